@@ -1,0 +1,1 @@
+"""Adapters: what is added to a frozen projection, and the bank that adds it."""

@@ -1,0 +1,157 @@
+"""Truncated SVD factors of the frozen projections: exact, computed once per backbone, cached and memory-mapped.
+
+Exact on purpose: pretrained weights have almost no gap in their spectrum, so a randomised SVD with its usual settings
+returns another subspace (one principal angle near 90 degrees), and an adapter trained on one basis means nothing on
+another. Two conventions make the basis unique: descending singular values, and in each right singular vector the entry
+of largest magnitude is positive. The first r columns of a larger truncation are the smaller truncation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+GRAM_COLUMNS = 2048
+"""Up to this smaller side, the eigenvectors of the Gram matrix are the fastest exact way (2 to 6 times an SVD)."""
+
+Algorithm = Literal["exact", "randomized"]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The truncated SVD of one weight W (out x in): `W ~ U diag(S) V^T`."""
+
+    U: Tensor
+    """Left singular vectors, (out, rank), float32."""
+    S: Tensor
+    """Singular values, (rank,), descending."""
+    V: Tensor
+    """Right singular vectors, (in, rank)."""
+
+    def truncate(self, rank: int) -> Factors:
+        """The factors of a smaller rank: a prefix."""
+        return Factors(self.U[:, :rank], self.S[:rank], self.V[:, :rank])
+
+
+def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> Factors:
+    """The first `rank` singular triplets of `weight` (out, in), with the sign convention above (A35).
+
+    `randomized` is LoRA-XS's own choice (10 power iterations, seed 42), kept for comparison: it is another subspace.
+
+    Raises:
+        ValueError: rank exceeds the smaller side.
+    """
+    out_features, in_features = weight.shape
+    if rank > min(out_features, in_features):
+        raise ValueError(f"rank {rank} exceeds the smaller side of a {out_features} x {in_features} weight")
+    W = weight.detach().to(torch.float32)
+    if algorithm == "randomized":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(42)
+            U, S, V = torch.svd_lowrank(W, q=rank, niter=10)
+    elif min(out_features, in_features) <= GRAM_COLUMNS:
+        U, S, V = _svd_by_gram(W.double(), rank)
+    else:
+        U, S, Vh = torch.linalg.svd(W, full_matrices=False)
+        U, S, V = U[:, :rank], S[:rank], Vh[:rank].T
+    peak = V.abs().argmax(dim=0)
+    signs = torch.sign(V[peak, torch.arange(rank)])
+    return Factors((U * signs).float().contiguous(), S.float().contiguous(), (V * signs).float().contiguous())
+
+
+def _svd_by_gram(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    wide = W.shape[0] < W.shape[1]
+    A = W.T if wide else W
+    eigenvalues, eigenvectors = torch.linalg.eigh(A.T @ A)
+    V = eigenvectors[:, -rank:].flip(1)
+    S = eigenvalues[-rank:].flip(0).clamp_min(0).sqrt()
+    U = A @ V / S.clamp_min(torch.finfo(S.dtype).tiny)
+    return (V, S, U) if wide else (U, S, V)
+
+
+def load_factors(
+    targets: Mapping[str, torch.nn.Linear],
+    weights_digest: str,
+    rank: int,
+    folder: Path,
+    algorithm: Algorithm = "exact",
+    compute_rank: int | None = None,
+) -> dict[str, Factors]:
+    """The factors of every target projection at `rank`, from the cache in `folder` or computed into it.
+
+    Args:
+        weights_digest: identity of the weights; part of the file's name.
+        compute_rank: rank to compute when the cache has none large enough: the largest of the sweep, so that one
+            file serves every rank of it.
+    """
+    compute_rank = max(rank, compute_rank or 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{weights_digest}-{algorithm}"
+    with FileLock(str(folder / f"{stem}.lock")):
+        found = _cached(folder, stem, rank)
+        if found is None:
+            found = _compute(targets, min(compute_rank, _largest_rank(targets)), folder, stem, algorithm)
+    with safe_open(found, framework="pt") as file:
+        return {
+            name: Factors(*(file.get_tensor(f"{name}.{part}") for part in "USV")).truncate(rank) for name in targets
+        }
+
+
+def _largest_rank(targets: Mapping[str, torch.nn.Linear]) -> int:
+    return min(min(target.weight.shape) for target in targets.values())
+
+
+def _cached(folder: Path, stem: str, rank: int) -> Path | None:
+    """The cached file of the smallest sufficient rank; files that cannot be read are set aside."""
+    sufficient = {}
+    for path in folder.glob(f"{stem}-r*.safetensors"):
+        cached_rank = int(path.stem.rpartition("-r")[2])
+        if cached_rank < rank:
+            continue
+        try:
+            with safe_open(path, framework="pt") as file:
+                file.keys()
+            sufficient[cached_rank] = path
+        except (SafetensorError, OSError) as error:
+            log.warning("%s cannot be read (%s); it is set aside and computed again", path, error)
+            path.rename(path.with_suffix(".damaged"))
+    return sufficient[min(sufficient)] if sufficient else None
+
+
+def _compute(
+    targets: Mapping[str, torch.nn.Linear], rank: int, folder: Path, stem: str, algorithm: Algorithm
+) -> Path:
+    tensors = {}
+    with single_thread():
+        for name, target in targets.items():
+            factors = truncated_svd(target.weight.cpu(), rank, algorithm)
+            tensors |= {f"{name}.{part}": getattr(factors, part) for part in "USV"}
+    path = folder / f"{stem}-r{rank}.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    os.replace(partial, path)
+    return path
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """One thread, so that the factors of a machine do not depend on how many cores it had to spare."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

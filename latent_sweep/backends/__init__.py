@@ -1,0 +1,1 @@
+"""Outside systems, one file each: nothing else imports ray, mlflow or deepspeed."""

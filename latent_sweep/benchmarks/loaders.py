@@ -1,0 +1,435 @@
+"""Rows of a task: read, checked, cut to a subset, identified by a digest, and tokenized once for all trials.
+
+Data lies in the layout of the public continual-learning repositories, `<folder>/<task>/train.json` and `test.json`:
+an object with `Instances`, or a plain list, of `{input, output}` or `{sentence, label}`; or the same objects one a
+line in `train.jsonl` and `test.jsonl`. Their `dev.json` is a copy of `test.json` and never read: validation rows are
+taken out of the training rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from filelock import FileLock
+
+from latent_sweep.benchmarks import builtin
+from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, prompt_parts
+from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
+from latent_sweep.errors import DataError
+from latent_sweep.settings import canonical_json, content_hash
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+DATA_VARIABLE = "LATENT_SWEEP_DATA"
+"""Environment variable that names the folder that contains `CL_Benchmark`."""
+
+MAX_VALIDATION_ROWS = 500
+TOKENS_FORMAT = 1  # raised whenever the columns, or how prompts become ids, change
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example of a task."""
+
+    id: str
+    """The file's own id, or task, split and position where it has none."""
+    input: str
+    references: tuple[str, ...]
+    """Every accepted answer, at least one. Scoring with `single_first` reads the first one."""
+
+    @property
+    def target(self) -> str:
+        """The answer to train on: one reference, chosen by a hash of the row's id, so the same in every trial."""
+        digest = hashlib.sha256(self.id.encode()).digest()
+        return self.references[int.from_bytes(digest[:8], "big") % len(self.references)]
+
+
+def load_rows(
+    spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
+) -> list[Row]:
+    """The rows of one split of `task`, in the order of the file, after the subsets of `settings`.
+
+    A subset is the first n rows of one fixed permutation, so smaller subsets lie within larger ones. Validation rows
+    are a share of the training subset; `carve_validation` leaves them out of `train`.
+
+    Raises:
+        DataError: The data is missing, malformed or empty; the message names the file and the row.
+    """
+    rows = _source_rows(spec, task, split, settings)
+    ranked = sorted(rows, key=lambda row: hashlib.sha256(f"{settings.subset_seed}/{row.id}".encode()).digest())
+    kept = {row.id for row in ranked[_selection(len(rows), task, split, settings, carve_validation)]}
+    return [row for row in rows if row.id in kept]
+
+
+def row_count(
+    spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
+) -> int:
+    """How many rows `load_rows` gives; where the data is not at hand, worked out from the published size.
+
+    Raises:
+        DataError: The data is malformed, or it is not at hand and no size was published.
+    """
+    selection = _selection(_source_count(spec, task, split, settings), task, split, settings, carve_validation)
+    return selection.stop - selection.start
+
+
+def data_digest(
+    spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
+) -> str:
+    """Names exactly the rows and prompt texts that `load_rows` and `prompt_parts` give.
+
+    Raises:
+        DataError: The data is not at hand.
+    """
+    limit = settings.test_per_task if split == "test" else settings.train_per_task
+    carved = split == "validation" or (split == "train" and carve_validation)
+    content = {
+        "source": _source_digest(spec, task, split, settings),
+        "task": task.name,
+        "split": split,
+        "prompt": spec.prompt,
+        "instruction": task.instruction,
+        "limit": limit,
+        "subset_seed": settings.subset_seed if limit or carved else None,
+        "validation_fraction": settings.validation_fraction if carved else None,
+        "drop_unlabelled": _drops_unlabelled(task, split, settings),
+    }
+    return content_hash(content)
+
+
+def tokenised(
+    spec: BenchmarkSpec,
+    task: TaskSpec,
+    split: Split,
+    settings: BenchmarkSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_name: str,
+    family: Family,
+    max_source_length: int,
+    folder: Path,
+    carve_validation: bool = False,
+) -> Dataset:
+    """The rows of `load_rows` as token ids, memory-mapped from a cache below `folder`.
+
+    Columns: `id`, `prompt_ids` (whole prompt), `input_ids` (the part of it that is the row's input), `target_ids`
+    and `references` (texts). The cache is named by everything that it depends on, built by one process while others
+    wait, and built again where its files do not check against their digests.
+
+    Args:
+        tokenizer_name: Names the tokenizer and its revision; part of the cache's name.
+        max_source_length: Longest prompt, in tokens.
+        folder: Where caches of all tasks lie.
+    """
+    max_target_length = settings.max_target_length or spec.max_target_length
+    content = {
+        "format": TOKENS_FORMAT,
+        "data": data_digest(spec, task, split, settings, carve_validation),
+        "tokenizer": tokenizer_name,
+        "family": family,
+        "lengths": [max_source_length, max_target_length],
+        "truncation": settings.truncation,
+        "bos": settings.bos,
+    }
+    target = folder / content_hash(content)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_suffix(".lock")):
+        if not _is_intact(target):
+            rows = load_rows(spec, task, split, settings, carve_validation)
+            encode = partial(
+                encode_parts,
+                tokenizer=tokenizer,
+                family=family,
+                max_source_length=max_source_length,
+                truncation=settings.truncation,
+                bos=settings.bos,
+            )
+            prompts = [encode(prompt_parts(spec, task, row.input)) for row in rows]
+            columns: dict[str, list[Any]] = {
+                "id": [row.id for row in rows],
+                "prompt_ids": [ids.head + ids.input + ids.cue for ids in prompts],
+                "input_ids": [ids.input for ids in prompts],
+                "target_ids": [encode_target(row.target, tokenizer, family, max_target_length) for row in rows],
+                "references": [list(row.references) for row in rows],
+            }
+            _write(columns, target)
+        return _open(target)
+
+
+# Where data lies -----------------------------------------------------------------------------------------------------
+
+
+def data_folder(spec: BenchmarkSpec, settings: BenchmarkSettings) -> Path | None:
+    """The folder that holds the tasks' folders, whether or not it exists; None where nothing says where data lies."""
+    if spec.layout == "folder":
+        return Path(spec.folder)
+    base = settings.data_dir or os.environ.get(DATA_VARIABLE)
+    if not base:
+        return None
+    root = Path(base).expanduser()
+    return (root / "CL_Benchmark" if (root / "CL_Benchmark").is_dir() else root) / spec.folder
+
+
+def _file_stem(split: Split) -> str:
+    return "test" if split == "test" else "train"
+
+
+def _find_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> Path | None:
+    """The file that holds a split, or None where it is not at hand."""
+    root = data_folder(spec, settings)
+    if root is None:
+        return None
+    stem = root / task.folder / _file_stem(split)
+    found = [path for path in (stem.with_suffix(".json"), stem.with_suffix(".jsonl")) if path.is_file()]
+    if len(found) == 2:
+        raise DataError(f"{found[0]}: {found[1].name} lies beside it; expected only one of them. Remove the other one.")
+    return found[0] if found else None
+
+
+def _data_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> Path:
+    path = _find_file(spec, task, split, settings)
+    if path is None:
+        raise DataError(_not_at_hand(spec, task, split, settings))
+    return path
+
+
+def _not_at_hand(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> str:
+    root = data_folder(spec, settings)
+    if root is None:
+        found, root = "no data folder is set", Path("CL_Benchmark") / spec.folder
+    else:
+        found = "there is no such file"
+    if spec.layout == "folder":
+        advice = "Put the task's rows there, or correct the task's `folder` in the benchmark's file."
+    else:
+        advice = (
+            f"Set benchmark.data_dir, or the environment variable {DATA_VARIABLE}, to the folder that contains "
+            f"CL_Benchmark; or use `benchmark: {{name: builtin}}`, which needs no data."
+        )
+    return f"Looked for {root / task.folder / _file_stem(split)}.json (or .jsonl): {found}. {advice}"
+
+
+# Which rows there are ------------------------------------------------------------------------------------------------
+
+
+def _source_rows(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> list[Row]:
+    """All rows that a split may take, in the order of the file."""
+    if spec.layout == "builtin":
+        pairs = _generated(task, split)
+        return [Row(_row_id(task, split, i), text, (answer,)) for i, (text, answer) in enumerate(pairs)]
+    rows = _read_rows(_data_file(spec, task, split, settings), task, split)
+    return [row for row in rows if _is_labelled(row)] if _drops_unlabelled(task, split, settings) else rows
+
+
+def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> int:
+    """How many rows `_source_rows` gives, or the published number where the file is not at hand."""
+    if spec.layout == "builtin":
+        return len(_generated(task, split))
+    path = _find_file(spec, task, split, settings)
+    if path is not None:
+        counts = _count_rows(path, _file_state(path), task, split)
+        return counts.labelled if _drops_unlabelled(task, split, settings) else counts.all
+    published = task.test_rows if split == "test" else task.train_rows
+    if published is None:
+        raise DataError(_not_at_hand(spec, task, split, settings))
+    return published
+
+
+def _source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> str:
+    if spec.layout == "builtin":
+        return content_hash(_generated(task, split))
+    path = _data_file(spec, task, split, settings)
+    return _file_digest(path, _file_state(path))
+
+
+def _selection(total: int, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool) -> slice:
+    """Which positions of the fixed permutation of `total` rows a split takes."""
+    if split == "test":
+        return slice(0, min(total, settings.test_per_task or total))
+    taken = min(total, settings.train_per_task or total)
+    if split == "train" and not carve_validation:
+        return slice(0, taken)
+    held_out = min(MAX_VALIDATION_ROWS, max(1, round(taken * settings.validation_fraction)))
+    if held_out == taken:
+        raise DataError(f"Task {task.name!r}: 1 training row; expected 2 or more, since validation rows are held out.")
+    return slice(taken - held_out, taken) if split == "validation" else slice(0, taken - held_out)
+
+
+def _drops_unlabelled(task: TaskSpec, split: Split, settings: BenchmarkSettings) -> bool:
+    # Only test rows: the setting is inference-only, so it must not change what is trained on or selected by.
+    return settings.drop_unlabelled and split == "test" and task.metric == "accuracy"
+
+
+def _is_labelled(row: Row) -> bool:
+    return any(character.isalnum() for reference in row.references for character in reference)
+
+
+def _generated(task: TaskSpec, split: Split) -> list[tuple[str, str]]:
+    if task.name not in builtin.GENERATORS:
+        known = ", ".join(builtin.GENERATORS)
+        raise DataError(f"There is no built-in task {task.name!r}; layout `builtin` has {known}.")
+    return builtin.generate(task.name, "test" if split == "test" else "train")
+
+
+def _row_id(task: TaskSpec, split: Split, position: int) -> str:
+    return f"{task.name}-{_file_stem(split)}-{position}"
+
+
+# Reading files -------------------------------------------------------------------------------------------------------
+
+
+class _Counts(NamedTuple):
+    all: int
+    labelled: int
+
+
+def _file_state(path: Path) -> tuple[int, int]:
+    """What changes when a file is written again; part of the key of what is remembered about it."""
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+@cache
+def _file_digest(path: Path, state: tuple[int, int]) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@cache
+def _count_rows(path: Path, state: tuple[int, int], task: TaskSpec, split: Split) -> _Counts:
+    rows = _read_rows(path, task, split)
+    return _Counts(len(rows), sum(map(_is_labelled, rows)))
+
+
+def _read_rows(path: Path, task: TaskSpec, split: Split) -> list[Row]:
+    """The checked rows of a file; at least one, with ids that differ."""
+    rows: list[Row] = []
+    places: dict[str, str] = {}
+    for position, (place, record) in enumerate(_read_records(path)):
+        row = _check_row(f"{path}, {place}", record, _row_id(task, split, position))
+        if row.id in places:
+            raise DataError(f"{path}, {place}: id {row.id!r} is also that of {places[row.id]}; expected unique ids.")
+        places[row.id] = place
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{path}: found no rows; expected at least one row for split {split!r}.")
+    return rows
+
+
+def _read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each record of a file with its place in it."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; save the file in UTF-8.") from error
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"line {number}", _parse_json(path, line, first_line=number)
+        return
+    content = _parse_json(path, text)
+    place = ""
+    if isinstance(content, dict) and "Instances" in content:
+        content, place = content["Instances"], "Instances"
+    if not isinstance(content, list):
+        raise DataError(f"{path}: found {_kind(content)}; expected a list of rows, or an object with `Instances`.")
+    for position, record in enumerate(content):
+        yield f"{place}[{position}]", record
+
+
+def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise DataError(f"{path}, line {line}, column {error.colno}: not valid JSON: {error.msg}.") from error
+
+
+def _check_row(where: str, record: Any, default_id: str) -> Row:
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: found {_kind(record)}; expected an object with `input` and `output`.")
+    text_key, answer_key = ("sentence", "label") if "sentence" in record else ("input", "output")
+    missing = [key for key in (text_key, answer_key) if key not in record]
+    if missing:
+        raise DataError(f"{where}: `{'` and `'.join(missing)}` missing; found the keys {sorted(record)}.")
+    text, answer, row_id = record[text_key], record[answer_key], record.get("id", default_id)
+    if not isinstance(text, str):
+        raise DataError(f"{where}: `{text_key}` is {_kind(text)}; expected a string.")
+    references = answer if isinstance(answer, list) else [answer]
+    if not references or not all(isinstance(reference, str) for reference in references):
+        raise DataError(f"{where}: `{answer_key}` is {_kind(answer)}: {answer!r:.60}; expected a string or strings.")
+    if type(row_id) not in (str, int):
+        raise DataError(f"{where}: `id` is {_kind(row_id)}; expected a string or a whole number.")
+    return Row(str(row_id), text, tuple(references))
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+# The cache of token ids ----------------------------------------------------------------------------------------------
+
+_DIGESTS = "sha256.json"
+
+
+def _write(columns: dict[str, list[Any]], target: Path) -> None:
+    """Writes columns as a dataset folder with the digests of its files; the rename at the end commits it."""
+    from datasets import Dataset, Features, List, Value
+
+    ids = List(Value("int32"))
+    kinds = {"prompt_ids": ids, "input_ids": ids, "target_ids": ids, "references": List(Value("string"))}
+    features = Features({"id": Value("string"), **kinds})
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with _no_progress_bars():
+        Dataset.from_dict(columns, features=features).save_to_disk(str(partial))
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(partial.iterdir())}
+    (partial / _DIGESTS).write_text(canonical_json(digests), encoding="utf-8")
+    partial.rename(target)
+
+
+def _is_intact(target: Path) -> bool:
+    """Whether a cache folder is complete and unchanged; a damaged one is reported and removed."""
+    if not target.exists():
+        return False
+    try:
+        digests = json.loads((target / _DIGESTS).read_text(encoding="utf-8"))
+        if all(hashlib.sha256((target / name).read_bytes()).hexdigest() == digest for name, digest in digests.items()):
+            return True
+    except (OSError, ValueError):
+        pass
+    logger.warning("The token cache %s is damaged; it is built again.", target)
+    shutil.rmtree(target)
+    return False
+
+
+def _open(target: Path) -> Dataset:
+    from datasets import load_from_disk
+
+    return load_from_disk(str(target), keep_in_memory=False)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()

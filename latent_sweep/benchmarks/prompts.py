@@ -1,0 +1,125 @@
+"""How a row becomes token ids: prompt formats, and truncation that keeps the cue.
+
+A prompt has three parts, `head` (instruction), `input` (the row) and `cue` (what asks for the answer):
+
+superni         `Definition: <instruction>`, blank line, `Now complete the following example -`, newline,
+                `Input: <input>`, newline, `Output: `
+long_sequence   `<instruction>`, newline, `<input>`, newline, `Output: `
+plain           `<instruction>`, blank line, `<input>`, newline, `Output: `
+
+Where a task has no instruction, the last two begin with the input.
+The first two are the strings of the SAPT and GainLoRA code, the same for T5 and Llama and ending in a space; `plain`
+serves the package's own and users' benchmarks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
+from latent_sweep.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Family = Literal["t5", "llama"]
+
+
+class PromptParts(NamedTuple):
+    """The three texts of a prompt; the prompt is their concatenation."""
+
+    head: str
+    input: str
+    cue: str
+
+
+class PromptIds(NamedTuple):
+    """The token ids of a prompt by part, special tokens included; the prompt is their concatenation."""
+
+    head: list[int]
+    input: list[int]
+    cue: list[int]
+
+
+def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str) -> PromptParts:
+    """The prompt of the input `text` of `task`, in the benchmark's format."""
+    instruction = task.instruction.strip()
+    if spec.prompt == "superni":
+        head = f"Definition: {instruction}\n\nNow complete the following example -\nInput: "
+    elif instruction:
+        head = instruction + ("\n" if spec.prompt == "long_sequence" else "\n\n")
+    else:
+        head = ""
+    return PromptParts(head, text, "\nOutput: ")
+
+
+def encode_prompt(
+    parts: PromptParts,
+    tokenizer: PreTrainedTokenizerBase,
+    family: Family,
+    max_source_length: int,
+    truncation: Literal["keep_cue", "official"] = "keep_cue",
+    bos: Literal["auto", "off"] = "auto",
+) -> list[int]:
+    """The token ids of a prompt, at most `max_source_length` of them; see `encode_parts`."""
+    head, kept, cue = encode_parts(parts, tokenizer, family, max_source_length, truncation, bos)
+    return head + kept + cue
+
+
+def encode_parts(
+    parts: PromptParts,
+    tokenizer: PreTrainedTokenizerBase,
+    family: Family,
+    max_source_length: int,
+    truncation: Literal["keep_cue", "official"] = "keep_cue",
+    bos: Literal["auto", "off"] = "auto",
+) -> PromptIds:
+    """The token ids of a prompt by part, at most `max_source_length` in all.
+
+    The whole prompt is tokenized at once, so what fits is exactly what the tokenizer makes of the string, and what
+    does not fit only loses tokens: the last ones of the input (`keep_cue`) or of the prompt (`official`). A token
+    that reaches into the input from the head belongs to the input, one that reaches into the cue to the cue. T5
+    prompts end with EOS; Llama prompts begin with BOS where the tokenizer itself adds one and `bos` is `auto`, and
+    have no EOS.
+
+    Raises:
+        DataError: Head and cue leave no room for the input (`keep_cue` only).
+    """
+    encoding = tokenizer("".join(parts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+    input_start, input_end = len(parts.head), len(parts.head) + len(parts.input)
+    n_head = sum(end <= input_start for _, end in offsets)
+    n_cue = sum(end > input_end for _, end in offsets[n_head:])
+    head, kept, cue = ids[:n_head], ids[n_head : len(ids) - n_cue], ids[len(ids) - n_cue :]
+
+    first = [tokenizer.bos_token_id] if family == "llama" and bos == "auto" and _adds_bos(tokenizer) else []
+    last = [tokenizer.eos_token_id] if family == "t5" else []
+    room = max_source_length - len(first) - len(last)
+    if len(ids) > room and truncation == "keep_cue":
+        kept = kept[: _input_room(room - n_head - n_cue, max_source_length)]
+    elif len(ids) > room:
+        head, kept, cue = head[:room], kept[: max(0, room - n_head)], cue[: max(0, room - n_head - len(kept))]
+    return PromptIds(first + head, kept, cue + last)
+
+
+def encode_target(text: str, tokenizer: PreTrainedTokenizerBase, family: Family, max_target_length: int) -> list[int]:
+    """The token ids of a target and EOS, at most `max_target_length` in all.
+
+    As in the released code, a target that is too long keeps its EOS for T5 and loses it for Llama.
+    """
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    room = max_target_length - 1 if family == "t5" else max_target_length
+    return [*ids[:room], tokenizer.eos_token_id][:max_target_length]
+
+
+def _input_room(room: int, max_source_length: int) -> int:
+    if room < 1:
+        raise DataError(
+            f"benchmark.max_source_length: instruction and cue take all of its {max_source_length} tokens; expected "
+            f"room for the input. Raise it to {max_source_length + 1 - room} or more, or shorten the instruction."
+        )
+    return room
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -1,0 +1,295 @@
+"""What a benchmark is: its tasks, prompts, metrics and orders, as strict data read from YAML.
+
+A new benchmark is a new file: a `benchmark.yaml` beside folders `<task>/train.json` (or `.jsonl`) and `test.json`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings
+
+Metric = Literal["accuracy", "rouge_l"]
+Split = Literal["train", "validation", "test"]
+
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+"""A tuple of strings that a YAML list may fill."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""A name that is safe in file names and in names of logged metrics."""
+
+BENCHMARK_FILE = "benchmark.yaml"
+
+
+class TaskSpec(Settings):
+    """One task of a benchmark: where its data lies, what is asked and how answers are scored."""
+
+    name: Name
+    """Short name, unique in its benchmark, e.g. `task1572` or `mnli`."""
+    title: str = ""
+    """Name for tables and pictures; the task's name where a file leaves it out."""
+    category: str = ""
+    """Kind of task, e.g. `summarization`."""
+    metric: Metric
+    """How a prediction is scored: exact match after normalisation, or Rouge-L F-measure."""
+    instruction: str = ""
+    """Text that precedes every input; may be empty."""
+    labels: Strings | None = None
+    """Every answer that a classification task knows."""
+    folder: str = ""
+    """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
+    train_rows: int | None = Field(None, ge=1)
+    """Published number of training rows; read only where the data is not at hand."""
+    test_rows: int | None = Field(None, ge=1)
+    """Published number of test rows; read only where the data is not at hand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_rest(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or "name" not in content:
+            return content
+        return {"title": content["name"], "folder": content["name"]} | content
+
+
+class BenchmarkSpec(Settings):
+    """A benchmark: its tasks, the orders they are learned in, and how prompts are written."""
+
+    name: Name
+    """Name of the benchmark; its folder's name where a file leaves it out."""
+    version: int = Field(1, ge=1)
+    """Raised whenever a change of the file changes results."""
+    title: str = ""
+    """Name for tables and pictures; the benchmark's name where a file leaves it out."""
+    prompt: Literal["superni", "long_sequence", "plain"] = "plain"
+    """Format of the prompt, see `benchmarks/prompts.py`."""
+    layout: Literal["cl_benchmark", "builtin", "folder"] = "folder"
+    """Where rows come from: the data folder, the package's own generator, or the folder of the benchmark's file."""
+    folder: str = Field(".", json_schema_extra=NOT_IDENTITY)
+    """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
+    stop: Strings = ()
+    """Strings at which generation ends; no target holds one."""
+    max_target_length: int = Field(50, ge=1)
+    """Longest target and longest answer, in tokens."""
+    tasks: tuple[TaskSpec, ...] = Field(strict=False)
+    """The tasks, in the order of the tables."""
+    orders: dict[str, Strings] = Field(default_factory=dict)
+    """Named task sequences; the first one is the default. Left out: one order, `1`, the tasks as listed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_left_out(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        filled = {"title": content["name"]} | content if "name" in content else dict(content)
+        if isinstance(filled.get("orders"), dict):  # YAML reads the key 1 as a number
+            filled["orders"] = {str(key) if type(key) is int else key: seq for key, seq in filled["orders"].items()}
+        return filled
+
+    @model_validator(mode="after")
+    def _check_names(self) -> BenchmarkSpec:
+        names = [task.name for task in self.tasks]
+        faults = [] if names else ["`tasks` is empty; list at least one task"]
+        faults += [f"task {name!r} is listed twice" for name in _repeated(names)]
+        if not self.orders:
+            self.orders["1"] = tuple(names)
+        for key, sequence in self.orders.items():
+            faults += [f"order {key!r} is empty"] if not sequence else []
+            faults += [f"order {key!r} names task {name!r} twice" for name in _repeated(sequence)]
+            faults += [f"order {key!r}: {_unknown(name, names, 'task')}" for name in sequence if name not in names]
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+
+class BenchmarkSettings(Settings):
+    """The `benchmark:` group of a sweep file: which benchmark, which part of it, and how it is read and scored."""
+
+    name: str = Field(min_length=1)
+    """`superni`, `long_sequence`, `builtin`, or the path of a benchmark's folder or YAML file."""
+    order: int | str | None = None
+    """Task order: its key (`1`), or `<first task>_first`; left out, the benchmark's first order."""
+    tasks: Strings | None = None
+    """Learn only these tasks, in the order's sequence."""
+    train_per_task: int | None = Field(None, ge=1)
+    """Use at most this many training rows of each task (validation rows are taken out of them)."""
+    test_per_task: int | None = Field(None, ge=1, json_schema_extra=INFERENCE_ONLY)
+    """Score at most this many test rows of each task."""
+    subset_seed: int = Field(0, ge=0)
+    """Which rows a subset takes; apart from the trial's seed, so that all trials see the same rows."""
+    data_dir: str | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
+    """Folder that contains `CL_Benchmark`; left out, the environment variable LATENT_SWEEP_DATA."""
+    max_source_length: int | None = Field(None, ge=8)
+    """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024."""
+    max_target_length: int | None = Field(None, ge=1)
+    """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
+    truncation: Literal["keep_cue", "official"] = "keep_cue"
+    """Long prompts lose the end of their input (`keep_cue`) or, as in the released code, whatever comes last."""
+    bos: Literal["auto", "off"] = "auto"
+    """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
+    drop_unlabelled: bool = Field(False, json_schema_extra=INFERENCE_ONLY)
+    """Leave out test rows of accuracy tasks whose answer holds no letter or digit (131 rows of MNLI)."""
+    references: Literal["single_first", "max_over_refs"] = Field("single_first", json_schema_extra=INFERENCE_ONLY)
+    """Score against a row's first reference, or take the best score over all of them."""
+    classification_metric: Metric = Field("accuracy", json_schema_extra=INFERENCE_ONLY)
+    """Metric of accuracy tasks; the released scorer uses Rouge-L for all of SuperNI."""
+    validation_fraction: float = Field(0.1, gt=0, le=0.5)
+    """Share of the training rows, at most 500 rows, that is held out where model selection asks for it."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if tasks == ():
+            raise ValueError("the list is empty; name at least one task, or leave the key out to learn all of them")
+        if tasks is not None and (repeated := _repeated(tasks)):
+            raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each task once")
+        return tasks
+
+
+@lru_cache
+def load_benchmark(name: str) -> BenchmarkSpec:
+    """The benchmark called `name`: a packaged one, or a user's folder or YAML file.
+
+    Raises:
+        ConfigError: There is no such benchmark, or its file is not valid; every fault is listed.
+    """
+    path = _benchmark_file(name)
+    spec = _parse(path)
+    if spec.layout == "folder":
+        spec = spec.model_copy(update={"folder": str((path.parent / spec.folder).resolve())})
+    return spec
+
+
+def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:
+    """The key of the order that `settings` asks for by key, by `<first task>_first`, or by leaving it out.
+
+    Raises:
+        ConfigError: The benchmark has no such order, or several begin with that task.
+    """
+    if settings.order is None:
+        return next(iter(spec.orders))
+    wanted = str(settings.order)
+    found = [key for key, sequence in spec.orders.items() if wanted in (key, f"{sequence[0]}_first")]
+    if len(found) != 1:
+        known = ", ".join(f"{key} ({sequence[0]}_first)" for key, sequence in spec.orders.items())
+        problem = f"{wanted!r} fits several orders" if found else f"no order {wanted!r}"
+        raise ConfigError(f"benchmark.order: {problem}; benchmark {spec.name!r} has {known}. Use one of these keys.")
+    return found[0]
+
+
+def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[TaskSpec, ...]:
+    """The tasks that a trial learns, in sequence: the order of `settings`, cut to its subset of tasks.
+
+    Raises:
+        ConfigError: `benchmark.order` or `benchmark.tasks` names something that the benchmark does not have.
+    """
+    key = order_key(settings, spec)
+    sequence = spec.orders[key]
+    wanted = sequence if settings.tasks is None else settings.tasks
+    faults = [_unknown(name, sequence, "task") for name in wanted if name not in sequence]
+    if faults:
+        raise ConfigError(f"benchmark.tasks: {'; '.join(faults)}. Order {key} of {spec.name!r}: {', '.join(sequence)}.")
+    tasks = {task.name: task for task in spec.tasks}
+    return tuple(tasks[name] for name in sequence if name in wanted)
+
+
+def resolve(settings: BenchmarkSettings, spec: BenchmarkSpec) -> BenchmarkSettings:
+    """`settings` with what `spec` decides written out, so that equal choices have equal identities.
+
+    Filled in are the order's key, the tasks in sequence (None where they are the whole order) and the target length.
+
+    Raises:
+        ConfigError: `benchmark.order` or `benchmark.tasks` names something that the benchmark does not have.
+    """
+    key = order_key(settings, spec)
+    tasks = tuple(task.name for task in task_sequence(settings, spec))
+    resolved = {
+        "order": key,
+        "tasks": None if tasks == spec.orders[key] else tasks,
+        "max_target_length": settings.max_target_length or spec.max_target_length,
+    }
+    return settings.model_copy(update=resolved)
+
+
+def scoring_metric(settings: BenchmarkSettings, task: TaskSpec) -> Metric:
+    """The metric that scores `task`: its own, or what `benchmark.classification_metric` makes of an accuracy task."""
+    return settings.classification_metric if task.metric == "accuracy" else task.metric
+
+
+def validation_faults(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line per fault of `error`: its dotted path, what was found, and a suggestion for a misspelt key."""
+    return [f"{_dotted(fault['loc'])}: {_explain(fault, model)}" for fault in error.errors(include_url=False)]
+
+
+def _benchmark_file(name: str) -> Path:
+    packaged = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+    if name in packaged:
+        return packaged[name]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / BENCHMARK_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"benchmark.name: {_unknown(name, list(packaged), 'benchmark')}, and there is no file {path}. "
+            f"Use one of {', '.join(packaged)}, or the path of a folder that holds a {BENCHMARK_FILE}."
+        )
+    return path
+
+
+def _parse(path: Path) -> BenchmarkSpec:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file in UTF-8: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {type(content).__name__}; expected keys such as `tasks:`")
+    try:
+        return BenchmarkSpec.model_validate({"name": path.absolute().parent.name} | content)
+    except ValidationError as error:
+        lines = "\n".join(f"  {line}" for line in validation_faults(error, BenchmarkSpec))
+        raise ConfigError(f"{path}: not a valid benchmark file:\n{lines}") from error
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.lstrip(".") or "the file"
+
+
+def _explain(fault: Any, model: type[BaseModel]) -> str:
+    if fault["type"] == "extra_forbidden":
+        return _unknown(str(fault["loc"][-1]), _known_keys(model, fault["loc"]), "key")
+    if fault["type"] == "missing":
+        return "missing; it has no default"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"found {fault['input']!r:.80}; {fault['msg']}"
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys of the group of settings that holds the fault at `location`."""
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part))
+        model = (field and _group(field.annotation)) or model
+    return list(model.model_fields)
+
+
+def _group(annotation: Any) -> type[BaseModel] | None:
+    """The group of settings inside a type such as `tuple[TaskSpec, ...] | None`."""
+    if arguments := get_args(annotation):
+        return next((group for group in map(_group, arguments) if group), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _unknown(name: str, known: Any, kind: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"unknown {kind} {name!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
+
+
+def _repeated(names: Any) -> list[str]:
+    return [name for name in dict.fromkeys(names) if list(names).count(name) > 1]

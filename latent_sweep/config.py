@@ -1,0 +1,422 @@
+"""A sweep file becomes a `Sweep`: strict, frozen, every fault reported with its path and what to do about it.
+
+    name: lambda
+    trial:    one trial, group by group: method, router, backbone, benchmark, training, evaluation, seed
+    search:   dotted paths below `trial`; a list is a grid axis, {loguniform: [a, b]} is drawn at random
+    run:      how to run it; no part of any result's identity
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, SerializeAsAny, ValidationError
+
+from latent_sweep.backbones import BackboneSettings
+from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods import METHODS, method_class
+from latent_sweep.methods.protocol import MethodSettings
+from latent_sweep.router import RouterSettings
+from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings
+
+
+class TrainingSettings(Settings):
+    """The `training:` group. What is left out is resolved from the paper's protocol for the backbone."""
+
+    learning_rate: float | None = Field(None, gt=0)
+    """Constant AdamW learning rate, also of R (A30)."""
+    batch_size: int | None = Field(None, ge=1)
+    """Rows per optimizer step, over all micro-batches (A29)."""
+    micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
+    """Rows per forward pass; gradients accumulate up to `batch_size`. None is the whole batch."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over a task's training rows."""
+    max_steps: int | None = Field(None, ge=1)
+    """At most this many optimizer steps per task, whatever `epochs` says."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay (A28)."""
+    gradient_clip: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; None does not clip (A28)."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly to its constant value (A28)."""
+    loss_reduce: Literal["token_mean", "sequence_mean", "sum"] = "token_mean"
+    """Cross-entropy over a batch: mean over target tokens, mean over rows of their sums, or the sum (A5)."""
+    select: Literal["last", "best_validation"] = "last"
+    """Which parameters a task leaves behind; `best_validation` scores held-out training rows every epoch (A31)."""
+    group_by_length: bool = True
+    """Batches of rows of similar length: less padding, same rows per epoch."""
+    gradient_checkpointing: bool = Field(False, json_schema_extra=NOT_IDENTITY)
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
+    """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
+
+
+class EvaluationSettings(Settings):
+    """The `evaluation:` group; training reads none of it."""
+
+    batch_size: int = Field(16, ge=1, json_schema_extra=INFERENCE_ONLY)
+    """Rows generated together. In bfloat16 the answers depend on it, so it is part of what identifies a score."""
+
+
+class ResourceSettings(Settings):
+    """What one trial asks Ray for."""
+
+    cpus: float = Field(1, gt=0)
+    """CPU cores; torch uses as many threads, at least one."""
+    gpus: float = Field(0, ge=0, le=1)
+    """GPUs; a fraction lets several trials share one."""
+    accelerator: str | None = None
+    """Accelerator type as Ray names it, e.g. `A100`."""
+
+
+class SchedulerSettings(Settings):
+    """Who goes on and who stops early."""
+
+    name: Literal["fifo", "asha"] = "fifo"
+    """`asha` stops the worse half of the configurations at each rung of tasks seen."""
+    metric: Literal["AP"] = "AP"
+    """Average performance over the tasks seen so far; higher is better."""
+    grace_tasks: int = Field(3, ge=1)
+    """Tasks that every trial learns before it may be stopped."""
+    reduction_factor: int = Field(2, ge=2)
+    """One in this many goes on at each rung."""
+
+
+class TrackingSettings(Settings):
+    """Where runs are compared."""
+
+    uri: str | None = None
+    """MLflow tracking URI; None is the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` is no MLflow."""
+    artifacts: Literal["all", "light"] = "all"
+    """`light` leaves out the snapshots."""
+
+
+class RunSettings(Settings):
+    """The `run:` group: how to run a sweep. It changes no result."""
+
+    storage: str = "runs"
+    """Folder for everything that is computed; shared by all sweeps that name it."""
+    resources: ResourceSettings = ResourceSettings()
+    """What each trial asks for."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """Early stopping."""
+    tracking: TrackingSettings = TrackingSettings()
+    """MLflow."""
+    max_concurrent: int | None = Field(None, ge=1)
+    """Trials that run at the same time at most; None is as many as fit."""
+    num_samples: int = Field(1, ge=1)
+    """Random draws of the searched values, for each point of the grid."""
+    search_seed: int = Field(0, ge=0)
+    """Seed of those draws: the same file always means the same trials."""
+    max_failures: int = Field(3, ge=0)
+    """How often a trial whose worker was lost is started again. A fault of the trial itself is not retried."""
+
+
+class TrialSettings(Settings):
+    """The `trial:` group: one trial, complete once `plan.resolve` has filled in the paper's protocol."""
+
+    method: SerializeAsAny[MethodSettings]
+    router: RouterSettings
+    backbone: BackboneSettings
+    benchmark: BenchmarkSettings
+    training: TrainingSettings
+    evaluation: EvaluationSettings
+    seed: int = Field(0, ge=0)
+    """Seed of initialisation, data order and K-means."""
+
+
+GROUPS: Mapping[str, type[Settings]] = {
+    "router": RouterSettings,
+    "backbone": BackboneSettings,
+    "benchmark": BenchmarkSettings,
+    "training": TrainingSettings,
+    "evaluation": EvaluationSettings,
+}
+
+
+class Draw(Settings):
+    """A random axis: how a value is drawn, in the words of Ray Tune."""
+
+    kind: Literal["choice", "uniform", "loguniform", "randint"]
+    values: tuple[Any, ...]
+    """The choices, or the two bounds; both are included for randint, whose upper bound in the file is excluded."""
+
+
+class Sweep(Settings):
+    """A sweep file, read."""
+
+    name: str
+    source: str
+    """Path of the file, for messages."""
+    trial: Mapping[str, Any]
+    """The trial template as written; `trial_settings` validates it with one point of the search space applied."""
+    grid: Mapping[str, tuple[Any, ...]]
+    draws: Mapping[str, Draw]
+    run: RunSettings
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Dotted paths of everything that varies."""
+        return (*self.grid, *self.draws)
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file and apply `--set path=value` overrides.
+
+    Raises:
+        ConfigError: listing every fault found, each with file, path, what was found and what is allowed.
+    """
+    return parse_sweep(read_yaml(Path(path)), str(path), overrides)
+
+
+def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Sweep:
+    """A sweep from YAML content; see `load_sweep`."""
+    content = copy.deepcopy(content)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source}: a sweep file is a mapping with name, trial, search and run; found {content!r:.80}")
+    faults: list[str] = []
+    for override in overrides:
+        faults += _apply_override(content, override)
+    unknown = [key for key in content if key not in ("name", "trial", "search", "run")]
+    faults += [_unknown_key(str(key), ("name", "trial", "search", "run"), "") for key in unknown]
+    name = content.get("name")
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        faults.append(f"name: found {name!r:.80}; expected letters, digits, '_', '-' and '.', not beginning with a sign")
+    template, template_faults = _mapping(content, "trial")
+    search, search_faults = _mapping(content, "search")
+    run_content, run_faults = _mapping(content, "run")
+    faults += template_faults + search_faults + run_faults
+    _, trial_faults = _trial(template)
+    faults += [f"trial.{fault}" for fault in trial_faults]
+    run, run_faults = _group(RunSettings, run_content, "run")
+    faults += run_faults
+    grid: dict[str, tuple[Any, ...]] = {}
+    draws: dict[str, Draw] = {}
+    for axis, values in search.items():
+        faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
+    if faults:
+        raise fault_report(source, faults)
+    assert isinstance(run, RunSettings) and isinstance(name, str)
+    return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run)
+
+
+def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
+    """One error that lists all faults of one file, each once."""
+    unique = list(dict.fromkeys(faults))
+    lines = "".join(f"\n  - {fault}" for fault in unique)
+    return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
+
+
+def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
+    """The template with one point of the search space applied.
+
+    Raises:
+        ConfigError: the combination is not valid although each value is.
+    """
+    template = copy.deepcopy(dict(sweep.trial))
+    for path, value in point.items():
+        _put(template, path.split("."), value)
+    settings, faults = _trial(template)
+    if settings is None:
+        raise fault_report(sweep.source, [f"trial.{fault}" for fault in faults])
+    return settings
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses duplicate keys and reads 3e-4 as the number it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (dict, list)):
+                raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} appears twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(path: Path) -> Any:
+    """Content of a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not YAML; the message has line and column.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
+    return _parse_yaml(text, str(path))
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a SafeLoader with stricter keys)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: is not valid YAML: {error}") from error
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _mapping(content: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list[str]]:
+    value = content.get(key)
+    if value is None:
+        return {}, []
+    if not isinstance(value, dict):
+        return {}, [f"{key}: found {value!r:.80}; expected a mapping"]
+    return value, []
+
+
+def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | None, list[str]]:
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        return None, [f"{path}: found {content!r:.80}; expected a mapping"]
+    try:
+        return kind.model_validate(content), []
+    except ValidationError as error:
+        return None, [f"{path}.{fault}" for fault in validation_faults(error, kind)]
+
+
+def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]]:
+    """A trial, or every fault of its groups with paths below `trial`."""
+    known = ("method", *GROUPS, "seed")
+    faults = [_unknown_key(str(key), known, "") for key in template if key not in known]
+    method, method_faults = _method(template.get("method", {}))
+    faults += method_faults
+    groups: dict[str, Any] = {"method": method}
+    for name, kind in GROUPS.items():
+        groups[name], group_faults = _group(kind, template.get(name), name)
+        faults += group_faults
+    seed = template.get("seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        faults.append(f"seed: found {seed!r:.80}; expected a whole number of at least 0")
+    if faults:
+        return None, faults
+    return TrialSettings(**groups, seed=seed), []
+
+
+def _method(content: Any) -> tuple[Settings | None, list[str]]:
+    if not isinstance(content, dict):
+        return None, [f"method: found {content!r:.80}; expected a mapping with a name"]
+    name = content.get("name", "latent_lora")
+    if not isinstance(name, str):
+        return None, [f"method.name: found {name!r:.80}; expected one of {', '.join(METHODS)}"]
+    try:
+        kind = method_class(name).settings_class
+    except ConfigError as error:
+        return None, [f"method.name: {error}"]
+    return _group(kind, {**content, "name": name}, "method")
+
+
+def _axis(
+    axis: str,
+    values: Any,
+    template: Mapping[str, Any],
+    template_faults: set[str],
+    grid: dict[str, tuple[Any, ...]],
+    draws: dict[str, Draw],
+) -> list[str]:
+    """Read one line of `search:`; every value is tried on the template, so that its faults carry its own path."""
+    where = f"search.{axis}"
+    if isinstance(values, dict):
+        draw, faults = _draw(values, where)
+        if draw is None:
+            return faults
+        draws[axis] = draw
+        tried: Sequence[Any] = draw.values
+    elif isinstance(values, list) and values:
+        repeated = [v for i, v in enumerate(values) if v in values[:i]]
+        if repeated:
+            return [f"{where}: {repeated[0]!r} appears twice; equal trials would collapse into one"]
+        grid[axis] = tuple(values)
+        tried = values
+    else:
+        return [f"{where}: found {values!r:.80}; expected a list, or one of choice, uniform, loguniform, randint"]
+    faults = []
+    for index, value in enumerate(tried):
+        candidate = copy.deepcopy(dict(template))
+        if not _put(candidate, axis.split("."), value):
+            return [f"{where}: the trial has no group {axis.rpartition('.')[0]!r}; write the path below `trial`, e.g. method.rank"]
+        _, new_faults = _trial(candidate)
+        faults += [f"{where}[{index}]: {fault}" for fault in new_faults if fault not in template_faults]
+    return faults
+
+
+def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str]]:
+    kinds = ("choice", "uniform", "loguniform", "randint")
+    if len(content) != 1 or next(iter(content)) not in kinds:
+        return None, [f"{where}: found {dict(content)!r:.80}; expected a single key out of {', '.join(kinds)}"]
+    kind, values = next(iter(content.items()))
+    if not isinstance(values, list) or not values or (kind != "choice" and len(values) != 2):
+        wanted = "a list of values" if kind == "choice" else "two bounds [lower, upper]"
+        return None, [f"{where}.{kind}: found {values!r:.80}; expected {wanted}"]
+    if kind != "choice":
+        number = (int,) if kind == "randint" else (int, float)
+        if not all(isinstance(v, number) and not isinstance(v, bool) for v in values) or not values[0] < values[1]:
+            return None, [f"{where}.{kind}: found {values!r:.80}; expected two growing numbers"]
+        if kind == "loguniform" and values[0] <= 0:
+            return None, [f"{where}.loguniform: found {values!r:.80}; both bounds must be above 0"]
+        values = [v if kind == "randint" else float(v) for v in values]
+    if kind == "randint":
+        values = [values[0], values[1] - 1]
+    return Draw(kind=kind, values=tuple(values)), []
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Set `value` at `path` below `tree`, making groups on the way; False where a plain value is in the way."""
+    for key in path[:-1]:
+        if tree.get(key) is None:
+            tree[key] = {}
+        tree = tree[key]
+        if not isinstance(tree, dict):
+            return False
+    tree[path[-1]] = value
+    return True
+
+
+def _apply_override(content: dict[str, Any], override: str) -> list[str]:
+    """Apply one `--set path=value`; the path begins with name, trial, search or run."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        return [f"--set {override}: expected path=value, e.g. --set trial.training.epochs=1"]
+    value = _parse_yaml(text, f"--set {override}")
+    # an axis is one key with dots in it: search.method.rank
+    keys = ["search", ".".join(keys[1:])] if keys[0] == "search" and len(keys) > 1 else keys
+    if keys[0] == "search" and len(keys) == 2 and value is None:
+        axes = content.get("search") or {}
+        if keys[1] not in axes:
+            return [f"--set {override}: search has no axis {keys[1]!r} to remove"]
+        del axes[keys[1]]
+        return []
+    if not _put(content, keys, value):
+        return [f"--set {override}: {'.'.join(keys[:-1])} is a plain value, not a group"]
+    return []
+
+
+def _unknown_key(key: str, known: Sequence[str], where: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(known)}"
+    return f"{where}{key}: unknown key; {hint}"

@@ -1,0 +1,27 @@
+"""Errors that a user can act on. Each message says where, what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class LatentSweepError(Exception):
+    """Base of every error this package raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(LatentSweepError):
+    """A sweep or benchmark file is not valid; the message lists every fault found."""
+
+
+class DataError(LatentSweepError):
+    """A benchmark's data file is missing or malformed; the message names the file and the row."""
+
+
+class NonFiniteLoss(LatentSweepError):
+    """The training loss became NaN or infinite; the trial cannot go on with these settings."""
+
+
+class StoreError(LatentSweepError):
+    """A stored file does not check against its digest, or cannot be written."""
+
+
+class TrackingError(LatentSweepError):
+    """The tracking server could not be reached or refused a write; nothing on disk is lost."""

@@ -1,0 +1,28 @@
+"""The methods, by name. To add one: write its file, and a line here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods.protocol import Method
+
+METHODS: Mapping[str, str] = {
+    "latent_lora": "latent_sweep.methods.latent_lora:LatentLora",
+}
+
+
+def method_class(name: str) -> type[Method]:
+    """The class registered under `name`.
+
+    Raises:
+        ConfigError: no method has this name; the message suggests the nearest.
+    """
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(sorted(METHODS))}"
+        raise ConfigError(f"unknown method {name!r}; {hint}")
+    module, _, attribute = METHODS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,217 @@
+"""Latent-LoRA: one small matrix per task in the SVD space of the frozen weights, routed by a Gaussian mixture.
+
+What the paper leaves open is a setting here, with its default: the scale s = alpha / r (A1), Sigma on the output side
+(A2) and outside the penalty's scale (A3), a penalty summed over projections (A4) and not normalised (A4b), its squared
+Frobenius norm (A6), R drawn from N(0, 1e-5^2) (A7), only R_t active while task t is learned (A8), also in the ablation
+that sums adapters at inference unless `train_active: sum` is set (A9), one learning rate for R (A30), and an exact
+SVD in float32 (A35). The router's open points are in `latent_sweep.router`, the data's in `latent_sweep.benchmarks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.backbones import EMBEDDED
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings
+from latent_sweep.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Delta
+    from latent_sweep.adapters.latent import LatentSpace, OrthoPenalty
+
+
+PAPER_LAMBDA = {"superni": 0.05, "long_sequence": 0.02}
+"""Section "Training" of the paper's appendix; other benchmarks take SuperNI's."""
+
+EMBEDDED_LAMBDA = 1e-5
+"""The penalty grows as S^4 R^4: on SmolLM2 the paper's value would weigh a thousand times the task loss (A4b)."""
+
+
+class OrthoSettings(Settings):
+    """How the interference penalty is measured."""
+
+    include_scale: bool = False
+    """Whether s counts as part of R~, which multiplies the penalty by s^4 (A3)."""
+    reduce: Literal["sum", "mean"] = "sum"
+    """Over adapted projections (A4)."""
+    norm: Literal["frobenius", "spectral"] = "frobenius"
+    """Squared Frobenius norm as in equations (8) and (9), or squared spectral norm as in the bound (A6)."""
+    normalise: Literal["none", "spectral"] = "none"
+    """`spectral` divides the singular values of each projection by its largest, so that lambda transfers (A4b)."""
+
+
+class LatentLoraSettings(MethodSettings):
+    """The `method:` group of a sweep file for Latent-LoRA."""
+
+    name: Literal["latent_lora"] = "latent_lora"
+    """Name of the method."""
+    rank: int = Field(32, ge=1)
+    """r, rows and columns of every R."""
+    alpha: float = Field(16.0, gt=0)
+    """LoRA's alpha; the scale is s = alpha / rank (A1)."""
+    scale: Literal["alpha_over_r", "none"] | float = "alpha_over_r"
+    """s: alpha / rank, 1, or a number (A1)."""
+    sigma_side: Literal["out", "in", "none"] = "out"
+    """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS (A2)."""
+    ortho_lambda: float | None = Field(None, ge=0)
+    """Weight of the interference penalty (lambda); None is the paper's for this benchmark and backbone (A4b)."""
+    ortho: OrthoSettings = OrthoSettings()
+    """How the penalty is measured."""
+    R_init: Literal["normal", "zero", "prev"] = "normal"
+    """Where R starts: N(0, R_std^2), zero, or the previous task's R (A7)."""
+    R_std: float = Field(1e-5, ge=0)
+    """Standard deviation of the normal start (A7)."""
+    train_active: Literal["current", "sum"] = "current"
+    """Adapters active while a task is learned: its own, or the sum with all earlier ones (A8, A9)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input during training (A28)."""
+    svd: Literal["exact", "randomized"] = "exact"
+    """How factors are computed; `randomized` is LoRA-XS's own, another subspace (A35)."""
+
+    @property
+    def s(self) -> float:
+        """The scale in front of every delta."""
+        if self.scale == "alpha_over_r":
+            return self.alpha / self.rank
+        return 1.0 if self.scale == "none" else float(self.scale)
+
+
+class LatentLora(Method):
+    """dW_t = s U diag(S) R_t V^T with only R_t trained; snapshots mix by the router's posterior."""
+
+    settings_class = LatentLoraSettings
+    default_mixing = "soft"
+    settings: LatentLoraSettings
+    _space: LatentSpace | None = None
+
+    @classmethod
+    def resolve(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> LatentLoraSettings:
+        """The paper's lambda for its benchmarks and backbones; what balances the task loss on the embedded one (A4b)."""
+        if settings.ortho_lambda is not None:
+            return settings
+        value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
+        return settings.model_copy(update={"ortho_lambda": value})
+
+    def reads_history(self, position: int) -> bool:
+        """Only through the penalty, a start from the previous R, or earlier adapters active in training."""
+        s = self.settings
+        return position > 0 and (bool(s.ortho_lambda) or s.R_init == "prev" or s.train_active == "sum")
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without the settings that this stage does not read: task 1 is shared by all lambdas."""
+        s = self.settings
+        unread = {"name"}
+        if position == 0 or not s.ortho_lambda:
+            unread |= {"ortho_lambda", "ortho"}
+        if position == 0:
+            unread |= {"train_active"}
+        identity = {name: value for name, value in s.training_identity().items() if name not in unread}
+        if position == 0 and s.R_init == "prev":
+            identity["R_init"] = "normal"
+        del identity["alpha"]  # it acts through the scale alone
+        return {**identity, "scale": s.s}
+
+    def rank(self) -> int:
+        """r."""
+        return self.settings.rank
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        """r^2 per projection."""
+        return len(shapes) * self.settings.rank**2
+
+    @property
+    def space(self) -> LatentSpace:
+        """The frozen factors with the scale folded in, loaded at first use."""
+        if self._space is None:
+            from latent_sweep.adapters.factors import load_factors
+            from latent_sweep.adapters.latent import LatentSpace
+
+            s, backbone = self.settings, self.workplace.backbone
+            factors = load_factors(
+                backbone.targets,
+                backbone.weights_digest,
+                s.rank,
+                self.workplace.storage / "factors",
+                s.svd,
+                self.workplace.largest_rank,
+            )
+            self._space = LatentSpace(factors, s.s, s.sigma_side, backbone.device, backbone.model.dtype)
+        return self._space
+
+    def begin_task(
+        self, position: int, history: Sequence[Mapping[str, Tensor]], generator: torch.Generator
+    ) -> LatentLearner:
+        """A fresh R, and the penalty against the earlier ones where lambda > 0."""
+        from latent_sweep.adapters.latent import OrthoPenalty
+
+        s, space = self.settings, self.space
+        device = space.singular_values.device
+        earlier = [snapshot["R"].to(device) for snapshot in history]
+        if s.R_init == "prev" and earlier:
+            R = earlier[-1].clone()
+        else:
+            R = space.new_adapter(0.0 if s.R_init == "zero" else s.R_std, generator)
+        penalty = None
+        if s.ortho_lambda and earlier:
+            scale = s.s if s.ortho.include_scale else 1.0
+            penalty = OrthoPenalty(space, earlier, s.ortho.reduce, s.ortho.norm, s.ortho.normalise, scale)
+        active = sum(earlier) if s.train_active == "sum" and earlier else None
+        return LatentLearner(space, R, penalty, s.ortho_lambda or 0.0, active, s.dropout)
+
+    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Sequence[Delta]:
+        """Each row answers with its own blend R(x) = sum_t w_t(x) R_t, equation (11)."""
+        from latent_sweep.adapters.latent import blend
+
+        device = self.space.singular_values.device
+        return self.space.deltas(blend([snapshot["R"].to(device) for snapshot in history], weights.to(device)))
+
+
+class LatentLearner(Learner):
+    """Trains one R_t (modules, r, r).
+
+    Args:
+        penalty: interference with the earlier adapters, or None.
+        ortho_lambda: its weight.
+        active: sum of earlier adapters active beside R_t, or None.
+        dropout: rate on the adapter's input.
+    """
+
+    def __init__(
+        self,
+        space: LatentSpace,
+        R: Tensor,
+        penalty: OrthoPenalty | None,
+        ortho_lambda: float,
+        active: Tensor | None,
+        dropout: float,
+    ):
+        self.R = R.requires_grad_(True)
+        self._space, self._penalty, self._lambda, self._active, self._dropout = (
+            space,
+            penalty,
+            ortho_lambda,
+            active,
+            dropout,
+        )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """R alone."""
+        return {"R": self.R}
+
+    def deltas(self) -> Sequence[Delta]:
+        """One R for all rows, with the earlier ones where they are active too."""
+        return self._space.deltas(self.R if self._active is None else self.R + self._active, self._dropout)
+
+    def first_layer_gradients(self) -> list[Tensor | None]:
+        """Gradient of the first projection's R."""
+        return [None if self.R.grad is None else self.R.grad[0]]
+
+    def penalty(self) -> dict[str, Tensor]:
+        """lambda times the interference with the earlier adapters, equation (9)."""
+        return {} if self._penalty is None else {"ortho_penalty": self._lambda * self._penalty(self.R)}

@@ -1,0 +1,350 @@
+"""A sweep becomes trials, and trials become packs: pure, without torch, in well under two seconds.
+
+Three identities, all hashes of content and none of position in a file:
+
+    trial id      everything that can change a trial's scores
+    training id   the part that training reads: trials that share it form one pack and train once
+    lineage       one snapshot: the settings, data and seed of its stage, and its ancestors where it reads them
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.backbones import EMBEDDED, backbone_identity, describe, target_shapes
+from latent_sweep.benchmarks.loaders import data_digest, row_count
+from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, load_benchmark, order_key, task_sequence
+from latent_sweep.config import RunSettings, Sweep, TrialSettings, fault_report, trial_settings
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.methods import method_class
+from latent_sweep.methods.protocol import Method
+from latent_sweep.settings import content_hash
+from latent_sweep.snapshots import SnapshotStore
+
+ENGINE_VERSION = 1
+"""Raised when the training loop or the evaluation would give other numbers for the same settings."""
+
+PROTOCOL: Mapping[str, Mapping[str, Any]] = {
+    "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30, max_source_length=512),
+    "llama": dict(learning_rate=5e-5, batch_size=4, epochs=15, max_source_length=1024),
+    # the paper has no backbone of this size; a few dozen steps at this rate learn a task on a CPU
+    EMBEDDED: dict(learning_rate=4e-3, batch_size=8, epochs=2, max_source_length=512),
+}
+"""What a sweep file may leave out: the paper's appendix "Training", by backbone family (A27, A29, A30)."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point of the search space with every setting resolved: complete, it looks nothing up."""
+
+    trial_id: str
+    training_id: str
+    settings: TrialSettings
+    values: Mapping[str, Any]
+    """The settings that vary in this sweep and matter to this trial, by dotted path."""
+    tasks: tuple[TaskSpec, ...]
+    """In the order they are learned."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it: the values that vary, and the id."""
+        values = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in self.values.items())
+        return f"{values} [{self.trial_id}]" if values else self.trial_id
+
+    @property
+    def spec(self) -> BenchmarkSpec:
+        """The benchmark."""
+        return load_benchmark(self.settings.benchmark.name)
+
+    def method(self) -> Method:
+        """The method, for asking what it reads; it cannot train."""
+        return method_class(self.settings.method.name)(self.settings.method)
+
+    def lineages(self) -> tuple[str, ...]:
+        """The snapshot each task will leave behind, by hash chain.
+
+        Raises:
+            DataError: the benchmark's training data is not at hand.
+        """
+        s, method = self.settings, self.method()
+        common = {
+            "engine": ENGINE_VERSION,
+            "method": {"name": s.method.name, "version": method.version},
+            "backbone": backbone_identity(s.backbone),
+            "training": s.training.training_identity(),
+            "max_source_length": s.benchmark.max_source_length,
+            "max_target_length": s.benchmark.max_target_length,
+            "truncation": s.benchmark.truncation,
+            "bos": s.benchmark.bos,
+            "validation": s.benchmark.validation_fraction if s.training.select == "best_validation" else None,
+            "seed": s.seed,
+        }
+        lineages: list[str] = []
+        for position, task in enumerate(self.tasks):
+            stage = {
+                "task": task.name,
+                "data": data_digest(self.spec, task, "train", s.benchmark),
+                "settings": method.stage_identity(position),
+                "parents": lineages[:position] if method.reads_history(position) else [],
+            }
+            lineages.append(content_hash(common | stage))
+        return tuple(lineages)
+
+    def row_keys(self) -> tuple[str, ...]:
+        """What identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
+        s = self.settings
+        lineages = self.lineages()
+        tests = [data_digest(self.spec, task, "test", s.benchmark) for task in self.tasks]
+        common = {
+            "engine": ENGINE_VERSION,
+            "router": router_identity(s),
+            "seed": s.seed,
+            "evaluation": s.evaluation.identity(),
+            "references": s.benchmark.references,
+            "classification_metric": s.benchmark.classification_metric,
+            "stop": list(self.spec.stop),
+            # a covariance of all tasks reads those that are still to come (A16)
+            "tasks": lineages if s.router.cov.refresh == "final" else None,
+        }
+        return tuple(
+            content_hash(common | {"snapshots": lineages[: i + 1], "tests": tests[: i + 1]}) for i in range(len(tests))
+        )
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The trials that one worker runs together: they share their training and differ in what inference reads."""
+
+    trials: tuple[Trial, ...]
+    largest_rank: int
+    """The largest rank of the sweep on this backbone: factors computed for it serve all trials."""
+
+    @property
+    def training_id(self) -> str:
+        """What its trials have in common."""
+        return self.trials[0].training_id
+
+    @property
+    def tasks(self) -> tuple[TaskSpec, ...]:
+        """The tasks, in the order they are learned."""
+        return self.trials[0].tasks
+
+
+def router_identity(settings: TrialSettings) -> dict[str, Any]:
+    """What inference reads of the router: nothing but the mode where no posterior is asked for."""
+    if settings.router.mode in ("soft", "hard"):
+        return settings.router.identity()
+    return {"mode": settings.router.mode}
+
+
+def expand(sweep: Sweep) -> list[Trial]:
+    """Every trial of a sweep: grid x random draws, defaults resolved, equal trials collapsed into one.
+
+    Raises:
+        ConfigError: listing every fault of every combination.
+    """
+    trials: dict[str, Trial] = {}
+    faults: list[str] = []
+    for point in _points(sweep):
+        try:
+            trial = _trial(trial_settings(sweep, point), point)
+        except ConfigError as error:
+            faults.append(str(error))
+            continue
+        trials.setdefault(trial.trial_id, trial)
+        faults += _faults(trial)
+    if faults:
+        raise fault_report(sweep.source, faults)
+    return list(trials.values())
+
+
+def pack(trials: Sequence[Trial]) -> list[Pack]:
+    """Trials grouped by training: inference-only axes cost no training."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.training_id, []).append(trial)
+    ranks: dict[str, int] = {}
+    for trial in trials:
+        name = trial.settings.backbone.name
+        ranks[name] = max(ranks.get(name, 0), trial.method().rank())
+    return [Pack(tuple(group), ranks[group[0].settings.backbone.name]) for group in groups.values()]
+
+
+def resolve(settings: TrialSettings) -> TrialSettings:
+    """Fill in what the sweep file left out, from the paper's protocol for this benchmark and backbone family."""
+    spec = load_benchmark(settings.benchmark.name)
+    known = describe(settings.backbone)
+    name = settings.backbone.name
+    protocol = PROTOCOL.get(name) or PROTOCOL[known.family if known else _family_by_name(name)]
+    method = method_class(settings.method.name)
+    return settings.model_copy(
+        update={
+            "method": method.resolve(settings.method, name, spec.name),
+            "router": _fill(settings.router, {"mode": method.default_mixing}),
+            "benchmark": _fill(
+                settings.benchmark,
+                {
+                    "order": order_key(settings.benchmark, spec),
+                    "max_source_length": protocol["max_source_length"],
+                    "max_target_length": spec.max_target_length,
+                },
+            ),
+            "training": _fill(settings.training, protocol),
+        }
+    )
+
+
+def _fill(settings: Any, defaults: Mapping[str, Any]) -> Any:
+    left_out = {k: v for k, v in defaults.items() if k in type(settings).model_fields and getattr(settings, k) is None}
+    return settings.model_copy(update=left_out)
+
+
+def _family_by_name(name: str) -> str:
+    """A hub model's family before anything of it is at hand: only its default protocol hangs on it."""
+    return "t5" if "t5" in name.lower() else "llama"
+
+
+def _points(sweep: Sweep) -> list[dict[str, Any]]:
+    """The search space's points: for each of `num_samples` draws, the whole grid."""
+    source = random.Random(sweep.run.search_seed)
+    grid = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
+    if not sweep.draws:
+        return grid
+    points = []
+    for _ in range(sweep.run.num_samples):
+        drawn = {axis: _draw(draw.kind, draw.values, source) for axis, draw in sweep.draws.items()}
+        points += [point | drawn for point in grid]
+    return points
+
+
+def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
+    if kind == "choice":
+        return source.choice(values)
+    if kind == "randint":
+        return source.randint(values[0], values[1])
+    if kind == "uniform":
+        return source.uniform(values[0], values[1])
+    return math.exp(source.uniform(math.log(values[0]), math.log(values[1])))
+
+
+def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
+    settings = resolve(written)
+    spec = load_benchmark(settings.benchmark.name)
+    tasks = task_sequence(settings.benchmark, spec)
+    training = {
+        "method": settings.method.training_identity(),
+        "backbone": backbone_identity(settings.backbone),
+        "benchmark": settings.benchmark.training_identity() | {"tasks": [task.name for task in tasks]},
+        "training": settings.training.training_identity(),
+        "seed": settings.seed,
+    }
+    inference = {
+        "router": router_identity(settings),
+        "benchmark": settings.benchmark.identity(),
+        "evaluation": settings.evaluation.identity(),
+    }
+    unread = settings.router.mode not in ("soft", "hard")
+    values = {k: v for k, v in point.items() if not (unread and k.startswith("router.") and k != "router.mode")}
+    return Trial(content_hash([training, inference]), content_hash(training), settings, values, tasks)
+
+
+def _faults(trial: Trial) -> list[str]:
+    """What is wrong with a resolved trial as a whole: ranks and component counts that its backbone or data rule out."""
+    s, faults = trial.settings, []
+    known = describe(s.backbone)
+    if known is not None:
+        shapes = target_shapes(known.family, known.config)
+        name, shape = min(shapes.items(), key=lambda item: min(item[1]))
+        if trial.method().rank() > min(shape):
+            faults.append(
+                f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
+                f"so at most {min(shape)} is possible"
+            )
+    if s.router.mode in ("soft", "hard"):
+        for task in trial.tasks:
+            rows = row_count(trial.spec, task, "train", s.benchmark)
+            if rows is not None and s.router.components > rows:
+                faults.append(
+                    f"router.components: found {s.router.components}, but task {task.name} has {rows} training rows; "
+                    f"use at most {rows}, or raise benchmark.train_per_task"
+                )
+    return faults
+
+
+# --- what there is to do ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What running a sweep would take, and what the store already has."""
+
+    trials: int
+    trainings: int
+    stages: int
+    """Tasks to learn if every trial learned its own."""
+    distinct: int | None
+    """Snapshots that differ; None where the data is not at hand."""
+    stored: int | None
+    """Of those, already in the store."""
+    missing_data: str | None
+    """Why lineages are unknown."""
+
+
+def estimate(trials: Sequence[Trial], storage: Path) -> Estimate:
+    """Count trials, trainings and stages, with what the store already holds."""
+    store = SnapshotStore(storage / "snapshots")
+    missing = None
+    lineages: set[str] | None = set()
+    try:
+        lineages = {lineage for trial in trials for lineage in trial.lineages()}
+    except DataError as error:
+        lineages, missing = None, str(error)
+    return Estimate(
+        trials=len(trials),
+        trainings=len({trial.training_id for trial in trials}),
+        stages=sum(len(trial.tasks) for trial in trials),
+        distinct=None if lineages is None else len(lineages),
+        stored=None if lineages is None else sum(lineage in store for lineage in lineages),
+        missing_data=missing,
+    )
+
+
+def describe_plan(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Path) -> str:
+    """What `latent-sweep plan` prints."""
+    found = estimate(trials, storage)
+    first = trials[0].settings
+    lines = [
+        f"sweep {sweep.name}  ({sweep.source})",
+        f"  backbone   {', '.join(sorted({t.settings.backbone.name for t in trials}))}  {first.backbone.dtype}",
+        f"  benchmark  {first.benchmark.name}, order {first.benchmark.order}, {len(trials[0].tasks)} tasks: "
+        + " ".join(task.name for task in trials[0].tasks),
+        f"  varies     {_axes_text(sweep)}",
+        "",
+        f"  {found.trials} trials, {found.trainings} distinct trainings, {len(packs)} packs",
+        f"  {found.stages} task trainings if every trial trained for itself",
+    ]
+    if found.distinct is None or found.stored is None:
+        lines.append(f"  reuse unknown, the data is not at hand: {found.missing_data}")
+    else:
+        lines.append(f"  {found.distinct} distinct stages, {found.stored} in the store, {found.distinct - found.stored} to learn")
+    lines += ["", f"  each pack asks for {_resources_text(sweep.run)}", ""]
+    lines += [f"  {pack.training_id}  {', '.join(trial.name for trial in pack.trials)}" for pack in packs]
+    return "\n".join(lines)
+
+
+def _axes_text(sweep: Sweep) -> str:
+    axes = [f"{axis} {list(values)}" for axis, values in sweep.grid.items()]
+    axes += [f"{axis} {draw.kind}{list(draw.values)}" for axis, draw in sweep.draws.items()]
+    return "; ".join(axes) or "nothing"
+
+
+def _resources_text(run: RunSettings) -> str:
+    r = run.resources
+    accelerator = f" of type {r.accelerator}" if r.accelerator else ""
+    return f"{r.cpus:g} CPU, {r.gpus:g} GPU{accelerator}"

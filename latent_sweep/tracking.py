@@ -1,0 +1,206 @@
+"""What a trial did, on disk: an append-only journal of events, and the sweep folder that holds the trials.
+
+A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Unix seconds) and `event`:
+
+    started   attempt, node, versions, hardware
+    stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number}
+    finished  metrics
+    failed    kind, message, task, step
+    stopped   tasks_seen, reason
+
+A trial may start several times; the disk is the truth, and trackers and reports only mirror it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from latent_sweep.errors import StoreError
+
+Event = dict[str, Any]
+EventName = Literal["started", "stage", "finished", "failed", "stopped"]
+Status = Literal["pending", "running", "finished", "failed", "stopped"]
+
+_STATUS_AFTER: Mapping[str, Status] = {
+    "started": "running",
+    "stage": "running",
+    "finished": "finished",
+    "failed": "failed",
+    "stopped": "stopped",
+}
+
+
+class Journal:
+    """The append-only record of one trial's events; one writer at a time, any number of readers."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+
+    def append(self, event: EventName, /, **fields: Any) -> Event:
+        """Write one event durably and return it as `read` will give it.
+
+        A torn last line, left by a kill, is cut off first.
+
+        Raises:
+            StoreError: a field is not plain JSON (finite numbers, strings, lists, mappings), or the journal is damaged.
+        """
+        earlier = self.read()
+        record = {"seq": earlier[-1]["seq"] + 1 if earlier else 0, "time": time.time(), "event": event, **fields}
+        try:
+            line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise StoreError(
+                f"{self.path}: event {event!r} is not plain JSON ({error}). Give finite Python numbers, strings, "
+                f"lists and mappings; convert arrays and tensors first."
+            ) from error
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.truncate(len(self._whole_lines()))
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        if not earlier:
+            _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
+        return json.loads(line)
+
+    def read(self) -> list[Event]:
+        """Every event in order; empty where there is no journal yet.
+
+        A last line without its line end was cut by a kill and never acknowledged: it does not count.
+
+        Raises:
+            StoreError: any other line is malformed; the message names file and line.
+        """
+        return [self._parse(number, line) for number, line in enumerate(self._whole_lines().splitlines(), start=1)]
+
+    def _whole_lines(self) -> bytes:
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        return content[: content.rfind(b"\n") + 1]
+
+    def _parse(self, number: int, line: bytes) -> Event:
+        try:
+            record = json.loads(line)
+            if isinstance(record, dict) and {"seq", "time", "event"} <= set(record):
+                return record
+            found = "an entry without seq, time and event"
+        except ValueError as error:
+            found = str(error)
+        raise StoreError(
+            f"{self.path}, line {number}: {found}; expected one JSON object with seq, time and event. "
+            f"Move the file aside and run the sweep again: stages in the store are not learned twice."
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def stages(events: Sequence[Event]) -> list[Event]:
+    """The stage events by tasks seen; where one is there twice, the later wins."""
+    latest = {event["tasks_seen"]: event for event in events if event["event"] == "stage"}
+    return [latest[tasks_seen] for tasks_seen in sorted(latest)]
+
+
+def status(events: Sequence[Event]) -> Status:
+    """Where the trial stands: what its last event left behind. Started again after a failure, it is running."""
+    return _STATUS_AFTER[events[-1]["event"]] if events else "pending"
+
+
+def attempts(events: Sequence[Event]) -> list[Event]:
+    """The started events, one for each time that a worker took the trial up."""
+    return [event for event in events if event["event"] == "started"]
+
+
+@dataclass(frozen=True)
+class TrialFolder:
+    """One trial of a sweep on disk; the folder is empty or missing until the trial starts."""
+
+    path: Path
+    trial_id: str
+    training_id: str
+    values: Mapping[str, Any]
+    """The settings that vary in the sweep, by dotted path."""
+    params: Mapping[str, Any]
+    """Every resolved setting, by dotted path."""
+    n_tasks: int
+
+    def events(self) -> list[Event]:
+        """Everything in the trial's journal."""
+        return Journal(self.path / "journal.jsonl").read()
+
+    def read_json(self, name: str) -> Any:
+        """The content of the trial's file `name`, or None where it is not there.
+
+        Raises:
+            StoreError: the file is not JSON.
+        """
+        return _read_json(self.path / name) if (self.path / name).exists() else None
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """One sweep on disk: `<storage>/<sweep name>`. Its `sweep.json` is read once, the trials' journals every time."""
+
+    path: Path
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        file = self.path / "sweep.json"
+        if not file.exists():
+            raise StoreError(
+                f"{self.path}: found no sweep.json; expected the folder of a sweep, <storage>/<sweep name>. "
+                f"Run the sweep first, or check the path."
+            )
+        return _read_json(file)
+
+    @property
+    def name(self) -> str:
+        """The sweep's name, which is its folder's name and its experiment's."""
+        return self._content["name"]
+
+    @property
+    def sweep_id(self) -> str:
+        """The hash of the resolved sweep, 16 hexadecimal digits."""
+        return self._content["sweep_id"]
+
+    @property
+    def axes(self) -> list[str]:
+        """The dotted paths that vary, in the sweep file's order."""
+        return self._content["axes"]
+
+    @property
+    def seed_axis(self) -> str:
+        """The axis that repeats a configuration; `seed` also where the sweep does not vary it."""
+        return self._content["seed_axis"]
+
+    @property
+    def storage(self) -> Path:
+        """The folder that all sweeps share, with the snapshots."""
+        return self.path.parent
+
+    def __iter__(self) -> Iterator[TrialFolder]:
+        for entry in self._content["trials"]:
+            yield TrialFolder(path=self.path / "trials" / entry["trial_id"], **entry)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise StoreError(
+            f"{path}: not valid JSON ({error}). Move it aside and run the sweep again to write it anew."
+        ) from error
