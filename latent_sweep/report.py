@@ -265,14 +265,15 @@ def render(summary: Summary, format: str = "text") -> str:
 
 def _render_csv(summary: Summary) -> str:
     rows = records(summary)
-    scores = {name for row in rows for name in row if name not in summary.axes and not name.startswith(("n_", "best"))}
-    return _csv(list(rows[0]) if rows else [], ([_csv_cell(row[name], name in scores) for name in row] for row in rows))
+    return _csv(
+        list(rows[0]) if rows else [], ([_csv_cell(name, value) for name, value in row.items()] for row in rows)
+    )
 
 
-def _csv_cell(value: Any, is_score: bool) -> str:
+def _csv_cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if is_score else format_value(value)
+    return f"{value:.2f}" if name.startswith(("AP_", "FM_", "score/")) else format_value(value)
 
 
 def _render_text(summary: Summary) -> str:

@@ -265,7 +265,7 @@ def train_task(
     engine = TorchEngine(learner.parameters(), settings)
     backbone.model.train(settings.gradient_checkpointing)
     if settings.gradient_checkpointing:
-        backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
+        backbone.model.activation_checkpointing_enable({"use_reentrant": False})
     selection = _BestOnValidation(learner, backbone, bank, validation, settings) if validation else None
     history = _History()
     done = _resume(checkpoint, engine, history, selection)
@@ -292,8 +292,9 @@ def train_task(
         on_step(step + 1, steps, losses)
     if selection:
         selection.restore()
-    backbone.model.gradient_checkpointing_disable()
-    backbone.model.eval()
+    if settings.gradient_checkpointing:
+        backbone.model.activation_checkpointing_disable()
+        backbone.model.eval()
     return TrainingSummary(steps, history.mean(last=True), history.mean(last=False), time.monotonic() - began, tokens)
 
 

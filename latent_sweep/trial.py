@@ -145,6 +145,8 @@ def run_pack(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, threads:
         torch.set_num_threads(threads)
     files = [TrialFiles(trial, sweep_folder) for trial in pack.trials]
     unfinished = [f for f in files if not f.complete]
+    if not unfinished:
+        return
     for f in unfinished:
         started = {"attempt": len(attempts(f.journal.read())) + 1, "node": socket.gethostname()}
         f.journal.append("started", **started, versions=versions(), hardware=hardware(), pid=os.getpid())

@@ -212,8 +212,8 @@ class MlflowMirror:
             )
         if found.lifecycle_stage != "active":
             raise TrackingError(
-                f"MLflow at {mask_secrets(self.uri)}: the experiment {self.sweep.name!r} is deleted; expected an active "
-                f"one. Restore it with `mlflow experiments restore -x {found.experiment_id}`, or rename the sweep."
+                f"MLflow at {mask_secrets(self.uri)}: the experiment {self.sweep.name!r} is deleted; expected an "
+                f"active one. Run `mlflow experiments restore -x {found.experiment_id}`, or rename the sweep."
             )
         return found.experiment_id
 
@@ -428,9 +428,9 @@ class MirrorThread:
         """Ask for a last sync and the closing of the mirror; whether both were done within the time given."""
         self._stopping.set()
         self._thread.join(timeout_seconds)
-        if self._thread.is_alive():
+        if not self._delivered:
             self.tell(
-                f"the tracker did not take everything within {timeout_seconds:g} s; `latent-sweep sync` brings the rest"
+                "the tracker has not taken everything; run `latent-sweep sync` on the sweep's folder when it is back"
             )
         return self._delivered
 

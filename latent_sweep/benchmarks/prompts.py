@@ -96,7 +96,7 @@ def encode_parts(
     last = [tokenizer.eos_token_id] if family == "t5" else []
     room = max_source_length - len(first) - len(last)
     if len(ids) > room and truncation == "keep_cue":
-        kept = kept[: _input_room(room - n_head - n_cue, max_source_length)]
+        kept = kept[: _input_room(room - n_head - n_cue, max_source_length, parts)]
     elif len(ids) > room:
         head, kept, cue = head[:room], kept[: max(0, room - n_head)], cue[: max(0, room - n_head - len(kept))]
     return PromptIds(first + head, kept, cue + last)
@@ -112,11 +112,12 @@ def encode_target(text: str, tokenizer: PreTrainedTokenizerBase, family: Family,
     return [*ids[:room], tokenizer.eos_token_id][:max_target_length]
 
 
-def _input_room(room: int, max_source_length: int) -> int:
+def _input_room(room: int, max_source_length: int, parts: PromptParts) -> int:
     if room < 1:
         raise DataError(
-            f"benchmark.max_source_length: instruction and cue take all of its {max_source_length} tokens; expected "
-            f"room for the input. Raise it to {max_source_length + 1 - room} or more, or shorten the instruction."
+            f"benchmark.max_source_length: the instruction that begins with {parts.head[:40]!r} and the cue take all "
+            f"of its {max_source_length} tokens; expected room for the input. "
+            f"Raise it to {max_source_length + 1 - room} or more, or shorten the instruction."
         )
     return room
 

@@ -199,24 +199,6 @@ def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[Tas
     return tuple(tasks[name] for name in sequence if name in wanted)
 
 
-def resolve(settings: BenchmarkSettings, spec: BenchmarkSpec) -> BenchmarkSettings:
-    """`settings` with what `spec` decides written out, so that equal choices have equal identities.
-
-    Filled in are the order's key, the tasks in sequence (None where they are the whole order) and the target length.
-
-    Raises:
-        ConfigError: `benchmark.order` or `benchmark.tasks` names something that the benchmark does not have.
-    """
-    key = order_key(settings, spec)
-    tasks = tuple(task.name for task in task_sequence(settings, spec))
-    resolved = {
-        "order": key,
-        "tasks": None if tasks == spec.orders[key] else tasks,
-        "max_target_length": settings.max_target_length or spec.max_target_length,
-    }
-    return settings.model_copy(update=resolved)
-
-
 def scoring_metric(settings: BenchmarkSettings, task: TaskSpec) -> Metric:
     """The metric that scores `task`: its own, or what `benchmark.classification_metric` makes of an accuracy task."""
     return settings.classification_metric if task.metric == "accuracy" else task.metric

@@ -1,0 +1,142 @@
+"""The main job: python -m latent_sweep.run SWEEP.yaml
+
+Read the sweep, run what is missing, mirror it into MLflow, print the comparison. Running the same command again resumes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from latent_sweep.config import Sweep, load_sweep
+from latent_sweep.plan import Pack, Trial, describe_plan, expand, pack
+from latent_sweep.settings import content_hash
+from latent_sweep.snapshots import write_atomically, write_json
+from latent_sweep.tracking import SweepFolder, status
+
+
+def run_sweep(path: str, overrides: Sequence[str] = (), local: bool = False) -> int:
+    """Run a sweep file to its end; returns the number of trials that failed.
+
+    Raises:
+        LatentSweepError: the sweep cannot be started; the message says what to change.
+    """
+    from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
+    from latent_sweep.progress import ProgressPrinter
+    from latent_sweep.report import render, summarise
+
+    sweep = load_sweep(path, overrides)
+    trials = expand(sweep)
+    packs = pack(trials)
+    storage = Path(sweep.run.storage).resolve()
+    print(describe_plan(sweep, trials, packs, storage), flush=True)
+    folder = write_sweep(sweep, trials, storage)
+    mirror = mirror_for(sweep.run.tracking.uri, folder)
+    thread = MirrorThread(mirror, tell=_tell)
+    thread.start()
+    try:
+        todo = _incomplete(packs, folder.path)
+        if len(todo) < len(packs):
+            _tell(f"{len(packs) - len(todo)} of {len(packs)} packs are complete in {folder.path}")
+        if todo:
+            with ProgressPrinter(folder, _tell):
+                if local:
+                    _run_here(todo, storage, folder.path)
+                else:
+                    from latent_sweep.backends.ray_tune import run_on_ray
+
+                    run_on_ray(todo, storage, folder.path, sweep.run)
+    finally:
+        thread.stop()
+    print(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    if link := mirror.link():
+        print(f"compare   {mirror.ui_command()}\n          then open {link}", flush=True)
+    return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
+
+
+def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFolder:
+    """Write what the sweep is: the file as resolved, and each trial's complete settings."""
+    folder = storage / sweep.name
+    resolved = {
+        "name": sweep.name,
+        "trial": dict(sweep.trial),
+        "search": {axis: list(values) for axis, values in sweep.grid.items()}
+        | {axis: {draw.kind: list(draw.values)} for axis, draw in sweep.draws.items()},
+        "run": sweep.run.model_dump(mode="json"),
+    }
+    write_atomically(folder / "sweep.yaml", _yaml(resolved))
+    entries = []
+    for trial in trials:
+        settings = trial.settings.model_dump(mode="json")
+        write_atomically(folder / "trials" / trial.trial_id / "trial.yaml", _yaml(settings))
+        entries.append(
+            {
+                "trial_id": trial.trial_id,
+                "training_id": trial.training_id,
+                "values": dict(trial.values),
+                "params": _flat(settings) | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)},
+                "n_tasks": len(trial.tasks),
+            }
+        )
+    content = {
+        "name": sweep.name,
+        "sweep_id": content_hash(sorted(trial.trial_id for trial in trials)),
+        "axes": list(sweep.axes),
+        "seed_axis": "seed",
+        "tracking_uri": sweep.run.tracking.uri,
+        "trials": entries,
+    }
+    write_json(folder / "sweep.json", content)
+    return SweepFolder(folder)
+
+
+def _incomplete(packs: Sequence[Pack], folder: Path) -> list[Pack]:
+    from latent_sweep.trial import TrialFiles
+
+    return [p for p in packs if not all(TrialFiles(trial, folder).complete for trial in p.trials)]
+
+
+def _run_here(packs: Sequence[Pack], storage: Path, folder: Path) -> None:
+    """Run packs one after another in this process: for debuggers, tests, and machines without Ray."""
+    from latent_sweep.progress import ProgressWriter
+    from latent_sweep.trial import StageDone, Step, run_pack
+
+    for p in packs:
+        progress = ProgressWriter(folder, p)
+
+        def emit(event: Step | StageDone, progress: ProgressWriter = progress) -> None:
+            if isinstance(event, Step):
+                progress.step(event.position, event.step, event.steps, event.losses)
+
+        try:
+            run_pack(p, storage, folder, emit)
+        except Exception:
+            logging.getLogger(__name__).exception("pack %s failed; the others go on", p.training_id)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _yaml(content: Any) -> bytes:
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(settings, dict):
+        return {prefix: settings}
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+if __name__ == "__main__":
+    from latent_sweep.cli import main
+
+    sys.exit(main(["run", *sys.argv[1:]]))

@@ -1,0 +1,437 @@
+import base64
+import contextlib
+import io
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+import zlib
+from collections import Counter
+
+import pytest
+from matplotlib.figure import Figure
+from sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
+
+from latent_sweep.backends import mlflow_mirror
+from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mask_secrets, mirror_for
+from latent_sweep.errors import StoreError, TrackingError
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}
+
+
+@pytest.fixture(scope="module")
+def first_use(tmp_path_factory):
+    """A new database, which takes seconds to make and no time to copy, and what making it printed."""
+    database = tmp_path_factory.mktemp("template") / "a new folder" / "mlflow.db"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        mlflow_mirror._quiet_client(f"sqlite:///{database}").search_experiments()
+    return database, printed.getvalue()
+
+
+@pytest.fixture
+def uri(first_use, tmp_path):
+    shutil.copy(first_use[0], tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path / "runs", AXES)
+
+
+@pytest.fixture
+def client(uri):
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def runs_of(client, sweep, kind):
+    experiment = client.get_experiment_by_name(sweep.name)
+    return client.search_runs([experiment.experiment_id], f"tags.kind = '{kind}'", order_by=["tags.trial_id"])
+
+
+def steps_of(client, run):
+    """(metric, step) -> how many points."""
+    history = (client.get_metric_history(run.info.run_id, key) for key in run.data.metrics)
+    return Counter((point.key, point.step) for points in history for point in points)
+
+
+def artifacts_of(client, run, folder=None):
+    found = client.list_artifacts(run.info.run_id, folder)
+    files = {entry.path for entry in found if not entry.is_dir}
+    return files.union(*(artifacts_of(client, run, entry.path) for entry in found if entry.is_dir))
+
+
+WHOLE_TRIAL = {
+    **{(key, step): 1 for key in ("AP", "FM", "seconds_train") for step in (1, 2, 3)},
+    **{(f"score/{task}", step): 1 for number, task in enumerate(TASKS, start=1) for step in range(number, 4)},
+    ("seconds_total", 3): 1,
+}
+
+
+def test_a_trial_arrives_step_by_step(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    assert mirror.sync() == 0
+    assert runs_of(client, sweep, "trial") == []
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    assert mirror.sync() == 1
+    assert mirror.sync() == 0
+    (run,) = runs_of(client, sweep, "trial")
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert run.info.run_name == "lambda=0.0 seed=0"
+    assert run.info.status == "RUNNING"
+    assert run.data.params == {
+        "lambda": "0.0",
+        "seed": "0",
+        "method": "latent_lora",
+        "rank": "32",
+        "backbone": "t5-large",
+        "dtype": "bfloat16",
+        "benchmark": "superni",
+        "order": "1",
+    }
+    tags = run.data.tags
+    assert (tags["sweep"], tags["sweep_id"], tags["trial_id"]) == (sweep.name, sweep.sweep_id, trial.trial_id)
+    assert (tags["training_id"], tags["attempt"], tags["node"]) == (trial.training_id, "1", "node-a")
+    assert (tags["status"], tags["mlflow.parentRunId"]) == ("running", parent.info.run_id)
+    assert steps_of(client, run) == {("AP", 1): 1, ("FM", 1): 1, ("seconds_train", 1): 1, ("score/sentiment", 1): 1}
+
+
+def test_a_finished_trial_brings_its_files(uri, sweep, client):
+    trial = next(iter(sweep))
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert run.info.status == "FINISHED"
+    assert run.info.end_time == round(1000 * trial.events()[-1]["time"])
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert artifacts_of(client, run) == {
+        "trial.yaml",
+        "scores.json",
+        "scores.csv",
+        "score_matrix.png",
+        "result.json",
+        "journal.jsonl",
+        "predictions/sentiment.jsonl",
+        f"snapshots/{trial.training_id}.safetensors",
+    }
+
+
+class Crash(Exception):
+    pass
+
+
+class CrashingClient:
+    """A client that dies right after its n-th write, as a killed driver would."""
+
+    writes = ("create_", "log_", "set_", "update_", "delete_")
+
+    def __init__(self, client, writes_left):
+        self.client, self.writes_left = client, writes_left
+
+    def __getattr__(self, name):
+        method = getattr(self.client, name)
+        return self._counted(method) if name.startswith(self.writes) else method
+
+    def _counted(self, method):
+        def call(*args, **kwargs):
+            answer = method(*args, **kwargs)
+            self.writes_left -= 1
+            if self.writes_left == 0:
+                raise Crash
+            return answer
+
+        return call
+
+
+def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch):
+    monkeypatch.setattr(mlflow_mirror, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
+    connect = mlflow_mirror._quiet_client
+    crash_at, crashed = 0, True
+    while crashed:
+        crash_at += 1
+        sweep = write_sweep(tmp_path / "runs", {"seed": [0]}, name=f"crash{crash_at}")
+        run_to_end(next(iter(sweep)), 0.5, 0.1)
+        fragile = CrashingClient(connect(uri), crash_at)
+        with monkeypatch.context() as patch, contextlib.suppress(TrackingError):
+            patch.setattr(mlflow_mirror, "_quiet_client", lambda uri, fragile=fragile: fragile)
+            MlflowMirror(uri, sweep).close()
+        crashed = fragile.writes_left <= 0
+        MlflowMirror(uri, sweep).close()
+        (trial,), (summary,), (parent,) = (runs_of(client, sweep, kind) for kind in ("trial", "summary", "sweep"))
+        assert steps_of(client, trial) == WHOLE_TRIAL
+        assert set(steps_of(client, summary).values()) == set(steps_of(client, parent).values()) == {1}
+        assert len(artifacts_of(client, trial)) == 8
+        assert [run.info.status for run in (trial, summary, parent)] == ["FINISHED"] * 3
+    assert crash_at > 20
+
+
+def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, client):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.5)
+    start(trial, attempt=2)
+    learn(trial, 2, 0.5)
+    for _ in range(2):
+        MlflowMirror(uri, sweep).sync()
+    learn(trial, 3, 0.5)
+    finish(trial, 0.5, 0.1)
+    for _ in range(2):
+        MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert run.data.tags["attempt"] == "2"
+
+
+def test_failed_stopped_and_taken_up_again(uri, sweep, client):
+    failed, stopped, *_ = sweep
+    start(failed)
+    journal_of(failed).append("failed", kind="lost", message="node gone", task="summary", step=7)
+    start(stopped)
+    learn(stopped, 1, 0.1)
+    journal_of(stopped).append("stopped", tasks_seen=1, reason="below the median")
+    mirror = MlflowMirror(uri, sweep)
+    mirror.sync()
+    first, second = runs_of(client, sweep, "trial")
+    assert (first.info.status, second.info.status) == ("FAILED", "KILLED")
+    assert first.data.tags["reason"] == "lost at task summary, step 7: node gone"
+    assert second.data.tags["reason"] == "after 1 tasks: below the median"
+    start(failed, attempt=2)
+    learn(failed, 1, 0.4)
+    mirror.sync()
+    first, _ = runs_of(client, sweep, "trial")
+    assert (first.info.status, first.data.tags["status"], first.data.tags["reason"]) == ("RUNNING", "running", "")
+
+
+def test_resuming_continues_the_same_parent(uri, sweep, client):
+    for _ in range(2):
+        mirror = MlflowMirror(uri, sweep)
+        mirror.open()
+        mirror.sync()
+        mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.data.tags["launches"] == "2"
+    assert parent.info.status == "KILLED"  # nothing was trained: work is left
+
+
+def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monkeypatch):
+    for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
+        run_to_end(trial, average, 0.1)
+    for _ in range(2):
+        mirror = MlflowMirror(uri, sweep)
+        mirror.open()
+        mirror.close()
+    summaries = {run.data.params["lambda"]: run for run in runs_of(client, sweep, "summary")}
+    assert set(summaries) == {"0.0", "0.1"}
+    low = summaries["0.0"]
+    assert low.info.run_name == "mean lambda=0.0"
+    assert low.data.metrics == pytest.approx(
+        {"AP_mean": 0.42, "AP_std": 0.0008**0.5, "FM_mean": 0.1, "FM_std": 0.0, "n": 2}
+    )
+    assert "seed" not in low.data.params
+    assert low.data.params["backbone"] == "t5-large"
+    assert set(steps_of(client, low).values()) == {1}
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics == pytest.approx({"best_AP": 0.51})
+    assert artifacts_of(client, parent) == {"sweep_table.json", "report.md", "lambda_vs_AP.png"}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # load_table searches through the default client
+    table = client.load_table(parent.info.experiment_id, "sweep_table.json", [parent.info.run_id])
+    assert table["AP_mean"].tolist() == [42.0, 51.0]
+
+
+def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path):
+    trial = next(iter(sweep))
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    wider = write_sweep(tmp_path / "runs", AXES | {"seed": [0, 1, 2]}, sweep_id="fedcba9876543210")
+    MlflowMirror(uri, wider).sync()
+    (run,) = runs_of(client, wider, "trial")
+    parents = {parent.data.tags["sweep_id"]: parent.info.run_id for parent in runs_of(client, wider, "sweep")}
+    assert run.data.tags["sweep_id"] == "fedcba9876543210"
+    assert run.data.tags["mlflow.parentRunId"] == parents["fedcba9876543210"]
+    assert steps_of(client, run) == WHOLE_TRIAL
+
+
+def test_the_saved_view_decodes_to_this_sweeps_comparison(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    assert mirror.link() == ""
+    mirror.open()
+    experiment = client.get_experiment_by_name(sweep.name)
+    key = sweep.sweep_id
+    assert mirror.link() == (
+        f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
+        f"&compareRunsMode=CHART&viewStateShareKey={key}"
+    )
+    view = json.loads(experiment.tags[f"mlflow.sharedViewState.{key}"])
+    scheme, packed = view["state"].split(";")
+    state = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert scheme == "deflate"
+    assert client.search_runs([experiment.experiment_id], state["searchFilter"]) == []
+    assert state["searchFilter"] == f"tags.sweep_id = '{sweep.sweep_id}' and tags.kind = 'trial'"
+    assert state["selectedColumns"] == ["metrics.`AP`", "metrics.`FM`", "params.`lambda`", "params.`seed`"]
+    scatter = [(c["xaxis"]["key"], c["yaxis"]["key"]) for c in state["compareRunCharts"] if c["type"] == "SCATTER"]
+    assert scatter == [("lambda", "AP"), ("lambda", "FM")]
+    assert [c["metricKey"] for c in state["compareRunCharts"] if c["type"] == "LINE"] == ["AP"]
+    sections = {section["uuid"] for section in state["compareRunSections"]}
+    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == sections
+
+
+def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
+    def break_view(*_):
+        raise RuntimeError("another MLflow")
+
+    monkeypatch.setattr(mlflow_mirror, "view_state", break_view)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    assert mirror.link().endswith("runs?workflowType=machine_learning")
+
+
+def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client):
+    damaged, sound, *_ = sweep
+    start(damaged)
+    with journal_of(damaged).path.open("a") as file:
+        file.write("oops\n")
+    run_to_end(sound, 0.5, 0.1)
+    with pytest.raises(StoreError, match="line 2"):
+        MlflowMirror(uri, sweep).sync()
+    assert [run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")] == [sound.trial_id]
+
+
+def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    client.delete_experiment(client.get_experiment_by_name(sweep.name).experiment_id)
+    with pytest.raises(TrackingError, match="mlflow experiments restore"):
+        MlflowMirror(uri, sweep).sync()
+
+
+@pytest.fixture
+def dead_uri(monkeypatch):
+    """An address where nobody listens, with a password in it."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return f"http://user:hunter2@127.0.0.1:{port}"
+
+
+def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
+    with pytest.raises(TrackingError, match="latent-sweep sync") as caught:
+        MlflowMirror(dead_uri, sweep).sync()
+    assert "hunter2" not in str(caught.value)
+    assert "127.0.0.1" in str(caught.value)
+
+
+def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    told = []
+    thread = MirrorThread(MlflowMirror(dead_uri, sweep), interval_seconds=0.01, tell=told.append)
+    began = time.monotonic()
+    thread.start()
+    assert time.monotonic() - began < 0.5
+    assert thread.stop(timeout_seconds=60) is False
+    assert len(told) == 2
+    assert "behind" in told[0]
+    assert "latent-sweep sync" in told[1]
+    assert "hunter2" not in "".join(told)
+    revived = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+    revived.start()
+    assert revived.stop(timeout_seconds=60) is True
+    (run,) = runs_of(client, sweep, "trial")
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert len(told) == 2
+
+
+class FlakyMirror(NullMirror):
+    """Fails a number of times, then works."""
+
+    def __init__(self, failures):
+        self.failures, self.opened, self.synced = failures, 0, threading.Event()
+
+    def open(self):
+        self.opened += 1
+
+    def sync(self):
+        self.failures -= 1
+        if self.failures >= 0:
+            raise RuntimeError("no route")
+        self.synced.set()
+        return 0
+
+
+def test_failures_are_told_once_and_so_is_recovery():
+    told, mirror = [], FlakyMirror(failures=4)
+    thread = MirrorThread(mirror, interval_seconds=0.001, longest_pause_seconds=0.01, tell=told.append)
+    thread.start()
+    assert mirror.synced.wait(10)
+    assert thread.stop(10) is True
+    assert told == ["tracking is behind and will be tried again: no route", "tracking has caught up"]
+    assert mirror.opened == 1
+
+
+def test_a_hanging_tracker_is_left_after_the_time_given():
+    release = threading.Event()
+
+    class Hanging(NullMirror):
+        def sync(self):
+            release.wait(30)
+            return 0
+
+    told = []
+    thread = MirrorThread(Hanging(), tell=told.append)
+    thread.start()
+    assert thread.stop(timeout_seconds=0.05) is False
+    assert len(told) == 1
+    release.set()
+
+
+def test_the_uri_is_given_or_from_the_environment_or_local(sweep, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert MlflowMirror(None, sweep).ui_command() == "mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker:5000")
+    assert MlflowMirror(None, sweep).ui_command() == "https://***@tracker:5000"
+    assert MlflowMirror("sqlite:///other.db", sweep).uri == "sqlite:///other.db"
+
+
+def test_no_tracking_is_asked_for_by_name(sweep):
+    assert isinstance(mirror_for("none", sweep), NullMirror)
+    assert isinstance(mirror_for("sqlite:///x.db", sweep), MlflowMirror)
+    assert isinstance(mirror_for(None, sweep), MlflowMirror)
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("postgresql://me:word@db:5432/x failed", "postgresql://***@db:5432/x failed"),
+        ("https://token@host/a and http://b:c@d", "https://***@host/a and http://***@d"),
+        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
+        ("mail me@host", "mail me@host"),
+    ],
+)
+def test_secrets_are_masked(text, masked):
+    assert mask_secrets(text) == masked
+
+
+def test_a_new_database_is_made_quietly_with_its_folder(first_use):
+    database, printed = first_use
+    assert database.exists()
+    assert printed == ""
+
+
+def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert (tmp_path / "mlartifacts" / sweep.name / run.info.run_id / "artifacts" / "score_matrix.png").exists()
