@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from latent_sweep.adapters.bank import AdapterBank, Delta
 from latent_sweep.backbones import Backbone
-from latent_sweep.training import pad_prompts, positions
+from latent_sweep.training import last_positions, pad_prompts, positions
 
 
 @torch.inference_mode()
@@ -88,7 +88,7 @@ class _LlamaDecoder:
             position_ids=self._positions,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=last_positions(self._ids, 1),
         ).logits[:, -1]
 
     def select(self, rows: Tensor) -> None:

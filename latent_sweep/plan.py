@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones import EMBEDDED, backbone_identity, describe, target_shapes
-from latent_sweep.benchmarks.loaders import data_digest, row_count
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, load_benchmark, order_key, task_sequence
+from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count
+from latent_sweep.benchmarks.schema import (
+    BenchmarkSettings,
+    BenchmarkSpec,
+    TaskSpec,
+    load_benchmark,
+    order_key,
+    task_sequence,
+)
 from latent_sweep.config import RunSettings, Sweep, TrialSettings, fault_report, trial_settings
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods import method_class
@@ -73,6 +81,7 @@ class Trial:
             DataError: the benchmark's training data is not at hand.
         """
         s, method = self.settings, self.method()
+        carve = s.training.select == "best_validation"
         common = {
             "engine": ENGINE_VERSION,
             "method": {"name": s.method.name, "version": method.version},
@@ -82,14 +91,13 @@ class Trial:
             "max_target_length": s.benchmark.max_target_length,
             "truncation": s.benchmark.truncation,
             "bos": s.benchmark.bos,
-            "validation": s.benchmark.validation_fraction if s.training.select == "best_validation" else None,
             "seed": s.seed,
         }
         lineages: list[str] = []
         for position, task in enumerate(self.tasks):
             stage = {
                 "task": task.name,
-                "data": data_digest(self.spec, task, "train", s.benchmark),
+                "data": data_digest(self.spec, task, "train", s.benchmark, carve),
                 "settings": method.stage_identity(position),
                 "parents": lineages[:position] if method.reads_history(position) else [],
             }
@@ -188,9 +196,8 @@ def resolve(settings: TrialSettings) -> TrialSettings:
             "method": method.resolve(settings.method, name, spec.name),
             "router": _fill(settings.router, {"mode": method.default_mixing}),
             "benchmark": _fill(
-                settings.benchmark,
+                settings.benchmark.model_copy(update=_located(settings.benchmark, spec)),
                 {
-                    "order": order_key(settings.benchmark, spec),
                     "max_source_length": protocol["max_source_length"],
                     "max_target_length": spec.max_target_length,
                 },
@@ -198,6 +205,16 @@ def resolve(settings: TrialSettings) -> TrialSettings:
             "training": _fill(settings.training, protocol),
         }
     )
+
+
+def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]:
+    """One spelling of the order, and paths that a worker in another folder, or on another machine, can follow."""
+    data_dir = settings.data_dir or os.environ.get(DATA_VARIABLE)
+    return {
+        "order": order_key(settings, spec),
+        "name": str(Path(settings.name).resolve()) if spec.layout == "folder" else settings.name,
+        "data_dir": str(Path(data_dir).expanduser().resolve()) if data_dir else None,
+    }
 
 
 def _fill(settings: Any, defaults: Mapping[str, Any]) -> Any:
@@ -237,16 +254,17 @@ def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
     settings = resolve(written)
     spec = load_benchmark(settings.benchmark.name)
     tasks = task_sequence(settings.benchmark, spec)
+    named = {"name": spec.name, "tasks": [task.name for task in tasks]}  # a folder may lie anywhere
     training = {
         "method": settings.method.training_identity(),
         "backbone": backbone_identity(settings.backbone),
-        "benchmark": settings.benchmark.training_identity() | {"tasks": [task.name for task in tasks]},
+        "benchmark": settings.benchmark.training_identity() | named,
         "training": settings.training.training_identity(),
         "seed": settings.seed,
     }
     inference = {
         "router": router_identity(settings),
-        "benchmark": settings.benchmark.identity(),
+        "benchmark": settings.benchmark.identity() | named,
         "evaluation": settings.evaluation.identity(),
     }
     unread = settings.router.mode not in ("soft", "hard")

