@@ -124,7 +124,9 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
         return None
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"backbone.name: the folder {folder} has no config.json; give a transformers checkpoint folder")
+        raise ConfigError(
+            f"backbone.name: the folder {folder} has no config.json; give a transformers checkpoint folder"
+        )
     config = json.loads(path.read_text(encoding="utf-8"))
     kind = config.get("model_type")
     if kind not in ("t5", "llama"):
@@ -248,7 +250,9 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`")
+        raise ConfigError(
+            "backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`"
+        )
     known = describe(settings)
     if known is not None and known.source == "config":
         model = random_model(known.family, known.config, dtype)

@@ -1,9 +1,10 @@
 """A sweep file becomes a `Sweep`: strict, frozen, every fault reported with its path and what to do about it.
 
-    name: lambda
-    trial:    one trial, group by group: method, router, backbone, benchmark, training, evaluation, seed
-    search:   dotted paths below `trial`; a list is a grid axis, {loguniform: [a, b]} is drawn at random
-    run:      how to run it; no part of any result's identity
+name: lambda
+trial:    one trial, group by group: method, router, backbone, benchmark, training, evaluation, seed
+search:   dotted paths below `trial`; a list is a grid axis, {loguniform: [a, b]} is drawn at random.
+          A value may be a mapping: {name: superni, order: 1} sets two settings of a group together
+run:      how to run it; no part of any result's identity
 """
 
 from __future__ import annotations
@@ -163,8 +164,9 @@ class Sweep(Settings):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Dotted paths of everything that varies."""
-        return (*self.grid, *self.draws)
+        """Dotted paths of every setting that varies."""
+        values = [(axis, value) for axis, values in self.grid.items() for value in values]
+        return tuple(dict.fromkeys(path for axis, value in values for path in flatten(axis, value))) + tuple(self.draws)
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
@@ -180,7 +182,9 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     """A sweep from YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
-        raise ConfigError(f"{source}: a sweep file is a mapping with name, trial, search and run; found {content!r:.80}")
+        raise ConfigError(
+            f"{source}: a sweep file is a mapping with name, trial, search and run; found {content!r:.80}"
+        )
     faults: list[str] = []
     for override in overrides:
         faults += _apply_override(content, override)
@@ -188,7 +192,9 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     faults += [_unknown_key(str(key), ("name", "trial", "search", "run"), "") for key in unknown]
     name = content.get("name")
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
-        faults.append(f"name: found {name!r:.80}; expected letters, digits, '_', '-' and '.', not beginning with a sign")
+        faults.append(
+            f"name: found {name!r:.80}; expected letters, digits, '_', '-' and '.', not beginning with a sign"
+        )
     template, template_faults = _mapping(content, "trial")
     search, search_faults = _mapping(content, "search")
     run_content, run_faults = _mapping(content, "run")
@@ -212,6 +218,13 @@ def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
     unique = list(dict.fromkeys(faults))
     lines = "".join(f"\n  - {fault}" for fault in unique)
     return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
+
+
+def flatten(path: str, value: Any) -> dict[str, Any]:
+    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{path}.{key}", inner).items()}
 
 
 def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
@@ -357,8 +370,10 @@ def _axis(
     faults = []
     for index, value in enumerate(tried):
         candidate = copy.deepcopy(dict(template))
-        if not _put(candidate, axis.split("."), value):
-            return [f"{where}: the trial has no group {axis.rpartition('.')[0]!r}; write the path below `trial`, e.g. method.rank"]
+        if not all(_put(candidate, path.split("."), leaf) for path, leaf in flatten(axis, value).items()):
+            return [
+                f"{where}: a plain value stands where the path has a group; write paths below `trial`, e.g. method.rank"
+            ]
         _, new_faults = _trial(candidate)
         faults += [f"{where}[{index}]: {fault}" for fault in new_faults if fault not in template_faults]
     return faults
@@ -381,7 +396,7 @@ def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str
         values = [v if kind == "randint" else float(v) for v in values]
     if kind == "randint":
         values = [values[0], values[1] - 1]
-    return Draw(kind=kind, values=tuple(values)), []
+    return Draw.model_validate({"kind": kind, "values": tuple(values)}), []
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:

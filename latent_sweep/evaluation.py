@@ -94,7 +94,7 @@ class Evaluator:
         self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]]
     ) -> tuple[list[str], bool]:
         """Answers of one batch, and whether they were known already."""
-        used = np.flatnonzero(weights.any(axis=0))  # snapshots that nobody in this batch weighs play no part
+        used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots that nobody in this batch weighs play no part
         snapshots, weights = [history[i] for i in used], weights[:, used]
         blends = [[float(w).hex() for w in row] for row in weights]
         key = content_hash(

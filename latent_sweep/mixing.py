@@ -1,10 +1,10 @@
 """How snapshots answer together: a weight for every snapshot in every row of a batch.
 
-    last    the newest snapshot alone
-    sum     all of them with weight one (summing branches, the ablation without a router)
-    soft    the router's posterior, equation (11)
-    hard    its largest entry
-    oracle  the snapshot of the row's own task: an upper reference, it needs the task's identity
+last    the newest snapshot alone
+sum     all of them with weight one (summing branches, the ablation without a router)
+soft    the router's posterior, equation (11)
+hard    its largest entry
+oracle  the snapshot of the row's own task: an upper reference, it needs the task's identity
 """
 
 from __future__ import annotations
@@ -56,16 +56,13 @@ class Mixer:
     def weights(self, tasks_seen: int) -> list[Array]:
         """For each task seen, the weights of its test rows: (rows, tasks_seen)."""
         mode = self.settings.mode
-        if mode in ("soft", "hard"):
+        if mode == "soft" or mode == "hard":
             router = self._router(tasks_seen)
             return [router.weights(self._embeddings(task, "test"), mode) for task in range(tasks_seen)]
         counts = [len(self.tokens(task, "test")) for task in range(tasks_seen)]
-        rows = {
-            "last": lambda task: np.eye(tasks_seen)[tasks_seen - 1],
-            "sum": lambda task: np.ones(tasks_seen),
-            "oracle": lambda task: np.eye(tasks_seen)[task],
-        }[str(mode)]
-        return [np.tile(rows(task), (count, 1)) for task, count in enumerate(counts)]
+        alone = np.eye(tasks_seen)
+        row = {"last": lambda task: alone[-1], "sum": lambda task: np.ones(tasks_seen), "oracle": alone.__getitem__}
+        return [np.tile(row[str(mode)](task), (count, 1)) for task, count in enumerate(counts)]
 
     def _router(self, tasks_seen: int) -> GaussianRouter:
         """The router over the tasks seen; the covariance reads all tasks only where the settings say so (A16)."""

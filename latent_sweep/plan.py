@@ -28,11 +28,12 @@ from latent_sweep.benchmarks.schema import (
     order_key,
     task_sequence,
 )
-from latent_sweep.config import RunSettings, Sweep, TrialSettings, fault_report, trial_settings
+from latent_sweep.config import RunSettings, Sweep, TrialSettings, fault_report, flatten, trial_settings
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Method
-from latent_sweep.settings import content_hash
+from latent_sweep.report import label, short_names
+from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.snapshots import SnapshotStore
 
 ENGINE_VERSION = 1
@@ -62,7 +63,8 @@ class Trial:
     @property
     def name(self) -> str:
         """How messages call it: the values that vary, and the id."""
-        values = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in self.values.items())
+        names = short_names(self.values)
+        values = label({names[path]: value for path, value in self.values.items()})
         return f"{values} [{self.trial_id}]" if values else self.trial_id
 
     @property
@@ -230,7 +232,8 @@ def _family_by_name(name: str) -> str:
 def _points(sweep: Sweep) -> list[dict[str, Any]]:
     """The search space's points: for each of `num_samples` draws, the whole grid."""
     source = random.Random(sweep.run.search_seed)
-    grid = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
+    axes = [[flatten(axis, value) for value in values] for axis, values in sweep.grid.items()]
+    grid = [dict(itertools.chain.from_iterable(map(dict.items, point))) for point in itertools.product(*axes)]
     if not sweep.draws:
         return grid
     points = []
@@ -268,8 +271,16 @@ def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
         "evaluation": settings.evaluation.identity(),
     }
     unread = settings.router.mode not in ("soft", "hard")
-    values = {k: v for k, v in point.items() if not (unread and k.startswith("router.") and k != "router.mode")}
+    # the values as resolved; what the router would not read says nothing about the trial
+    read = [path for path in point if not (unread and path.startswith("router.") and path != "router.mode")]
+    values = {path: _setting(settings, path) for path in read}
     return Trial(content_hash([training, inference]), content_hash(training), settings, values, tasks)
+
+
+def _setting(settings: Any, path: str) -> Any:
+    for name in path.split("."):
+        settings = getattr(settings, name)
+    return list(settings) if isinstance(settings, tuple) else settings
 
 
 def _faults(trial: Trial) -> list[str]:
@@ -336,28 +347,44 @@ def estimate(trials: Sequence[Trial], storage: Path) -> Estimate:
 def describe_plan(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Path) -> str:
     """What `latent-sweep plan` prints."""
     found = estimate(trials, storage)
-    first = trials[0].settings
-    lines = [
-        f"sweep {sweep.name}  ({sweep.source})",
-        f"  backbone   {', '.join(sorted({t.settings.backbone.name for t in trials}))}  {first.backbone.dtype}",
-        f"  benchmark  {first.benchmark.name}, order {first.benchmark.order}, {len(trials[0].tasks)} tasks: "
-        + " ".join(task.name for task in trials[0].tasks),
+    backbones = {f"{t.settings.backbone.name} ({t.settings.backbone.dtype})": None for t in trials}
+    sequences = {f"{t.spec.name}, order {t.settings.benchmark.order}": t.tasks for t in trials}
+    lines = [f"sweep {sweep.name}  ({sweep.source})", f"  backbone   {', '.join(backbones)}"]
+    for name, tasks in sequences.items():
+        lines.append(f"  benchmark  {name}, {len(tasks)} tasks: {' '.join(task.name for task in tasks)}")
+    lines += [
         f"  varies     {_axes_text(sweep)}",
         "",
-        f"  {found.trials} trials, {found.trainings} distinct trainings, {len(packs)} packs",
-        f"  {found.stages} task trainings if every trial trained for itself",
+        f"  {found.trials} trials, {found.trainings} distinct trainings in {len(packs)} packs",
+        f"  {found.stages} tasks to learn if every trial trained for itself",
     ]
     if found.distinct is None or found.stored is None:
         lines.append(f"  reuse unknown, the data is not at hand: {found.missing_data}")
     else:
-        lines.append(f"  {found.distinct} distinct stages, {found.stored} in the store, {found.distinct - found.stored} to learn")
-    lines += ["", f"  each pack asks for {_resources_text(sweep.run)}", ""]
-    lines += [f"  {pack.training_id}  {', '.join(trial.name for trial in pack.trials)}" for pack in packs]
-    return "\n".join(lines)
+        missing = found.distinct - found.stored
+        lines.append(f"  {found.distinct} distinct stages, {found.stored} in the store, {missing} to learn")
+    lines += [f"  each pack asks for {_resources_text(sweep.run)}", "", "  training          trials"]
+    return "\n".join(lines + [f"  {pack.training_id}  {_pack_text(pack)}" for pack in packs])
+
+
+def _pack_text(pack: Pack) -> str:
+    """What the trials of a pack have in common, and what tells them apart."""
+    names = short_names(path for trial in pack.trials for path in trial.values)
+    common = {
+        path: value
+        for path, value in pack.trials[0].values.items()
+        if all(trial.values.get(path) == value for trial in pack.trials)
+    }
+    text = f"{len(pack.trials)}: {label({names[path]: value for path, value in common.items()})}"
+    variants = [label({names[p]: v for p, v in trial.values.items() if p not in common}) for trial in pack.trials]
+    if len(variants) == 1:
+        return text
+    shown = variants if len(variants) <= 4 else [*variants[:3], f"{len(variants) - 3} more"]
+    return f"{text} | {', '.join(shown)}"
 
 
 def _axes_text(sweep: Sweep) -> str:
-    axes = [f"{axis} {list(values)}" for axis, values in sweep.grid.items()]
+    axes = [f"{axis} {canonical_json(values)}" for axis, values in sweep.grid.items()]
     axes += [f"{axis} {draw.kind}{list(draw.values)}" for axis, draw in sweep.draws.items()]
     return "; ".join(axes) or "nothing"
 

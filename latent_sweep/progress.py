@@ -34,7 +34,13 @@ class ProgressWriter:
         if time.monotonic() - self._written < 1.0 and step < steps:
             return
         self._written = time.monotonic()
-        content = {"position": position, "task": self._tasks[position], "step": step, "steps": steps, "loss": sum(losses.values())}
+        content = {
+            "position": position,
+            "task": self._tasks[position],
+            "step": step,
+            "steps": steps,
+            "loss": sum(losses.values()),
+        }
         write_atomically(self._path, json.dumps(content | {"time": time.time()}).encode())
 
 
@@ -121,9 +127,7 @@ class ProgressPrinter:
 
     def _fraction(self) -> float:
         trials = list(self._sweep)
-        done = sum(
-            trial.n_tasks if trial.trial_id in self._ended else len(stages(trial.events())) for trial in trials
-        )
+        done = sum(trial.n_tasks if trial.trial_id in self._ended else len(stages(trial.events())) for trial in trials)
         return done / max(1, sum(trial.n_tasks for trial in trials))
 
     def _best(self) -> float | None:
@@ -142,4 +146,3 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-

@@ -116,13 +116,15 @@ def _short_name(path: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A setting as people write it; floats in full, so 3e-05 and 2e-05 stay apart."""
+    """A setting as people write it; floats in full, so 3e-05 and 2e-05 stay apart. None, not read by this trial: `-`."""
+    if value is None:
+        return "-"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """`lambda=0.1 seed=0`."""
-    return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
+    """`lambda=0.1 seed=0`; settings that are None, not read by this trial, are left out."""
+    return " ".join(f"{name}={format_value(value)}" for name, value in values.items() if value is not None)
 
 
 def end_reason(events: Sequence[Event]) -> str:

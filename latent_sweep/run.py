@@ -78,7 +78,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFo
             {
                 "trial_id": trial.trial_id,
                 "training_id": trial.training_id,
-                "values": dict(trial.values),
+                "values": {axis: trial.values.get(axis) for axis in sweep.axes},
                 "params": _flat(settings) | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)},
                 "n_tasks": len(trial.tasks),
             }

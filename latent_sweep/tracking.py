@@ -188,6 +188,11 @@ class SweepFolder:
         return self._content["seed_axis"]
 
     @property
+    def tracking_uri(self) -> str | None:
+        """The MLflow address that the sweep file names; None leaves it to the environment."""
+        return self._content.get("tracking_uri")
+
+    @property
     def storage(self) -> Path:
         """The folder that all sweeps share, with the snapshots."""
         return self.path.parent

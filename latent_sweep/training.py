@@ -215,7 +215,9 @@ class Outputs:
 
     def task_loss(self) -> Tensor:
         """Cross-entropy on target tokens, reduced as the settings say (A5); equation (9), first term."""
-        total = cross_entropy(self.logits.float().flatten(0, 1), self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        total = cross_entropy(
+            self.logits.float().flatten(0, 1), self.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
         return total / self.denominator
 
 
@@ -277,7 +279,7 @@ def train_task(
         backbone.model.activation_checkpointing_enable({"use_reentrant": False})
     selection = _BestOnValidation(learner, backbone, bank, validation, settings) if validation else None
     history = _History()
-    done = _resume(checkpoint, engine, history, selection)
+    done = _resume(checkpoint, engine, history, selection, learner.parameters())
     batches: list[list[int]] = []
     tokens = 0
     for step in range(done, steps):
@@ -412,12 +414,17 @@ def _save(
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
     if selection:
         tensors |= {f"best.{name}": value for name, value in selection.parameters.items()}
-    facts = {"step": step, "terms": history.names, "best_loss": selection.loss if selection and selection.parameters else None}
+    best_loss = selection.loss if selection and selection.parameters else None
+    facts = {"step": step, "terms": history.names, "best_loss": best_loss}
     checkpoint.save(tensors, facts)
 
 
 def _resume(
-    checkpoint: TaskCheckpoint, engine: Engine, history: _History, selection: _BestOnValidation | None
+    checkpoint: TaskCheckpoint,
+    engine: Engine,
+    history: _History,
+    selection: _BestOnValidation | None,
+    parameters: Mapping[str, Tensor],
 ) -> int:
     """Load the checkpoint, if there is one; returns the steps already done."""
     found = checkpoint.load()
@@ -428,6 +435,6 @@ def _resume(
     history.names, history.rows = facts["terms"], tensors["history"].tolist()
     if selection and facts["best_loss"] is not None:
         selection.loss = facts["best_loss"]
-        device = selection._backbone.device
-        selection.parameters = {n.removeprefix("best."): t.to(device) for n, t in tensors.items() if n.startswith("best.")}
+        best = {name.removeprefix("best."): t for name, t in tensors.items() if name.startswith("best.")}
+        selection.parameters = {name: t.to(parameters[name].device) for name, t in best.items()}
     return int(facts["step"])

@@ -369,9 +369,8 @@ def _finish(f: TrialFiles, run: _PackRun) -> None:
     """Write the trial's result with its provenance, and close its journal."""
     matrix = f.matrix
     events = f.journal.read()
-    seconds = {
-        name: sum(event["metrics"].get(name, 0.0) for event in stages(events)) for name in ("seconds_train", "seconds_eval")
-    }
+    timed = ("seconds_train", "seconds_eval")
+    seconds = {name: sum(event["metrics"].get(name, 0.0) for event in stages(events)) for name in timed}
     paths = [run.store.path(lineage).relative_to(run.storage) for lineage in run.lineages]
     result = {
         "trial_id": f.trial.trial_id,

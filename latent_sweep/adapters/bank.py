@@ -59,4 +59,3 @@ class AdapterBank:
         """Keep only these rows of the batch in the active deltas: the others have finished their answer."""
         assert self._active is not None
         self._active = [delta.select(rows) for delta in self._active]
-

@@ -131,10 +131,8 @@ def _cached(folder: Path, stem: str, rank: int) -> Path | None:
     return sufficient[min(sufficient)] if sufficient else None
 
 
-def _compute(
-    targets: Mapping[str, torch.nn.Linear], rank: int, folder: Path, stem: str, algorithm: Algorithm
-) -> Path:
-    tensors = {}
+def _compute(targets: Mapping[str, torch.nn.Linear], rank: int, folder: Path, stem: str, algorithm: Algorithm) -> Path:
+    tensors: dict[str, Tensor] = {}
     with single_thread():
         for name, target in targets.items():
             factors = truncated_svd(target.weight.cpu(), rank, algorithm)

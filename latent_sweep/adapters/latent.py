@@ -94,7 +94,7 @@ class OrthoPenalty:
 
     Args:
         space: gives singular values and the side of Sigma.
-        earlier: adapters of earlier tasks, each (M, r, r).
+        earlier: adapters of earlier tasks, at least one, each (M, r, r).
         reduce: over projections (A4).
         norm: squared Frobenius as in both equations, or squared spectral as in the bound (A6).
         normalise: `spectral` divides each projection's singular values by its largest (A4b).
@@ -117,7 +117,7 @@ class OrthoPenalty:
             S = torch.full_like(S, scale)
         self.S, self.side, self.reduce = S, space.sigma_side, reduce
         self.earlier = [self._weighted(R) for R in earlier] if norm == "spectral" else None
-        self.G = sum(self._outer(self._weighted(R)) for R in earlier)
+        self.G = torch.stack([self._outer(self._weighted(R)) for R in earlier]).sum(0)
 
     def _weighted(self, R: Tensor) -> Tensor:
         """R~: Sigma on its own side of R."""

@@ -148,7 +148,9 @@ class LatentLora(Method):
         self, position: int, history: Sequence[Mapping[str, Tensor]], generator: torch.Generator
     ) -> LatentLearner:
         """A fresh R, and the penalty against the earlier ones where lambda > 0."""
-        from latent_sweep.adapters.latent import OrthoPenalty
+        import torch
+
+        from latent_sweep.adapters.latent import OrthoPenalty, blend
 
         s, space = self.settings, self.space
         device = space.singular_values.device
@@ -161,7 +163,7 @@ class LatentLora(Method):
         if s.ortho_lambda and earlier:
             scale = s.s if s.ortho.include_scale else 1.0
             penalty = OrthoPenalty(space, earlier, s.ortho.reduce, s.ortho.norm, s.ortho.normalise, scale)
-        active = sum(earlier) if s.train_active == "sum" and earlier else None
+        active = blend(earlier, torch.ones(1, len(earlier)))[:, 0] if s.train_active == "sum" and earlier else None
         return LatentLearner(space, R, penalty, s.ortho_lambda or 0.0, active, s.dropout)
 
     def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Sequence[Delta]:
