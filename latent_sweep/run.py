@@ -1,6 +1,6 @@
 """The main job: python -m latent_sweep.run SWEEP.yaml
 
-Read the sweep, run what is missing, mirror it into MLflow, print the comparison. Running the same command again resumes.
+Read the sweep, run what is missing, mirror it into MLflow, print the comparison. The same command again resumes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFo
         "name": sweep.name,
         "trial": dict(sweep.trial),
         "search": {axis: list(values) for axis, values in sweep.grid.items()}
-        | {axis: {draw.kind: list(draw.values)} for axis, draw in sweep.draws.items()},
+        | {axis: draw.written() for axis, draw in sweep.draws.items()},
         "run": sweep.run.model_dump(mode="json"),
     }
     write_atomically(folder / "sweep.yaml", _yaml(resolved))

@@ -132,7 +132,7 @@ class SnapshotStore:
 
 
 class TaskCheckpoint:
-    """Adapter, optimizer and position inside one task: replaced every N steps, removed once the snapshot is committed."""
+    """Adapter, optimizer and position inside one task: replaced every N steps, removed when the snapshot is there."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -224,10 +224,10 @@ class _PackRun:
         self.position, self.step = position, None
         summary = self._learn(position)
         for f in unfinished:
-            timing: dict[str, float] = {}
-            if len(f.rows) <= position:
-                timing = self._score(f, position)
-            if position + 1 not in {event["tasks_seen"] for event in stages(f.journal.read())}:
+            missing = len(f.rows) <= position
+            timing = self._score(f, position) if missing else {}
+            # a row that is scored again, because its data changed, replaces what the journal says of the stage
+            if missing or position + 1 not in {event["tasks_seen"] for event in stages(f.journal.read())}:
                 self._journal_stage(f, position, summary, timing)
         self.emit(StageDone(position + 1, [_prefix(f.matrix, position + 1) for f in unfinished]))
 
@@ -305,16 +305,19 @@ class _PackRun:
             s.benchmark.references,
             self.storage / "predictions",
         )
-        row, generated, total = [], 0, 0
+        row, generated, total, rouge_1 = [], 0, 0, {}
         for j in range(position + 1):
             task = self.pack.tasks[j]
             rows = self.tokens(f.trial, j, "test")
             result = evaluator.score(self.snapshots, weights[j], rows, scoring_metric(s.benchmark, task))
             f.write_predictions(task.name, result.predictions)
             row.append(result.score)
+            if result.rouge_1 is not None:
+                rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
             generated, total = generated + result.generated, total + len(rows)
         f.record(row)
         measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total}
+        measured |= rouge_1
         return measured | ({"router_accuracy": router_accuracy(weights)} if mixer.routes else {})
 
     def _mixer(self, trial: Trial) -> Mixer:

@@ -136,7 +136,7 @@ def _placement(resources: ResourceSettings) -> Any:
 
 
 def _check_fits(resources: ResourceSettings, started_here: bool) -> None:
-    """A local cluster never grows: say at once that a pack cannot be placed. A cluster may scale up: say what it waits for."""
+    """Say at once that a pack cannot be placed here, or, on a cluster that may grow, what it is waiting for."""
     import ray
 
     accelerator = f"accelerator_type:{resources.accelerator}" if resources.accelerator else None

@@ -92,7 +92,7 @@ class LatentLora(Method):
 
     @classmethod
     def resolve(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> LatentLoraSettings:
-        """The paper's lambda for its benchmarks and backbones; what balances the task loss on the embedded one (A4b)."""
+        """The paper's lambda; on the embedded backbone, one that balances the task loss (A4b)."""
         if settings.ortho_lambda is not None:
             return settings
         value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
