@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep_arguments(plan)
     plan.set_defaults(carry_out=_plan)
 
+    settings = commands.add_parser("settings", help="print every setting of a sweep file: default and meaning")
+    settings.set_defaults(carry_out=_settings)
+
     report = commands.add_parser("report", help="print the table of a sweep that has run, or is running")
     report.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
     report.add_argument("--format", choices=["text", "markdown", "csv", "latex"], default="text")
@@ -84,6 +87,13 @@ def _plan(options: argparse.Namespace) -> int:
     sweep = load_sweep(options.sweep, options.overrides)
     trials = expand(sweep)
     print(describe_plan(sweep, trials, pack(trials), Path(sweep.run.storage)))
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from latent_sweep.config import describe_settings
+
+    print(describe_settings())
     return 0
 
 

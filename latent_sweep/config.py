@@ -95,8 +95,6 @@ class TrackingSettings(Settings):
 
     uri: str | None = None
     """MLflow tracking URI; None is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` does without MLflow."""
-    artifacts: Literal["all", "light"] = "all"
-    """`light` leaves out the snapshots."""
 
 
 class RunSettings(Settings):
@@ -247,6 +245,35 @@ def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
     if settings is None:
         raise fault_report(sweep.source, [f"trial.{fault}" for fault in faults])
     return settings
+
+
+def describe_settings() -> str:
+    """Every setting of a sweep file, as Markdown: path, default and what it means, from the classes themselves."""
+    groups = [("trial.method", method_class(name).settings_class) for name in METHODS]
+    groups += [(f"trial.{name}", kind) for name, kind in GROUPS.items()] + [("run", RunSettings)]
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for path, kind in groups:
+        lines += _describe_group(path, kind)
+    seed = TrialSettings.model_fields["seed"]
+    return "\n".join([*lines, f"| `trial.seed` | `{seed.default}` | {seed.description} |"])
+
+
+def _describe_group(path: str, kind: type[Settings]) -> list[str]:
+    lines = []
+    for name, field in kind.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            lines += _describe_group(f"{path}.{name}", inner)
+            continue
+        default = "required" if field.is_required() else f"`{yaml_text(field.default)}`"
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        lines.append(f"| `{path}.{name}` | {default} | {meaning} |")
+    return lines
+
+
+def yaml_text(value: Any) -> str:
+    """A plain value as a sweep file writes it."""
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
 
 
 # --- YAML ------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 last    the newest snapshot alone
 sum     all of them with weight one (summing branches, the ablation without a router)
-soft    the router's posterior, equation (11)
+soft    the router's posterior, equation (15)
 hard    its largest entry
 oracle  the snapshot of the row's own task: an upper reference, it needs the task's identity
 """
@@ -84,7 +84,7 @@ class Mixer:
         return record
 
     def _embeddings(self, task: int, split: str) -> npt.NDArray[Any]:
-        """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (10); pooled once and mapped."""
+        """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (11); pooled once and mapped."""
         path = self.storage / "embeddings" / f"{self._key(task, split)}.npy"
         if not path.is_file():
             pooled = pool(self.backbone, self.tokens(task, split), self.settings)
@@ -100,7 +100,7 @@ class Mixer:
 
 @torch.inference_mode()
 def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArray[np.float32]:
-    """Mean of each row's token embeddings from the frozen table, (rows, d) float32, equation (10).
+    """Mean of each row's token embeddings from the frozen table, (rows, d) float32, equation (11).
 
     Which tokens count is `router.pool`'s to say (A18): the prompt or its input alone, with or without special tokens.
     Without `mask_pad` the mean is over the longest prompt of the rows, padding included, as some released code has it.

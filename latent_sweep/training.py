@@ -214,7 +214,7 @@ class Outputs:
     """What the summed cross-entropy is divided by: the same for every micro-batch of a step, so that they add up."""
 
     def task_loss(self) -> Tensor:
-        """Cross-entropy on target tokens, reduced as the settings say (A5); equation (9), first term."""
+        """Cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
         total = cross_entropy(
             self.logits.float().flatten(0, 1), self.labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )

@@ -80,13 +80,13 @@ class LatentSpace:
 
 
 def blend(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """R(x) = sum_t w_t(x) R_t, equation (11): adapters T x (M, r, r) and weights (B, T) give (M, B, r, r)."""
+    """R(x) = sum_t w_t(x) R_t, equation (15): adapters T x (M, r, r) and weights (B, T) give (M, B, r, r)."""
     stacked = torch.stack(list(adapters))
     return torch.einsum("bt,tmij->mbij", weights.to(stacked), stacked)
 
 
 class OrthoPenalty:
-    """Interference of a new adapter with the earlier ones: `sum_{i<t} ||R~_i^T R~_t||_F^2`, equations (8) and (9).
+    """Interference of a new adapter with the earlier ones: `sum_{i<t} ||R~_i^T R~_t||_F^2`, equations (8) and (10).
 
     With `R~ = S R` (Sigma on the output side) and `G = sum_{i<t} R~_i R~_i^T` per projection, the sum equals
     `trace(R~_t^T G R~_t)`: O(r^3) whatever the number of earlier tasks. With Sigma on the input side the interference

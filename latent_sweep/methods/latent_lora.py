@@ -41,7 +41,7 @@ class OrthoSettings(Settings):
     reduce: Literal["sum", "mean"] = "sum"
     """Over adapted projections (A4)."""
     norm: Literal["frobenius", "spectral"] = "frobenius"
-    """Squared Frobenius norm as in equations (8) and (9), or squared spectral norm as in the bound (A6)."""
+    """Squared Frobenius norm as in equations (8) and (10), or squared spectral norm as in the bound (A6)."""
     normalise: Literal["none", "spectral"] = "none"
     """`spectral` divides the singular values of each projection by its largest, so that lambda transfers (A4b)."""
 
@@ -167,7 +167,7 @@ class LatentLora(Method):
         return LatentLearner(space, R, penalty, s.ortho_lambda or 0.0, active, s.dropout)
 
     def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Sequence[Delta]:
-        """Each row answers with its own blend R(x) = sum_t w_t(x) R_t, equation (11)."""
+        """Each row answers with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""
         from latent_sweep.adapters.latent import blend
 
         device = self.space.singular_values.device
@@ -215,5 +215,5 @@ class LatentLearner(Learner):
         return [None if self.R.grad is None else self.R.grad[0]]
 
     def penalty(self) -> dict[str, Tensor]:
-        """lambda times the interference with the earlier adapters, equation (9)."""
+        """lambda times the interference with the earlier adapters, equation (10)."""
         return {} if self._penalty is None else {"ortho_penalty": self._lambda * self._penalty(self.R)}
