@@ -112,9 +112,9 @@ def _sync(options: argparse.Namespace) -> int:
     folder = SweepFolder(Path(options.folder).resolve())
     mirror = mirror_for(options.uri or folder.tracking_uri, folder)
     mirror.open()
-    written = mirror.sync()
+    changed = mirror.sync()
     mirror.close()
-    print(f"{written} points written; {mirror.ui_command()}")
+    print(f"{changed} runs brought up to date\ncompare   {mirror.ui_command()}\n          {mirror.link()}")
     return 0
 
 

@@ -55,7 +55,7 @@ def run_sweep(path: str, overrides: Sequence[str] = (), local: bool = False) -> 
         thread.stop()
     print(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
     if link := mirror.link():
-        print(f"compare   {mirror.ui_command()}\n          then open {link}", flush=True)
+        print(f"compare   {mirror.ui_command()}\n          {link}", flush=True)
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
 
 

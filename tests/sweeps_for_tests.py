@@ -41,7 +41,7 @@ def tiny(**changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, content: dict[str, Any]) -> str:
-    """`content` as a sweep file in `folder`, which is also where it stores what it computes; returns the file's path."""
+    """`content` as a sweep file in `folder`, below which it stores what it computes; returns the file's path."""
     content = copy.deepcopy(content)
     content.setdefault("run", {}).setdefault("storage", str(folder / "runs"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,11 @@ def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), ro
         (folder / task).mkdir(parents=True)
         for split, count in (("train", rows), ("test", 6)):
             content = [
-                {"id": f"{task}-{split}-{i}", "input": f"{split} row {i} of {task}", "output": f"{'ab'[(i + number) % 2]}x"}
+                {
+                    "id": f"{task}-{split}-{i}",
+                    "input": f"{split} row {i} of {task}",
+                    "output": f"{'ab'[(i + number) % 2]}x",
+                }
                 for i in range(count)
             ]
             (folder / task / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")

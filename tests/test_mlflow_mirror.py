@@ -271,7 +271,7 @@ def test_the_saved_view_decodes_to_this_sweeps_comparison(uri, sweep, client):
     experiment = client.get_experiment_by_name(sweep.name)
     key = sweep.sweep_id
     assert mirror.link() == (
-        f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
+        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
         f"&compareRunsMode=CHART&viewStateShareKey={key}"
     )
     view = json.loads(experiment.tags[f"mlflow.sharedViewState.{key}"])

@@ -152,18 +152,22 @@ class MlflowMirror:
             self._set_ended(parent, "KILLED" if work_left else "FINISHED", time.time())
 
     def link(self) -> str:
-        """The part of the UI's address that opens this sweep's comparison; empty until the tracker was reached."""
+        """The UI's address that opens this sweep's comparison; empty until the tracker was reached."""
         if not self._experiment_id:
             return ""
-        page = f"#/experiments/{self._experiment_id}/runs?workflowType=machine_learning"
+        server = mask_secrets(self.uri).rstrip("/") if self._is_served() else "http://127.0.0.1:5000"
+        page = f"{server}/#/experiments/{self._experiment_id}/runs?workflowType=machine_learning"
         return f"{page}&compareRunsMode=CHART&viewStateShareKey={self._view_key}" if self._view_key else page
 
     def ui_command(self) -> str:
         """The command that opens the UI on a local store, or the address of a server; passwords are masked."""
         uri = mask_secrets(self.uri)
-        if self.uri.startswith(("http://", "https://", "databricks")):
+        if self._is_served():
             return uri
         return f"mlflow ui --backend-store-uri {shlex.quote(uri)} --port 5000"
+
+    def _is_served(self) -> bool:
+        return self.uri.startswith(("http://", "https://", "databricks"))
 
     @contextmanager
     def _tracker(self) -> Iterator[None]:
