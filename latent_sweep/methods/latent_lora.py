@@ -109,11 +109,10 @@ class LatentLora(Method):
         unread = {"name"}
         if position == 0 or not s.ortho_lambda:
             unread |= {"ortho_lambda", "ortho"}
-        if position == 0:
-            unread |= {"train_active"}
         identity = {name: value for name, value in s.training_identity().items() if name not in unread}
-        if position == 0 and s.R_init == "prev":
-            identity["R_init"] = "normal"
+        if position == 0:  # there is nothing earlier: the first task is learned as any task that reads no history
+            identity["train_active"] = "current"
+            identity["R_init"] = "normal" if s.R_init == "prev" else s.R_init
         del identity["alpha"]  # it acts through the scale alone
         return {**identity, "scale": s.s}
 
