@@ -36,13 +36,13 @@ def run_sweep(path: str, overrides: Sequence[str] = (), local: bool = False) -> 
     storage = Path(sweep.run.storage).resolve()
     print(describe_plan(sweep, trials, packs, storage), flush=True)
     folder = write_sweep(sweep, trials, storage)
+    todo = _incomplete(packs, folder.path)
+    if len(todo) < len(packs):
+        _tell(f"{len(packs) - len(todo)} of {len(packs)} packs are complete in {folder.path}")
     mirror = mirror_for(sweep.run.tracking.uri, folder)
     thread = MirrorThread(mirror, tell=_tell)
     thread.start()
     try:
-        todo = _incomplete(packs, folder.path)
-        if len(todo) < len(packs):
-            _tell(f"{len(packs) - len(todo)} of {len(packs)} packs are complete in {folder.path}")
         if todo:
             with ProgressPrinter(folder, _tell):
                 if local:

@@ -489,20 +489,19 @@ def view_state(summary: report.Summary, sweep_id: str) -> dict[str, Any]:
         "useGroupedValuesInCharts": True,
         "hideEmptyCharts": True,
         "selectedColumns": ["metrics.`AP`", "metrics.`FM`", *(f"params.`{name}`" for name in shown)],
+        # MLflow sorts sections by name and adds one for each prefix of metric names: named here, those stay folded
         "compareRunSections": [
-            {
-                "uuid": "sweep",
-                "name": f"sweep {summary.name}",
-                "display": True,
-                "columns": 2,
-                "cardHeight": 320,
-                "isReordered": False,
-                "deleted": False,
-                "isGenerated": False,
-            }
+            _section("sweep", "comparison", display=True),
+            _section("score", "score", display=False),
+            _section("rouge_1", "rouge_1", display=False),
         ],
         "compareRunCharts": _charts(report.numeric_axis(summary), summary.axes),
     }
+
+
+def _section(uuid: str, name: str, display: bool) -> dict[str, Any]:
+    shape = {"columns": 2, "cardHeight": 320, "isReordered": False, "deleted": False, "isGenerated": False}
+    return {"uuid": uuid, "name": name, "display": display, **shape}
 
 
 def _charts(x_name: str | None, axes: Sequence[str]) -> list[dict[str, Any]]:

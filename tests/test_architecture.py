@@ -1,0 +1,139 @@
+"""Who imports whom, and what every method and every public name must have."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import latent_sweep
+from latent_sweep.methods import METHODS, method_class
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings
+from latent_sweep.settings import Settings
+
+PACKAGE = Path(latent_sweep.__file__).parent
+REPOSITORY = PACKAGE.parent
+MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+WITHOUT_TORCH = ["config", "plan", "metrics", "router", "settings", "errors", "tracking", "report", "cli", "progress"]
+
+
+def imports_of(tree):
+    """Every module that a file imports, wherever in the file and whether for types or for use."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide who imports whom"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def importers(package):
+    found = [name for name, tree in MODULES.items() if any(m.split(".")[0] == package for m in imports_of(tree))]
+    return sorted(found)
+
+
+def test_each_outside_system_has_one_importer():
+    assert importers("ray") == ["backends/ray_tune.py"]
+    assert importers("mlflow") == ["backends/mlflow_mirror.py"]
+    assert importers("deepspeed") in ([], ["backends/deepspeed_engine.py"])
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_what_plans_and_reports_needs_no_torch(module):
+    script = f"import sys, latent_sweep.{module}; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'mlflow')))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(("methods/", "adapters/"))])
+def test_methods_and_adapters_do_not_know_who_runs_them(name):
+    above = ("latent_sweep.trial", "latent_sweep.cli", "latent_sweep.run", "latent_sweep.backends", "latent_sweep.plan")
+    assert [module for module in imports_of(MODULES[name]) if module.startswith(above)] == []
+
+
+@pytest.mark.parametrize("name", ["training.py", "trial.py", "evaluation.py", "plan.py", "snapshots.py", "mixing.py"])
+def test_the_core_has_no_branch_for_a_method(name):
+    own_names = {*METHODS, *(entry.rpartition(":")[2] for entry in METHODS.values())}
+    strings = {node.value for node in ast.walk(MODULES[name]) if isinstance(node, ast.Constant)}
+    assert not own_names & strings
+    assert not [
+        module for module in imports_of(MODULES[name]) if module in {m.partition(":")[0] for m in METHODS.values()}
+    ]
+
+
+def test_there_are_methods_and_each_file_is_registered():
+    files = {f"latent_sweep.methods.{path.stem}" for path in (PACKAGE / "methods").glob("[a-z]*.py")}
+    assert METHODS
+    assert {entry.partition(":")[0] for entry in METHODS.values()} == files - {"latent_sweep.methods.protocol"}
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_registered_method_keeps_the_contract(name):
+    method = method_class(name)
+    assert issubclass(method, Method)
+    assert method.__name__ == METHODS[name].rpartition(":")[2]
+    assert issubclass(method.settings_class, MethodSettings)
+    assert method.settings_class().name == name
+    module = importlib.import_module(method.__module__)
+    learners = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Learner)]
+    assert any(learner is not Learner for learner in learners)
+
+
+def settings_classes():
+    for name in MODULES:
+        if not name.endswith("__init__.py"):
+            importlib.import_module(f"latent_sweep.{name.removesuffix('.py').replace('/', '.')}")
+    found, todo = [], [Settings]
+    while todo:
+        subclasses = todo.pop().__subclasses__()
+        found += subclasses
+        todo += subclasses
+    return sorted((kind for kind in found if kind.__module__.startswith("latent_sweep.")), key=lambda k: k.__name__)
+
+
+def test_every_setting_has_its_sentence():
+    composed = {
+        ("TrialSettings", group) for group in ("method", "router", "backbone", "benchmark", "training", "evaluation")
+    }
+    described_by_their_group = (
+        composed | {("Sweep", name) for name in ("name", "grid", "draws", "run")} | {("Draw", "kind")}
+    )
+    silent = {
+        (kind.__name__, name)
+        for kind in settings_classes()
+        for name, field in kind.model_fields.items()
+        if not field.description
+    }
+    assert silent - described_by_their_group == set()
+
+
+def public_definitions(tree, prefix=""):
+    """Public functions, classes and their methods; what a function defines inside itself is its own business."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield f"{prefix}{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node, f"{prefix}{node.name}.")
+
+
+def test_every_public_name_has_a_docstring():
+    silent = [
+        f"{name}: {path}"
+        for name, tree in MODULES.items()
+        for path, node in [("module", tree), *public_definitions(tree)]
+        if not ast.get_docstring(node)
+    ]
+    assert silent == []
+
+
+def test_no_file_names_a_place_on_somebodys_machine():
+    folders = [PACKAGE, REPOSITORY / "tests", REPOSITORY / "sweeps"]
+    texts = [p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".yaml", ".md", ".toml", ".sh")]
+    texts += [path for path in REPOSITORY.glob("*") if path.is_file() and path.name != Path(__file__).name]
+    private = re.compile(r"/(?:work|home|root|Users)/\w")
+    assert len(texts) > 30
+    found = [str(p) for p in texts if p != Path(__file__) and private.search(p.read_text(encoding="utf-8"))]
+    assert found == []

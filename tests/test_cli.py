@@ -1,0 +1,93 @@
+import subprocess
+import sys
+
+import pytest
+from sweeps_for_tests import TINY, tiny, write
+
+from latent_sweep import __version__, run
+from latent_sweep.cli import main
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("run", "plan", "report", "sync"))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"latent-sweep {__version__}"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["rnu"], ["run"], ["plan", "a.yaml", "--local"], ["report", "x", "--format", "pdf"]]
+)
+def test_wrong_use_ends_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: latent-sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run", "--local"], ["run"], ["plan"]])
+def test_a_file_that_is_not_there_ends_with_two_and_no_traceback(command, tmp_path, capsys):
+    assert main([*command, str(tmp_path / "none.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"error: {tmp_path / 'none.yaml'}: cannot be read: No such file or directory\n"
+    assert printed.out == ""
+
+
+def test_a_faulty_file_runs_nothing(tmp_path, capsys):
+    path = write(tmp_path, tiny(trial__method__rank=0))
+    assert main(["run", path, "--local"]) == 2
+    assert "trial.method.rank: found 0" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+@pytest.mark.parametrize("command", ["report", "sync"])
+def test_a_folder_that_is_no_sweep_ends_with_two(command, tmp_path, capsys):
+    assert main([command, str(tmp_path)]) == 2
+    assert "found no sweep.json; expected the folder of a sweep" in capsys.readouterr().err
+
+
+def test_plan_prints_and_writes_nothing(tmp_path, capsys):
+    assert main(["plan", write(tmp_path, TINY), "--set", "search.seed=[0, 1, 2]"]) == 0
+    printed = capsys.readouterr().out
+    assert "6 trials" in printed
+    assert "6 distinct stages, 0 in the store, 6 to learn" in printed
+    assert [file.name for file in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+def test_set_may_be_repeated(tmp_path, capsys):
+    path = write(tmp_path, TINY)
+    assert main(["plan", path, "--set", "search.seed=", "--set", "search.router.components=[1, 2, 3]"]) == 0
+    assert "3 trials" in capsys.readouterr().out
+
+
+def test_interrupting_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_run_here", interrupted)
+    assert main(["run", write(tmp_path, TINY), "--local"]) == 130
+    assert "run the same command again" in capsys.readouterr().err
+
+
+def test_the_main_job_and_the_command_are_the_same(tmp_path):
+    """`python -m latent_sweep.run` takes what `latent-sweep run` takes."""
+    command = [sys.executable, "-m", "latent_sweep.run", str(tmp_path / "none.yaml"), "--local"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_imports_nothing_heavy():
+    heavy = ["torch", "ray", "mlflow", "transformers", "pydantic", "yaml", "numpy"]
+    script = f"import sys; from latent_sweep.cli import _parser; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -1,0 +1,274 @@
+"""Whole sweeps in this process, with random weights: what they leave on disk and in MLflow, and what they repeat."""
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections import Counter
+
+import pytest
+import yaml
+from sweeps_for_tests import TINY, events, results, sweep_folder, tiny, write, write_benchmark
+
+from latent_sweep.backends import mlflow_mirror
+from latent_sweep.cli import main
+from latent_sweep.config import load_sweep
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.plan import expand
+from latent_sweep.tracking import stages, status
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+TASKS = ("mood", "ticket")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The tiny sweep, run to its end and mirrored into a database of its own."""
+    folder = tmp_path_factory.mktemp("finished")
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    path = write(folder, tiny(run__tracking__uri=uri))
+    assert main(["run", path, "--local"]) == 0
+    return folder, path, uri
+
+
+def modified(folder):
+    return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
+
+
+# --- what a run leaves -----------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_every_trial_are_there_and_agree(finished):
+    sweep = sweep_folder(finished[0])
+    trials = expand(load_sweep(finished[1]))
+    assert [trial.trial_id for trial in sweep] == [trial.trial_id for trial in trials]
+    for planned, trial in zip(trials, sweep, strict=True):
+        assert yaml.safe_load((trial.path / "trial.yaml").read_text()) == planned.settings.model_dump(mode="json")
+        scores, result = trial.read_json("scores.json"), trial.read_json("result.json")
+        assert scores["tasks"] == list(TASKS)
+        assert [len(row) for row in scores["scores"]] == [1, 2]
+        assert scores["keys"] == list(planned.row_keys())
+        matrix = ScoreMatrix(TASKS, tuple(map(tuple, scores["scores"])))
+        expected = {"AP": matrix.average_performance(), "FM": matrix.forgetting(), "BWT": matrix.backward_transfer()}
+        assert expected.items() <= result["metrics"].items()
+        assert result["scores"] == dict(zip(TASKS, scores["scores"][-1], strict=True))
+        assert (result["status"], result["trial_id"]) == ("finished", trial.trial_id)
+        assert result["snapshots"] == [f"snapshots/{lineage}.safetensors" for lineage in planned.lineages()]
+        assert all((sweep.storage / snapshot).is_file() for snapshot in result["snapshots"])
+        assert {"python", "torch", "transformers", "latent-sweep"} <= set(result["versions"])
+        assert result["timings"]["seconds_train"] > 0
+
+
+def test_the_journal_tells_the_same_story(finished):
+    for trial in sweep_folder(finished[0]):
+        journal = trial.events()
+        assert [event["event"] for event in journal] == ["started", "stage", "stage", "finished"]
+        assert [event["seq"] for event in journal] == [0, 1, 2, 3]
+        rows = trial.read_json("scores.json")["scores"]
+        for seen, stage in enumerate(stages(journal), start=1):
+            assert (stage["tasks_seen"], stage["task"]) == (seen, TASKS[seen - 1])
+            assert stage["scores"] == dict(zip(TASKS, rows[seen - 1], strict=False))
+        assert stages(journal)[-1]["metrics"]["AP"] == trial.read_json("result.json")["metrics"]["AP"]
+        assert journal[-1]["metrics"] == trial.read_json("result.json")["metrics"]
+
+
+def test_predictions_are_those_of_the_last_stage(finished):
+    for trial in sweep_folder(finished[0]):
+        final = trial.read_json("result.json")["scores"]
+        for task in TASKS:
+            rows = [
+                json.loads(line) for line in (trial.path / "predictions" / f"{task}.jsonl").read_text().splitlines()
+            ]
+            assert len(rows) == 12
+            assert sum(row["score"] for row in rows) / 12 == pytest.approx(final[task])
+
+
+def test_the_model_has_learned_something(finished):
+    """Otherwise all that compares scores here would compare zeros."""
+    final = [trial.read_json("result.json")["scores"] for trial in sweep_folder(finished[0])]
+    assert max(score for scores in final for score in scores.values()) > 0.2
+
+
+def test_trials_that_differ_in_what_inference_reads_train_once(finished):
+    learned = [stage for stage in events(sweep_folder(finished[0]), "stage") if not stage["reused"]]
+    assert Counter(Counter(stage["lineage"] for stage in learned).values()) == {2: 4}  # both trials of a pack say so
+    assert len(list((finished[0] / "runs" / "snapshots").glob("*.safetensors"))) == 4
+
+
+def test_no_temporary_file_is_left(finished):
+    left = [path for path in modified(finished[0]) if "partial" in path.name or path.parent.name == "checkpoints"]
+    assert left == []
+
+
+def test_mlflow_holds_every_trial(finished):
+    from mlflow import MlflowClient
+
+    folder, _, uri = finished
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("tiny")
+    runs = {
+        run.data.tags["trial_id"]: run
+        for run in client.search_runs([experiment.experiment_id], "tags.kind = 'trial'", max_results=100)
+    }
+    sweep = sweep_folder(folder)
+    assert set(runs) == {trial.trial_id for trial in sweep}
+    for trial in sweep:
+        run, result = runs[trial.trial_id], trial.read_json("result.json")
+        assert run.info.status == "FINISHED"
+        assert run.data.metrics["AP"] == pytest.approx(result["metrics"]["AP"])
+        assert run.data.metrics["FM"] == pytest.approx(result["metrics"]["FM"])
+        assert {task: run.data.metrics[f"score/{task}"] for task in TASKS} == pytest.approx(result["scores"])
+        assert run.data.params["seed"] == str(trial.values["seed"])
+        assert run.data.params["K"] == str(trial.values["router.components"])
+        assert [point.step for point in client.get_metric_history(run.info.run_id, "AP")] == [1, 2]
+        artifacts = {entry.path for entry in client.list_artifacts(run.info.run_id)}
+        assert {"trial.yaml", "result.json", "scores.json", "predictions", "snapshots"} <= artifacts
+
+
+def test_the_table_has_a_row_for_every_configuration(finished, capsys):
+    folder = str(sweep_folder(finished[0]).path)
+    assert main(["report", folder]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("sweep tiny: 4 trials (4 finished)")
+    assert main(["report", folder, "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["K"], row["n_finished"], row["n_trials"]) for row in rows] == [("1", "2", "2"), ("2", "2", "2")]
+    scores = [trial.read_json("result.json")["metrics"]["AP"] for trial in sweep_folder(finished[0])]
+    assert float(rows[0]["AP_mean"]) == pytest.approx(50 * (scores[0] + scores[2]), abs=0.01)
+
+
+# --- again -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_command_again_does_nothing(finished, capsys):
+    folder, path, _ = finished
+    before, journals = modified(folder), {trial.trial_id: trial.events() for trial in sweep_folder(folder)}
+    assert main(["run", path, "--local"]) == 0
+    assert "2 of 2 packs are complete" in capsys.readouterr().out
+    rewritten = {
+        str(file.relative_to(folder / "runs")) for file, time in modified(folder).items() if before.get(file) != time
+    }
+    described = {file for file in rewritten if file.endswith(("trial.yaml", "sweep.yaml", "sweep.json"))}
+    assert rewritten == described  # what the sweep is may be written down again; nothing that was computed is
+    assert {trial.trial_id: trial.events() for trial in sweep_folder(folder)} == journals
+
+
+def test_plan_says_that_everything_is_in_the_store(finished, capsys):
+    assert main(["plan", finished[1]]) == 0
+    assert "4 distinct stages, 4 in the store, 0 to learn" in capsys.readouterr().out
+
+
+def test_the_same_sweep_elsewhere_gives_the_same_bytes(finished, tmp_path):
+    path = write(tmp_path, TINY)
+    assert main(["run", path, "--local"]) == 0
+    assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished[0]))
+    assert not list(tmp_path.rglob("mlflow.db")), "tracking.uri: none makes no database"
+
+
+def test_a_wider_sweep_learns_only_what_is_new(finished, tmp_path):
+    shutil.copytree(finished[0] / "runs", tmp_path / "runs")
+    path = write(tmp_path, tiny(name="wider", search={"seed": [0, 2], "router.components": [2, 3]}))
+    assert main(["run", path, "--local"]) == 0
+    wider = sweep_folder(tmp_path, "wider")
+    reused = {(trial.values["seed"], stage["reused"]) for trial in wider for stage in stages(trial.events())}
+    assert reused == {(0, True), (2, False)}
+    (old,) = [t for t in sweep_folder(tmp_path) if t.values == {"seed": 0, "router.components": 2}]
+    (new,) = [t for t in wider if t.values == old.values]
+    assert (new.path / "scores.json").read_bytes() == (old.path / "scores.json").read_bytes()
+
+
+def test_modes_that_read_no_router_run_beside_those_that_do(tmp_path, capsys):
+    search = {"router.mode": ["soft", "sum"], "router.components": [1, 2]}
+    assert main(["run", write(tmp_path, tiny(search=search)), "--local"]) == 0
+    assert "3 trials (3 finished)" in capsys.readouterr().out
+    assert len(list((tmp_path / "runs" / "snapshots").glob("*.safetensors"))) == 2
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_that_diverges_fails_alone(tmp_path, capsys):
+    content = tiny(search={"training.learning_rate": [0.05, 1e30]})
+    assert main(["run", write(tmp_path, content), "--local"]) == 1
+    table = capsys.readouterr().out.rpartition("sweep tiny:")[2]
+    good, bad = sweep_folder(tmp_path)
+    assert (status(good.events()), status(bad.events())) == ("finished", "failed")
+    failed = bad.events()[-1]
+    assert (failed["kind"], failed["task"]) == ("non_finite", "mood")
+    assert failed["step"] >= 1
+    assert "the loss is not finite at step" in failed["message"]
+    assert "training.learning_rate" in failed["message"]
+    assert "2 trials (1 finished, 1 failed)" in table
+    assert "non_finite at task mood" in table
+    assert not (bad.path / "result.json").exists()
+
+
+def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(tmp_path, capsys):
+    content = tiny(search={"training.learning_rate": [0.05, 1e30]})
+    path = write(tmp_path, content)
+    assert main(["run", path, "--local"]) == 1
+    good, bad = sweep_folder(tmp_path)
+    assert main(["run", path, "--local"]) == 1
+    assert [event["event"] for event in bad.events()] == ["started", "failed", "started", "failed"]
+    assert [event["attempt"] for event in bad.events() if event["event"] == "started"] == [1, 2]
+    assert [event["event"] for event in good.events()].count("started") == 1
+    assert "1 of 2 packs are complete" in capsys.readouterr().out
+
+
+# --- changed data ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("split", "stages_repeated", "learned_again"),
+    [("test", [1], 0), ("train", [1], 1)],
+    ids=["test row", "training row"],
+)
+def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, split, stages_repeated, learned_again):
+    own = write_benchmark(tmp_path / "own")
+    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"router.components": [2]}))
+    assert main(["run", path, "--local"]) == 0
+    (trial,) = sweep_folder(tmp_path)
+    before, keys = results(sweep_folder(tmp_path)), trial.read_json("scores.json")["keys"]
+    data = own / "right" / f"{split}.json"  # the second task: the first row of the matrix does not read it
+    data.write_text(data.read_text().replace(f"{split} row 3", f"{split} line 3"))
+
+    assert main(["run", path, "--local"]) == 0
+    journal = trial.events()
+    again = [event for event in journal[4:] if event["event"] == "stage"]
+    assert [event["tasks_seen"] - 1 for event in again] == stages_repeated
+    assert [event["reused"] for event in again] == [not learned_again]
+    assert journal[-1]["event"] == "finished"
+    new_keys = trial.read_json("scores.json")["keys"]
+    assert [position for position in range(2) if new_keys[position] != keys[position]] == stages_repeated
+    after = results(sweep_folder(tmp_path))
+    new_snapshots = [name for name in set(after) - set(before) if name.endswith(".safetensors")]
+    assert len(new_snapshots) == learned_again
+    assert all(after[name] == before[name] for name in before if name.startswith("snapshots/"))
+
+
+def test_a_damaged_snapshot_is_made_again(finished, tmp_path):
+    shutil.copytree(finished[0] / "runs", tmp_path / "runs")
+    before = results(sweep_folder(tmp_path))
+    trial = next(iter(sweep_folder(tmp_path)))
+    snapshot = tmp_path / "runs" / trial.read_json("result.json")["snapshots"][1]
+    snapshot.write_bytes(snapshot.read_bytes()[:-1] + b"\x00")
+    (trial.path / "scores.json").unlink()  # so that somebody reads it
+    assert main(["run", write(tmp_path, TINY), "--local"]) == 0
+    assert results(sweep_folder(tmp_path)) == before
+    assert list((tmp_path / "runs" / "snapshots" / "damaged").iterdir())
+
+
+def test_an_unreachable_tracker_delays_nothing_but_the_mirror(tmp_path, capsys, monkeypatch):
+    def refuse(uri):
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(mlflow_mirror, "_quiet_client", refuse)
+    content = tiny(search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    path = write(tmp_path, content)
+    assert main(["run", path, "--local"]) == 0
+    assert "1 trials (1 finished)" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main(["sync", str(sweep_folder(tmp_path).path)]) == 0
+    assert "1 runs brought up to date" in capsys.readouterr().out
