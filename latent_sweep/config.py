@@ -249,7 +249,7 @@ def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
 
 def describe_settings() -> str:
     """Every setting of a sweep file, as Markdown: path, default and what it means, from the classes themselves."""
-    groups = [("trial.method", method_class(name).settings_class) for name in METHODS]
+    groups: list[tuple[str, type[Settings]]] = [("trial.method", method_class(name).settings_class) for name in METHODS]
     groups += [(f"trial.{name}", kind) for name, kind in GROUPS.items()] + [("run", RunSettings)]
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for path, kind in groups:

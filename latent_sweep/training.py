@@ -15,17 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones import Backbone
 from latent_sweep.config import TrainingSettings
 from latent_sweep.errors import NonFiniteLoss
-from latent_sweep.methods.protocol import Learner
+from latent_sweep.methods.protocol import IGNORED, Learner, Outputs
 from latent_sweep.snapshots import TaskCheckpoint
-
-IGNORED = -100
-"""Label of positions that carry no loss."""
 
 Example = Mapping[str, Any]
 """One tokenised row: `prompt_ids` and `target_ids` are lists of token ids."""
@@ -200,25 +196,6 @@ class TorchEngine:
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a forward pass gives a learner: logits where there are labels, and how they count."""
-
-    logits: Tensor
-    """(B, L, vocabulary)."""
-    labels: Tensor
-    """(B, L), IGNORED where there is none."""
-    denominator: float
-    """What the summed cross-entropy is divided by: the same for every micro-batch of a step, so that they add up."""
-
-    def task_loss(self) -> Tensor:
-        """Cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
-        total = cross_entropy(
-            self.logits.float().flatten(0, 1), self.labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        return total / self.denominator
 
 
 @dataclass(frozen=True)

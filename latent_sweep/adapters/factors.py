@@ -106,8 +106,8 @@ def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         if bool((residual <= TOLERANCE * S[:rank]).all()):
             return U[:, :rank], S[:rank], V[:, :rank]
     raise RuntimeError(
-        f"the SVD of a {W.shape[0]} x {W.shape[1]} weight did not converge at rank {rank}: its singular values are nearly "
-        "equal there, so a truncation is arbitrary. Choose another method.rank"
+        f"the SVD of a {W.shape[0]} x {W.shape[1]} weight did not converge at rank {rank}: its singular values are "
+        "nearly equal there, so a truncation is arbitrary. Choose another method.rank"
     )
 
 

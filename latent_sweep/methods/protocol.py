@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
     from latent_sweep.adapters.bank import Delta
     from latent_sweep.backbones import Backbone
-    from latent_sweep.training import Outputs
 
 Mixing = Literal["soft", "hard", "sum", "last", "oracle"]
+
+
+IGNORED = -100
+"""Label of positions that carry no loss."""
 
 
 class MethodSettings(Settings):
@@ -97,6 +100,25 @@ class Method:
     def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Sequence[Delta]:
         """The deltas that answer with these snapshots, weighted row by row: weights (rows, snapshots)."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a forward pass gives a learner: logits where there are labels, and how they count."""
+
+    logits: Tensor
+    """(rows, longest target, vocabulary)."""
+    labels: Tensor
+    """(rows, longest target) token ids, IGNORED where there is none."""
+    denominator: float
+    """What the summed cross-entropy is divided by: the same for every micro-batch of a step, so that they add up."""
+
+    def task_loss(self) -> Tensor:
+        """Cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
+        from torch.nn.functional import cross_entropy
+
+        logits, labels = self.logits.float().flatten(0, 1), self.labels.flatten()
+        return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / self.denominator
 
 
 class Learner:
