@@ -2,7 +2,8 @@
 #   make quickstart   set up .venv and run sweeps/quickstart.yaml
 #   make test         set up .venv and run the tests
 #
-# A machine with a GPU takes its own CUDA build:  make quickstart TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cu130"
+# TORCH chooses another build of torch, e.g. one without CUDA:
+#   make setup TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
