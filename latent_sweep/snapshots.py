@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,13 +33,13 @@ class Snapshot:
     """Hash chain that names it: settings, data, seed, code version, and the parent where history is read."""
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    """JSON values that repeat with the training: task, position, steps, losses. Nothing about a machine or a clock."""
+    """JSON values that repeat with the training: task, steps, losses. Nothing about a machine, a clock or an order."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write under a temporary name, flush to disk, rename: a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nodes may share a folder and a process id
     try:
         with partial.open("wb") as file:
             file.write(content)

@@ -269,7 +269,7 @@ def train_task(
         losses = _gradients(learner, engine, batch_rows, backbone, bank, settings)
         _check(losses, learner, step)
         learner.after_backward()
-        engine.step()
+        _check_gradient(engine.step(), step)
         learner.after_step(step)
         history.append(losses)
         tokens += sum(lengths[i] for i in batches[position])
@@ -322,10 +322,18 @@ def _check(losses: Mapping[str, float], learner: Learner, step: int) -> None:
             f"the loss is not finite at step {step + 1}: {terms}. Lower training.learning_rate, or method.ortho_lambda "
             "if the penalty is the term that grew; check backbone.dtype if it happens at the first step"
         )
-    if step == 0 and not any(g is not None and bool(g.abs().max() > 0) for g in learner.first_layer_gradients()):
+    if step == 0 and not any(g is not None and bool(g.any()) for g in learner.first_layer_gradients()):
         raise RuntimeError(
             "no gradient reaches the first adapted projection: training would change nothing. With gradient "
             "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
+        )
+
+
+def _check_gradient(norm: float, step: int) -> None:
+    if not math.isfinite(norm):
+        raise NonFiniteLoss(
+            f"the loss is finite at step {step + 1}, but its gradient is not (norm {norm}). Lower "
+            "training.learning_rate, or method.ortho_lambda where there is a penalty; check backbone.dtype"
         )
 
 

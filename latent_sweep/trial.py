@@ -276,7 +276,6 @@ class _PackRun:
         facts = {
             "method": s.method.name,
             "task": task.name,
-            "position": position,
             "seed": s.seed,
             "steps": summary.steps,
             "losses": summary.losses,

@@ -22,10 +22,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from latent_sweep.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 GRAM_COLUMNS = 2048
 """Up to this smaller side, the eigenvectors of the Gram matrix are the fastest exact way (2 to 6 times an SVD)."""
+
+RESOLVED = 1e-6
+"""Singular values below this share of the largest drown in the Gram matrix, whose own are their squares."""
 
 SPARE_COLUMNS = 96
 MOST_ITERATIONS = 200
@@ -82,8 +87,15 @@ def _svd_by_gram(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     eigenvalues, eigenvectors = torch.linalg.eigh(A.T @ A)
     V = eigenvectors[:, -rank:].flip(1)
     S = eigenvalues[-rank:].flip(0).clamp_min(0).sqrt()
-    U = A @ V / S.clamp_min(torch.finfo(S.dtype).tiny)
+    if S[-1] <= RESOLVED * S[0]:
+        return _svd_in_full(W, rank)
+    U = A @ V / S
     return (V, S, U) if wide else (U, S, V)
+
+
+def _svd_in_full(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    U, S, Vh = torch.linalg.svd(W, full_matrices=False)
+    return U[:, :rank], S[:rank], Vh[:rank].T
 
 
 def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +137,15 @@ def load_factors(
         weights_digest: identity of the weights; part of the file's name.
         compute_rank: rank to compute when the cache has none large enough: the largest of the sweep, so that one
             file serves every rank of it.
+
+    Raises:
+        ConfigError: rank exceeds the smallest side of a projection.
     """
+    if rank > _largest_rank(targets):
+        raise ConfigError(
+            f"method.rank: found {rank}; the smallest side of this backbone's adapted projections is "
+            f"{_largest_rank(targets)}, so at most that is possible"
+        )
     compute_rank = max(rank, compute_rank or 0)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{weights_digest}-{algorithm}"

@@ -110,11 +110,12 @@ class OrthoPenalty:
         normalise: Literal["none", "spectral"] = "none",
         scale: float = 1.0,
     ):
-        S = scale * space.singular_values
-        if normalise == "spectral":
-            S = S / S[:, :1]
+        S = space.singular_values
         if space.sigma_side == "none":
-            S = torch.full_like(S, scale)
+            S = torch.ones_like(S)
+        elif normalise == "spectral":
+            S = S / S[:, :1]
+        S = scale * S
         self.S, self.side, self.reduce = S, space.sigma_side, reduce
         self.earlier = [self._weighted(R) for R in earlier] if norm == "spectral" else None
         self.G = torch.stack([self._outer(self._weighted(R)) for R in earlier]).sum(0)

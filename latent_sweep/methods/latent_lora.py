@@ -113,6 +113,8 @@ class LatentLora(Method):
         if position == 0:  # there is nothing earlier: the first task is learned as any task that reads no history
             identity["train_active"] = "current"
             identity["R_init"] = "normal" if s.R_init == "prev" else s.R_init
+        if identity["R_init"] != "normal":
+            del identity["R_std"]
         del identity["alpha"]  # it acts through the scale alone
         return {**identity, "scale": s.s}
 
@@ -206,8 +208,11 @@ class LatentLearner(Learner):
         return {"R": self.R}
 
     def deltas(self) -> Sequence[Delta]:
-        """One R for all rows, with the earlier ones where they are active too."""
-        return self._space.deltas(self.R if self._active is None else self.R + self._active, self._dropout)
+        """One R for all rows, with the earlier ones where they are active too; no dropout where nothing is learned."""
+        import torch
+
+        dropout = self._dropout if torch.is_grad_enabled() else 0.0
+        return self._space.deltas(self.R if self._active is None else self.R + self._active, dropout)
 
     def first_layer_gradients(self) -> list[Tensor | None]:
         """Gradient of the first projection's R."""
