@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from latent_sweep.plan import Pack
 from latent_sweep.report import label, short_names
 from latent_sweep.snapshots import write_atomically
 from latent_sweep.tracking import SweepFolder, TrialFolder, stages, status
+
+if TYPE_CHECKING:
+    from latent_sweep.trial import Step
 
 Tell = Callable[[str], None]
 
@@ -29,17 +32,18 @@ class ProgressWriter:
         self._tasks = [task.name for task in pack.tasks]
         self._written = 0.0
 
-    def step(self, position: int, step: int, steps: int, losses: Mapping[str, float]) -> None:
-        """An optimizer step was taken."""
-        if time.monotonic() - self._written < 1.0 and step < steps:
+    def write(self, at: Step) -> None:
+        """Say where the pack is."""
+        if time.monotonic() - self._written < 1.0 and at.step < at.steps:
             return
         self._written = time.monotonic()
         content = {
-            "position": position,
-            "task": self._tasks[position],
-            "step": step,
-            "steps": steps,
-            "loss": sum(losses.values()),
+            "position": at.position,
+            "task": self._tasks[at.position],
+            "doing": at.doing,
+            "step": at.step,
+            "steps": at.steps,
+            "loss": sum(at.losses.values()),
         }
         write_atomically(self._path, json.dumps(content | {"time": time.time()}).encode())
 
@@ -112,7 +116,8 @@ class ProgressPrinter:
             except (OSError, ValueError):
                 continue  # being replaced; the next look sees it
             if time.time() - p["time"] < 3 * self._interval and p["step"] < p["steps"]:
-                running.append(f"{p['task']} step {p['step']}/{p['steps']} loss {p['loss']:.3f}")
+                at = f"{p['doing']} {p['task']} {p['step']}/{p['steps']}"
+                running.append(f"{at} loss {p['loss']:.3f}" if p["doing"] == "learning" else at)
         fraction = self._fraction()
         gained = fraction - self._at_start
         eta = ""

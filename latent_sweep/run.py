@@ -111,7 +111,7 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path) -> None:
 
         def emit(event: Step | StageDone, progress: ProgressWriter = progress) -> None:
             if isinstance(event, Step):
-                progress.step(event.position, event.step, event.steps, event.losses)
+                progress.write(event)
 
         try:
             run_pack(p, storage, folder, emit)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,13 +44,16 @@ PENALTY_WARNING = 10.0
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step was taken."""
+    """The pack got a step further: an optimizer step was taken, or one of the tasks seen was scored."""
 
     position: int
-    """Task, 0-based."""
+    """Task being learned, 0-based."""
+    doing: Literal["learning", "scoring"]
     step: int
+    """Steps done, from 1."""
     steps: int
     losses: Mapping[str, float]
+    """Terms of the loss; empty while scoring."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ class _PackRun:
 
     def _on_step(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
         self.step = step
-        self.emit(Step(self.position, step, steps, losses))
+        self.emit(Step(self.position, "learning", step, steps, losses))
 
     def _score(self, f: TrialFiles, position: int) -> dict[str, float]:
         """Score all tasks seen for one trial and record the row; returns timings and shares for the journal."""
@@ -314,6 +317,7 @@ class _PackRun:
             if result.rouge_1 is not None:
                 rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
             generated, total = generated + result.generated, total + len(rows)
+            self.emit(Step(position, "scoring", j + 1, position + 1, {}))
         f.record(row)
         measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total}
         measured |= rouge_1

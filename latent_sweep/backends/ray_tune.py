@@ -82,7 +82,7 @@ def _run_in_worker(
 
     def emit(event: Step | StageDone) -> None:
         if isinstance(event, Step):
-            progress.step(event.position, event.step, event.steps, event.losses)
+            progress.write(event)
         else:
             measures = {"AP": event.average_performance, "FM": event.forgetting}
             tune.report({"tasks_seen": event.tasks_seen, **measures})
