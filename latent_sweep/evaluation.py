@@ -116,7 +116,7 @@ class Evaluator:
         known = _read_answers(path, len(prompts))
         if known is not None:
             return known, True
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
             tensors = [snapshot.tensors for snapshot in snapshots]
             deltas = self.method.mixture(tensors, torch.from_numpy(weights).float())
             ids = generate(self.backbone, self.bank, prompts, deltas, self.max_new_tokens, self.stop)

@@ -9,6 +9,7 @@ Three identities, all hashes of content and none of position in a file:
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import os
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.backbones import EMBEDDED, backbone_identity, describe, target_shapes
+from latent_sweep.backbones import EMBEDDED, KNOWN, backbone_identity, describe, target_shapes
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
@@ -289,6 +290,9 @@ def _faults(trial: Trial) -> list[str]:
     """What is wrong with a resolved trial as a whole: ranks and component counts that its backbone or data rule out."""
     s, faults = trial.settings, []
     known = describe(s.backbone)
+    if known is None and "/" not in s.backbone.name:
+        near = difflib.get_close_matches(s.backbone.name, KNOWN, n=1, cutoff=0.8)
+        faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
     if known is not None:
         shapes = target_shapes(known.family, known.config)
         name, shape = min(shapes.items(), key=lambda item: min(item[1]))

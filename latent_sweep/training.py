@@ -319,8 +319,8 @@ def _check(losses: Mapping[str, float], learner: Learner, step: int) -> None:
     if not all(math.isfinite(loss) for loss in losses.values()):
         terms = ", ".join(f"{name} = {loss:g}" for name, loss in losses.items())
         raise NonFiniteLoss(
-            f"the loss is not finite at step {step + 1}: {terms}. Lower training.learning_rate, or method.ortho_lambda "
-            "if the penalty is the term that grew; check backbone.dtype if it happens at the first step"
+            f"the loss is not finite at step {step + 1}: {terms}. Lower training.learning_rate, or the method's "
+            "coefficient of the term that grew; check backbone.dtype if it happens at the first step"
         )
     if step == 0 and not any(g is not None and bool(g.any()) for g in learner.first_layer_gradients()):
         raise RuntimeError(
@@ -333,7 +333,7 @@ def _check_gradient(norm: float, step: int) -> None:
     if not math.isfinite(norm):
         raise NonFiniteLoss(
             f"the loss is finite at step {step + 1}, but its gradient is not (norm {norm}). Lower "
-            "training.learning_rate, or method.ortho_lambda where there is a penalty; check backbone.dtype"
+            "training.learning_rate, or the method's coefficients; check backbone.dtype"
         )
 
 

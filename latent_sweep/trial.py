@@ -39,7 +39,7 @@ from latent_sweep.training import TrainingSummary, derived_seed, train_task
 log = logging.getLogger(__name__)
 
 PENALTY_WARNING = 10.0
-"""A penalty this many times the task loss at the end of a task is said aloud: lambda no longer regularises (A4b)."""
+"""A term this many times the task loss at the end of a task is said aloud: it no longer regularises (A4b)."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class TrialFiles:
     @property
     def complete(self) -> bool:
         """Whether every row is there and the trial has ended well, or a scheduler has stopped it for good."""
-        state = status(self.journal.read())
-        whole = len(self.rows) == len(self.trial.tasks)
-        return (whole and state == "finished") or state == "stopped"
+        events = self.journal.read()
+        wanted = {"finished": len(self.trial.tasks), "stopped": len(stages(events))}.get(status(events))
+        return wanted is not None and len(self.rows) >= wanted
 
     def _valid_rows(self) -> list[tuple[float, ...]]:
         """Rows that were computed from the same snapshots, data and settings as they would be now."""
@@ -266,16 +266,11 @@ class _PackRun:
             self.tokens(trial, position, "validation", carve) if carve else (),
             self._on_step,
         )
-        penalty, task_loss = summary.losses.get("ortho_penalty", 0.0), summary.losses["task"]
-        if penalty > PENALTY_WARNING * task_loss:
-            log.warning(
-                "task %s: the penalty (%.3g) is %.0f times the task loss (%.3g); lower method.ortho_lambda, or set "
-                "method.ortho.normalise: spectral",
-                task.name,
-                penalty,
-                penalty / task_loss,
-                task_loss,
-            )
+        task_loss = summary.losses["task"]
+        for name, loss in summary.losses.items():
+            if name != "task" and loss > PENALTY_WARNING * task_loss:
+                message = "task %s: %s (%.3g) is %.0f times the task loss (%.3g); lower its coefficient in method"
+                log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
         facts = {
             "method": s.method.name,
             "task": task.name,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from latent_sweep.tracking import SweepFolder
@@ -14,10 +21,10 @@ from latent_sweep.tracking import SweepFolder
 TINY: dict[str, Any] = {
     "name": "tiny",
     "trial": {
-        "method": {"name": "latent_lora", "rank": 16, "alpha": 64.0, "ortho_lambda": 0.001},
+        "method": {"name": "latent_lora", "rank": 16, "alpha": 64.0, "ortho_lambda": 1e-5},
         "backbone": {"name": "tiny-llama", "dtype": "float32"},
         "benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 32, "test_per_task": 12},
-        "training": {"learning_rate": 0.05, "epochs": 6, "batch_size": 8},
+        "training": {"learning_rate": 0.1, "epochs": 8, "batch_size": 4},
     },
     "search": {"seed": [0, 1], "router.components": [1, 2]},
     "run": {"tracking": {"uri": "none"}},
@@ -85,3 +92,47 @@ def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), ro
     benchmark = {"name": "own", "max_target_length": 4, "tasks": [{"name": t, "metric": "accuracy"} for t in tasks]}
     (folder / "benchmark.yaml").write_text(yaml.safe_dump(benchmark), encoding="utf-8")
     return folder
+
+
+def start(path: str, *arguments: str) -> subprocess.Popen[str]:
+    """The main job in a process group of its own, on one thread, with nothing of Ray's in its environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "latent_sweep.run", path, *arguments],
+        env=environment | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 150.0) -> None:
+    """Wait for `condition` while `process` runs; that it ends first is a failure of the test, with what it printed."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode} too early:\n{process.communicate()[0]}")
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """A process and everything below it; empty where it has ended."""
+    try:
+        root = psutil.Process(process.pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end(process: subprocess.Popen[str], members: Iterable[psutil.Process] = ()) -> None:
+    """Kill a process with everything below it, and what was below it earlier, and nothing else."""
+    doomed = {*family(process), *members}
+    for member in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(list(doomed), timeout=30)
+    if process.stdout is not None:
+        process.stdout.close()
+    process.wait()

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from latent_sweep.config import describe_settings, load_sweep, parse_sweep
 from latent_sweep.config import _parse_yaml as parse_yaml
+from latent_sweep.config import describe_settings, load_sweep, parse_sweep
 from latent_sweep.plan import expand
 
 README = Path(__file__).parent.parent / "README.md"

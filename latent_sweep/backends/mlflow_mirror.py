@@ -73,8 +73,8 @@ class _Run:
     status: str
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
-    logged: set[tuple[str, int]] = field(default_factory=set)
-    """(metric, step) pairs known to be there."""
+    logged: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Newest value known to be there, by (metric, step)."""
     unread_metrics: set[str] = field(default_factory=set)
     """Metrics that were there when the run was found, and whose steps are not in `logged` yet."""
 
@@ -362,14 +362,16 @@ class MlflowMirror:
             batch = new_points[start : start + _MOST_METRICS]
             metrics = [Metric(point.key, point.value, round(1000 * point.time), point.step) for point in batch]
             self._client.log_batch(run.run_id, metrics=metrics)
-            run.logged |= {(point.key, point.step) for point in batch}
+            run.logged |= {(point.key, point.step): point.value for point in batch}
 
     def _is_logged(self, run: _Run, point: Point) -> bool:
+        """Whether MLflow holds this value; a stage scored again, because its data changed, has another one."""
         if point.key in run.unread_metrics:
             history = self._client.get_metric_history(run.run_id, point.key)
-            run.logged |= {(point.key, metric.step) for metric in history}
+            in_time = sorted(history, key=lambda metric: metric.timestamp)
+            run.logged |= {(point.key, metric.step): metric.value for metric in in_time}
             run.unread_metrics.remove(point.key)
-        return (point.key, point.step) in run.logged
+        return run.logged.get((point.key, point.step)) == point.value
 
 
 class NullMirror:

@@ -1,0 +1,121 @@
+"""Tiny backbones and tiny packs that the tests of the numerical core share. Random weights, nothing downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from sweeps_for_tests import tiny
+
+FAMILIES = ("tiny-llama", "tiny-t5")
+
+
+def load_tiny(name: str, dtype: str = "float32"):
+    """A tiny backbone of its own, for a test that edits its weights."""
+    from latent_sweep.backbones import BackboneSettings, load_backbone
+
+    return load_backbone(BackboneSettings(name=name, dtype=dtype, device="cpu"))
+
+
+def load_lively(name: str):
+    """A tiny backbone whose matrices are wide enough that its answers differ from prompt to prompt."""
+    import torch
+
+    backbone = load_tiny(name)
+    if backbone.family == "llama":
+        with torch.no_grad():
+            for parameter in backbone.model.parameters():
+                if parameter.dim() == 2:
+                    parameter.mul_(10)
+    return backbone
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return load_lively("tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def t5():
+    return load_lively("tiny-t5")
+
+
+@pytest.fixture(params=FAMILIES)
+def backbone(request, llama, t5):
+    """Both families, one after the other; shared by all tests, so none may change its weights."""
+    return {"tiny-llama": llama, "tiny-t5": t5}[request.param]
+
+
+@pytest.fixture
+def bank(backbone):
+    """A bank of the backbone; its hooks are gone after the test."""
+    from latent_sweep.adapters.bank import AdapterBank
+
+    yield AdapterBank(backbone.targets)
+    for module in backbone.targets.values():
+        module._forward_hooks.clear()
+
+
+def random_rows(count: int, seed: int = 0, shortest: int = 3, longest: int = 12, targets: int = 4) -> list[dict]:
+    """Tokenised rows of random bytes with prompts and targets of different lengths; targets end with EOS."""
+    import torch
+
+    source = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=source))
+
+    return [
+        {
+            "prompt_ids": [number(4, 259) for _ in range(number(shortest, longest))],
+            "target_ids": [*(number(4, 259) for _ in range(number(1, targets))), 2],
+        }
+        for _ in range(count)
+    ]
+
+
+def learns(event) -> bool:
+    """Whether an event of a run is an optimizer step."""
+    return getattr(event, "doing", None) == "learning"
+
+
+@dataclass
+class Runs:
+    """Runs packs of tiny sweeps below one folder."""
+
+    folder: Path
+    stages: list = field(default_factory=list)
+    """Every finished stage, in order."""
+
+    def packs(self, **changes):
+        """The packs of `tiny(**changes)`."""
+        from latent_sweep.config import parse_sweep
+        from latent_sweep.plan import expand, pack
+
+        return pack(expand(parse_sweep(tiny(**changes), "test")))
+
+    def run(self, packs: Sequence, on: Callable = lambda event: None) -> None:
+        """Run the packs here; `on` sees every step and stage, and may raise to cut the run."""
+        from latent_sweep.trial import StageDone, run_pack
+
+        def emit(event):
+            if isinstance(event, StageDone):
+                self.stages.append(event)
+            on(event)
+
+        for pack in packs:
+            run_pack(pack, self.folder, self.folder / "tiny", emit)
+
+    def files(self) -> dict[str, bytes]:
+        """Score matrices, predictions of trials and snapshots, byte for byte."""
+        patterns = ("tiny/trials/*/scores.json", "tiny/trials/*/predictions/*", "snapshots/*.safetensors")
+        paths = [p for pattern in (*patterns, "snapshots/*.json") for p in self.folder.glob(pattern)]
+        return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Tiny packs, run below the test's folder."""
+    return Runs(tmp_path / "runs")

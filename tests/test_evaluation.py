@@ -1,0 +1,210 @@
+"""Scoring: blends against single adapters, and that what is known is neither generated again nor trusted blindly."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_rows
+
+from latent_sweep import evaluation
+from latent_sweep.evaluation import Evaluator
+from latent_sweep.generation import answer_text, generate
+from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
+from latent_sweep.methods.protocol import Workplace
+from latent_sweep.router import prune
+from latent_sweep.snapshots import Snapshot
+
+COUNT, LONGEST = 7, 6
+
+
+@pytest.fixture
+def method(backbone, tmp_path):
+    settings = LatentLoraSettings(rank=6, alpha=6.0, ortho_lambda=0.0)
+    return LatentLora(settings, Workplace(backbone, tmp_path, 6))
+
+
+@pytest.fixture
+def history(backbone):
+    """Three snapshots whose adapters change the answers."""
+    shape = (len(backbone.targets), 6, 6)
+    draws = [1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    return [Snapshot(f"lineage {i}", {"R": R}, {}) for i, R in enumerate(draws)]
+
+
+@pytest.fixture
+def rows():
+    prompts = [row["prompt_ids"] for row in random_rows(COUNT, seed=5)]
+    return {
+        "id": [f"row {i}" for i in range(COUNT)],
+        "prompt_ids": prompts,
+        "references": [["never this", "nor that"]] * COUNT,
+    }
+
+
+@pytest.fixture
+def generated(monkeypatch):
+    """Rows that are generated, batch by batch."""
+    counts, real = [], evaluation.generate
+
+    def counting(backbone, bank, prompts, *arguments):
+        counts.append(len(prompts))
+        return real(backbone, bank, prompts, *arguments)
+
+    monkeypatch.setattr(evaluation, "generate", counting)
+    return counts
+
+
+@pytest.fixture
+def evaluator(backbone, bank, method, tmp_path):
+    def build(**changes):
+        settings = dict(batch_size=3, max_new_tokens=LONGEST, stop=(), references="single_first")
+        return Evaluator(backbone, bank, method, cache=tmp_path / "predictions", **{**settings, **changes})
+
+    return build
+
+
+def answers(score):
+    return [row["prediction"] for row in score.predictions]
+
+
+def alone(backbone, bank, method, snapshot, prompts):
+    """Each prompt answered by itself with one snapshot's plain adapter: one matrix, no rows, no blend."""
+    deltas = method.space.deltas(snapshot.tensors["R"])
+    return [answer_text(backbone, *generate(backbone, bank, [prompt], deltas, LONGEST)) for prompt in prompts]
+
+
+def soft(seed=0):
+    weights = np.random.default_rng(seed).dirichlet(np.ones(3), COUNT)
+    return weights
+
+
+@pytest.mark.parametrize("task", range(3))
+def test_a_posterior_of_one_task_is_that_tasks_adapter(backbone, bank, method, history, rows, evaluator, task):
+    """The routed forward with a one-hot posterior equals the single-adapter forward."""
+    weights = np.tile(np.eye(3)[task], (COUNT, 1))
+    expected = alone(backbone, bank, method, history[task], rows["prompt_ids"])
+    assert answers(evaluator().score(history, weights, rows, "accuracy")) == expected
+    ids = torch.arange(4, 14).reshape(2, 5)
+    inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.no_grad():
+        with bank.active(method.mixture([s.tensors for s in history], torch.from_numpy(weights[:2]).float())):
+            routed = backbone.model(**inputs).logits
+        with bank.active(method.space.deltas(history[task].tensors["R"])):
+            single = backbone.model(**inputs).logits
+    torch.testing.assert_close(routed, single, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_one_batch_answer_with_their_own_blends(backbone, bank, method, history, rows, evaluator):
+    weights = soft()
+    blended = []
+    for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
+        R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
+        blended += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
+    score = evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
+    assert answers(score) == blended
+    assert len(set(blended)) > 2
+    assert [row["weights"] for row in score.predictions] == [
+        {str(i): float(w) for i, w in enumerate(mix)} for mix in weights
+    ]
+
+
+def test_a_sum_is_the_sum_of_the_adapters(backbone, bank, method, history, rows, evaluator):
+    total = Snapshot("", {"R": sum(s.tensors["R"] for s in history)}, {})
+    score = evaluator().score(history, np.ones((COUNT, 3)), rows, "accuracy")
+    assert answers(score) == alone(backbone, bank, method, total, rows["prompt_ids"])
+
+
+def test_scores_count_matching_answers(history, rows, evaluator):
+    texts = answers(evaluator().score(history, soft(), rows, "accuracy"))
+    right = [i for i, text in enumerate(texts) if text.strip() and any(c.isalnum() for c in text)][:2]
+    for i in right:
+        rows["references"][i] = [texts[i].upper()]
+    score = evaluator().score(history, soft(), rows, "accuracy")
+    expected = [1.0 if i in right else 0.0 for i in range(COUNT)]
+    assert [row["score"] for row in score.predictions] == expected
+    assert score.score == pytest.approx(len(right) / COUNT)
+    assert score.rouge_1 is None
+    assert [row["id"] for row in score.predictions] == rows["id"]
+    json.dumps(score.predictions)
+
+
+def test_rouge_tasks_have_a_second_measure(history, rows, evaluator):
+    score = evaluator().score(history, soft(), rows, "rouge_l")
+    assert score.rouge_1 is not None and 0 <= score.rouge_1 <= 1
+
+
+# --- known answers ---------------------------------------------------------------------------------------------------
+
+
+def test_known_answers_are_not_generated_again(history, rows, evaluator, generated):
+    first = evaluator().score(history, soft(), rows, "accuracy")
+    assert (first.generated, generated) == (COUNT, [3, 3, 1])
+    again = evaluator().score(history, soft(), rows, "accuracy")
+    assert (again.generated, generated) == (0, [3, 3, 1])
+    assert (again.score, again.predictions) == (first.score, first.predictions)
+
+
+def test_the_measure_is_no_part_of_an_answer(history, rows, evaluator, generated):
+    evaluator().score(history, soft(), rows, "accuracy")
+    assert evaluator(references="max_over_refs").score(history, soft(), rows, "rouge_l").generated == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": soft(1)},
+        {"history": lambda h: [h[0], h[1], Snapshot("another", h[2].tensors, {})]},
+        {"prompts": lambda p: [[*prompt, 9] for prompt in p]},
+        {"settings": {"max_new_tokens": LONGEST - 1}},
+        {"settings": {"stop": ("x",)}},
+        {"settings": {"batch_size": 4}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_can_change_an_answer_asks_for_a_new_one(history, rows, evaluator, generated, change):
+    evaluator().score(history, soft(), rows, "accuracy")
+    weights = change.get("weights", soft())
+    history = change.get("history", lambda h: h)(history)
+    rows["prompt_ids"] = change.get("prompts", lambda p: p)(rows["prompt_ids"])
+    assert evaluator(**change.get("settings", {})).score(history, weights, rows, "accuracy").generated >= 4
+
+
+def test_a_new_task_that_nobody_weighs_leaves_answers_known(history, rows, evaluator, generated):
+    """Old posteriors that do not move when a task is added cost nothing at the next stage."""
+    two = soft()[:, :2] / soft()[:, :2].sum(axis=1, keepdims=True)
+    first = evaluator().score(history[:2], two, rows, "accuracy")
+    three = np.concatenate([two, np.zeros((COUNT, 1))], axis=1)
+    again = evaluator().score(history, three, rows, "accuracy")
+    assert again.generated == 0
+    assert again.predictions == first.predictions
+
+
+def test_pruned_weights_make_answers_equal_between_stages(history, rows, evaluator):
+    two = np.tile([1.0, 0.0], (COUNT, 1))
+    evaluator().score(history[:2], two, rows, "accuracy")
+    three = np.tile([1 - 2e-7, 1e-7, 1e-7], (COUNT, 1))
+    assert evaluator().score(history, prune(three, 1e-6), rows, "accuracy").generated == 0
+    assert evaluator().score(history, prune(three, 0.0), rows, "accuracy").generated == COUNT
+
+
+@pytest.mark.parametrize("damage", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])
+def test_a_damaged_answer_file_is_made_again(history, rows, evaluator, tmp_path, damage):
+    first = evaluator().score(history, soft(), rows, "accuracy")
+    paths = sorted((tmp_path / "predictions").rglob("*.json"))
+    before = [path.read_bytes() for path in paths]
+    assert len(paths) == 3
+    largest = max(paths, key=lambda path: len(json.loads(path.read_text())))
+    largest.write_text(damage)
+    again = evaluator().score(history, soft(), rows, "accuracy")
+    assert again.generated == 3
+    assert again.predictions == first.predictions
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_rows_come_back_in_their_own_order(history, rows, evaluator, tmp_path):
+    """Batches are sorted by length; the score's rows are not."""
+    one = evaluator().score(history, soft(), rows, "accuracy")
+    turned = {name: column[::-1] for name, column in rows.items()}
+    other = evaluator().score(history, soft()[::-1], turned, "accuracy")
+    assert other.predictions[::-1] == one.predictions

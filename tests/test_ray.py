@@ -1,0 +1,140 @@
+"""The tiny sweep on a Ray cluster of its own: the same bytes as without Ray, and what only Ray can do."""
+
+import contextlib
+import os
+import subprocess
+
+import psutil
+import pytest
+import torch
+from sweeps_for_tests import TINY, end, events, family, results, start, sweep_folder, tiny, wait_until, write
+
+from latent_sweep.cli import main
+from latent_sweep.tracking import stages, status
+
+
+def run_on_ray(content, folder):
+    """Run a sweep as the main job does; returns its exit code, what it printed, and the addresses it listened on."""
+    process = start(write(folder, content))
+    seen, listening, printed = set(), set(), ""
+    try:
+        while process.poll() is None:
+            members = family(process)
+            seen |= set(members)
+            listening |= {address for member in members for address in listening_addresses(member)}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printed, _ = process.communicate(timeout=1)
+        return process.returncode, printed, listening
+    finally:
+        end(process, seen)
+
+
+def listening_addresses(process):
+    try:
+        return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return set()
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray")
+    return folder, *run_on_ray(TINY, folder)
+
+
+def test_a_sweep_on_ray_runs_to_its_end(on_ray):
+    folder, code, printed, _ = on_ray
+    assert code == 0, printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed
+    assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder)] == [
+        ["started", "stage", "stage", "finished"]
+    ] * 4
+
+
+def test_ray_changes_no_byte(on_ray, tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a pack with one CPU has
+    try:
+        assert main(["run", write(tmp_path, TINY), "--local"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert results(sweep_folder(on_ray[0])) == results(sweep_folder(tmp_path))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two packs with one CPU each need two CPUs")
+def test_packs_run_side_by_side(on_ray):
+    sweep = sweep_folder(on_ray[0])
+    assert len({event["pid"] for event in events(sweep, "started")}) == 2
+    last_start = max(event["time"] for event in events(sweep, "started"))
+    assert last_start < min(event["time"] for event in events(sweep, "finished"))
+
+
+def test_ray_listens_on_the_loopback_interface_only(on_ray):
+    listening = on_ray[3]
+    assert listening
+    assert {ip for ip in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")} == set()
+
+
+def test_too_large_a_wish_is_refused_at_once(tmp_path):
+    code, printed, _ = run_on_ray(tiny(run__resources={"cpus": 4096, "accelerator": "A100"}), tmp_path)
+    assert code == 2
+    assert "error: run.resources: a trial asks for 4096 CPU and 0 GPU (A100) on one node; the cluster has" in printed
+    assert "Ask for less" in printed
+    assert "Traceback" not in printed
+    assert events(sweep_folder(tmp_path), "started") == []
+
+
+@pytest.mark.slow
+def test_asha_stops_what_is_worse_and_says_so(tmp_path):
+    content = tiny(
+        trial__benchmark__tasks=["mood", "ticket", "past"],
+        search={"training.learning_rate": [0.1, 1e-6, 1e-7]},
+        run__scheduler={"name": "asha", "grace_tasks": 1},
+        run__max_concurrent=2,
+    )
+    code, printed, _ = run_on_ray(content, tmp_path)
+    assert code == 0, printed
+    by_rate = {trial.values["training.learning_rate"]: trial for trial in sweep_folder(tmp_path)}
+    states = {rate: status(trial.events()) for rate, trial in by_rate.items()}
+    assert states[0.1] == "finished"
+    stopped = [by_rate[rate] for rate, state in states.items() if state == "stopped"]
+    assert stopped  # which of the two worse ones, and after how many tasks, depends on who came first
+    for trial in stopped:
+        last = trial.events()[-1]
+        assert last["tasks_seen"] == len(stages(trial.events())) < 3
+        assert "stopped early by the scheduler" in last["reason"]
+    before = {rate: trial.events() for rate, trial in by_rate.items()}
+    code, printed, _ = run_on_ray(content, tmp_path)
+    assert code == 0
+    assert "3 of 3 packs are complete" in printed
+    assert {rate: trial.events() for rate, trial in by_rate.items()} == before
+
+
+@pytest.mark.slow
+def test_a_trial_that_diverges_is_not_tried_again_and_disturbs_nobody(tmp_path):
+    code, printed, _ = run_on_ray(tiny(search={"training.learning_rate": [0.1, 1e30]}), tmp_path)
+    assert code == 1, printed
+    good, bad = sweep_folder(tmp_path)
+    assert status(good.events()) == "finished"
+    assert [event["event"] for event in bad.events()] == ["started", "failed"]
+    assert bad.events()[-1]["kind"] == "non_finite"
+    assert "2 trials (1 finished, 1 failed)" in printed
+
+
+@pytest.mark.slow
+def test_a_trial_whose_worker_is_lost_is_started_again(tmp_path):
+    content = tiny(trial__training__epochs=40, trial__training__checkpoint_every=5, search={"router.components": [1]})
+    process = start(write(tmp_path, content))
+    seen = set()
+    try:
+        checkpoints = tmp_path / "runs" / "checkpoints"
+        wait_until(lambda: list(checkpoints.glob("*.safetensors")), process)
+        seen |= set(family(process))
+        (started,) = events(sweep_folder(tmp_path), "started")
+        psutil.Process(started["pid"]).kill()
+        printed, _ = process.communicate(timeout=240)
+    finally:
+        end(process, seen)
+    assert process.returncode == 0, printed
+    (trial,) = sweep_folder(tmp_path)
+    assert [event["event"] for event in trial.events()] == ["started", "started", "stage", "stage", "finished"]

@@ -1,0 +1,118 @@
+"""A sweep that is killed inside a task and started again ends with the same bytes, and learns nothing twice."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from sweeps_for_tests import end, events, results, start, sweep_folder, tiny, wait_until, write
+
+from latent_sweep.cli import main
+from latent_sweep.progress import ProgressWriter
+
+STEPS = 160
+LONG = tiny(
+    trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=5, search={"router.components": [1, 2]}
+)
+"""One pack of two trials whose tasks take long enough to be killed inside one, with a checkpoint every few steps."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert main(["run", write(folder, LONG), "--local"]) == 0
+    return results(sweep_folder(folder))
+
+
+@pytest.fixture
+def steps_taken(monkeypatch):
+    """Which optimizer steps are taken in this process: (position of the task, step)."""
+    taken = []
+    learned = lambda self, at: at.doing == "learning" and taken.append((at.position, at.step))  # noqa: E731
+    monkeypatch.setattr(ProgressWriter, "write", learned)
+    return taken
+
+
+def inside_the_second_task(folder):
+    """Whether the first task is scored in both trials and the second has left a checkpoint."""
+    return (
+        (folder / "runs" / "tiny" / "sweep.json").exists()
+        and len(events(sweep_folder(folder), "stage")) == 2
+        and list((folder / "runs" / "checkpoints").glob("*.safetensors"))
+    )
+
+
+def assert_resumed(folder, uninterrupted):
+    sweep = sweep_folder(folder)
+    assert results(sweep) == uninterrupted
+    for trial in sweep:
+        journal = trial.events()
+        assert [event["event"] for event in journal] == ["started", "stage", "started", "stage", "finished"]
+        assert [event["attempt"] for event in journal if event["event"] == "started"] == [1, 2]
+        assert [event["reused"] for event in journal if event["event"] == "stage"] == [False, False]
+    assert list((folder / "runs" / "checkpoints").glob("*")) == []
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """What a run leaves that was killed, with everything that it started, inside its second task."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = start(write(folder, LONG), "--local")
+    try:
+        wait_until(lambda: inside_the_second_task(folder), process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert len(list((folder / "runs" / "snapshots").glob("*.safetensors"))) == 1
+    return folder / "runs"
+
+
+def test_a_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, killed, uninterrupted, steps_taken):
+    shutil.copytree(killed, tmp_path / "runs")
+    assert main(["run", write(tmp_path, LONG), "--local"]) == 0
+    assert_resumed(tmp_path, uninterrupted)
+    first_step = steps_taken[0][1]
+    assert first_step > 1
+    assert first_step % 5 == 1  # the step after a checkpoint
+    assert steps_taken == [(1, step) for step in range(first_step, STEPS + 1)]
+
+
+def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
+    tmp_path, killed, uninterrupted, steps_taken, caplog
+):
+    shutil.copytree(killed, tmp_path / "runs")
+    for trial in sweep_folder(tmp_path):
+        with (trial.path / "journal.jsonl").open("ab") as journal:
+            journal.write(b'{"seq": 2, "event": "sta')
+    (checkpoint,) = (tmp_path / "runs" / "checkpoints").glob("*.safetensors")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100])
+    assert main(["run", write(tmp_path, LONG), "--local"]) == 0
+    assert_resumed(tmp_path, uninterrupted)
+    assert steps_taken[0] == (1, 1)
+    assert "the task starts from its first step" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_ray_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, uninterrupted):
+    path = write(tmp_path, LONG)
+    process = start(path)
+    try:
+        wait_until(lambda: inside_the_second_task(tmp_path), process)
+    finally:
+        end(process)
+    again = start(path)
+    try:
+        printed, _ = again.communicate(timeout=240)
+    finally:
+        end(again)
+    assert again.returncode == 0, printed
+    assert_resumed(tmp_path, uninterrupted)
