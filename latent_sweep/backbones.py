@@ -60,7 +60,9 @@ class KnownBackbone:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _llama(source: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> KnownBackbone:
+def _llama(
+    source: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: Any
+) -> KnownBackbone:
     config = dict(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -68,6 +70,7 @@ def _llama(source: str, hidden: int, layers: int, heads: int, kv_heads: int, inn
         num_key_value_heads=kv_heads,
         intermediate_size=inner,
         vocab_size=vocab,
+        **more,
     )
     return KnownBackbone("llama", source, config)
 
@@ -94,7 +97,16 @@ KNOWN: Mapping[str, KnownBackbone] = {
     "llama-2-7b": _llama("meta-llama/Llama-2-7b-hf", 4096, 32, 32, 32, 11008, 32000),
     "llama-3-8b": _llama("meta-llama/Meta-Llama-3-8B", 4096, 32, 32, 8, 14336, 128256),
     "llama-2-13b": _llama("meta-llama/Llama-2-13b-hf", 5120, 40, 40, 40, 13824, 32000),
-    "tiny-llama": _llama("config", 32, 2, 4, 2, 64, TINY_VOCABULARY),
+    "tiny-llama": _llama(
+        "config",
+        32,
+        2,
+        4,
+        2,
+        64,
+        TINY_VOCABULARY,
+        initializer_range=0.2,  # wide enough that an adapter can move the logits of random weights
+    ),
     "tiny-t5": KnownBackbone(
         "t5",
         "config",
@@ -346,6 +358,7 @@ def _load_tokenizer(source: str, revision: str | None) -> Any:
 
 
 def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
     try:
@@ -356,7 +369,7 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
             )
         architecture = T5ForConditionalGeneration if config.model_type == "t5" else LlamaForCausalLM
         return architecture.from_pretrained(source, revision=settings.revision, dtype=dtype)
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"backbone.name: {source!r} could not be loaded from the hub or a folder: {error}\n"
             "Check the name, log in with `hf auth login` if the model is gated, or give a local folder"

@@ -36,7 +36,8 @@ class TrainingSettings(Settings):
     batch_size: int | None = Field(None, ge=1)
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
-    """Rows per forward pass; gradients accumulate up to `batch_size`. None is the whole batch."""
+    """Rows per forward pass; gradients accumulate up to `batch_size`. None is the whole batch. Results do not depend on
+    it beyond rounding, but with `method.dropout` the masks do."""
     epochs: int | None = Field(None, ge=1)
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)

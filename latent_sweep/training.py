@@ -266,8 +266,8 @@ def train_task(
             batches = epoch_batches(lengths, settings.batch_size, shuffle, settings.group_by_length)
         torch.manual_seed(derived_seed(*seed_parts, "step", step))  # dropout, where a method has any
         batch_rows = [rows[i] for i in batches[position]]
-        losses = _gradients(learner, engine, batch_rows, backbone, bank, settings)
-        _check(losses, learner, step)
+        losses = _gradients(learner, engine, batch_rows, backbone, bank, settings, first=step == 0)
+        _check_losses(losses, step)
         learner.after_backward()
         _check_gradient(engine.step(), step)
         learner.after_step(step)
@@ -293,8 +293,9 @@ def _gradients(
     backbone: Backbone,
     bank: AdapterBank,
     settings: TrainingSettings,
+    first: bool = False,
 ) -> dict[str, float]:
-    """Accumulate the gradients of one step; returns its loss terms."""
+    """Accumulate the gradients of one step; returns its loss terms. The first step must show that data reach them."""
     size = settings.micro_batch_size or len(rows)
     targets = sum(len(row["target_ids"]) for row in rows)
     denominator = {"token_mean": targets, "sequence_mean": len(rows), "sum": 1}[settings.loss_reduce]
@@ -311,18 +312,23 @@ def _gradients(
         # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
         with bank.active(learner.deltas()):
             add(learner.loss(Outputs(label_logits(backbone, batch), batch.labels, denominator)))
+    if first:
+        _check_signal(learner)  # before the penalty, whose gradient needs no data
     add(learner.penalty())
     return losses
 
 
-def _check(losses: Mapping[str, float], learner: Learner, step: int) -> None:
+def _check_losses(losses: Mapping[str, float], step: int) -> None:
     if not all(math.isfinite(loss) for loss in losses.values()):
         terms = ", ".join(f"{name} = {loss:g}" for name, loss in losses.items())
         raise NonFiniteLoss(
             f"the loss is not finite at step {step + 1}: {terms}. Lower training.learning_rate, or the method's "
             "coefficient of the term that grew; check backbone.dtype if it happens at the first step"
         )
-    if step == 0 and not any(g is not None and bool(g.any()) for g in learner.first_layer_gradients()):
+
+
+def _check_signal(learner: Learner) -> None:
+    if not any(g is not None and bool(g.any()) for g in learner.first_layer_gradients()):
         raise RuntimeError(
             "no gradient reaches the first adapted projection: training would change nothing. With gradient "
             "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
@@ -388,6 +394,8 @@ class _BestOnValidation:
 
     @torch.no_grad()
     def restore(self) -> None:
+        if not self.parameters:
+            raise NonFiniteLoss("the validation loss is not finite after any epoch; lower training.learning_rate")
         for name, parameter in self._learner.parameters().items():
             parameter.copy_(self.parameters[name])
 

@@ -19,27 +19,14 @@ def load_tiny(name: str, dtype: str = "float32"):
     return load_backbone(BackboneSettings(name=name, dtype=dtype, device="cpu"))
 
 
-def load_lively(name: str):
-    """A tiny backbone whose matrices are wide enough that its answers differ from prompt to prompt."""
-    import torch
-
-    backbone = load_tiny(name)
-    if backbone.family == "llama":
-        with torch.no_grad():
-            for parameter in backbone.model.parameters():
-                if parameter.dim() == 2:
-                    parameter.mul_(10)
-    return backbone
-
-
 @pytest.fixture(scope="session")
 def llama():
-    return load_lively("tiny-llama")
+    return load_tiny("tiny-llama")
 
 
 @pytest.fixture(scope="session")
 def t5():
-    return load_lively("tiny-t5")
+    return load_tiny("tiny-t5")
 
 
 @pytest.fixture(params=FAMILIES)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import load_lively, random_rows
+from conftest import load_tiny, random_rows
 
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.adapters.factors import truncated_svd
@@ -18,7 +18,7 @@ PROMPTS = [row["prompt_ids"] for row in random_rows(10, seed=3, shortest=1, long
 @pytest.fixture(params=["tiny-llama", "tiny-t5"], scope="module")
 def setting(request):
     """A backbone that ends some of its answers early, its bank, and an adapter of its own for every prompt."""
-    backbone = load_lively(request.param)
+    backbone = load_tiny(request.param)
     head = torch.randn(260, 32, generator=torch.Generator().manual_seed(1))
     head[backbone.eos_id] *= 3
     backbone.model.get_output_embeddings().weight = torch.nn.Parameter(head, requires_grad=False)

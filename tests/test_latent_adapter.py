@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import load_lively
+from conftest import load_tiny
 from torch import nn
 
 from latent_sweep.adapters.bank import AdapterBank
@@ -89,7 +89,7 @@ def test_one_matrix_for_all_rows_is_untouched_by_select(layers):
 def test_inactive_deltas_change_no_bit(backbone, bank):
     ids = torch.arange(4, 24).reshape(2, 10)
     inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
-    bare = load_lively(f"tiny-{backbone.family}").model  # the same weights without a bank
+    bare = load_tiny(f"tiny-{backbone.family}").model  # the same weights without a bank
     factors = {name: truncated_svd(t.weight, 4) for name, t in backbone.targets.items()}
     space = LatentSpace(factors, 1.0, "out")
     R = normal(len(factors), 4, 4)

@@ -182,6 +182,15 @@ def test_embeddings_and_records_are_computed_once(mixer, monkeypatch):
     assert len(stored(mixer.folder)) == 6 + 3 * 3, "another K and another seed have records of their own"
 
 
+def test_other_pooling_has_embeddings_and_records_of_its_own(mixer):
+    for rows in mixer.rows.values():
+        rows["input_ids"] = [row[1:] for row in rows["prompt_ids"]]
+    whole = mixer(mode="soft", epsilon=100.0).weights(3)
+    inputs = mixer(mode="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
+    assert not np.array_equal(whole[0], inputs[0])
+    assert len(stored(mixer.folder)) == 2 * (6 + 3)
+
+
 def test_no_example_is_kept_in_a_record(mixer):
     mixer(mode="soft").weights(3)
     largest = max(path.stat().st_size for path in (mixer.folder / "router").iterdir())

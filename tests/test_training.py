@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import load_lively, random_rows
+from conftest import load_tiny, random_rows
 
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.config import TrainingSettings
@@ -388,7 +388,7 @@ def test_clipping_bounds_the_gradient_of_all_parameters_together():
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
 def test_two_banks_on_one_backbone_do_not_meet(name):
     """Hooks of a bank that is not active change nothing."""
-    backbone = load_lively(name)
+    backbone = load_tiny(name)
     AdapterBank(backbone.targets)
     batch = collate(ROWS, backbone)
     with torch.no_grad():

@@ -85,11 +85,12 @@ def _svd_by_gram(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = W.shape[0] < W.shape[1]
     A = W.T if wide else W
     eigenvalues, eigenvectors = torch.linalg.eigh(A.T @ A)
-    V = eigenvectors[:, -rank:].flip(1)
+    V = eigenvectors.flip(1)
     S = eigenvalues[-rank:].flip(0).clamp_min(0).sqrt()
     if S[-1] <= RESOLVED * S[0]:
         return _svd_in_full(W, rank)
-    U = A @ V / S
+    # all columns at once, so that a smaller rank is bit for bit a prefix of a larger one
+    U, V = (A @ V)[:, :rank] / S, V[:, :rank]
     return (V, S, U) if wide else (U, S, V)
 
 
