@@ -487,7 +487,7 @@ def view_state(summary: report.Summary, sweep_id: str) -> dict[str, Any]:
         "modelVersionFilter": "All Runs",
         "columnOrder": [],
         "columnWidths": {},
-        "runsHiddenMode": "FIRST_10_RUNS",
+        "runsHiddenMode": "SHOW_ALL",
         "useGroupedValuesInCharts": True,
         "hideEmptyCharts": True,
         "selectedColumns": ["metrics.`AP`", "metrics.`FM`", *(f"params.`{name}`" for name in shown)],
