@@ -126,6 +126,18 @@ def test_a_finished_trial_brings_its_files(uri, sweep, client):
     }
 
 
+def test_a_stage_scored_again_replaces_what_was_shown(uri, sweep, client):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.75)  # its data changed, and the same stage was scored again
+    assert MlflowMirror(uri, sweep).sync() == 1
+    assert MlflowMirror(uri, sweep).sync() == 0
+    (run,) = runs_of(client, sweep, "trial")
+    assert run.data.metrics["AP"] == 0.75
+
+
 class Crash(Exception):
     pass
 
