@@ -1,0 +1,43 @@
+"""The real pretrained backbone on real SuperNI data: a few steps of two tasks, through the whole pipeline."""
+
+import os
+
+import pytest
+from sweeps_for_tests import sweep_folder
+
+from latent_sweep.cli import main
+from latent_sweep.snapshots import SnapshotStore
+from latent_sweep.tracking import stages
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data"),
+]
+
+SWEEP = """
+name: tiny
+trial:
+  backbone: {name: smollm2-135m, dtype: float32}
+  benchmark: {name: superni, order: 1, tasks: [task1687, task875], train_per_task: 48, test_per_task: 8}
+  training: {epochs: 1}
+search:
+  router.mode: [soft, sum]
+run: {storage: STORAGE, tracking: {uri: none}}
+"""
+
+
+def test_routing_keeps_a_real_task_that_another_follows(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(SWEEP.replace("STORAGE", str(tmp_path / "runs")))
+    assert main(["run", str(file), "--local"]) == 0
+    trials = {trial.values["router.mode"]: trial for trial in sweep_folder(tmp_path)}
+    routed = stages(trials["soft"].events())
+    assert [event["metrics"]["router_accuracy"] for event in routed] == [1.0, 1.0]
+    first, last = (event["scores"] for event in routed)
+    assert last["task1687"] == first["task1687"] > 0, "its adapter alone answers, so its score stays"
+    assert routed[-1]["metrics"]["FM"] == 0
+    assert routed[-1]["metrics"]["generated_share"] == 0.5, "the first task's answers were known"
+    store = SnapshotStore(tmp_path / "runs" / "snapshots")
+    for event in routed:
+        facts = store.get(event["lineage"]).facts
+        assert facts["losses"]["task"] < 0.5 * facts["first_losses"]["task"]
