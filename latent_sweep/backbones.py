@@ -274,7 +274,9 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
         ConfigError: the backbone cannot be found or is of another family; the message says what to do.
     """
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # a job's log is no place for bars
     dtype = getattr(torch, settings.dtype)
     device = settings.device
     if device == "auto":
