@@ -116,3 +116,17 @@ def test_a_ray_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, un
         end(again)
     assert again.returncode == 0, printed
     assert_resumed(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+def test_an_interrupted_ray_run_is_not_taken_for_stopped_early(tmp_path):
+    process = start(write(tmp_path, LONG))
+    try:
+        wait_until(lambda: inside_the_second_task(tmp_path), process)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        end(process)
+    assert process.returncode == 130, printed
+    assert "run the same command again" in printed
+    assert events(sweep_folder(tmp_path), "stopped") == []

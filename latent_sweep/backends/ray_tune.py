@@ -106,6 +106,8 @@ def _connect() -> bool:
     # without a GPU asked for, a trial must see none
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    # Tune would catch Ctrl-C and return as if all had ended, and an interrupted trial would look stopped early
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     here = "RAY_ADDRESS" not in os.environ
     if here:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on Linux too: every socket on 127.0.0.1
