@@ -86,7 +86,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.config import load_sweep
-    from latent_sweep.plan import describe_plan, expand, pack
+    from latent_sweep.forecast import describe_plan
+    from latent_sweep.plan import expand, pack
 
     sweep = load_sweep(options.sweep, options.overrides)
     trials = expand(sweep)

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from latent_sweep.config import Sweep, load_sweep
-from latent_sweep.plan import Pack, Trial, describe_plan, expand, pack
+from latent_sweep.forecast import describe_plan
+from latent_sweep.plan import Pack, Trial, expand, pack
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import write_atomically, write_json
 from latent_sweep.tracking import SweepFolder, status

@@ -11,7 +11,8 @@ from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
 from latent_sweep.config import load_sweep, parse_sweep
 from latent_sweep.errors import ConfigError
-from latent_sweep.plan import estimate, expand, pack
+from latent_sweep.forecast import estimate
+from latent_sweep.plan import expand, pack
 from latent_sweep.snapshots import Snapshot, SnapshotStore
 
 SWEEPS = sorted((Path(__file__).parents[1] / "sweeps").glob("*.yaml"))
