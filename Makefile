@@ -28,8 +28,9 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)
 	$(BIN)/python -m latent_sweep.run sweeps/quickstart.yaml
 
+# one thread for each of the processes that share the tests: more would wait for each other
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

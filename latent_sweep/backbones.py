@@ -10,10 +10,11 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,8 @@ from latent_sweep.settings import Settings, content_hash
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 Family = Literal["t5", "llama"]
 EMBEDDED = "smollm2-135m"
@@ -40,7 +43,8 @@ class BackboneSettings(Settings):
 
     name: str = EMBEDDED
     """`smollm2-135m` (embedded), `t5-large`, `t5-3b`, `llama-2-7b`, `llama-3-8b`, `llama-2-13b` (A25, A26: the original
-    checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights), a hub name, or a local folder."""
+    checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights), a hub name, or a local folder. With `random:`
+    before a known name its shapes get random weights and a tokenizer of bytes: for measuring speed and memory."""
     revision: str | None = None
     """Hub revision (commit, tag or branch); None is the default branch."""
     tokenizer: str | None = None
@@ -118,13 +122,24 @@ KNOWN: Mapping[str, KnownBackbone] = {
             d_kv=8,
             d_ff=64,
             vocab_size=TINY_VOCABULARY,
-            # the byte tokenizer's own ids; T5's defaults are 0 and 1
             pad_token_id=0,
-            eos_token_id=2,
+            eos_token_id=2,  # the byte tokenizer's own; T5's default is 1
             decoder_start_token_id=0,
         ),
     ),
 }
+
+
+RANDOM = "random:"
+BYTE_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0)
+"""Special tokens of the byte tokenizer."""
+
+
+def _known(name: str) -> KnownBackbone | None:
+    known = KNOWN.get(name.removeprefix(RANDOM))
+    if known is None or not name.startswith(RANDOM):
+        return known
+    return KnownBackbone(known.family, "config", {**known.config, **BYTE_IDS})
 
 
 def describe(settings: BackboneSettings) -> KnownBackbone | None:
@@ -133,8 +148,9 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
     Raises:
         ConfigError: a local folder is not a T5- or Llama-family checkpoint.
     """
-    if settings.name in KNOWN:
-        return KNOWN[settings.name]
+    known = _known(settings.name)
+    if known is not None:
+        return known
     folder = Path(settings.name)
     if not folder.is_dir():
         return None
@@ -186,7 +202,7 @@ def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
 
 
 def _source_identity(name: str, revision: str | None) -> Any:
-    known = KNOWN.get(name)
+    known = _known(name)
     if known is not None and known.source == "config":
         return {"random": dict(known.config), "family": known.family}
     if name == EMBEDDED:
@@ -240,6 +256,8 @@ class Backbone:
     tokenizer: Any
     targets: Mapping[str, torch.nn.Linear]
     """Adapted projections by module name, in the order of `target_shapes`."""
+    projections: Mapping[str, StoredProjection] | Mapping[str, torch.nn.Linear]
+    """The same weights to be read one at a time: from the checkpoint's files, or `targets` where it has none."""
     tokenizer_digest: str
     """Content hash of the tokenizer: what token caches are keyed by."""
     weights_digest: str
@@ -249,6 +267,11 @@ class Backbone:
     def device(self) -> torch.device:
         """Where the model lies."""
         return self.model.device
+
+    @property
+    def prompt_embedding(self) -> torch.nn.Module:
+        """The module that embeds prompts: of T5 the encoder's own, which shares its table with the decoder's."""
+        return (self.model.encoder if self.family == "t5" else self.model).get_input_embeddings()
 
     @property
     def embedding_table(self) -> torch.Tensor:
@@ -278,16 +301,10 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
 
     transformers_logging.disable_progress_bar()  # a job's log is no place for bars
     dtype = getattr(torch, settings.dtype)
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`"
-        )
+    device = _device(settings)
     known = describe(settings)
     if known is not None and known.source == "config":
-        model = random_model(known.family, known.config, dtype)
+        model = random_model(known.family, known.config, dtype, device=device)
         tokenizer = byte_tokenizer()
     elif settings.name == EMBEDDED:
         folder = _embedded_folder(settings.dtype)
@@ -305,14 +322,28 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
     if device != "cpu":
         model.to(device)
     targets = {name: model.get_submodule(name) for name in target_shapes(family, model.config.to_dict())}
+    stored = stored_backbone(settings)
     return Backbone(
         family=family,
         model=model,
         tokenizer=tokenizer,
         targets=targets,
+        projections=stored.projections if stored else targets,
         tokenizer_digest=content_hash(tokenizer.backend_tokenizer.to_str()),
         weights_digest=_weights_digest([model.get_input_embeddings().weight, *(t.weight for t in targets.values())]),
     )
+
+
+def _device(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
+    import torch
+
+    if settings.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`"
+        )
+    return settings.device
 
 
 def model_config(family: Family, config: Mapping[str, Any]) -> Any:
@@ -322,15 +353,22 @@ def model_config(family: Family, config: Mapping[str, Any]) -> Any:
     return (T5Config if family == "t5" else LlamaConfig)(**config)
 
 
-def random_model(family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
+def random_model(
+    family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+) -> Any:
     """A model with random weights of these shapes: the tests' tiny models, and full shapes without a download."""
     import torch
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
-    with torch.random.fork_rng(devices=[]):
+    architecture = T5ForConditionalGeneration if family == "t5" else LlamaForCausalLM
+    usual = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        architecture = T5ForConditionalGeneration if family == "t5" else LlamaForCausalLM
-        return architecture(model_config(family, config)).to(dtype)
+        torch.set_default_dtype(dtype)  # a large model would not fit in float32 first
+        try:
+            return architecture(model_config(family, config))
+        finally:
+            torch.set_default_dtype(usual)
 
 
 def byte_tokenizer() -> Any:
@@ -432,6 +470,131 @@ def _map_llama(folder: Path) -> Any:
     return model
 
 
+# --- weights without a model -----------------------------------------------------------------------------------------
+
+
+EMBEDDING: Mapping[Family, str] = {"t5": "shared.weight", "llama": "model.embed_tokens.weight"}
+"""The input embedding table's name in a checkpoint; a projection's is its module's name and `.weight`."""
+
+
+@dataclass(frozen=True)
+class StoredProjection:
+    """An adapted projection that lies in a checkpoint: its weight is mapped when it is asked for, and never kept."""
+
+    file: Path
+    name: str
+    """Of the tensor in the file."""
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(out, in), in the type and on the device in which the loaded backbone has it."""
+        return _stored_weight(self.file, self.name).to(self.device, self.dtype)
+
+
+@dataclass(frozen=True)
+class StoredBackbone:
+    """The weights of a backbone that the methods read, in the safetensors files of its checkpoint: no model is loaded.
+
+    They are the loaded backbone's bit for bit: loading casts every weight to `backbone.dtype` and no further.
+    """
+
+    projections: Mapping[str, StoredProjection]
+    """Adapted projections by module name, in the order of `target_shapes`."""
+    embedding_file: Path
+    embedding_name: str
+    dtype: torch.dtype
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """`Backbone.weights_digest`, from one weight at a time."""
+        return _weights_digest(self._weights())
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        yield _stored_weight(self.embedding_file, self.embedding_name).to(self.dtype)
+        for projection in self.projections.values():
+            yield projection.weight
+
+
+def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
+    """The weights of a backbone on this machine, in a local folder or the hub's cache; reads names, no weight.
+
+    Returns:
+        None where there is no checkpoint in safetensors, e.g. one of `.bin` files, or where its names are others than
+        the model's; then the log says so.
+
+    Raises:
+        ConfigError: a local folder is not a T5- or Llama-family checkpoint, or the device is not there.
+    """
+    import torch
+
+    known = describe(settings)
+    if known is not None and known.source == "config":
+        return None
+    if settings.name == EMBEDDED:
+        source = str(_embedded_folder(settings.dtype))
+    else:
+        source = known.source if known else settings.name
+    if known is None:
+        known = _described_by_cache(source, settings.revision)
+    files = _tensor_files(source, settings.revision)
+    if known is None or not files:
+        log.info("%s has no safetensors files here; its weights are read from the loaded model", source)
+        return None
+    shapes = target_shapes(known.family, known.config)
+    wanted = [EMBEDDING[known.family], *(f"{name}.weight" for name in shapes)]
+    if missing := [name for name in wanted if name not in files]:
+        log.info("%s holds no %s in its safetensors files; weights are read from the loaded model", source, missing[0])
+        return None
+    dtype, device = getattr(torch, settings.dtype), _device(settings)
+    projections = {
+        name: StoredProjection(files[f"{name}.weight"], f"{name}.weight", *shape, dtype, device)
+        for name, shape in shapes.items()
+    }
+    return StoredBackbone(projections, files[wanted[0]], wanted[0], dtype)
+
+
+def _stored_weight(file: Path, name: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _described_by_cache(source: str, revision: str | None) -> KnownBackbone | None:
+    path = _checkpoint_file(source, "config.json", revision)
+    config = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    kind = config.get("model_type")
+    return KnownBackbone(kind, source, config) if kind in ("t5", "llama") else None
+
+
+def _tensor_files(source: str, revision: str | None) -> dict[str, Path]:
+    """The file of every tensor by name, as transformers would choose it; empty where a file is missing."""
+    from safetensors import safe_open
+
+    if whole := _checkpoint_file(source, "model.safetensors", revision):
+        with safe_open(whole, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), whole)
+    index = _checkpoint_file(source, "model.safetensors.index.json", revision)
+    if index is None:
+        return {}
+    shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    shards = {shard: _checkpoint_file(source, shard, revision) for shard in set(shard_of.values())}
+    return {name: path for name, shard in shard_of.items() if (path := shards[shard]) is not None}
+
+
+def _checkpoint_file(source: str, name: str, revision: str | None) -> Path | None:
+    """A file of a local folder, or of a hub model as far as it is in the cache; None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(source)
+    path = folder / name if folder.is_dir() else try_to_load_from_cache(source, name, revision=revision)
+    return Path(path) if isinstance(path, (str, Path)) and Path(path).is_file() else None
+
+
 def _switch_off_dropout(model: Any) -> None:
     """Dropout off by rate, not by mode: gradient checkpointing needs training mode (A28: no dropout)."""
     import torch
@@ -445,7 +608,7 @@ def _switch_off_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def _weights_digest(weights: list[torch.Tensor]) -> str:
+def _weights_digest(weights: Iterable[torch.Tensor]) -> str:
     import torch
 
     digest = hashlib.sha256()

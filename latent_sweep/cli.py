@@ -1,4 +1,4 @@
-"""latent-sweep: run, plan, report, sync. Each command imports what it needs when it runs, so --help is instant."""
+"""latent-sweep: run, plan, report, bench, sync. Each command imports what it needs when it runs: --help is instant."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="print what a sweep file would run; checks it completely, runs nothing")
     _add_sweep_arguments(plan)
+    plan.add_argument("--explain", action="store_true", help="say which setting makes or breaks the reuse of a stage")
     plan.set_defaults(carry_out=_plan)
 
     settings = commands.add_parser("settings", help="print every setting of a sweep file: default and meaning")
@@ -58,6 +59,24 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
     report.add_argument("--format", choices=["text", "markdown", "csv", "latex"], default="text")
     report.set_defaults(carry_out=_report)
+
+    bench = commands.add_parser("bench", help="measure this machine: against the bare backbone, and the usual way")
+    bench.add_argument("--backbone", default="smollm2-135m", help="as in a sweep file; default: %(default)s")
+    bench.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU where there is one")
+    bench.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], nargs="+", default=[], help="one step is measured with each"
+    )
+    bench.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="measure only these: step packs history generate evaluate start threads memory sweep",
+    )
+    bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.add_argument("--storage", default="runs", help="folder for the profile that `plan` reads; default: runs")
+    bench.set_defaults(carry_out=_bench)
 
     sync = commands.add_parser("sync", help="bring everything on disk that MLflow lacks into it; safe to repeat")
     sync.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
@@ -86,12 +105,16 @@ def _run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.config import load_sweep
+    from latent_sweep.explain import explain_plan
     from latent_sweep.forecast import describe_plan
     from latent_sweep.plan import expand, pack
 
     sweep = load_sweep(options.sweep, options.overrides)
     trials = expand(sweep)
-    print(describe_plan(sweep, trials, pack(trials), Path(sweep.run.storage)))
+    storage = Path(sweep.run.storage)
+    print(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage))
+    if options.explain:
+        print("", explain_plan(sweep, trials, storage), sep="\n")
     return 0
 
 
@@ -107,6 +130,22 @@ def _report(options: argparse.Namespace) -> int:
     from latent_sweep.tracking import SweepFolder
 
     print(render(summarise(SweepFolder(Path(options.folder))), options.format))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from latent_sweep.bench.run import run_bench
+
+    report = run_bench(
+        options.backbone,
+        options.device,
+        options.dtype,
+        options.only,
+        options.quick,
+        Path(options.storage),
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(report.json() if options.json else report.text())
     return 0
 
 

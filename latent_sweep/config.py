@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError
@@ -29,10 +30,14 @@ from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings
 
 
 class TrainingSettings(Settings):
-    """The `training:` group. What is left out is resolved from the paper's protocol for the backbone."""
+    """The `training:` group. What is left out is resolved from the method's preset, and from the paper's protocol."""
 
     learning_rate: float | None = Field(None, gt=0)
-    """Constant AdamW learning rate, also of R (A30)."""
+    """Peak learning rate, also of R (A30)."""
+    schedule: Literal["constant", "linear"] | None = None
+    """After the warm-up the learning rate stays, or falls linearly to zero at the task's end."""
+    optimizer: Literal["adamw", "adafactor"] | None = None
+    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's)."""
     batch_size: int | None = Field(None, ge=1)
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
@@ -42,12 +47,12 @@ class TrainingSettings(Settings):
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)
     """At most this many optimizer steps per task, whatever `epochs` says."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay (A28)."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Decoupled weight decay (A28)."""
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; None does not clip (A28)."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly to its constant value (A28)."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps over which the learning rate rises linearly to its peak (A28)."""
     loss_reduce: Literal["token_mean", "sequence_mean", "sum"] = "token_mean"
     """Cross-entropy over a batch: mean over target tokens, mean over rows of their sums, or the sum (A5)."""
     select: Literal["last", "best_validation"] = "last"
@@ -58,6 +63,12 @@ class TrainingSettings(Settings):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
     """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
+
+    def step_count(self, rows: int) -> int:
+        """Optimizer steps for a task of this many training rows."""
+        assert self.epochs is not None and self.batch_size is not None
+        steps = self.epochs * math.ceil(rows / self.batch_size)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
 
 class EvaluationSettings(Settings):
@@ -109,6 +120,9 @@ class RunSettings(Settings):
     """Early stopping."""
     tracking: TrackingSettings = TrackingSettings()
     """MLflow."""
+    pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
+    """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
+    together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
     max_concurrent: int | None = Field(None, ge=1)
     """Trials that run at the same time at most; None is as many as fit."""
     num_samples: int = Field(1, ge=1)
@@ -213,10 +227,25 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     for axis, values in search.items():
         faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
     faults += _overlaps(grid, draws)
+    if isinstance(run, RunSettings) and isinstance(run.pack, tuple):
+        faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
     if faults:
         raise fault_report(source, faults)
     assert isinstance(run, RunSettings) and isinstance(name, str)
     return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run)
+
+
+def _pack_axis(axis: str, searched: Sequence[str]) -> list[str]:
+    """What is wrong with an axis of `run.pack`."""
+    if axis not in searched:
+        return [f"run.pack: found {axis!r}, which search does not vary; its axes are {', '.join(searched) or 'none'}"]
+    shared = axis in ("method.name", "training.gradient_checkpointing")
+    if axis == "seed" or (axis.startswith(("method.", "training.")) and not shared):
+        return []
+    return [
+        f"run.pack: found {axis!r}; what learns side by side may differ in seed, method.* (not its name) and "
+        "training.* only"
+    ]
 
 
 def fault_report(source: str, faults: Sequence[str]) -> ConfigError:

@@ -44,7 +44,7 @@ class Evaluator:
     """Answers test rows with blended snapshots and scores them.
 
     Args:
-        method: gives the deltas of a blend.
+        method: says how snapshots answer together; one row of weights stands for a batch whose rows weigh them alike.
         batch_size: rows per batch; fixed batches, see the module's docstring.
         max_new_tokens, stop: where an answer ends.
         references: `single_first` or `max_over_refs`.
@@ -74,7 +74,7 @@ class Evaluator:
             weights: (rows, snapshots).
             rows: tokenised test rows.
         """
-        prompts = [list(ids) for ids in rows["prompt_ids"]]
+        prompts = [self.method.prompt(ids) for ids in rows["prompt_ids"]]
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
         answers = [""] * len(prompts)
         generated = 0
@@ -118,8 +118,10 @@ class Evaluator:
             return known, True
         with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
             tensors = [snapshot.tensors for snapshot in snapshots]
-            deltas = self.method.mixture(tensors, torch.from_numpy(weights).float())
-            ids = generate(self.backbone, self.bank, prompts, deltas, self.max_new_tokens, self.stop)
+            alike = bool((weights == weights[0]).all())
+            mix = torch.from_numpy(weights[:1] if alike else weights).float()
+            adaptation = self.method.mixture(tensors, mix)
+            ids = generate(self.backbone, self.bank, prompts, adaptation, self.max_new_tokens, self.stop, alike)
         texts = [answer_text(self.backbone, answer, self.stop) for answer in ids]
         write_json(path, texts)
         return texts, False

@@ -4,35 +4,46 @@ last    the newest snapshot alone
 sum     all of them with weight one (summing branches, the ablation without a router)
 soft    the router's posterior, equation (15)
 hard    its largest entry
+gates   the method's own gates, read from the prompt (GainLoRA)
 oracle  the snapshot of the row's own task: an upper reference, it needs the task's identity
 """
 
 from __future__ import annotations
 
-import io
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.numpy import load_file
 
 from latent_sweep.backbones import Backbone
-from latent_sweep.errors import StoreError
 from latent_sweep.methods.protocol import Mixing
-from latent_sweep.router import GaussianRouter, RouterSettings, TaskRecord, fit_task, normalise_embeddings
+from latent_sweep.router import (
+    GaussianRouter,
+    PooledScatter,
+    RouterSettings,
+    TaskMixture,
+    TaskScatter,
+    fit_mixture,
+    normalise_embeddings,
+    pooled_covariance,
+    scatter_of,
+)
 from latent_sweep.settings import content_hash
-from latent_sweep.snapshots import write_atomically
-
-log = logging.getLogger(__name__)
+from latent_sweep.snapshots import intact, write_sealed
 
 Array = npt.NDArray[np.float64]
 MODES = get_args(Mixing)
 
 Tokens = Callable[[int, str], Any]
 """Tokenised rows (a `datasets.Dataset`) of the task at a position, for a split."""
+
+Gates = Callable[[int, Sequence[Sequence[int]]], Array]
+"""Weights that the method's gates give the first snapshots for some prompts, (prompts, snapshots)."""
 
 
 class Mixer:
@@ -41,16 +52,27 @@ class Mixer:
     Args:
         settings: the trial's `router:` group, its mode resolved.
         tokens: gives the tokenised rows that the router pools.
+        gates: gives the weights of the mode `gates`.
         n_tasks: tasks of the whole trial.
         seed: of K-means.
         storage: pooled embeddings and router records are cached below it.
+        folds: summed scatters by content, so that a new task is one addition; mixers of one worker may share them.
     """
 
     def __init__(
-        self, settings: RouterSettings, backbone: Backbone, tokens: Tokens, n_tasks: int, seed: int, storage: Path
+        self,
+        settings: RouterSettings,
+        backbone: Backbone,
+        tokens: Tokens,
+        gates: Gates,
+        n_tasks: int,
+        seed: int,
+        storage: Path,
+        folds: MutableMapping[str, PooledScatter] | None = None,
     ):
-        self.settings, self.backbone, self.tokens = settings, backbone, tokens
+        self.settings, self.backbone, self.tokens, self.gates = settings, backbone, tokens, gates
         self.n_tasks, self.seed, self.storage = n_tasks, seed, storage
+        self.folds = {} if folds is None else folds
 
     @property
     def routes(self) -> bool:
@@ -63,42 +85,65 @@ class Mixer:
         if mode == "soft" or mode == "hard":
             router = self._router(tasks_seen)
             return [router.weights(self._embeddings(task, "test"), mode) for task in range(tasks_seen)]
+        if mode == "gates":
+            return [self.gates(tasks_seen, self.tokens(task, "test")["prompt_ids"]) for task in range(tasks_seen)]
         counts = [len(self.tokens(task, "test")) for task in range(tasks_seen)]
         alone = np.eye(tasks_seen)
         row = {"last": lambda task: alone[-1], "sum": lambda task: np.ones(tasks_seen), "oracle": alone.__getitem__}
         return [np.tile(row[str(mode)](task), (count, 1)) for task, count in enumerate(counts)]
 
     def _router(self, tasks_seen: int) -> GaussianRouter:
-        """The router over the tasks seen; the covariance reads all tasks only where the settings say so (A16)."""
-        records = [self._record(task) for task in range(tasks_seen)]
-        everything = None
-        if self.settings.cov.refresh == "final":
-            everything = [self._record(task) for task in range(self.n_tasks)]
-        return GaussianRouter(self.settings).fit(records, everything)
+        """The router over the tasks seen; the covariance reads tasks to come only where the settings say so (A16)."""
+        pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, self.n_tasks)
+        mixtures = [self._mixture(task) for task in range(max(tasks_seen, pooled_tasks))]
+        covariance = pooled_covariance(self._pooled(pooled_tasks), mixtures[:pooled_tasks], self.settings)
+        return GaussianRouter(self.settings).fit(mixtures[:tasks_seen], covariance)
 
-    def _record(self, task: int) -> TaskRecord:
-        """The task's record, fitted once and stored: no example is kept in it."""
+    def _mixture(self, task: int) -> TaskMixture:
+        """The task's components, fitted once and stored."""
         key = {"router": self.settings.record_identity(), "seed": self.seed, "pooled": self._key(task, "train")}
-        path = self.storage / "router" / f"{content_hash(key)}.safetensors"
-        if path.is_file():
-            try:
-                return TaskRecord.load(path)
-            except StoreError as error:
-                log.warning("%s It is fitted again.", error)
-        record = fit_task(self._embeddings(task, "train"), self.settings, self.seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record.save(path)
+        path = self._record_path(content_hash(key))
+        record = TaskMixture.load(path)
+        if record is None:
+            record = fit_mixture(self._embeddings(task, "train"), self.settings, self.seed)
+            record.save(path)
         return record
 
+    def _pooled(self, tasks: int) -> PooledScatter:
+        """The summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
+        names = [
+            content_hash({"scatter": self.settings.scatter_identity(), "pooled": self._key(task, "train")})
+            for task in range(tasks)
+        ]
+        fold = self.folds.setdefault(f"{names[0]}-{self.settings.cov.refresh}", PooledScatter())
+        fold.extend(names, lambda task: self._scatter(task, self._record_path(names[task])))
+        return fold
+
+    def _scatter(self, task: int, path: Path) -> TaskScatter:
+        """The task's scatter, computed once and stored: whatever K and seed, it is the same."""
+        record = TaskScatter.load(path)
+        if record is None:
+            record = scatter_of(self._embeddings(task, "train"))
+            record.save(path)
+        return record
+
+    def _record_path(self, name: str) -> Path:
+        return self.storage / "router" / f"{name}.safetensors"
+
     def _embeddings(self, task: int, split: str) -> npt.NDArray[Any]:
-        """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (11); pooled once and mapped."""
-        path = self.storage / "embeddings" / f"{self._key(task, split)}.npy"
-        pooled = _mapped(path, len(self.tokens(task, split)))
-        if pooled is None:
+        """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (11); pooled once and stored."""
+        path = self.storage / "embeddings" / f"{self._key(task, split)}.safetensors"
+        if intact(path):
+            pooled = load_file(path)["pooled"]
+        else:
             pooled = pool(self.backbone, self.tokens(task, split), self.settings)
-            write_atomically(path, _npy_bytes(pooled))
-        std = float(self.backbone.embedding_table.float().std()) if self.settings.embed_norm == "std" else None
+            write_sealed(path, {"pooled": pooled})
+        std = self._table_std if self.settings.embed_norm == "std" else None
         return normalise_embeddings(pooled, self.settings.embed_norm, std)
+
+    @cached_property
+    def _table_std(self) -> float:
+        return float(self.backbone.embedding_table.float().std())
 
     def _key(self, task: int, split: str) -> str:
         tokens = Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
@@ -129,21 +174,3 @@ def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArr
 def router_accuracy(weights: Sequence[Array]) -> float:
     """Share of rows whose largest weight is on their own task, a macro mean over tasks."""
     return float(np.mean([np.mean(rows.argmax(axis=1) == task) for task, rows in enumerate(weights)]))
-
-
-def _mapped(path: Path, count: int) -> npt.NDArray[Any] | None:
-    """Stored embeddings, memory-mapped; a file that is not what it should be counts as none and is written again."""
-    try:
-        stored = np.load(path, mmap_mode="r")
-    except FileNotFoundError:
-        return None
-    except (ValueError, EOFError, OSError) as error:
-        log.warning("%s cannot be read (%s); the embeddings are pooled again", path, error)
-        return None
-    return stored if len(stored) == count else None
-
-
-def _npy_bytes(array: npt.NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()

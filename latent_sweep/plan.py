@@ -17,7 +17,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from latent_sweep.backbones import EMBEDDED, KNOWN, backbone_identity, describe, target_shapes
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count
@@ -36,7 +36,7 @@ from latent_sweep.methods.protocol import Method
 from latent_sweep.report import label, short_names
 from latent_sweep.settings import content_hash
 
-ENGINE_VERSION = 1
+ENGINE_VERSION = 2
 """Raised when the training loop or the evaluation would give other numbers for the same settings."""
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
@@ -46,6 +46,10 @@ PROTOCOL: Mapping[str, Mapping[str, Any]] = {
     EMBEDDED: dict(learning_rate=4e-3, batch_size=8, epochs=2, max_source_length=512),
 }
 """What a sweep file may leave out: the paper's appendix "Training", by backbone family (A27, A29, A30)."""
+
+
+COMMON: dict[str, Any] = dict(optimizer="adamw", schedule="constant", warmup_steps=0, weight_decay=0.0)
+"""What holds for every backbone (A28)."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,17 @@ class Trial:
         Raises:
             DataError: the benchmark's training data is not at hand.
         """
+        return tuple(map(content_hash, self.stage_contents()))
+
+    def stage_contents(self) -> list[dict[str, Any]]:
+        """All that can change each task's snapshot; the parents among it are named by their own hashes.
+
+        Raises:
+            DataError: the benchmark's training data is not at hand.
+        """
         s, method = self.settings, self.method()
         carve = s.training.select == "best_validation"
+        data = [data_digest(self.spec, task, "train", s.benchmark, carve) for task in self.tasks]
         common = {
             "engine": ENGINE_VERSION,
             "method": {"name": s.method.name, "version": method.version},
@@ -95,16 +108,20 @@ class Trial:
             "bos": s.benchmark.bos,
             "seed": s.seed,
         }
+        contents: list[dict[str, Any]] = []
         lineages: list[str] = []
-        for position, task in enumerate(self.tasks):
+        for position in range(len(self.tasks)):
+            learned = method.learns_from(position, len(self.tasks))
             stage = {
-                "task": task.name,
-                "data": data_digest(self.spec, task, "train", s.benchmark, carve),
+                "tasks": [self.tasks[i].name for i in learned],
+                "data": [data[i] for i in learned],
                 "settings": method.stage_identity(position),
                 "parents": lineages[:position] if method.reads_history(position) else [],
             }
-            lineages.append(content_hash(common | stage))
-        return tuple(lineages)
+            # a stage that learns nothing leaves behind what was there before it
+            contents.append(common | stage if learned or not contents else contents[-1])
+            lineages.append(content_hash(contents[-1]))
+        return contents
 
     def row_keys(self) -> tuple[str, ...]:
         """What identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
@@ -128,8 +145,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """The trials that one worker runs together: they share their training and differ in what inference reads."""
+class Member:
+    """Trials that share their training and differ in what inference reads: its variants."""
 
     trials: tuple[Trial, ...]
     largest_rank: int
@@ -140,9 +157,27 @@ class Pack:
         """What its trials have in common."""
         return self.trials[0].training_id
 
+
+@dataclass(frozen=True)
+class Pack:
+    """What one worker runs: members learn side by side, in one forward pass of the backbone they share."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def pack_id(self) -> str:
+        """Names the pack: its member's training id where there is one member."""
+        ids = [member.training_id for member in self.members]
+        return ids[0] if len(ids) == 1 else content_hash(ids)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Every trial of every member."""
+        return tuple(trial for member in self.members for trial in member.trials)
+
     @property
     def tasks(self) -> tuple[TaskSpec, ...]:
-        """The tasks, in the order they are learned."""
+        """The tasks, in the order they are learned; the same for all members."""
         return self.trials[0].tasks
 
 
@@ -161,6 +196,7 @@ def expand(sweep: Sweep) -> list[Trial]:
     """
     trials: dict[str, Trial] = {}
     faults: list[str] = []
+    places: dict[str, str] = {}
     for point in _points(sweep):
         try:
             trial = _trial(trial_settings(sweep, point), point)
@@ -168,22 +204,56 @@ def expand(sweep: Sweep) -> list[Trial]:
             faults.append(str(error))
             continue
         trials.setdefault(trial.trial_id, trial)
+        name, place = trial.spec.name, trial.settings.benchmark.name
+        if places.setdefault(name, place) != place:  # by its name, wherever it lies, a benchmark is known
+            faults.append(f"benchmark.name: {places[name]} and {place} both call themselves {name!r}; rename one")
         faults += _faults(trial)
     if faults:
         raise fault_report(sweep.source, faults)
     return list(trials.values())
 
 
-def pack(trials: Sequence[Trial]) -> list[Pack]:
-    """Trials grouped by training: inference-only axes cost no training."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault(trial.training_id, []).append(trial)
+def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"] = 1) -> list[Pack]:
+    """Trials grouped by training, and trainings into packs: inference-only axes cost no training.
+
+    Args:
+        together: `run.pack`: a number of trainings, or the axes whose values learn side by side; with `auto`, all that
+            can, for `latent_sweep.packing` to split. Trainings that no forward pass can hold together (another method,
+            backbone or task sequence, or dropout) never share a pack.
+    """
     ranks: dict[str, int] = {}
     for trial in trials:
         name = trial.settings.backbone.name
         ranks[name] = max(ranks.get(name, 0), trial.method().rank())
-    return [Pack(tuple(group), ranks[group[0].settings.backbone.name]) for group in groups.values()]
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.training_id, []).append(trial)
+    members = [Member(tuple(group), ranks[group[0].settings.backbone.name]) for group in groups.values()]
+    alike: dict[str, list[Member]] = {}
+    for member in members:
+        alike.setdefault(_pack_key(member, together), []).append(member)
+    size = together if isinstance(together, int) else max(1, len(members))
+    return [Pack(tuple(group[i : i + size])) for group in alike.values() for i in range(0, len(group), size)]
+
+
+def _pack_key(member: Member, together: int | Sequence[str]) -> str:
+    """Equal for members that may learn side by side."""
+    trial = member.trials[0]
+    s = trial.settings
+    if not trial.method().packable:
+        return trial.training_id
+    shared = {
+        "method": s.method.name,
+        "backbone": s.backbone.identity(),
+        "benchmark": s.benchmark.training_identity(),
+        "tasks": [task.name for task in trial.tasks],
+        "gradient_checkpointing": s.training.gradient_checkpointing,
+    }
+    if isinstance(together, int) or together == "auto":
+        return content_hash(shared)
+    own = {"seed": s.seed}
+    own |= flatten("method", s.method.training_identity()) | flatten("training", s.training.training_identity())
+    return content_hash(shared | {path: value for path, value in own.items() if path not in together})
 
 
 def resolve(settings: TrialSettings) -> TrialSettings:
@@ -191,12 +261,15 @@ def resolve(settings: TrialSettings) -> TrialSettings:
     spec = load_benchmark(settings.benchmark.name)
     known = describe(settings.backbone)
     name = settings.backbone.name
-    protocol = PROTOCOL.get(name) or PROTOCOL[known.family if known else _family_by_name(name)]
-    method = method_class(settings.method.name)
+    family = known.family if known else _family_by_name(name)
+    protocol = PROTOCOL.get(name) or PROTOCOL[family]
+    kind = method_class(settings.method.name)
+    method = kind.resolve(settings.method, name, spec.name)
+    defaults = COMMON | dict(protocol) | dict(kind.training_defaults(method, family, spec.name))
     return settings.model_copy(
         update={
-            "method": method.resolve(settings.method, name, spec.name),
-            "router": _fill(settings.router, {"mode": method.default_mixing}),
+            "method": method,
+            "router": _fill(settings.router, {"mode": kind.mixings[0]}),
             "benchmark": _fill(
                 settings.benchmark.model_copy(update=_located(settings.benchmark, spec)),
                 {
@@ -204,7 +277,7 @@ def resolve(settings: TrialSettings) -> TrialSettings:
                     "max_target_length": spec.max_target_length,
                 },
             ),
-            "training": _fill(settings.training, protocol),
+            "training": _fill(settings.training, defaults),
         }
     )
 
@@ -300,6 +373,9 @@ def _faults(trial: Trial) -> list[str]:
                 f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
                 f"so at most {min(shape)} is possible"
             )
+    if s.router.mode not in trial.method().mixings:
+        possible = ", ".join(trial.method().mixings)
+        faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
     if s.router.mode in ("soft", "hard"):
         for task in trial.tasks:
             rows = row_count(trial.spec, task, "train", s.benchmark)

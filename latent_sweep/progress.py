@@ -28,7 +28,7 @@ class ProgressWriter:
     """A worker's side: where its pack is, at most once a second."""
 
     def __init__(self, sweep_folder: Path, pack: Pack):
-        self._path = sweep_folder / "progress" / f"{pack.training_id}.json"
+        self._path = sweep_folder / "progress" / f"{pack.pack_id}.json"
         self._tasks = [task.name for task in pack.tasks]
         self._written = 0.0
 

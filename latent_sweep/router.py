@@ -1,39 +1,44 @@
 """The training-free task router: which task does an input belong to, judged from its pooled frozen embedding.
 
-Each task leaves a `TaskRecord` (component means and shares, scatter, count). `GaussianRouter` turns the records of the
-tasks seen so far into a posterior over tasks. All components share one covariance C, so `x' C^-1 x` and the
-log-determinant cancel between tasks and the router is a linear classifier:
+Each task leaves two records: a `TaskScatter`, which depends on its embeddings alone, and a `TaskMixture` for one K and
+seed. `PooledScatter` adds up the scatters, one addition per new task; `GaussianRouter` turns the mixtures of the tasks
+seen and the covariance C pooled from those scatters into a posterior over tasks. All components share C, so `x' C^-1 x`
+and the log-determinant cancel between tasks and the router is a linear classifier:
 
     log p(x | t) = logsumexp_k(log pi_tk + mu_tk' C^-1 x - mu_tk' C^-1 mu_tk / 2) + const(x)
 
-One Cholesky factor per fit and one matrix product per batch; nothing is inverted and no input is whitened.
+One Cholesky factor per fit and one matrix product per batch; nothing is inverted and no input is whitened. Symmetric
+matrices are kept as their triangle: half the bytes to store and to add.
 
 Letters: n inputs, d embedding width, K components of one task, T tasks, M components of all tasks.
 """
 
 from __future__ import annotations
 
-import os
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from math import isqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors import numpy as safetensors_numpy
+from safetensors.numpy import load_file
 from scipy.linalg import LinAlgError, cho_factor, cho_solve, solve_triangular
+from scipy.linalg.blas import dsyrk
+from scipy.linalg.lapack import dtpttr, dtrttp
 from scipy.special import log_softmax, softmax
 
-from latent_sweep.errors import LatentSweepError, StoreError
+from latent_sweep.errors import LatentSweepError
+from latent_sweep.methods.protocol import Mixing
 from latent_sweep.settings import INFERENCE_ONLY, Settings
+from latent_sweep.snapshots import intact, write_sealed
 
 Array = npt.NDArray[np.float64]
 _Factor = tuple[npt.NDArray[np.floating[Any]], bool]
-"""What `scipy.linalg.cho_factor` returns: L with C = L L' in the lower triangle, and True."""
+"""What `scipy.linalg.cho_factor` returns: U with C = U' U in the upper triangle, and False."""
 
 
 class RouterError(LatentSweepError, ValueError):
@@ -71,6 +76,10 @@ class CovarianceSettings(Settings):
     refresh: Literal["per_task", "final", "frozen_first"] = Field(default="per_task", json_schema_extra=INFERENCE_ONLY)
     """Which tasks are pooled (A16): those seen so far, all tasks of the trial at every stage, or the first one only."""
 
+    def pooled_tasks(self, tasks_seen: int, n_tasks: int) -> int:
+        """How many tasks, from the first, the covariance reads after `tasks_seen` of `n_tasks`."""
+        return {"per_task": tasks_seen, "final": n_tasks, "frozen_first": 1}[self.refresh]
+
 
 class PoolSettings(Settings):
     """Which token embeddings are averaged into one embedding per input (Eq. 11)."""
@@ -88,11 +97,9 @@ class PoolSettings(Settings):
 class RouterSettings(Settings):
     """The `router:` group of a sweep file. Training reads none of it."""
 
-    mode: Literal["soft", "hard", "sum", "last", "oracle"] | None = Field(
-        default=None, json_schema_extra=INFERENCE_ONLY
-    )
-    """How snapshots answer together (Eq. 15): weighted by the posterior, by its argmax, all with weight 1, the last
-    one alone, or the true task's; null: as the method says."""
+    mode: Mixing | None = Field(default=None, json_schema_extra=INFERENCE_ONLY)
+    """How snapshots answer together (Eq. 15): `soft` by the posterior, `hard` by its argmax, `gates` by the method's
+    own gates, `sum` with weight 1 each, `last` the newest alone, `oracle` the true task's; null: as the method says."""
     components: int = Field(default=5, ge=1, json_schema_extra=INFERENCE_ONLY)
     """K, Gaussian components per task (Eq. 12)."""
     epsilon: float = Field(default=0.01, ge=0, json_schema_extra=INFERENCE_ONLY)
@@ -117,19 +124,70 @@ class RouterSettings(Settings):
     """Which token embeddings are averaged."""
 
     def record_identity(self) -> dict[str, Any]:
-        """The settings that a `TaskRecord` depends on, beside its seed and the texts that were pooled."""
+        """The settings that a `TaskMixture` depends on, beside its seed and the texts that were pooled."""
         content = self.identity()
         names = ["components", "embed_norm", "gmm", "pool"]
-        covariance_names = ["center"]
+        covariance_names = []
         if self.gmm.whiten_first or self.gmm.em_iters:  # both need the task's own regularised covariance
             names += ["epsilon", "epsilon_mode"]
-            covariance_names += ["ddof"]
+            covariance_names = ["center", "ddof"]
         return {name: content[name] for name in names} | {name: content["cov"][name] for name in covariance_names}
+
+    def scatter_identity(self) -> dict[str, Any]:
+        """The settings that a `TaskScatter` depends on, beside the texts that were pooled: neither K nor a seed."""
+        content = self.identity()
+        return {name: content[name] for name in ("embed_norm", "pool")}
+
+
+R = TypeVar("R", bound="_Record")
 
 
 @dataclass(frozen=True, eq=False)
-class TaskRecord:
-    """What the router keeps of one task; no embedding of a single input is among it. All arrays are float64.
+class _Record:
+    """What the router keeps of one task, as a sealed file; no embedding of a single input is among it."""
+
+    def save(self, path: Path) -> None:
+        """Write the record to `path`, atomically and with its digest."""
+        write_sealed(path, {field.name: getattr(self, field.name) for field in fields(self)})
+
+    @classmethod
+    def load(cls: type[R], path: Path) -> R | None:
+        """Read what `save` wrote; None where there is nothing, or nothing intact."""
+        if not intact(path):
+            return None
+        arrays = load_file(path)
+        return cls(**{name: array if array.ndim else array.item() for name, array in arrays.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class TaskScatter(_Record):
+    """One task's part of the shared covariance (Eq. 13).
+
+    Raises:
+        ValueError: an array that is not the triangle of a matrix, or no embeddings.
+    """
+
+    triangle: Array
+    """(d (d + 1) / 2,) lower triangle, row by row, of S_t = sum (x - mean)(x - mean)'; a sum and not an average."""
+    count: int
+    """n_t, embeddings behind it."""
+
+    def __post_init__(self) -> None:
+        if self.triangle.dtype != np.float64 or self.triangle.shape != (self.width * (self.width + 1) // 2,):
+            found = f"{self.triangle.dtype} {self.triangle.shape}"
+            raise ValueError(f"task scatter: `triangle` is {found}, expected float64 (d (d + 1) / 2,)")
+        if self.count < 1:
+            raise ValueError(f"task scatter: `count` is {self.count}, expected at least 1")
+
+    @property
+    def width(self) -> int:
+        """d."""
+        return (isqrt(8 * self.triangle.size + 1) - 1) // 2
+
+
+@dataclass(frozen=True, eq=False)
+class TaskMixture(_Record):
+    """The components of one task without their covariance (Eq. 12). All arrays are float64.
 
     Raises:
         ValueError: an array has another dtype or a shape that does not fit the others.
@@ -139,52 +197,30 @@ class TaskRecord:
     """(K, d) component means mu_tk."""
     shares: Array
     """(K,) component weights pi_tk, summing to one."""
-    mean: Array
-    """(d,) mean of the task's embeddings."""
-    scatter: Array
-    """(d, d) within-task scatter S_t (Eq. 13), a sum and not an average."""
-    count: int
-    """n_t, embeddings behind the record."""
+    counts: Array
+    """(K,) embeddings that belong to each component; fractions after EM."""
 
     def __post_init__(self) -> None:
-        K, d = len(self.shares), len(self.mean)
-        shapes = {"means": (K, d), "shares": (K,), "mean": (d,), "scatter": (d, d)}
+        K = len(self.shares)
+        shapes = {"means": (K, *self.means.shape[1:2]), "shares": (K,), "counts": (K,)}
         for name, shape in shapes.items():
             array = getattr(self, name)
             if array.shape != shape or array.dtype != np.float64:
                 found = f"{array.dtype} {array.shape}"
-                raise ValueError(f"task record: `{name}` is {found}, expected float64 {shape}")
-        if self.count < 1:
-            raise ValueError(f"task record: `count` is {self.count}, expected at least 1")
+                raise ValueError(f"task mixture: `{name}` is {found}, expected float64 {shape}")
 
-    def save(self, path: Path) -> None:
-        """Write the record to `path` as safetensors; the final rename commits, so no half-written file appears."""
-        tensors = {field.name: np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(safetensors_numpy.save(tensors))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    @property
+    def count(self) -> int:
+        """n_t, embeddings behind it."""
+        return round(self.counts.sum())
 
-    @classmethod
-    def load(cls, path: Path) -> TaskRecord:
-        """Read what `save` wrote.
+    def between(self) -> Array:
+        """Scatter of the component means about the task's mean, what `cov.center: component` takes away, as (K, d).
 
-        Raises:
-            StoreError: the file is not safetensors, or its names, dtypes or shapes are not those of a record.
+        The scatter is `B' B` of the B given here.
         """
-        try:
-            tensors = safetensors_numpy.load_file(path)
-            expected = {field.name for field in fields(cls)}
-            if set(tensors) != expected:
-                raise ValueError(f"it holds {sorted(tensors)}, expected {sorted(expected)}")
-            return cls(count=int(tensors.pop("count").item()), **tensors)
-        except (SafetensorError, ValueError) as error:
-            raise StoreError(f"{path} is not a task record: {error}. Delete it; it is made again.") from error
+        mean = self.counts @ self.means / self.counts.sum()
+        return np.sqrt(self.counts)[:, None] * (self.means - mean)
 
 
 def normalise_embeddings(
@@ -218,8 +254,17 @@ def prune(weights: Array, threshold: float) -> Array:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def fit_task(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) -> TaskRecord:
-    """Fit the mixture and the scatter of one task (Eqs. 12 and 13).
+def scatter_of(embeddings: npt.NDArray[Any]) -> TaskScatter:
+    """The scatter of one task's pooled embeddings (n, d), in float64 (Eq. 13).
+
+    Raises:
+        RouterError: embeddings that are not finite.
+    """
+    return _Centred(embeddings).scatter
+
+
+def fit_mixture(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) -> TaskMixture:
+    """Fit the components of one task (Eq. 12).
 
     Args:
         embeddings: (n, d) pooled embeddings of the task's training inputs, n >= K.
@@ -227,113 +272,167 @@ def fit_task(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) 
         seed: of the K-means initialisation; a non-negative integer of any size.
 
     Returns:
-        The task's record. It has fewer than K components where there are fewer than K distinct embeddings.
+        The task's mixture. It has fewer than K components where there are fewer than K distinct embeddings.
 
     Raises:
         RouterError: fewer embeddings than components, or embeddings that are not finite, or a singular covariance
             where one is needed (`gmm.whiten_first`, `gmm.em_iters`).
     """
-    X = _checked(embeddings)
-    K = settings.components
-    if len(X) < K:
+    X, K = _Centred(embeddings), settings.components
+    if len(X.centred) < K:
         raise RouterError(
-            f"router.components: K-means for {K} components was given {len(X)} embeddings, expected at least {K}. "
-            f"Lower router.components, or give this task more training rows."
+            f"router.components: K-means for {K} components was given {len(X.centred)} embeddings, expected at least "
+            f"{K}. Lower router.components, or give this task more training rows."
         )
-    statistics = _TaskStatistics(X, settings)
-    responsibilities = statistics.kmeans(seed)
-    record = statistics.record(responsibilities)
+    mixture = X.mixture(_kmeans(X, settings, seed), settings)
     if settings.gmm.em_iters:
-        factor = _cholesky(pooled_covariance([record], settings), settings)
+        factor = X.factor(mixture, settings)
         for _ in range(settings.gmm.em_iters):
-            record = statistics.record(statistics.expectation(record, factor))
-    return record
+            slopes, offsets = _linear_form(factor, mixture.means - X.mean, mixture.shares)
+            mixture = X.mixture(softmax(X.centred @ slopes + offsets, axis=1), settings)
+    return mixture
 
 
-class _TaskStatistics:
-    """The embeddings of one task, centred once, and what the steps of `fit_task` compute from them."""
+class _Centred:
+    """The embeddings of one task, centred once, and what is computed from them."""
 
-    def __init__(self, X: Array, settings: RouterSettings) -> None:
-        self.settings = settings
-        self.mean = X.mean(axis=0)
-        self.centred = X - self.mean
-        self.scatter = self.centred.T @ self.centred
+    def __init__(self, embeddings: npt.NDArray[Any]) -> None:
+        X = _checked(embeddings)
+        self.mean: Array = X.mean(axis=0, dtype=np.float64)
+        self.centred: Array = X - self.mean
 
-    def kmeans(self, seed: int) -> Array:
-        """(n, K) one-hot cluster membership; clusters without members are left out."""
-        from sklearn.cluster import KMeans  # a second to import, and only fitting needs it
+    @cached_property
+    def scatter(self) -> TaskScatter:
+        # dsyrk computes one triangle, half the work of a product, in place: (d, n) is the transposed view's own order
+        upper, _ = dtrttp(dsyrk(1.0, self.centred.T), uplo="U")
+        return TaskScatter(upper, len(self.centred))
 
-        gmm = self.settings.gmm
-        kmeans = KMeans(
-            n_clusters=self.settings.components,
-            init="k-means++" if gmm.init == "kmeans++" else gmm.init,
-            n_init=gmm.n_init,
-            max_iter=gmm.kmeans_iters,
-            tol=0.0,  # the paper states a number of iterations, not a tolerance
-            random_state=np.random.RandomState(np.random.MT19937(seed)),
-        )
-        labels = kmeans.fit(self.whitened() if gmm.whiten_first else self.centred).labels_
-        # Means are averaged again from the labels: scikit-learn's own sums depend on the order in which threads finish.
-        return (labels[:, None] == np.unique(labels)).astype(np.float64)
-
-    def whitened(self) -> Array:
-        """(n, d) embeddings under which the task's own regularised covariance is the identity."""
-        one_component = self.record(np.ones((len(self.centred), 1)))
-        L, _ = _cholesky(pooled_covariance([one_component], self.settings), self.settings)
-        return solve_triangular(L, self.centred.T, lower=True, check_finite=False).T
-
-    def expectation(self, record: TaskRecord, factor: _Factor) -> Array:
-        """(n, K) posterior of the components of `record` under the covariance behind `factor`: the E step."""
-        slopes, offsets = _linear_form(factor, record.means - self.mean, record.shares)
-        return softmax(self.centred @ slopes + offsets, axis=1)
-
-    def record(self, responsibilities: Array) -> TaskRecord:
-        """The record whose components average the embeddings with the weights (n, K): the M step."""
+    def mixture(self, responsibilities: Array, settings: RouterSettings) -> TaskMixture:
+        """Components that average the embeddings with the weights (n, K): the M step."""
         n, K = responsibilities.shape
         counts = np.maximum(responsibilities.sum(axis=0), 10 * np.finfo(np.float64).eps)
-        offsets = responsibilities.T @ self.centred / counts[:, None]
-        if self.settings.gmm.weights == "uniform":
+        means = self.mean + responsibilities.T @ self.centred / counts[:, None]
+        if settings.gmm.weights == "uniform":
             shares = np.full(K, 1 / K)
         else:
             shares = np.maximum(counts / n, 1 / n)
             shares /= shares.sum()
-        scatter = self.scatter
-        if self.settings.cov.center == "component":
-            scatter = scatter - (offsets.T * counts) @ offsets  # within components = total - between components
-        return TaskRecord(means=self.mean + offsets, shares=shares, mean=self.mean, scatter=scatter, count=n)
+        return TaskMixture(means, shares, counts)
+
+    def factor(self, mixture: TaskMixture, settings: RouterSettings) -> _Factor:
+        """Cholesky factor of the task's own regularised covariance."""
+        own = PooledScatter()
+        own.add("own", self.scatter)
+        return _cholesky(pooled_covariance(own, [mixture], settings), settings)
 
 
-def pooled_covariance(records: Sequence[TaskRecord], settings: RouterSettings) -> Array:
+def _kmeans(X: _Centred, settings: RouterSettings, seed: int) -> Array:
+    """(n, K) one-hot cluster membership; clusters without members are left out."""
+    from sklearn.cluster import KMeans  # a second to import, and only fitting needs it
+
+    gmm, points = settings.gmm, X.centred
+    if gmm.whiten_first:
+        U, _ = X.factor(X.mixture(np.ones((len(points), 1)), settings), settings)
+        points = solve_triangular(U, points.T, trans="T", check_finite=False).T
+    kmeans = KMeans(
+        n_clusters=settings.components,
+        init="k-means++" if gmm.init == "kmeans++" else gmm.init,
+        n_init=gmm.n_init,
+        max_iter=gmm.kmeans_iters,
+        tol=0.0,  # the paper states a number of iterations, not a tolerance
+        random_state=np.random.RandomState(np.random.MT19937(seed)),
+    )
+    labels = kmeans.fit(points).labels_
+    # Means are averaged again from the labels: scikit-learn's own sums depend on the order in which threads finish.
+    return (labels[:, None] == np.unique(labels)).astype(np.float64)
+
+
+class PooledScatter:
+    """The sum of the scatters of several tasks, in which one more task is one addition (Eq. 13).
+
+    Scatters are added in the order of the tasks, so the sum is bit for bit the same whether it was reached task by task
+    or in one go.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Content names of the scatters in the sum, in the order in which they were added."""
+        self.count = 0
+        """Embeddings of all tasks in the sum."""
+        self.triangle: Array = np.zeros(0)
+        """(d (d + 1) / 2,) lower triangle of the sum, row by row."""
+
+    def add(self, name: str, scatter: TaskScatter) -> None:
+        """Add the scatter of one more task.
+
+        Raises:
+            RouterError: it has another width than the others.
+        """
+        if not self.names:
+            self.triangle = np.zeros_like(scatter.triangle)
+        if scatter.triangle.shape != self.triangle.shape:
+            raise RouterError(
+                f"router: a task scatter has width {scatter.width}, expected that of {len(self.names)} earlier ones, "
+                f"whose triangles have {self.triangle.size} entries; they come from several backbones"
+            )
+        self.triangle += scatter.triangle
+        self.count += scatter.count
+        self.names.append(name)
+
+    def extend(self, names: Sequence[str], scatter_at: Callable[[int], TaskScatter]) -> None:
+        """Make it the sum of these scatters: add what is missing, or start again if it holds anything else.
+
+        Args:
+            names: content names of the scatters, in the order of the tasks.
+            scatter_at: gives the scatter at a position of `names`; asked only for those that are missing.
+        """
+        if self.names != list(names[: len(self.names)]):
+            self.names, self.count = [], 0
+        for position in range(len(self.names), len(names)):
+            self.add(names[position], scatter_at(position))
+
+
+def pooled_covariance(pooled: PooledScatter, mixtures: Sequence[TaskMixture], settings: RouterSettings) -> Array:
     """The shared covariance C = S + ridge * I, with S = sum_t S_t / sum_t n_t (Eq. 13), as (d, d) float64.
 
-    The denominator loses the number of records under `cov.ddof: tasks`. The ridge is `epsilon`, or epsilon * tr(S)/d
+    The denominator loses the number of tasks under `cov.ddof: tasks`. The ridge is `epsilon`, or epsilon * tr(S)/d
     under `epsilon_mode: relative`.
 
+    Args:
+        pooled: the summed scatters of the tasks.
+        mixtures: of the same tasks; read under `cov.center: component` only, where the scatter is the one within
+            components: the total less the one between them.
+
+    Returns:
+        C in its upper triangle, columns contiguous; nobody may read what lies below.
+
     Raises:
-        RouterError: no records, or the denominator is not positive.
+        RouterError: no tasks, or the denominator is not positive.
     """
-    count = sum(record.count for record in records)
-    denominator = count - (len(records) if settings.cov.ddof == "tasks" else 0)
+    tasks = len(pooled.names)
+    denominator = pooled.count - (tasks if settings.cov.ddof == "tasks" else 0)
     if denominator <= 0:
         raise RouterError(
-            f"router: the pooled covariance of {len(records)} tasks with {count} embeddings in all would be divided "
+            f"router: the pooled covariance of {tasks} tasks with {pooled.count} embeddings in all would be divided "
             f"by {denominator} (cov.ddof: {settings.cov.ddof}). Use more embeddings than tasks, or cov.ddof: none."
         )
-    covariance = np.zeros_like(records[0].scatter)
-    for record in records:
-        covariance += record.scatter
+    d = (isqrt(8 * pooled.triangle.size + 1) - 1) // 2
+    covariance, _ = dtpttr(d, pooled.triangle, uplo="U")
+    if settings.cov.center == "component":
+        between = np.concatenate([mixture.between() for mixture in mixtures])
+        covariance = dsyrk(-1.0, between.T, beta=1.0, c=covariance, overwrite_c=True)
     covariance /= denominator
     ridge = settings.epsilon
     if settings.epsilon_mode == "relative":
-        ridge *= np.trace(covariance) / len(covariance)
-    covariance[np.diag_indices_from(covariance)] += ridge
+        ridge *= np.trace(covariance) / d
+    covariance[np.diag_indices(d)] += ridge
     return covariance
 
 
 class GaussianRouter:
     """Posterior over the tasks seen so far for pooled embeddings (Eq. 14), from their records alone.
 
-    Adding a task is `fit` with one more record; no embedding of an earlier task is needed again. Attributes that end
+    Adding a task is `fit` with one more mixture; no embedding of an earlier task is needed again. Attributes that end
     in an underscore exist after `fit`; they are all that routing needs, M (d + 1) numbers and the origin.
     """
 
@@ -351,29 +450,31 @@ class GaussianRouter:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
 
-    def fit(
-        self, records: Sequence[TaskRecord], covariance_records: Sequence[TaskRecord] | None = None
-    ) -> GaussianRouter:
-        """Make the tasks of `records` the candidates, and return self.
+    def fit(self, mixtures: Sequence[TaskMixture], covariance: Array) -> GaussianRouter:
+        """Make the tasks of `mixtures` the candidates, and return self.
 
         Args:
-            records: one per candidate task, in the order of the posterior's columns.
-            covariance_records: every task of the trial; needed, and read, under `cov.refresh: final` only.
+            mixtures: one per candidate task, in the order of the posterior's columns.
+            covariance: (d, d) as `pooled_covariance` returns it; it is overwritten.
 
         Raises:
-            RouterError: no records, records of different widths, missing `covariance_records`, or a pooled covariance
-                that is not positive definite.
+            RouterError: no mixtures, another width than the covariance's, or a covariance that is not positive
+                definite.
         """
-        pooled = self._covariance_records(records, covariance_records)
-        _check_widths([*records, *pooled])
-        covariance = pooled_covariance(pooled, self.settings).astype(self.settings.dtype, copy=False)
-        factor = _cholesky(covariance, self.settings)
-        means = np.concatenate([record.means for record in records])
-        shares = np.concatenate([record.shares for record in records])
+        if not mixtures:
+            raise RouterError("the router was given no task mixtures, expected at least one")
+        widths = sorted({mixture.means.shape[1] for mixture in mixtures} | {len(covariance)})
+        if len(widths) > 1:
+            raise RouterError(
+                f"router: task records have widths {widths}, expected one; they come from several backbones"
+            )
+        factor = _cholesky(covariance.astype(self.settings.dtype, copy=False), self.settings)
+        means = np.concatenate([mixture.means for mixture in mixtures])
+        shares = np.concatenate([mixture.shares for mixture in mixtures])
         self.origin_ = means.mean(axis=0)
         self.slopes_, self.offsets_ = _linear_form(factor, (means - self.origin_).astype(self.settings.dtype), shares)
-        self.first_components_ = np.cumsum([0] + [len(record.shares) for record in records[:-1]])
-        counts = np.array([record.count for record in records], dtype=np.float64)
+        self.first_components_ = np.cumsum([0] + [len(mixture.shares) for mixture in mixtures[:-1]])
+        counts = np.array([mixture.count for mixture in mixtures], dtype=np.float64)
         self.log_prior_ = np.log(counts) if self.settings.prior == "n_t" else np.zeros_like(counts)
         return self
 
@@ -387,7 +488,7 @@ class GaussianRouter:
         if not hasattr(self, "slopes_"):
             raise RouterNotFitted("the router has no tasks yet: call `fit` with at least one task record first")
         X = _checked(embeddings, width=len(self.origin_))
-        centred = (X - self.origin_).astype(self.settings.dtype, copy=False)
+        centred = np.asarray(X - self.origin_, self.settings.dtype)
         scores = (centred @ self.slopes_ + self.offsets_).astype(np.float64, copy=False)
         log_likelihood = np.logaddexp.reduceat(scores, self.first_components_, axis=1)
         return log_softmax((log_likelihood + self.log_prior_) / self.settings.temperature, axis=1)
@@ -407,28 +508,14 @@ class GaussianRouter:
             return np.eye(log_posterior.shape[1])[log_posterior.argmax(axis=1)]
         return prune(np.exp(log_posterior), self.settings.prune_below)
 
-    def _covariance_records(
-        self, records: Sequence[TaskRecord], covariance_records: Sequence[TaskRecord] | None
-    ) -> Sequence[TaskRecord]:
-        if not records:
-            raise RouterError("the router was given no task records, expected at least one")
-        if self.settings.cov.refresh == "per_task":
-            return records
-        if self.settings.cov.refresh == "frozen_first":
-            return records[:1]
-        if not covariance_records:
-            raise RouterError("router.cov.refresh: final needs `covariance_records`, one for every task of the trial")
-        return covariance_records
-
 
 def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSettings) -> _Factor:
-    """Factor `covariance` (d, d), which is overwritten, and refuse one that is singular to working precision."""
+    """Factor a covariance given by its upper triangle, which is overwritten; refuse one singular to its precision."""
     d, dtype = len(covariance), covariance.dtype
     largest_variance = float(covariance.diagonal().max())
     try:
-        # The matrix is symmetric, so its transposed view is the same matrix in LAPACK's memory order: no copy is made.
-        L, lower = cho_factor(covariance.T, lower=True, overwrite_a=True, check_finite=False)
-        singular = np.min(L.diagonal()) ** 2 <= 10 * np.finfo(dtype).eps * largest_variance
+        U, lower = cho_factor(covariance, overwrite_a=True, check_finite=False)
+        singular = np.min(U.diagonal()) ** 2 <= 10 * np.finfo(dtype).eps * largest_variance
     except LinAlgError:
         singular = True
     if singular:
@@ -438,7 +525,7 @@ def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSetting
             f"router.epsilon (now {settings.epsilon}, {settings.epsilon_mode}), use router.dtype: float64, or scale "
             f"the embeddings with router.embed_norm: std."
         )
-    return L, lower
+    return U, lower
 
 
 def _linear_form(
@@ -450,18 +537,12 @@ def _linear_form(
     return slopes, offsets.astype(slopes.dtype, copy=False)
 
 
-def _checked(embeddings: npt.NDArray[Any], width: int | None = None) -> Array:
-    """`embeddings` as a finite float64 array (n, d), with d == `width` where one is known."""
-    X = np.asarray(embeddings, dtype=np.float64)
+def _checked(embeddings: npt.NDArray[Any], width: int | None = None) -> npt.NDArray[Any]:
+    """`embeddings` (n, d) as they are, finite and with d == `width` where one is known."""
+    X = np.asarray(embeddings)
     if X.ndim != 2 or (width is not None and X.shape[1] != width):
         raise RouterError(f"router: embeddings have shape {X.shape}, expected (inputs, {width or 'width'})")
     finite = np.isfinite(X).all(axis=1)
     if not finite.all():
         raise RouterError(f"router: embedding {int(finite.argmin())} of {len(X)} is not finite; check the pooled text")
     return X
-
-
-def _check_widths(records: Sequence[TaskRecord]) -> None:
-    widths = sorted({len(record.mean) for record in records})
-    if len(widths) > 1:
-        raise RouterError(f"router: task records have widths {widths}, expected one; they come from several backbones")

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from latent_sweep.config import Sweep, load_sweep
+from latent_sweep.config import RunSettings, Sweep, load_sweep
 from latent_sweep.forecast import describe_plan
-from latent_sweep.plan import Pack, Trial, expand, pack
+from latent_sweep.plan import Member, Pack, Trial, expand, pack
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import write_atomically, write_json
 from latent_sweep.tracking import SweepFolder, status
@@ -33,13 +33,14 @@ def run_sweep(path: str, overrides: Sequence[str] = (), local: bool = False) -> 
 
     sweep = load_sweep(path, overrides)
     trials = expand(sweep)
-    packs = pack(trials)
+    packs = pack(trials, sweep.run.pack)
     storage = Path(sweep.run.storage).resolve()
     print(describe_plan(sweep, trials, packs, storage), flush=True)
     folder = write_sweep(sweep, trials, storage)
     todo = _incomplete(packs, folder.path)
-    if len(todo) < len(packs):
-        _tell(f"{len(packs) - len(todo)} of {len(packs)} packs are complete in {folder.path}")
+    trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
+    if missing < trainings:
+        _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
     mirror = mirror_for(sweep.run.tracking.uri, folder)
     thread = MirrorThread(mirror, tell=_tell)
     thread.start()
@@ -47,7 +48,7 @@ def run_sweep(path: str, overrides: Sequence[str] = (), local: bool = False) -> 
         if todo:
             with ProgressPrinter(folder, _tell):
                 if local:
-                    _run_here(todo, storage, folder.path)
+                    _run_here(todo, storage, folder.path, sweep.run)
                 else:
                     from latent_sweep.backends.ray_tune import run_on_ray
 
@@ -97,16 +98,24 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFo
 
 
 def _incomplete(packs: Sequence[Pack], folder: Path) -> list[Pack]:
+    """The packs with those of their members that have something missing."""
     from latent_sweep.trial import TrialFiles
 
-    return [p for p in packs if not all(TrialFiles(trial, folder).complete for trial in p.trials)]
+    def lacks(member: Member) -> bool:
+        return not all(TrialFiles(trial, folder).complete for trial in member.trials)
+
+    lacking = [Pack(tuple(filter(lacks, p.members))) for p in packs]
+    return [p for p in lacking if p.members]
 
 
-def _run_here(packs: Sequence[Pack], storage: Path, folder: Path) -> None:
+def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettings) -> None:
     """Run packs one after another in this process: for debuggers, tests, and machines without Ray."""
+    from latent_sweep.packing import best_size, measure, split
     from latent_sweep.progress import ProgressWriter
     from latent_sweep.trial import StageDone, Step, run_pack
 
+    if run.pack == "auto":
+        packs = [part for p in packs for part in split(p, best_size(measure(p, storage)), slots=1)]
     for p in packs:
         progress = ProgressWriter(folder, p)
 
@@ -117,7 +126,7 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path) -> None:
         try:
             run_pack(p, storage, folder, emit)
         except Exception:
-            logging.getLogger(__name__).exception("pack %s failed; the others go on", p.training_id)
+            logging.getLogger(__name__).exception("pack %s failed; the others go on", p.pack_id)
 
 
 def _tell(line: str) -> None:

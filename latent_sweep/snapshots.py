@@ -1,7 +1,7 @@
 """Snapshots: what learning one task leaves behind. Written once, named by lineage, committed by rename, never changed.
 
 Safetensors and JSON only: nothing is unpickled. Every read checks a digest; what does not check is set aside, reported
-and made again.
+and made again. Caches (factors, embeddings, router records) are single files that carry the digest of themselves.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 import os
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ class Snapshot:
     """JSON values that repeat with the training: task, steps, losses. Nothing about a machine, a clock or an order."""
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | bytearray) -> None:
     """Write under a temporary name, flush to disk, rename: a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nodes may share a folder and a process id
@@ -53,6 +56,58 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: Any) -> None:
     """`content` as indented JSON with sorted keys, written atomically."""
     write_atomically(path, (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
+
+
+_SEAL = b'"sha256":"'
+"""How the header of a sealed file introduces the digest; quotes inside names are escaped, so nothing else looks so."""
+
+
+def write_sealed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
+    """Write arrays as one safetensors file, atomically; its metadata holds the sha256 of all bytes but its own 64."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    content = bytearray(save(in_order, metadata={"sha256": "0" * 64}))
+    start = content.index(_SEAL) + len(_SEAL)
+    content[start : start + 64] = _digest_without(content, start)
+    write_atomically(path, content)
+
+
+def intact(path: Path) -> bool:
+    """Whether a sealed file is there and checks against its digest, which is computed once a process.
+
+    One that does not check is renamed to `*.damaged` and reported, and counts as not there.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    if _checks(path, status.st_size, status.st_mtime_ns):
+        return True
+    damaged = path.with_suffix(".damaged")
+    log.warning("%s does not check against its digest; it is set aside as %s and made again", path, damaged.name)
+    with suppress(FileNotFoundError):  # another process has done so
+        os.replace(path, damaged)
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _checks(path: Path, size: int, modified_ns: int) -> bool:
+    """Whether the file is sealed and whole; size and time tell a file that was written again from the one checked."""
+    if size == 0:
+        return False  # nothing to map
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = content.find(_SEAL) + len(_SEAL)
+        return content[start : start + 64] == _digest_without(content, start)
+
+
+def _digest_without(content: bytearray | mmap.mmap, start: int) -> bytes:
+    """sha256 of all bytes but the 64 from `start`, in hexadecimal."""
+    digest = hashlib.sha256(content[:start])
+    with memoryview(content) as view, view[start + 64 :] as rest:
+        digest.update(rest)
+    return digest.hexdigest().encode()
 
 
 class SnapshotStore:
@@ -109,23 +164,30 @@ class SnapshotStore:
                 os.replace(path, damaged / path.name)
 
     @contextmanager
-    def lease(self, lineage: str, on_wait: Any = None) -> Iterator[None]:
-        """The right to learn this snapshot: a second process waits here until the first has committed or died.
+    def leases(self, lineages: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[list[str]]:
+        """The right to learn these snapshots, as far as nobody else has it: gives those that this process may learn.
 
-        The lock belongs to the process: the operating system releases it when the process ends, however it ends.
+        Where others learn all of them, it waits for one and gives that; whoever learned it may have committed by then.
+        No process waits while it holds a lease, so two that want the same snapshots cannot block each other. The locks
+        belong to the process: the operating system releases them when the process ends, however it ends.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(str(self.folder / f"{lineage}.lock"))
+        locks = {lineage: FileLock(str(self.folder / f"{lineage}.lock")) for lineage in lineages}
+        held = []
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            if on_wait is not None:
-                on_wait()
-            lock.acquire()
-        try:
-            yield
+            for lineage, lock in locks.items():
+                with suppress(Timeout):
+                    lock.acquire(timeout=0)
+                    held.append(lineage)
+            if not held:
+                first = lineages[0]
+                on_wait(first)
+                locks[first].acquire()
+                held.append(first)
+            yield held
         finally:
-            lock.release()
+            for lineage in held:
+                locks[lineage].release()
 
     def checkpoint(self, lineage: str) -> TaskCheckpoint:
         """The checkpoint inside the task that will become this snapshot."""

@@ -7,6 +7,7 @@ is cut and resumed from its checkpoint ends with the same bits as one that was n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.adapters.bank import Adaptation, AdapterBank, side_by_side
 from latent_sweep.backbones import Backbone
 from latent_sweep.config import TrainingSettings
 from latent_sweep.errors import NonFiniteLoss
-from latent_sweep.methods.protocol import IGNORED, Learner, Outputs
+from latent_sweep.methods.protocol import IGNORED, Example, Learner, Outputs
 from latent_sweep.snapshots import TaskCheckpoint
-
-Example = Mapping[str, Any]
-"""One tokenised row: `prompt_ids` and `target_ids` are lists of token ids."""
 
 
 def derived_seed(*parts: Any) -> int:
@@ -103,6 +101,15 @@ def label_logits(backbone: Backbone, batch: Batch) -> Tensor:
     return logits[:, :-1] if backbone.family == "llama" else logits
 
 
+def forward(
+    backbone: Backbone, bank: AdapterBank, rows: Sequence[Example], adaptation: Adaptation, denominator: float = 1.0
+) -> Outputs:
+    """One pass over rows under an adaptation: for a teacher, for statistics of a task, for validation."""
+    batch = collate(rows, backbone)
+    with bank.active(adaptation):
+        return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)
+
+
 def epoch_batches(
     lengths: Sequence[int], batch_size: int, generator: torch.Generator, group_by_length: bool
 ) -> list[list[int]]:
@@ -128,12 +135,12 @@ def epoch_batches(
 class Engine(Protocol):
     """Owns the optimizer of one learner; the loop tells it when."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Add this loss's gradients."""
+    def step(self) -> float:
+        """Clip and step; returns the gradient norm before clipping. The clipped gradients stay until `clear`."""
         ...
 
-    def step(self) -> float:
-        """Clip, step, clear the gradients; returns the gradient norm before clipping."""
+    def clear(self) -> None:
+        """Forget the gradients."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -146,37 +153,39 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """AdamW on one device, with a constant learning rate after an optional warm-up."""
+    """An optimizer on one device: the learning rate warms up, then stays or falls linearly to zero."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainingSettings):
+    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainingSettings, steps: int):
         assert settings.learning_rate is not None
         self._parameters = dict(parameters)
         self._clip = settings.gradient_clip
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay
-        )
-        warmup = settings.warmup_steps
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min(1.0, (step + 1) / warmup) if warmup else 1.0
-        )
+        self._optimizer = _optimizer(list(parameters.values()), settings)
+        warmup, falls = settings.warmup_steps or 0, settings.schedule == "linear"
 
-    def backward(self, loss: Tensor) -> None:
-        """Add this loss's gradients."""
-        loss.backward()
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            return (steps - step) / max(1, steps - warmup) if falls else 1.0
+
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, factor)
 
     def step(self) -> float:
-        """Clip, step, clear the gradients."""
+        """Clip and step."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip or math.inf)
         self._optimizer.step()
         self._schedule.step()
-        self._optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
     def state(self) -> dict[str, Tensor]:
-        """Parameters, Adam's moments and step counts."""
+        """Parameters, the optimizer's moments and step counts."""
         named = {f"parameter.{name}": parameter.detach() for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
-            named |= {f"adam.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
+            moments = self._optimizer.state[parameter]
+            named |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in moments.items()}
         return named | {"schedule": torch.tensor(self._schedule.last_epoch)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -184,15 +193,27 @@ class TorchEngine:
         for name, parameter in self._parameters.items():
             with torch.no_grad():
                 parameter.copy_(state[f"parameter.{name}"])
-            prefix = f"adam.{name}."
+            prefix = f"optimizer.{name}."
             moments = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             self._optimizer.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device).clone()
+                # a step count stays where it was made, on the CPU
+                key: value.clone() if value.dim() == 0 else value.to(parameter.device).clone()
                 for key, value in moments.items()
             }
         self._schedule.last_epoch = int(state["schedule"])
         for group, rate in zip(self._optimizer.param_groups, self._schedule.base_lrs, strict=True):
             group["lr"] = rate * self._schedule.lr_lambdas[0](self._schedule.last_epoch)
+
+
+def _optimizer(parameters: list[Tensor], settings: TrainingSettings) -> torch.optim.Optimizer:
+    rate, decay = settings.learning_rate, settings.weight_decay or 0.0
+    assert rate is not None
+    if settings.optimizer != "adafactor":
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
+    from transformers.optimization import Adafactor
+
+    # torch's own Adafactor always scales the rate by the parameter's size and lets it decay
+    return Adafactor(parameters, lr=rate, weight_decay=decay, scale_parameter=False, relative_step=False)
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
@@ -208,6 +229,7 @@ class TrainingSummary:
     first_losses: dict[str, float]
     """Mean of each named term over the first tenth."""
     seconds: float = field(compare=False)
+    """Wall time; of members that train side by side, each has its share."""
     tokens: int = field(compare=False)
     """Prompt and target tokens this process trained on, padding left out."""
 
@@ -215,107 +237,172 @@ class TrainingSummary:
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
 
-def step_count(rows: int, settings: TrainingSettings) -> int:
-    """Optimizer steps for a task of this many training rows."""
-    assert settings.epochs is not None and settings.batch_size is not None
-    steps = settings.epochs * math.ceil(rows / settings.batch_size)
-    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+@dataclass(frozen=True)
+class Lesson:
+    """One learner, what it learns from, and how."""
+
+    learner: Learner
+    examples: Sequence[Example]
+    settings: TrainingSettings
+    seed_parts: Sequence[Any]
+    """What this training's randomness is derived from: seed and task."""
+    checkpoint: TaskCheckpoint
+    """Where it is resumed from, if that holds anything."""
+    validation: Sequence[Example] = ()
+    """Held-out rows for `select: best_validation`."""
+    on_step: Progress = lambda step, steps, losses: None
+    """Called after each step with its number (1-based), the number of steps, and the loss terms."""
 
 
-def train_task(
-    learner: Learner,
-    examples: Sequence[Example],
-    backbone: Backbone,
-    bank: AdapterBank,
-    settings: TrainingSettings,
-    seed_parts: Sequence[Any],
-    checkpoint: TaskCheckpoint,
-    validation: Sequence[Example] = (),
-    on_step: Progress = lambda step, steps, losses: None,
-) -> TrainingSummary:
-    """Train `learner` on `examples`, resuming from `checkpoint` if it holds anything.
+def train_pack(lessons: Sequence[Lesson], backbone: Backbone, bank: AdapterBank) -> list[TrainingSummary | Exception]:
+    """Train learners side by side: one forward pass of the shared backbone for all their batches.
 
-    Args:
-        seed_parts: what this training's randomness is derived from: seed and task.
-        validation: held-out rows for `select: best_validation`.
-        on_step: called after each step with its number (1-based), the number of steps, and the loss terms.
+    Each has its own data order, optimizer, clipping, checkpoint and number of steps, and ends as it would alone (to
+    rounding: its batch is padded to the longest row of all). One that fails leaves; the others go on.
 
-    Raises:
-        NonFiniteLoss: the loss became NaN or infinite.
-        RuntimeError: no gradient reaches the first adapted projection.
+    Returns:
+        In the order of the lessons, a summary, or what stopped it: NonFiniteLoss where its loss or gradient became NaN
+        or infinite, RuntimeError where no gradient reaches the first adapted projection.
     """
-    began = time.monotonic()
-    rows = [dict(example) for example in examples]
-    assert settings.batch_size is not None
-    lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
-    steps = step_count(len(rows), settings)
-    steps_per_epoch = math.ceil(len(rows) / settings.batch_size)
-    engine = TorchEngine(learner.parameters(), settings)
-    backbone.model.train(settings.gradient_checkpointing)
-    if settings.gradient_checkpointing:
+    checkpointing = lessons[0].settings.gradient_checkpointing  # of the backbone, so all members agree
+    backbone.model.train(checkpointing)
+    if checkpointing:
         backbone.model.activation_checkpointing_enable({"use_reentrant": False})
-    selection = _BestOnValidation(learner, backbone, bank, validation, settings) if validation else None
-    history = _History()
-    done = _resume(checkpoint, engine, history, selection, learner.parameters())
-    batches: list[list[int]] = []
-    tokens = 0
-    for step in range(done, steps):
-        epoch, position = divmod(step, steps_per_epoch)
-        if position == 0 or not batches:
-            shuffle = torch.Generator().manual_seed(derived_seed(*seed_parts, "batches", epoch))
-            batches = epoch_batches(lengths, settings.batch_size, shuffle, settings.group_by_length)
-        torch.manual_seed(derived_seed(*seed_parts, "step", step))  # dropout, where a method has any
-        batch_rows = [rows[i] for i in batches[position]]
-        losses = _gradients(learner, engine, batch_rows, backbone, bank, settings, first=step == 0)
-        _check_losses(losses, step)
-        learner.after_backward()
-        _check_gradient(engine.step(), step)
-        learner.after_step(step)
-        history.append(losses)
-        tokens += sum(lengths[i] for i in batches[position])
-        if selection and (position == steps_per_epoch - 1 or step == steps - 1):
-            selection.consider()
-        if (step + 1) % settings.checkpoint_every == 0 and step + 1 < steps:
-            _save(checkpoint, step + 1, engine, history, selection)
-        on_step(step + 1, steps, losses)
-    if selection:
-        selection.restore()
-    if settings.gradient_checkpointing:
-        backbone.model.activation_checkpointing_disable()
-        backbone.model.eval()
-    return TrainingSummary(steps, history.mean(last=True), history.mean(last=False), time.monotonic() - began, tokens)
+    try:
+        courses = [_Course(lesson, backbone, bank) for lesson in lessons]
+        while going := [course for course in courses if course.goes_on]:
+            began = time.monotonic()
+            torch.manual_seed(going[0].step_seed)  # dropout, which no method has that trains beside others
+            losses = _gradients(going, backbone, bank)
+            for course, terms in zip(going, losses, strict=True):
+                course.advance(terms)
+            for course in going:
+                course.seconds += (time.monotonic() - began) / len(going)
+        return [course.outcome() for course in courses]
+    finally:
+        if checkpointing:
+            backbone.model.activation_checkpointing_disable()
+            backbone.model.eval()
 
 
-def _gradients(
-    learner: Learner,
-    engine: Engine,
-    rows: Sequence[Example],
-    backbone: Backbone,
-    bank: AdapterBank,
-    settings: TrainingSettings,
-    first: bool = False,
-) -> dict[str, float]:
-    """Accumulate the gradients of one step; returns its loss terms. The first step must show that data reach them."""
-    size = settings.micro_batch_size or len(rows)
-    targets = sum(len(row["target_ids"]) for row in rows)
-    denominator = {"token_mean": targets, "sequence_mean": len(rows), "sum": 1}[settings.loss_reduce]
-    losses: dict[str, float] = {}
+class _Course:
+    """A learner on its way through its task."""
 
-    def add(terms: Mapping[str, Tensor]) -> None:
-        if terms:
-            engine.backward(sum(terms.values(), start=torch.zeros((), device=backbone.device)))
-        for name, term in terms.items():
-            losses[name] = losses.get(name, 0.0) + float(term.detach())
+    def __init__(self, lesson: Lesson, backbone: Backbone, bank: AdapterBank):
+        settings, self.lesson = lesson.settings, lesson
+        self.learner = lesson.learner
+        self.rows = [dict(row) for row in lesson.learner.examples(lesson.examples)]
+        self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
+        assert settings.batch_size is not None
+        self.steps = settings.step_count(len(self.rows))
+        self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
+        self.engine: Engine = TorchEngine(self.learner.parameters(), settings, self.steps)
+        held_out = self.learner.examples(lesson.validation) if lesson.validation else ()
+        self.selection = _BestOnValidation(self.learner, backbone, bank, held_out, settings) if held_out else None
+        self.history = _History()
+        self.failure: Exception | None = None
+        self.seconds, self.tokens = 0.0, 0
+        self.step = _resume(lesson.checkpoint, self.engine, self.history, self.selection, self.learner)
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
-    for start in range(0, len(rows), size):
-        batch = collate(rows[start : start + size], backbone)
+    @property
+    def goes_on(self) -> bool:
+        return self.failure is None and self.step < self.steps
+
+    @property
+    def step_seed(self) -> int:
+        return derived_seed(*self.lesson.seed_parts, "step", self.step)
+
+    def batch(self) -> list[Example]:
+        """The rows of the step to come."""
+        epoch, position = divmod(self.step, self.steps_per_epoch)
+        if epoch != self._epoch[0]:
+            settings = self.lesson.settings
+            assert settings.batch_size is not None
+            shuffle = torch.Generator().manual_seed(derived_seed(*self.lesson.seed_parts, "batches", epoch))
+            self._epoch = epoch, epoch_batches(self.lengths, settings.batch_size, shuffle, settings.group_by_length)
+        chosen = self._epoch[1][position]
+        self.tokens += sum(self.lengths[i] for i in chosen)
+        return [self.rows[i] for i in chosen]
+
+    def advance(self, losses: Mapping[str, float]) -> None:
+        """Take the step whose gradients are there; what goes wrong ends this course alone."""
+        try:
+            if self.failure is None:
+                _check_losses(losses, self.step)
+                _check_gradient(self.engine.step(), self.step)
+                self.learner.after_step(self.step)
+        except Exception as failure:
+            self.failure = failure
+        self.engine.clear()
+        if self.failure is not None:
+            return
+        self.history.append(losses)
+        self.step += 1
+        last = self.step == self.steps
+        if self.selection and (last or self.step % self.steps_per_epoch == 0):
+            self.selection.consider()
+        if self.step % self.lesson.settings.checkpoint_every == 0 and not last:
+            _save(self.lesson.checkpoint, self.step, self.engine, self.history, self.selection, self.learner)
+        self.lesson.on_step(self.step, self.steps, losses)
+
+    def outcome(self) -> TrainingSummary | Exception:
+        if self.failure is not None:
+            return self.failure
+        try:
+            if self.selection:
+                self.selection.restore()
+        except NonFiniteLoss as failure:
+            return failure
+        first, last = self.history.mean(last=False), self.history.mean(last=True)
+        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens)
+
+
+def _gradients(courses: Sequence[_Course], backbone: Backbone, bank: AdapterBank) -> list[dict[str, float]]:
+    """Accumulate the gradients of one step of each course; returns their loss terms.
+
+    The first step of a course must show that data reach its parameters.
+    """
+    batches = [course.batch() for course in courses]
+    denominators = [_denominator(rows, c.lesson.settings) for rows, c in zip(batches, courses, strict=True)]
+    chunks = [_chunks(rows, c.lesson.settings.micro_batch_size) for rows, c in zip(batches, courses, strict=True)]
+    losses: list[dict[str, float]] = [{} for _ in courses]
+
+    def add(terms: Sequence[Mapping[str, Tensor]]) -> None:
+        total = torch.zeros((), device=backbone.device)
+        for mine, found in zip(losses, terms, strict=True):
+            for name, term in found.items():
+                mine[name] = mine.get(name, 0.0) + float(term.detach())
+            if all(math.isfinite(loss) for loss in mine.values()):  # one that is not leaves without touching the others
+                total = sum(found.values(), start=total)
+        if total.requires_grad:
+            total.backward()
+
+    for parts in itertools.zip_longest(*chunks, fillvalue=()):
+        adaptations = [c.learner.adaptation(part) for c, part in zip(courses, parts, strict=True) if part]
+        counts = [len(part) for part in parts]
+        batch = collate([row for part in parts for row in part], backbone)
         # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
-        with bank.active(learner.deltas()):
-            add(learner.loss(Outputs(label_logits(backbone, batch), batch.labels, denominator)))
-    if first:
-        _check_signal(learner)  # before the penalty, whose gradient needs no data
-    add(learner.penalty())
+        with bank.active(side_by_side(adaptations, [count for count in counts if count])):
+            logits = label_logits(backbone, batch).split(counts)
+            labels = batch.labels.split(counts)
+            outputs = [Outputs(*found) for found in zip(parts, logits, labels, denominators, strict=True)]
+            add([c.learner.loss(o) if o.rows else {} for c, o in zip(courses, outputs, strict=True)])
+    for course in courses:
+        if course.step == 0:  # before the penalty, whose gradient needs no data
+            course.failure = _no_signal(course.learner)
+    add([course.learner.penalty() for course in courses])
     return losses
+
+
+def _denominator(rows: Sequence[Example], settings: TrainingSettings) -> float:
+    targets = sum(len(row["target_ids"]) for row in rows)
+    return {"token_mean": targets, "sequence_mean": len(rows), "sum": 1}[settings.loss_reduce]
+
+
+def _chunks(rows: Sequence[Example], size: int | None) -> list[Sequence[Example]]:
+    size = size or len(rows)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _check_losses(losses: Mapping[str, float], step: int) -> None:
@@ -327,12 +414,13 @@ def _check_losses(losses: Mapping[str, float], step: int) -> None:
         )
 
 
-def _check_signal(learner: Learner) -> None:
-    if not any(g is not None and bool(g.any()) for g in learner.first_layer_gradients()):
-        raise RuntimeError(
-            "no gradient reaches the first adapted projection: training would change nothing. With gradient "
-            "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
-        )
+def _no_signal(learner: Learner) -> RuntimeError | None:
+    if any(g is not None and bool(g.any()) for g in learner.first_layer_gradients()):
+        return None
+    return RuntimeError(
+        "no gradient reaches the first adapted projection: training would change nothing. With gradient "
+        "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
+    )
 
 
 def _check_gradient(norm: float, step: int) -> None:
@@ -374,20 +462,16 @@ class _BestOnValidation:
         self.loss = math.inf
         self.parameters: dict[str, Tensor] = {}
         self._learner, self._backbone, self._bank = learner, backbone, bank
-        assert settings.batch_size is not None
         ordered = sorted(rows, key=lambda row: len(row["prompt_ids"]))
-        size = settings.micro_batch_size or settings.batch_size
-        self._batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+        self._batches = _chunks(ordered, settings.micro_batch_size or settings.batch_size)
         self._targets = sum(len(row["target_ids"]) for row in rows)
 
     @torch.no_grad()
     def consider(self) -> None:
         loss = 0.0
-        with self._bank.active(self._learner.deltas()):
-            for rows in self._batches:
-                batch = collate(rows, self._backbone)
-                outputs = Outputs(label_logits(self._backbone, batch), batch.labels, self._targets)
-                loss += float(outputs.task_loss())
+        for rows in self._batches:
+            outputs = forward(self._backbone, self._bank, rows, self._learner.adaptation(rows), self._targets)
+            loss += float(outputs.task_loss())
         if loss < self.loss:
             self.loss = loss
             self.parameters = {name: p.detach().clone() for name, p in self._learner.parameters().items()}
@@ -401,9 +485,15 @@ class _BestOnValidation:
 
 
 def _save(
-    checkpoint: TaskCheckpoint, step: int, engine: Engine, history: _History, selection: _BestOnValidation | None
+    checkpoint: TaskCheckpoint,
+    step: int,
+    engine: Engine,
+    history: _History,
+    selection: _BestOnValidation | None,
+    learner: Learner,
 ) -> None:
     tensors = {f"engine.{name}": value for name, value in engine.state().items()}
+    tensors |= {f"learner.{name}": value for name, value in learner.state().items()}
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
     if selection:
         tensors |= {f"best.{name}": value for name, value in selection.parameters.items()}
@@ -417,17 +507,22 @@ def _resume(
     engine: Engine,
     history: _History,
     selection: _BestOnValidation | None,
-    parameters: Mapping[str, Tensor],
+    learner: Learner,
 ) -> int:
     """Load the checkpoint, if there is one; returns the steps already done."""
     found = checkpoint.load()
     if found is None:
         return 0
     tensors, facts = found
-    engine.load_state({name.removeprefix("engine."): t for name, t in tensors.items() if name.startswith("engine.")})
+
+    def named(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    engine.load_state(named("engine."))
+    learner.load_state(named("learner."))
     history.names, history.rows = facts["terms"], tensors["history"].tolist()
     if selection and facts["best_loss"] is not None:
         selection.loss = facts["best_loss"]
-        best = {name.removeprefix("best."): t for name, t in tensors.items() if name.startswith("best.")}
-        selection.parameters = {name: t.to(parameters[name].device) for name, t in best.items()}
+        parameters = learner.parameters()
+        selection.parameters = {name: t.to(parameters[name].device) for name, t in named("best.").items()}
     return int(facts["step"])

@@ -12,7 +12,8 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -24,22 +25,24 @@ import torch
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones import Backbone, load_backbone
 from latent_sweep.benchmarks.loaders import tokenised
-from latent_sweep.benchmarks.schema import scoring_metric
+from latent_sweep.benchmarks.schema import BenchmarkSettings, scoring_metric
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.evaluation import Evaluator
 from latent_sweep.methods import method_class
-from latent_sweep.methods.protocol import Method, Workplace
+from latent_sweep.methods.protocol import Example, Method, TaskData, Workplace
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.mixing import Mixer, router_accuracy
-from latent_sweep.plan import Pack, Trial
+from latent_sweep.plan import Member, Pack, Trial
+from latent_sweep.router import PooledScatter
+from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, SnapshotStore, write_atomically, write_json
 from latent_sweep.tracking import Journal, attempts, stages, status
-from latent_sweep.training import TrainingSummary, derived_seed, train_task
+from latent_sweep.training import Lesson, Progress, TrainingSummary, derived_seed, train_pack
 
 log = logging.getLogger(__name__)
 
 PENALTY_WARNING = 10.0
-"""A term this many times the task loss at the end of a task is said aloud: it no longer regularises (A4b)."""
+"""A penalty this many times the task loss at the end of a task is said aloud: it no longer regularises (A4b)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Step:
     steps: int
     losses: Mapping[str, float]
     """Terms of the loss; empty while scoring."""
+    training_id: str
+    """Of the member it is about."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,8 @@ class TrialFiles:
 def run_pack(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, threads: int | None = None) -> None:
     """Run what is missing of a pack's trials: learn each task once, score it for every trial.
 
+    A member that fails leaves the pack; the others go on to their end.
+
     Args:
         storage: snapshots, factors, embeddings and tokens lie here, shared by all sweeps.
         sweep_folder: the trials' folders lie in its `trials/`.
@@ -142,30 +149,23 @@ def run_pack(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, threads:
         threads: CPU threads; None leaves torch's own choice.
 
     Raises:
-        Exception: whatever stopped it, after a `failed` event in the journal of every unfinished trial.
+        Exception: whatever stopped the first member that failed, after a `failed` event in the journal of each of its
+            unfinished trials and after the end of the others.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    files = [TrialFiles(trial, sweep_folder) for trial in pack.trials]
-    unfinished = [f for f in files if not f.complete]
-    if not unfinished:
+    folders = [(member, [TrialFiles(trial, sweep_folder) for trial in member.trials]) for member in pack.members]
+    unfinished = [(member, [f for f in files if not f.complete]) for member, files in folders]
+    if not any(files for _, files in unfinished):
         return
-    for f in unfinished:
+    desk = Desk(pack.trials[0], storage)
+    members = [MemberRun(member, files, desk) for member, files in unfinished if files]
+    for f in (f for member in members for f in member.files):
         started = {"attempt": len(attempts(f.journal.read())) + 1, "node": socket.gethostname()}
         f.journal.append("started", **started, versions=versions(), hardware=hardware(), pid=os.getpid())
-    run = _PackRun(pack, storage, emit)
-    try:
-        for position in range(len(pack.tasks)):
-            run.stage(position, unfinished)
-        for f in unfinished:
-            _finish(f, run)
-    except Exception as error:
-        where = {"task": pack.tasks[run.position].name, "step": run.step}
-        for f in unfinished:
-            if status(f.journal.read()) == "running":
-                f.journal.append("failed", kind=failure_kind(error), message=f"{error}"[:2000], **where)
-        log.error("%s failed at task %s, step %s: %s", pack.trials[0].name, where["task"], where["step"], error)
-        raise
+    _PackRun(members, desk, emit).run(len(pack.tasks))
+    if failures := [member.failure for member in members if member.failure is not None]:
+        raise failures[0]
 
 
 def failure_kind(error: BaseException) -> str:
@@ -175,42 +175,34 @@ def failure_kind(error: BaseException) -> str:
     return "out_of_memory" if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) else "error"
 
 
-class _PackRun:
-    """One worker's way through a pack. What is expensive (the backbone, factors) is loaded when first needed."""
+class Desk:
+    """What the members of a pack share. What is expensive (the backbone, tokens) is loaded when first needed."""
 
-    def __init__(self, pack: Pack, storage: Path, emit: Emit):
-        self.pack, self.storage, self.emit = pack, storage, emit
-        self.settings = pack.trials[0].settings  # training reads nothing in which the trials of a pack differ
-        self.spec = pack.trials[0].spec
+    def __init__(self, trial: Trial, storage: Path):
+        self.storage, self.spec, self.tasks = storage, trial.spec, trial.tasks
         self.store = SnapshotStore(storage / "snapshots")
-        self.lineages = pack.trials[0].lineages()
-        self.snapshots: list[Snapshot] = []
-        self.position = 0
-        self.step: int | None = None
+        self._backbone_settings = trial.settings.backbone
+        self.folds: dict[str, PooledScatter] = {}
         self._tokens: dict[Any, Any] = {}
 
     @cached_property
     def backbone(self) -> Backbone:
-        return load_backbone(self.settings.backbone)
+        """The frozen model that all members share."""
+        return load_backbone(self._backbone_settings)
 
     @cached_property
     def bank(self) -> AdapterBank:
-        return AdapterBank(self.backbone.targets)
+        """What adapts it."""
+        return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
 
-    @cached_property
-    def method(self) -> Method:
-        workplace = Workplace(self.backbone, self.storage, self.pack.largest_rank)
-        return method_class(self.settings.method.name)(self.settings.method, workplace)
-
-    def tokens(self, trial: Trial, position: int, split: str, carve: bool = False, whole: bool = False) -> Any:
+    def tokens(self, b: BenchmarkSettings, position: int, split: str, carve: bool = False, whole: bool = False) -> Any:
         """Tokenised rows; `whole` prompts are not truncated (A19)."""
-        b = trial.settings.benchmark
         key = (position, split, carve, whole, b)
         if key not in self._tokens:
             assert b.max_source_length is not None
             self._tokens[key] = tokenised(
                 self.spec,
-                self.pack.tasks[position],
+                self.tasks[position],
                 split,  # type: ignore[arg-type]
                 b,
                 self.backbone.tokenizer,
@@ -222,134 +214,251 @@ class _PackRun:
             )
         return self._tokens[key]
 
-    def stage(self, position: int, unfinished: Sequence[TrialFiles]) -> None:
-        """Learn one task if nobody has, and score the tasks seen for every trial that lacks the row."""
-        self.position, self.step = position, None
-        summary = self._learn(position)
-        for f in unfinished:
-            missing = len(f.rows) <= position
-            timing = self._score(f, position) if missing else {}
-            # a row that is scored again, because its data changed, replaces what the journal says of the stage
-            if missing or position + 1 not in {event["tasks_seen"] for event in stages(f.journal.read())}:
-                self._journal_stage(f, position, summary, timing)
-        self.emit(StageDone(position + 1, [_prefix(f.matrix, position + 1) for f in unfinished]))
 
-    def _learn(self, position: int) -> TrainingSummary | None:
-        """Put the task's snapshot at the end of the history; a summary where it was learned here and now."""
-        lineage = self.lineages[position]
-        summary = None
-        with self.store.lease(lineage, lambda: log.info("waiting for another worker to learn %s", lineage)):
-            snapshot = self.store.get(lineage)
-            if snapshot is None:
-                snapshot, summary = self._train(position, lineage)
-                self.store.append(snapshot)
-                self.store.checkpoint(lineage).remove()
-        self.snapshots.append(snapshot)
-        return summary
+class MemberRun:
+    """One member on its way through its tasks: its method, its snapshots so far, and the files of its trials."""
 
-    def _train(self, position: int, lineage: str) -> tuple[Snapshot, TrainingSummary]:
-        task, s = self.pack.tasks[position], self.settings
+    def __init__(self, member: Member, files: Sequence[TrialFiles], desk: Desk):
+        self.member, self.files, self.desk = member, files, desk
+        self.settings = member.trials[0].settings  # training reads nothing in which its trials differ
+        self.contents = member.trials[0].stage_contents()
+        self.lineages = tuple(map(content_hash, self.contents))
+        self.snapshots: list[Snapshot] = []
+        self.failure: Exception | None = None
+        self.step: int | None = None
+
+    @cached_property
+    def method(self) -> Method:
+        """The method with this member's settings, able to train."""
+        desk = self.desk
+        workplace = Workplace(desk.backbone, desk.bank, desk.storage, self.member.largest_rank)
+        return method_class(self.settings.method.name)(self.settings.method, workplace)
+
+    def lesson(self, position: int, on_step: Progress) -> Lesson:
+        """What learning the task at this position takes."""
+        s, desk, task = self.settings, self.desk, self.desk.tasks[position]
         seed_parts = (s.seed, task.name)
-        history = [snapshot.tensors for snapshot in self.snapshots] if self.method.reads_history(position) else []
-        start = torch.Generator().manual_seed(derived_seed(*seed_parts, "start"))
-        learner = self.method.begin_task(position, history, start)
         carve = s.training.select == "best_validation"
-        trial = self.pack.trials[0]
-        summary = train_task(
-            learner,
-            self.tokens(trial, position, "train", carve),
-            self.backbone,
-            self.bank,
+
+        def rows(split: str) -> list[Example]:
+            positions = self.method.learns_from(position, len(desk.tasks))
+            return [dict(row) for i in positions for row in desk.tokens(s.benchmark, i, split, carve)]
+
+        def generator(purpose: str) -> torch.Generator:
+            return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))
+
+        data = TaskData(task.name, position, len(desk.tasks), rows("train"), generator)
+        history = [snapshot.tensors for snapshot in self.snapshots] if self.method.reads_history(position) else []
+        return Lesson(
+            self.method.begin_task(data, history),
+            data.rows,
             s.training,
             seed_parts,
-            self.store.checkpoint(lineage),
-            self.tokens(trial, position, "validation", carve) if carve else (),
-            self._on_step,
+            desk.store.checkpoint(self.lineages[position]),
+            rows("validation") if carve else (),
+            on_step,
         )
-        task_loss = summary.losses["task"]
-        for name, loss in summary.losses.items():
-            if name != "task" and loss > PENALTY_WARNING * task_loss:
+
+    def snapshot(self, position: int, lesson: Lesson, summary: TrainingSummary) -> Snapshot:
+        """What the lesson leaves behind."""
+        task = self.desk.tasks[position]
+        task_loss = summary.losses.get("task", 0.0)
+        for name in lesson.learner.penalty():
+            loss = summary.losses.get(name, 0.0)
+            if loss > PENALTY_WARNING * task_loss:
                 message = "task %s: %s (%.3g) is %.0f times the task loss (%.3g); lower its coefficient in method"
                 log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
+        tensors = lesson.learner.finish()
         facts = {
-            "method": s.method.name,
+            "method": self.settings.method.name,
             "task": task.name,
-            "seed": s.seed,
+            "seed": self.settings.seed,
             "steps": summary.steps,
             "losses": summary.losses,
             "first_losses": summary.first_losses,
+            "measures": lesson.learner.facts(),
+            "stage": self.contents[position],
         }
-        return Snapshot(lineage, learner.finish(), facts), summary
+        return Snapshot(self.lineages[position], tensors, facts)
 
-    def _on_step(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
-        self.step = step
-        self.emit(Step(self.position, "learning", step, steps, losses))
+    def fail(self, error: Exception, task: str) -> None:
+        """Say in the journals what stopped this member."""
+        self.failure = error
+        for f in self.files:
+            if status(f.journal.read()) == "running":
+                kind, message = failure_kind(error), f"{error}"[:2000]
+                f.journal.append("failed", kind=kind, message=message, task=task, step=self.step)
+        log.error("%s failed at task %s, step %s: %s", self.files[0].trial.name, task, self.step, error)
 
-    def _score(self, f: TrialFiles, position: int) -> dict[str, float]:
+
+class _PackRun:
+    """One worker's way through a pack."""
+
+    def __init__(self, members: Sequence[MemberRun], desk: Desk, emit: Emit):
+        self.members, self.desk, self.emit = members, desk, emit
+
+    @property
+    def going(self) -> list[MemberRun]:
+        return [member for member in self.members if member.failure is None]
+
+    def run(self, n_tasks: int) -> None:
+        for position in range(n_tasks):
+            self._stage(position)
+        for member in self.going:
+            with self._leaving([member], n_tasks - 1):
+                for f in member.files:
+                    _finish(f, member.lineages, self.desk)
+
+    @contextmanager
+    def _leaving(self, members: Sequence[MemberRun], position: int) -> Iterator[None]:
+        """What goes wrong for these members within the block is their own end, not the pack's."""
+        try:
+            yield
+        except Exception as error:
+            for member in members:
+                member.fail(error, self.desk.tasks[position].name)
+
+    def _stage(self, position: int) -> None:
+        """Learn one task where nobody has, and score the tasks seen for every trial that lacks the row."""
+        summaries = self._learn(position)
+        for member in self.going:
+            with self._leaving([member], position):
+                for f in member.files:
+                    missing = len(f.rows) <= position
+                    timing = self._score(f, member, position) if missing else {}
+                    # a row that is scored again, because its data changed, replaces what the journal says of the stage
+                    if missing or position + 1 not in {event["tasks_seen"] for event in stages(f.journal.read())}:
+                        self._journal_stage(f, member, position, summaries.get(member.lineages[position]), timing)
+        if files := [f for member in self.going for f in member.files]:
+            self.emit(StageDone(position + 1, [_prefix(f.matrix, position + 1) for f in files]))
+
+    def _learn(self, position: int) -> dict[str, TrainingSummary]:
+        """Put the task's snapshot at the end of each member's history; summaries of those learned here and now."""
+        store, summaries = self.desk.store, {}
+        while wanting := {m.lineages[position]: m for m in self.going if len(m.snapshots) == position}:
+            with store.leases(list(wanting), _say_waiting) as mine:
+                found = {lineage: snapshot for lineage in mine if (snapshot := store.get(lineage))}
+                for lineage, (snapshot, summary) in self._train(position, [m for m in mine if m not in found]).items():
+                    store.append(snapshot)
+                    store.checkpoint(lineage).remove()
+                    found[lineage], summaries[lineage] = snapshot, summary
+            for member in self.going:
+                if len(member.snapshots) == position and member.lineages[position] in found:
+                    member.snapshots.append(found[member.lineages[position]])
+        return summaries
+
+    def _train(self, position: int, lineages: Sequence[str]) -> dict[str, tuple[Snapshot, TrainingSummary]]:
+        """Learn these snapshots side by side, each for all members that share it."""
+        sharers = {lineage: [m for m in self.going if m.lineages[position] == lineage] for lineage in lineages}
+        lessons: dict[str, Lesson] = {}
+        learned = {}
+        for lineage, members in sharers.items():
+            with self._leaving(members, position):
+                lessons[lineage] = members[0].lesson(position, self._reporter(members, position))
+        with self._leaving([member for lineage in lessons for member in sharers[lineage]], position):
+            for lineage, outcome in self._outcomes(lessons).items():
+                with self._leaving(sharers[lineage], position):
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    learned[lineage] = sharers[lineage][0].snapshot(position, lessons[lineage], outcome), outcome
+        return learned
+
+    def _outcomes(self, lessons: Mapping[str, Lesson]) -> dict[str, TrainingSummary | Exception]:
+        """Train side by side what has rows to learn from."""
+        with_rows = {lineage: lesson for lineage, lesson in lessons.items() if lesson.examples}
+        outcomes = train_pack(list(with_rows.values()), self.desk.backbone, self.desk.bank) if with_rows else []
+        nothing = dict.fromkeys(lessons, TrainingSummary(0, {}, {}, 0.0, 0))
+        return nothing | dict(zip(with_rows, outcomes, strict=True))
+
+    def _reporter(self, members: Sequence[MemberRun], position: int) -> Progress:
+        def on_step(step: int, steps: int, losses: Mapping[str, float]) -> None:
+            for member in members:
+                member.step = step
+            self.emit(Step(position, "learning", step, steps, losses, members[0].member.training_id))
+
+        return on_step
+
+    def _score(self, f: TrialFiles, member: MemberRun, position: int) -> dict[str, float]:
         """Score all tasks seen for one trial and record the row; returns timings and shares for the journal."""
         began = time.monotonic()
-        s = f.trial.settings
-        mixer = self._mixer(f.trial)
+        s, desk = f.trial.settings, self.desk
+        member.step = None
+        mixer = self._mixer(f.trial, member)
         weights = mixer.weights(position + 1)
         assert s.benchmark.max_target_length is not None
         evaluator = Evaluator(
-            self.backbone,
-            self.bank,
-            self.method,
+            desk.backbone,
+            desk.bank,
+            member.method,
             s.evaluation.batch_size,
             s.benchmark.max_target_length,
-            self.spec.stop,
+            desk.spec.stop,
             s.benchmark.references,
-            self.storage / "predictions",
+            desk.storage / "predictions",
         )
         row, generated, total, rouge_1 = [], 0, 0, {}
         for j in range(position + 1):
-            task = self.pack.tasks[j]
-            rows = self.tokens(f.trial, j, "test")
-            result = evaluator.score(self.snapshots, weights[j], rows, scoring_metric(s.benchmark, task))
+            task = desk.tasks[j]
+            rows = desk.tokens(s.benchmark, j, "test")
+            result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task))
             f.write_predictions(task.name, result.predictions)
             row.append(result.score)
             if result.rouge_1 is not None:
                 rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
             generated, total = generated + result.generated, total + len(rows)
-            self.emit(Step(position, "scoring", j + 1, position + 1, {}))
+            self.emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
         f.record(row)
         measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total}
         measured |= rouge_1
         return measured | ({"router_accuracy": router_accuracy(weights)} if mixer.routes else {})
 
-    def _mixer(self, trial: Trial) -> Mixer:
-        s = trial.settings
+    def _mixer(self, trial: Trial, member: MemberRun) -> Mixer:
+        s, desk = trial.settings, self.desk
         whole = not s.router.pool.truncate
+
+        def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
+            return member.method.gates([snapshot.tensors for snapshot in member.snapshots[:tasks_seen]], prompts)
+
         return Mixer(
             s.router,
-            self.backbone,
-            lambda position, split: self.tokens(trial, position, split, whole=whole),
-            len(self.pack.tasks),
+            desk.backbone,
+            lambda position, split: desk.tokens(s.benchmark, position, split, whole=whole),
+            gates,
+            len(desk.tasks),
             s.seed,
-            self.storage,
+            desk.storage,
+            desk.folds,
         )
 
     def _journal_stage(
-        self, f: TrialFiles, position: int, summary: TrainingSummary | None, timing: Mapping[str, float]
+        self,
+        f: TrialFiles,
+        member: MemberRun,
+        position: int,
+        summary: TrainingSummary | None,
+        timing: Mapping[str, float],
     ) -> None:
         matrix = _prefix(f.matrix, position + 1)
-        facts = self.snapshots[position].facts
-        metrics = matrix_metrics(matrix) | dict(timing) | {"train_loss": facts["losses"]["task"]}
-        metrics |= {name: loss for name, loss in facts["losses"].items() if name != "task"}
+        facts = member.snapshots[position].facts
+        metrics = matrix_metrics(matrix) | dict(timing) | facts["measures"]
+        metrics |= {"train_loss" if name == "task" else name: loss for name, loss in facts["losses"].items()}
         if summary is not None:
             metrics["seconds_train"] = summary.seconds
             metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
-        names = [task.name for task in self.pack.tasks]
+        names = [task.name for task in self.desk.tasks]
         f.journal.append(
             "stage",
             tasks_seen=position + 1,
             task=names[position],
-            lineage=self.lineages[position],
+            lineage=member.lineages[position],
             reused=summary is None,
             scores=dict(zip(names, matrix.rows[-1], strict=False)),
             metrics=metrics,
         )
+
+
+def _say_waiting(lineage: str) -> None:
+    log.info("waiting for another worker to learn %s", lineage)
 
 
 def matrix_metrics(matrix: ScoreMatrix) -> dict[str, float]:
@@ -366,13 +475,13 @@ def _prefix(matrix: ScoreMatrix, rows: int) -> ScoreMatrix:
     return ScoreMatrix(matrix.tasks, matrix.rows[:rows])
 
 
-def _finish(f: TrialFiles, run: _PackRun) -> None:
+def _finish(f: TrialFiles, lineages: Sequence[str], desk: Desk) -> None:
     """Write the trial's result with its provenance, and close its journal."""
     matrix = f.matrix
     events = f.journal.read()
     timed = ("seconds_train", "seconds_eval")
     seconds = {name: sum(event["metrics"].get(name, 0.0) for event in stages(events)) for name in timed}
-    paths = [run.store.path(lineage).relative_to(run.storage) for lineage in run.lineages]
+    paths = [desk.store.path(lineage).relative_to(desk.storage) for lineage in lineages]
     result = {
         "trial_id": f.trial.trial_id,
         "training_id": f.trial.training_id,

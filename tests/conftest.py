@@ -12,6 +12,14 @@ from sweeps_for_tests import tiny
 FAMILIES = ("tiny-llama", "tiny-t5")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 def load_tiny(name: str, dtype: str = "float32"):
     """A tiny backbone of its own, for a test that edits its weights."""
     from latent_sweep.backbones import BackboneSettings, load_backbone
@@ -38,11 +46,42 @@ def backbone(request, llama, t5):
 @pytest.fixture
 def bank(backbone):
     """A bank of the backbone; its hooks are gone after the test."""
+    bank = bank_of(backbone)
+    yield bank
+    bank.remove()
+
+
+def bank_of(backbone):
+    """A bank of a backbone; `remove()` takes its hooks off again."""
     from latent_sweep.adapters.bank import AdapterBank
 
-    yield AdapterBank(backbone.targets)
-    for module in backbone.targets.values():
-        module._forward_hooks.clear()
+    return AdapterBank(backbone.targets, backbone.prompt_embedding)
+
+
+def task_data(rows: Sequence = (), position: int = 0, seed: int = 0, n_tasks: int = 3, name: str = "task"):
+    """A task as a method sees it; what is drawn depends on seed, name and purpose."""
+    import torch
+
+    from latent_sweep.methods.protocol import TaskData
+    from latent_sweep.training import derived_seed
+
+    def generator(purpose: str):
+        return torch.Generator().manual_seed(derived_seed(seed, name, purpose))
+
+    return TaskData(name, position, n_tasks, rows, generator)
+
+
+def learn(learner, rows, backbone, bank, settings, checkpoint, seed_parts=(0, "task"), validation=(), on_step=None):
+    """Train one learner alone; returns its summary or raises what stopped it."""
+    from latent_sweep.snapshots import TaskCheckpoint
+    from latent_sweep.training import Lesson, train_pack
+
+    on_step = on_step or (lambda step, steps, losses: None)
+    lesson = Lesson(learner, rows, settings, seed_parts, TaskCheckpoint(checkpoint), validation, on_step)
+    (outcome,) = train_pack([lesson], backbone, bank)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def random_rows(count: int, seed: int = 0, shortest: int = 3, longest: int = 12, targets: int = 4) -> list[dict]:
@@ -81,7 +120,8 @@ class Runs:
         from latent_sweep.config import parse_sweep
         from latent_sweep.plan import expand, pack
 
-        return pack(expand(parse_sweep(tiny(**changes), "test")))
+        sweep = parse_sweep(tiny(**changes), "test")
+        return pack(expand(sweep), sweep.run.pack)
 
     def run(self, packs: Sequence, on: Callable = lambda event: None) -> None:
         """Run the packs here; `on` sees every step and stage, and may raise to cut the run."""

@@ -8,20 +8,22 @@ import torch
 from conftest import random_rows
 
 from latent_sweep import evaluation
+from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.evaluation import Evaluator
 from latent_sweep.generation import answer_text, generate
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import Workplace
 from latent_sweep.router import prune
+from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot
 
 COUNT, LONGEST = 7, 6
 
 
 @pytest.fixture
-def method(backbone, tmp_path):
+def method(backbone, bank, tmp_path):
     settings = LatentLoraSettings(rank=6, alpha=6.0, ortho_lambda=0.0)
-    return LatentLora(settings, Workplace(backbone, tmp_path, 6))
+    return LatentLora(settings, Workplace(backbone, bank, tmp_path, 6))
 
 
 @pytest.fixture
@@ -56,10 +58,21 @@ def generated(monkeypatch):
 
 
 @pytest.fixture
+def embedded(backbone):
+    """Shapes of what is embedded, pass by pass."""
+    shapes = []
+    handle = backbone.model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, inputs: shapes.append(tuple(inputs[0].shape))
+    )
+    yield shapes
+    handle.remove()
+
+
+@pytest.fixture
 def evaluator(backbone, bank, method, tmp_path):
     def build(**changes):
         settings = dict(batch_size=3, max_new_tokens=LONGEST, stop=(), references="single_first")
-        return Evaluator(backbone, bank, method, cache=tmp_path / "predictions", **{**settings, **changes})
+        return Evaluator(backbone, bank, method, **{"cache": tmp_path / "predictions", **settings, **changes})
 
     return build
 
@@ -70,7 +83,7 @@ def answers(score):
 
 def alone(backbone, bank, method, snapshot, prompts):
     """Each prompt answered by itself with one snapshot's plain adapter: one matrix, no rows, no blend."""
-    deltas = method.space.deltas(snapshot.tensors["R"])
+    deltas = Adaptation(method.space.deltas(snapshot.tensors["R"]))
     return [answer_text(backbone, *generate(backbone, bank, [prompt], deltas, LONGEST)) for prompt in prompts]
 
 
@@ -90,7 +103,7 @@ def test_a_posterior_of_one_task_is_that_tasks_adapter(backbone, bank, method, h
     with torch.no_grad():
         with bank.active(method.mixture([s.tensors for s in history], torch.from_numpy(weights[:2]).float())):
             routed = backbone.model(**inputs).logits
-        with bank.active(method.space.deltas(history[task].tensors["R"])):
+        with bank.active(Adaptation(method.space.deltas(history[task].tensors["R"]))):
             single = backbone.model(**inputs).logits
     torch.testing.assert_close(routed, single, atol=1e-5, rtol=1e-5)
 
@@ -113,6 +126,33 @@ def test_a_sum_is_the_sum_of_the_adapters(backbone, bank, method, history, rows,
     total = Snapshot("", {"R": sum(s.tensors["R"] for s in history)}, {})
     score = evaluator().score(history, np.ones((COUNT, 3)), rows, "accuracy")
     assert answers(score) == alone(backbone, bank, method, total, rows["prompt_ids"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "given"),
+    [
+        (np.ones((COUNT, 3)), [(1, 3)] * 3),
+        (np.tile([0.0, 1.0, 0.0], (COUNT, 1)), [(1, 1)] * 3),
+        (np.tile([0.25, 0.0, 0.75], (COUNT, 1)), [(1, 2)] * 3),
+        (soft(), [(3, 3), (3, 3), (1, 3)]),
+    ],
+    ids=["sum", "one", "saturated", "soft"],
+)
+def test_rows_of_equal_weights_share_one_adapter_and_their_instruction(
+    backbone, bank, method, history, rows, evaluator, embedded, monkeypatch, weights, given
+):
+    rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
+    blended = []
+    for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
+        R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
+        blended += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
+    shapes, real = [], method.mixture
+    monkeypatch.setattr(method, "mixture", lambda h, weights: shapes.append(tuple(weights.shape)) or real(h, weights))
+    embedded.clear()
+    assert answers(evaluator().score(history, weights, rows, "accuracy")) == blended
+    assert shapes == given
+    shared = backbone.family == "llama" and given[0][0] == 1
+    assert embedded.count((1, 40)) == (2 if shared else 0), "two batches of several rows"
 
 
 def test_scores_count_matching_answers(history, rows, evaluator):
@@ -186,6 +226,43 @@ def test_pruned_weights_make_answers_equal_between_stages(history, rows, evaluat
     three = np.tile([1 - 2e-7, 1e-7, 1e-7], (COUNT, 1))
     assert evaluator().score(history, prune(three, 1e-6), rows, "accuracy").generated == 0
     assert evaluator().score(history, prune(three, 0.0), rows, "accuracy").generated == COUNT
+
+
+@pytest.mark.parametrize("weights", [np.tile([0.5, 1.0, 0.0], (COUNT, 1)), soft()], ids=["alike", "soft"])
+def test_answers_are_known_by_what_gives_them(history, rows, evaluator, tmp_path, weights):
+    """The name of an answer file in full: one that changes makes every stored answer unknown."""
+    evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
+    (path,) = (tmp_path / "predictions").rglob("*.json")
+    used = [i for i in range(3) if weights[:, i].any()]
+    order = sorted(range(COUNT), key=lambda row: (len(rows["prompt_ids"][row]), row))
+    content = {
+        "snapshots": [f"lineage {i}" for i in used],
+        "weights": [[float(weights[row, i]).hex() for i in used] for row in order],
+        "prompts": [rows["prompt_ids"][row] for row in order],
+        "max_new_tokens": LONGEST,
+        "stop": (),
+    }
+    assert path.stem == content_hash(content, length=32)
+
+
+@pytest.mark.parametrize("weights", [np.tile([0.5, 0.5], (COUNT, 1)), soft()[:, :2]], ids=["alike", "soft"])
+def test_answers_are_the_same_known_or_not(history, rows, evaluator, tmp_path, weights):
+    """Exactly, in float32: with a cold cache, a warm one and another, and wherever in the history snapshots stand."""
+    rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
+    a, b, c = history
+    nothing = np.zeros((COUNT, 1))
+    stages = [
+        ([a, b], weights),
+        ([a, b, c], np.hstack([weights, nothing])),
+        ([c, a, b], np.hstack([nothing, weights])),
+        ([a, c, b], np.hstack([weights[:, :1], nothing, weights[:, 1:]])),
+    ]
+    cold = evaluator().score(*stages[0], rows, "accuracy")
+    for number, (snapshots, mix) in enumerate(stages):
+        warm = evaluator().score(snapshots, mix, rows, "accuracy")
+        again = evaluator(cache=tmp_path / f"empty {number}").score(snapshots, mix, rows, "accuracy")
+        assert (cold.generated, warm.generated, again.generated) == (COUNT, 0, COUNT)
+        assert answers(cold) == answers(warm) == answers(again)
 
 
 @pytest.mark.parametrize("damage", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])

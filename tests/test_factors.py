@@ -1,13 +1,23 @@
-"""Factors: exact against numpy's and torch's own SVD, unique, cached once for every rank of a sweep."""
+"""Factors: exact against numpy's and torch's own SVD, unique, cached once for every rank of a sweep, streamed."""
+
+import json
+import shutil
+import subprocess
+import sys
+import weakref
 
 import numpy as np
 import pytest
 import torch
+from conftest import load_tiny
 from safetensors.torch import load_file
 from scipy.linalg import subspace_angles
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from latent_sweep import snapshots
 from latent_sweep.adapters import factors
 from latent_sweep.adapters.factors import load_factors, truncated_svd
+from latent_sweep.backbones import BackboneSettings, StoredProjection, load_backbone, stored_backbone
 from latent_sweep.errors import ConfigError
 
 
@@ -169,21 +179,195 @@ def test_other_weights_and_another_algorithm_have_files_of_their_own(targets, tm
     ]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "flipped"])
 def test_a_damaged_file_is_set_aside_and_computed_again(targets, tmp_path, caplog, damage):
     expected = {name: part.clone() for name, part in parts(load_factors(targets, "digest", 8, tmp_path)).items()}
     path = tmp_path / "digest-exact-r8.safetensors"
     content = path.read_bytes()
+    flipped = content[:-5] + bytes([content[-5] ^ 4]) + content[-4:]
     path.unlink()  # what is mapped must not be cut
-    path.write_bytes({"cut": content[:-10], "empty": b"", "noise": b"\xff" * 200}[damage])
+    path.write_bytes({"cut": content[:-10], "empty": b"", "noise": b"\xff" * 200, "flipped": flipped}[damage])
     found = parts(load_factors(targets, "digest", 8, tmp_path))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert files(tmp_path) == ["digest-exact-r8.damaged", "digest-exact-r8.safetensors"]
     assert path.read_bytes() == content
-    assert "it is set aside and computed again" in caplog.text
+    assert "it is set aside as digest-exact-r8.damaged and made again" in caplog.text
+
+
+def test_a_damaged_file_of_another_rank_is_left_alone(targets, tmp_path):
+    load_factors(targets, "digest", 8, tmp_path)
+    path = tmp_path / "digest-exact-r16.safetensors"
+    path.write_bytes(b"damaged")
+    load_factors(targets, "digest", 8, tmp_path)
+    assert path.read_bytes() == b"damaged"
+    load_factors(targets, "digest", 12, tmp_path)
+    assert files(tmp_path) == [
+        "digest-exact-r12.safetensors",
+        "digest-exact-r16.damaged",
+        "digest-exact-r8.safetensors",
+    ]
+
+
+def test_a_file_is_hashed_once(targets, tmp_path, monkeypatch):
+    load_factors(targets, "digest", 8, tmp_path)
+    digests, plain = [], snapshots._digest_without
+    monkeypatch.setattr(snapshots, "_digest_without", lambda *a: digests.append(a) or plain(*a))
+    for rank in (8, 4, 2):
+        load_factors(targets, "digest", rank, tmp_path)
+    assert len(digests) == 1
 
 
 def test_the_number_of_threads_is_as_before(targets, tmp_path):
     before = torch.get_num_threads()
     load_factors(targets, "digest", 4, tmp_path)
     assert torch.get_num_threads() == before
+
+
+# --- streamed from a checkpoint --------------------------------------------------------------------------------------
+
+
+def saved(model, folder, shard="5GB"):
+    """The checkpoint folder of a backbone, as transformers saves it."""
+    model.model.save_pretrained(folder, max_shard_size=shard)
+    model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def only_file(folder):
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("published", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_streamed_factors_are_those_of_the_loaded_model(name, shard, published, dtype, tmp_path):
+    folder = saved(load_tiny(name, published), tmp_path / "checkpoint", shard)
+    assert (folder / "model.safetensors.index.json").is_file() == (shard == "20KB")
+    settings = BackboneSettings(name=str(folder), dtype=dtype, device="cpu")
+    stored = stored_backbone(settings)
+    loaded = load_backbone(settings)
+    assert stored.weights_digest == loaded.weights_digest
+    assert list(stored.projections) == list(loaded.targets)
+    assert loaded.projections == stored.projections
+    for projection, module in zip(stored.projections.values(), loaded.targets.values(), strict=True):
+        assert torch.equal(projection.weight, module.weight)
+        assert projection.weight.dtype == module.weight.dtype
+        assert (projection.out_features, projection.in_features) == (module.out_features, module.in_features)
+    load_factors(stored.projections, stored.weights_digest, 8, tmp_path / "streamed")
+    load_factors(loaded.targets, loaded.weights_digest, 8, tmp_path / "in memory")
+    streamed, in_memory = (only_file(tmp_path / kind) for kind in ("streamed", "in memory"))
+    assert streamed.name == in_memory.name
+    assert streamed.read_bytes() == in_memory.read_bytes()
+
+
+def test_only_one_weight_lives_at_a_time(tmp_path):
+    alive = []
+
+    class Watched:
+        out_features = in_features = 24
+
+        @property
+        def weight(self):
+            assert [reference for reference in alive if reference() is not None] == []
+            W = weight(24, 24, seed=len(alive))
+            alive.append(weakref.ref(W))
+            return W
+
+    load_factors({str(i): Watched() for i in range(5)}, "digest", 4, tmp_path)
+    assert len(alive) == 5
+
+
+def test_random_weights_have_no_checkpoint(backbone):
+    assert backbone.projections is backbone.targets
+    assert stored_backbone(BackboneSettings(name="tiny-llama")) is None
+
+
+@pytest.fixture
+def checkpoint(llama, tmp_path):
+    return saved(llama, tmp_path / "checkpoint", "20KB")
+
+
+def test_a_checkpoint_of_bin_files_is_read_from_the_loaded_model(llama, tmp_path, caplog):
+    folder = saved(llama, tmp_path / "checkpoint")
+    (folder / "model.safetensors").unlink()
+    torch.save(llama.model.state_dict(), folder / "pytorch_model.bin")
+    settings = BackboneSettings(name=str(folder), dtype="float32", device="cpu")
+    with caplog.at_level("INFO"):
+        loaded = load_backbone(settings)
+    assert loaded.projections is loaded.targets
+    assert loaded.weights_digest == llama.weights_digest
+    assert f"{folder} has no safetensors files here; its weights are read from the loaded model" in caplog.text
+
+
+def test_a_missing_shard_is_said(checkpoint, caplog):
+    shard_of = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    (checkpoint / shard_of["model.layers.1.self_attn.v_proj.weight"]).unlink()
+    with caplog.at_level("INFO"):
+        assert stored_backbone(BackboneSettings(name=str(checkpoint))) is None
+    assert "holds no model.layers." in caplog.text
+
+
+def test_other_names_than_the_models_are_said(llama, tmp_path, caplog):
+    """A checkpoint of the bare decoder has no prefix; transformers renames, and so its weights come from the model."""
+    llama.model.model.save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        assert stored_backbone(BackboneSettings(name=str(tmp_path))) is None
+    assert "holds no model.embed_tokens.weight in its safetensors files" in caplog.text
+
+
+def test_a_model_in_the_hubs_cache_is_found_there(checkpoint, llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    settings = BackboneSettings(name="somebody/some-model", dtype="float32", device="cpu")
+    assert stored_backbone(settings) is None
+    model = tmp_path / "hub" / "models--somebody--some-model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(checkpoint, model / "snapshots" / ("0" * 40))
+    stored = stored_backbone(settings)
+    assert stored.weights_digest == llama.weights_digest
+    assert all(isinstance(p, StoredProjection) and model in p.file.parents for p in stored.projections.values())
+    assert stored_backbone(settings.model_copy(update={"revision": "elsewhere"})) is None
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from latent_sweep.adapters.factors import load_factors, truncated_svd
+from latent_sweep.backbones import BackboneSettings, stored_backbone
+def kib(field):  # not resource.getrusage: its peak is inherited from the process that started this one
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
+torch.set_num_threads(1)
+truncated_svd(torch.randn(64, 64), 4, "randomized")  # what a first call loads is no matter of weights
+resident = kib("VmRSS")
+stored = stored_backbone(BackboneSettings(name=sys.argv[1], dtype="float32", device="cpu"))
+digest = stored.weights_digest
+load_factors(stored.projections, digest, 4, Path(sys.argv[2]), "randomized")
+print(1024 * (kib("VmHWM") - resident))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
+    """Of a sharded checkpoint of 140 MB, 16 weights of 4 MB are read: resident memory grows by a few of them."""
+    width, layers = 1024, 8
+    one = 4 * width * width
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            intermediate_size=64,
+            vocab_size=width // 2,
+        )
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="40MB")
+    assert sum(path.stat().st_size for path in (tmp_path / "checkpoint").glob("*-of-*.safetensors")) > 32 * one
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "checkpoint"), str(tmp_path / "factors")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    print(f"grown by {grown / one:.1f} weights of {one / 1e6:.1f} MB")
+    assert grown < 6 * one

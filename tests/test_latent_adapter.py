@@ -5,7 +5,7 @@ import torch
 from conftest import load_tiny
 from torch import nn
 
-from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.adapters.factors import Factors, truncated_svd
 from latent_sweep.adapters.latent import LatentSpace, OrthoPenalty, blend
 
@@ -41,7 +41,7 @@ def space_of(layers, side, dtype=torch.float32):
 def test_the_bank_answers_like_the_changed_weight(layers, side):
     bank, space, R = AdapterBank(layers), space_of(layers, side), normal(2, RANK, RANK)
     h = normal(3, 7, 12, seed=1)
-    with torch.no_grad(), bank.active(space.deltas(R)):
+    with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
         for index, layer in enumerate(layers.values()):
             W = layer.weight.double() + dense_delta(layer.weight, R[index], side)
             torch.testing.assert_close(layer(h), (h.double() @ W.T).float(), atol=1e-5, rtol=1e-5)
@@ -56,7 +56,7 @@ def test_each_row_answers_with_its_own_blend(layers, side):
     h = normal(4, 7, 12, seed=9)
     R = blend(adapters, weights)
     assert R.shape == (2, 4, RANK, RANK)
-    with torch.no_grad(), bank.active(space.deltas(R)):
+    with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
         together = [layer(h) for layer in layers.values()]
     for row, mix in enumerate(weights.tolist()):
         own = sum(w * a for w, a in zip(mix, adapters, strict=True))
@@ -69,7 +69,7 @@ def test_select_keeps_the_right_rows(layers):
     bank, space = AdapterBank(layers), space_of(layers, "out")
     R, h = normal(2, 4, RANK, RANK), normal(4, 3, 12, seed=1)
     kept = torch.tensor([3, 1])
-    with torch.no_grad(), bank.active(space.deltas(R)):
+    with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
         whole = [layer(h) for layer in layers.values()]
         bank.select(kept)
         part = [layer(h[kept]) for layer in layers.values()]
@@ -80,7 +80,7 @@ def test_select_keeps_the_right_rows(layers):
 def test_one_matrix_for_all_rows_is_untouched_by_select(layers):
     bank, space = AdapterBank(layers), space_of(layers, "out")
     R, h = normal(2, RANK, RANK), normal(4, 3, 12, seed=1)
-    with torch.no_grad(), bank.active(space.deltas(R)):
+    with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
         whole = layers["q"](h)
         bank.select(torch.tensor([2]))
         torch.testing.assert_close(layers["q"](h[2:3]), whole[2:3])
@@ -96,7 +96,7 @@ def test_inactive_deltas_change_no_bit(backbone, bank):
     with torch.no_grad():
         expected = bare(**inputs).logits
         assert torch.equal(backbone.model(**inputs).logits, expected)
-        with bank.active(space.deltas(R)):
+        with bank.active(Adaptation(space.deltas(R))):
             assert not torch.allclose(backbone.model(**inputs).logits, expected, atol=1e-3)
         assert torch.equal(backbone.model(**inputs).logits, expected)
 
@@ -104,7 +104,7 @@ def test_inactive_deltas_change_no_bit(backbone, bank):
 def test_an_exception_inside_the_block_switches_the_deltas_off(layers):
     bank, space, h = AdapterBank(layers), space_of(layers, "out"), normal(1, 2, 12)
     bare = layers["q"](h)
-    with pytest.raises(KeyError), bank.active(space.deltas(normal(2, RANK, RANK))):
+    with pytest.raises(KeyError), bank.active(Adaptation(space.deltas(normal(2, RANK, RANK)))):
         raise KeyError
     assert torch.equal(layers["q"](h), bare)
 
@@ -113,7 +113,7 @@ def test_a_wrong_number_of_deltas_is_refused(layers):
     bank, space = AdapterBank(layers), space_of(layers, "out")
     with (
         pytest.raises(ValueError, match="expected one delta for each of 2 projections, found 1"),
-        bank.active(space.deltas(normal(2, RANK, RANK))[:1]),
+        bank.active(Adaptation(space.deltas(normal(2, RANK, RANK))[:1])),
     ):
         pass
 
@@ -124,7 +124,7 @@ def test_in_bfloat16_the_small_product_stays_in_float32(layers):
     bank, space = AdapterBank(layers), space_of(layers, "out", torch.bfloat16)
     R = normal(2, RANK, RANK).requires_grad_(True)
     h = normal(3, 7, 12, seed=1).bfloat16()
-    with bank.active(space.deltas(R)):
+    with bank.active(Adaptation(space.deltas(R))):
         y = layers["q"](h)
     y.float().square().sum().backward()
     assert y.dtype == torch.bfloat16

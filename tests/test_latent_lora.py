@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from conftest import learns, random_rows
+from conftest import bank_of, learn, learns, random_rows, task_data
 from pydantic import ValidationError
 
 from latent_sweep.backbones import EMBEDDED
 from latent_sweep.config import TrainingSettings
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import Workplace
-from latent_sweep.snapshots import TaskCheckpoint
-from latent_sweep.training import train_task
 
 TASKS = ["mood", "topic", "cart"]  # the built-in second order takes them the other way round
 
@@ -130,7 +128,7 @@ def test_history_is_read_only_where_something_reads_it(settings, reads):
 
 def test_numbers_per_task():
     shapes = {"q": (64, 32), "v": (16, 32)}
-    assert method(rank=8).parameter_count(shapes) == 2 * 64
+    assert method(rank=8).parameter_count(shapes, 64) == 2 * 64
     assert method(rank=8).rank() == 8
 
 
@@ -211,37 +209,27 @@ CHANGES = [
 @pytest.fixture(scope="module")
 def learned(llama, tmp_path_factory):
     """Both adapters of a short training on two tasks: `learned(**settings)` gives (R_1, R_2)."""
-    from latent_sweep.adapters.bank import AdapterBank
-
-    folder, bank = tmp_path_factory.mktemp("learned"), AdapterBank(llama.targets)
+    folder, bank = tmp_path_factory.mktemp("learned"), bank_of(llama)
     known = {}
 
-    def learn(**settings):
+    def learned(**settings):
         key = repr(settings)
         if key in known:
             return known[key]
         own, history = method(**settings), []
-        own._workplace = Workplace(llama, folder, 8)
+        own._workplace = Workplace(llama, bank, folder, 8)
         for position in range(2):
-            generator = torch.Generator().manual_seed(position)
             earlier = history if own.reads_history(position) else []
-            learner = own.begin_task(position, earlier, generator)
-            train_task(
-                learner,
-                random_rows(6, seed=position),
-                llama,
-                bank,
-                TrainingSettings(learning_rate=0.05, batch_size=3, epochs=3),
-                ("task", position),
-                TaskCheckpoint(folder / "none.safetensors"),
-            )
+            learner = own.begin_task(task_data(position=position, seed=position), earlier)
+            training = TrainingSettings(learning_rate=0.05, batch_size=3, epochs=3)
+            rows = random_rows(6, seed=position)
+            learn(learner, rows, llama, bank, training, folder / "none.safetensors", ("task", position))
             history.append(learner.finish())
         known[key] = tuple(snapshot["R"] for snapshot in history)
         return known[key]
 
-    yield learn
-    for module in llama.targets.values():
-        module._forward_hooks.clear()
+    yield learned
+    bank.remove()
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: " ".join(f"{k}={v}" for k, v in change.items()))
@@ -276,9 +264,9 @@ def test_the_penalty_keeps_adapters_apart(learned):
 
 def test_a_learner_adds_the_penalty_with_its_weight(llama, tmp_path):
     own = method(ortho_lambda=0.3)
-    own._workplace = Workplace(llama, tmp_path, 8)
+    own._workplace = Workplace(llama, bank_of(llama), tmp_path, 8)
     earlier = [{"R": torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(i))} for i in range(3)]
-    learner = own.begin_task(3, earlier, torch.Generator().manual_seed(0))
+    learner = own.begin_task(task_data(position=3), earlier)
     with torch.no_grad():
         learner.R.normal_(generator=torch.Generator().manual_seed(9))
     total = 0.0
@@ -289,19 +277,19 @@ def test_a_learner_adds_the_penalty_with_its_weight(llama, tmp_path):
             total += float(kernel.square().sum())
     (penalty,) = learner.penalty().values()
     assert float(penalty.detach()) == pytest.approx(0.3 * total, rel=1e-4)
-    first = own.begin_task(0, [], torch.Generator().manual_seed(0))
+    first = own.begin_task(task_data(), [])
     assert first.penalty() == {}
 
 
 def test_where_adapters_start(llama, tmp_path):
-    workplace = Workplace(llama, tmp_path, 8)
+    workplace = Workplace(llama, bank_of(llama), tmp_path, 8)
     previous = {"R": torch.full((4, 8, 8), 0.5)}
 
     def start(position, seed=0, **settings):
         own = method(**settings)
         own._workplace = workplace
         history = [previous] if position else []
-        return own.begin_task(position, history, torch.Generator().manual_seed(seed)).R.detach()
+        return own.begin_task(task_data(position=position, seed=seed), history).R.detach()
 
     assert float(start(0).std()) == pytest.approx(1e-5, rel=0.1)
     assert not torch.equal(start(0), start(0, seed=1))
@@ -312,5 +300,5 @@ def test_where_adapters_start(llama, tmp_path):
     learner = method(R_init="prev")
     learner._workplace = workplace
     with torch.no_grad():
-        learner.begin_task(1, [previous], torch.Generator()).R.add_(1)
+        learner.begin_task(task_data(position=1), [previous]).R.add_(1)
     assert torch.equal(previous["R"], torch.full((4, 8, 8), 0.5)), "an earlier snapshot is never changed"

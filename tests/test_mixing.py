@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from latent_sweep.mixing import MODES, Mixer, pool, router_accuracy
-from latent_sweep.router import RouterSettings
+from latent_sweep.router import RouterSettings, TaskScatter
 
 TASKS = 3
 
@@ -35,16 +35,21 @@ def mixer(llama, tmp_path):
     rows = {(task, split): rows_of(task, split, 24 - task) for task in range(TASKS) for split in ("train", "test")}
     asked = []
 
-    def build(seed=0, **settings):
+    def build(seed=0, folds=None, **settings):
         def tokens(task, split):
             asked.append((task, split))
             return rows[task, split]
 
         settings = RouterSettings(**{"components": 2, **settings})
-        return Mixer(settings, llama, tokens, TASKS, seed, tmp_path)
+        return Mixer(settings, llama, tokens, gates_of, TASKS, seed, tmp_path, folds)
 
     build.rows, build.asked, build.folder = rows, asked, tmp_path
     return build
+
+
+def gates_of(tasks_seen, prompts):
+    """A gate for every snapshot that depends on the prompt's length."""
+    return np.array([[len(prompt) / (10 + task) for task in range(tasks_seen)] for prompt in prompts])
 
 
 def embedding(backbone, ids):
@@ -65,6 +70,14 @@ def test_weights_without_a_router(mixer, mode, expected):
     assert [w.shape for w in mixer(mode=mode).weights(2)] == [(24, 2), (23, 2)]
     assert not (mixer.folder / "embeddings").exists()
     assert not mixer(mode=mode).routes
+
+
+def test_gates_read_the_prompts_of_the_test_rows(mixer):
+    found = mixer(mode="gates").weights(2)
+    for task, weights in enumerate(found):
+        lengths = [len(ids) for ids in mixer.rows[task, "test"]["prompt_ids"]]
+        np.testing.assert_array_equal(weights, [[length / 10, length / 11] for length in lengths])
+    assert not mixer(mode="gates").routes
 
 
 def test_every_mode_has_weights(mixer):
@@ -160,26 +173,29 @@ def test_phi_of_a_row_does_not_depend_on_the_others(backbone):
 
 
 def stored(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
 def test_embeddings_and_records_are_computed_once(mixer, monkeypatch):
     first = mixer(mode="soft").weights(3)
     files = stored(mixer.folder)
-    assert sorted(path.split("/")[0] for path in files) == ["embeddings"] * 6 + ["router"] * 3
+    assert sorted(path.split("/")[0] for path in files) == ["embeddings"] * 6 + ["router"] * 6, (
+        "means and a scatter for each task"
+    )
 
     def refuse(*arguments):
         raise AssertionError("computed again")
 
     monkeypatch.setattr("latent_sweep.mixing.pool", refuse)
     with monkeypatch.context() as patch:
-        patch.setattr("latent_sweep.mixing.fit_task", refuse)
+        patch.setattr("latent_sweep.mixing.fit_mixture", refuse)
+        patch.setattr("latent_sweep.mixing.scatter_of", refuse)
         for one, other in zip(mixer(mode="soft").weights(3), first, strict=True):
             np.testing.assert_array_equal(one, other)
         mixer(mode="hard", epsilon=0.5, temperature=2.0).weights(3)
     mixer(mode="soft", components=3).weights(3)
     mixer(mode="soft", seed=1).weights(3)
-    assert len(stored(mixer.folder)) == 6 + 3 * 3, "another K and another seed have records of their own"
+    assert len(stored(mixer.folder)) == 6 + 3 + 3 * 3, "another K and another seed have means of their own"
 
 
 def test_other_pooling_has_embeddings_and_records_of_its_own(mixer):
@@ -188,18 +204,44 @@ def test_other_pooling_has_embeddings_and_records_of_its_own(mixer):
     whole = mixer(mode="soft", epsilon=100.0).weights(3)
     inputs = mixer(mode="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
     assert not np.array_equal(whole[0], inputs[0])
-    assert len(stored(mixer.folder)) == 2 * (6 + 3)
+    assert len(stored(mixer.folder)) == 2 * (6 + 6)
 
 
 def test_no_example_is_kept_in_a_record(mixer):
     mixer(mode="soft").weights(3)
     largest = max(path.stat().st_size for path in (mixer.folder / "router").iterdir())
     d = 32
-    assert largest < 8 * (d * d + 4 * d + 10) + 1000
+    assert largest < 8 * d * (d + 1) // 2 + 1000
+
+
+@pytest.mark.parametrize("refresh", ["per_task", "final", "frozen_first"])
+def test_weights_do_not_depend_on_interruptions(mixer, refresh):
+    """One worker that keeps its folds, against a new one for every stage: the same bits."""
+    settings = dict(mode="soft", epsilon=1.0, cov={"refresh": refresh}, prune_below=0.0)
+    folds = {}
+    for seen in (1, 2, 3, 2):
+        kept = mixer(folds=folds, **settings).weights(seen)
+        for one, other in zip(kept, mixer(**settings).weights(seen), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert len(folds) == 1
+
+
+def test_a_new_task_is_one_addition(mixer, monkeypatch):
+    read, load = [], TaskScatter.load
+    monkeypatch.setattr("latent_sweep.mixing.TaskScatter.load", lambda path: read.append(path) or load(path))
+    folds = {}
+    for seen in (1, 2, 3):
+        mixer(folds=folds, mode="soft").weights(seen)
+        mixer(folds=folds, mode="hard", epsilon=0.5, temperature=2.0, components=3, seed=1).weights(seen)
+    assert len(read) == len(set(read)) == 3
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "router"])
-@pytest.mark.parametrize("damage", [lambda data: data[:40], lambda data: b"", lambda data: data[:-8]])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:40], lambda data: b"", lambda data: data[:-8], lambda data: data[:-1] + bytes([data[-1] ^ 1])],
+    ids=["cut short", "empty", "a number missing", "a bit flipped"],
+)
 def test_a_damaged_file_is_made_again(mixer, kind, damage, caplog):
     before = mixer(mode="soft").weights(3)
     files = stored(mixer.folder)
@@ -214,3 +256,4 @@ def test_a_damaged_file_is_made_again(mixer, kind, damage, caplog):
         np.testing.assert_array_equal(one, other)
     assert stored(mixer.folder) == files
     assert "again" in caplog.text
+    assert list((mixer.folder / kind).glob("*.damaged"))

@@ -3,17 +3,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from sweeps_for_tests import TINY, tiny, write, write_benchmark
 
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE
-from latent_sweep.benchmarks.schema import load_benchmark
-from latent_sweep.cli import main
 from latent_sweep.config import load_sweep, parse_sweep
 from latent_sweep.errors import ConfigError
-from latent_sweep.forecast import estimate
 from latent_sweep.plan import expand, pack
-from latent_sweep.snapshots import Snapshot, SnapshotStore
 
 SWEEPS = sorted((Path(__file__).parents[1] / "sweeps").glob("*.yaml"))
 
@@ -124,23 +119,6 @@ def test_what_the_router_does_not_read_collapses():
     assert [dict(t.values) for t in trials if t.settings.router.mode == "sum"] == [{"router.mode": "sum"}]
 
 
-def test_the_stages_of_a_grid():
-    # lambda = 0, 0.01, 0.1; two seeds; K = 1, 2; three tasks. For each seed: the first task is one stage for all three
-    # lambdas; then two tasks for each lambda. That is 1 + 2 + 2 + 2 = 7, and 14 for two seeds.
-    trials = trials_of(
-        tiny(
-            trial__benchmark__tasks=["mood", "ticket", "date"],
-            search={"method.ortho_lambda": [0.0, 0.01, 0.1], "seed": [0, 1], "router.components": [1, 2]},
-        )
-    )
-    found = estimate(trials, Path("nowhere"))
-    assert (found.trials, found.trainings, found.stages) == (12, 6, 36)
-    assert (found.distinct, found.stored, found.missing_data) == (14, 0, None)
-    assert len(pack(trials)) == 6
-    first = {trial.lineages()[0] for trial in trials}
-    assert len(first) == 2  # one for each seed
-
-
 def test_without_a_penalty_a_task_is_the_same_wherever_it_comes():
     # order 1 learns mood, then topic; order 2 the other way round. With a penalty all four stages differ: two first
     # tasks, and two that read another one before them.
@@ -163,17 +141,7 @@ def test_a_longer_sequence_continues_a_shorter_one():
 
 def test_the_largest_rank_of_a_backbone_serves_its_packs():
     trials = trials_over(method__rank=[2, 16, 8], backbone__name=["tiny-llama", "tiny-t5"])
-    assert {pack.largest_rank for pack in pack(trials)} == {16}
-
-
-def test_stored_snapshots_are_counted(tmp_path):
-    import torch
-
-    trials = trials_over(seed=[0, 1])
-    store = SnapshotStore(tmp_path / "snapshots")
-    store.append(Snapshot(trials[0].lineages()[0], {"R": torch.zeros(1)}, {}))
-    found = estimate(trials, tmp_path)
-    assert (found.distinct, found.stored) == (4, 1)
+    assert {member.largest_rank for p in pack(trials) for member in p.members} == {16}
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -217,14 +185,6 @@ def test_a_benchmark_that_moved_is_the_same_benchmark(tmp_path):
     here = own_ids(write_benchmark(tmp_path / "own"))
     (tmp_path / "own").rename(tmp_path / "moved")
     assert own_ids(tmp_path / "moved") == here
-
-
-def test_without_data_a_plan_says_what_is_missing():
-    found = estimate(trials_of(tiny(trial__benchmark={"name": "superni"}, search={})), Path("nowhere"))
-    assert found.distinct is None
-    assert found.stored is None
-    assert found.missing_data is not None
-    assert "no data folder is set" in found.missing_data
 
 
 # --- random search ---------------------------------------------------------------------------------------------------
@@ -329,33 +289,6 @@ def test_faults_of_several_trials_come_together():
 
 
 # --- the command and the files beside it -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A data folder with a row for every task of both published benchmarks."""
-    root = tmp_path_factory.mktemp("data") / "CL_Benchmark"
-    for name in ("superni", "long_sequence"):
-        spec = load_benchmark(name)
-        for task in spec.tasks:
-            folder = root / spec.folder / task.folder
-            folder.mkdir(parents=True)
-            rows = [f'{{"input": "row {i}", "output": "yes"}}' for i in range(24)]
-            for split in ("train", "test"):
-                (folder / f"{split}.json").write_text(f"[{', '.join(rows)}]")
-    return str(root.parent)
-
-
-@pytest.mark.parametrize("path", SWEEPS, ids=[path.stem for path in SWEEPS])
-@pytest.mark.parametrize("at_hand", [False, True], ids=["without data", "with data"])
-def test_every_sweep_of_the_repository_passes_plan(path, at_hand, data, monkeypatch, capsys, tmp_path):
-    if at_hand:
-        monkeypatch.setenv(DATA_VARIABLE, data)
-    assert main(["plan", str(path), "--set", f"run.storage={tmp_path}"]) == 0
-    printed = capsys.readouterr().out
-    builtin = yaml.safe_load(path.read_text())["trial"].get("benchmark", {}).get("name") == "builtin"
-    assert ("distinct stages, 0 in the store" in printed) == (at_hand or builtin)
-    assert ("the data is not at hand" in printed) == (not at_hand and not builtin)
 
 
 def test_every_sweep_of_the_repository_has_its_own_name():

@@ -85,18 +85,20 @@ def test_too_large_a_wish_is_refused_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_asha_stops_what_is_worse_and_says_so(tmp_path):
+def test_asha_stops_the_worse_configurations_with_all_their_seeds(tmp_path):
     content = tiny(
         trial__benchmark__tasks=["mood", "ticket", "past"],
-        search={"training.learning_rate": [0.1, 1e-6, 1e-7]},
+        search={"seed": [0, 1], "training.learning_rate": [0.1, 1e-6, 1e-7]},
         run__scheduler={"name": "asha", "grace_tasks": 1},
+        run__pack=["seed"],
         run__max_concurrent=2,
     )
     code, printed, _ = run_on_ray(content, tmp_path)
     assert code == 0, printed
-    by_rate = {trial.values["training.learning_rate"]: trial for trial in sweep_folder(tmp_path)}
-    states = {rate: status(trial.events()) for rate, trial in by_rate.items()}
-    assert states[0.1] == "finished"
+    by_rate = {tuple(trial.values.values()): trial for trial in sweep_folder(tmp_path)}
+    states = {values: status(trial.events()) for values, trial in by_rate.items()}
+    assert all(states[0, rate] == states[1, rate] for rate in (0.1, 1e-6, 1e-7)), "a pack of seeds is one configuration"
+    assert states[0, 0.1] == "finished"
     stopped = [by_rate[rate] for rate, state in states.items() if state == "stopped"]
     assert stopped  # which of the two worse ones, and after how many tasks, depends on who came first
     for trial in stopped:
@@ -106,7 +108,7 @@ def test_asha_stops_what_is_worse_and_says_so(tmp_path):
     before = {rate: trial.events() for rate, trial in by_rate.items()}
     code, printed, _ = run_on_ray(content, tmp_path)
     assert code == 0
-    assert "3 of 3 packs are complete" in printed
+    assert "6 of 6 trainings are complete" in printed
     assert {rate: trial.events() for rate, trial in by_rate.items()} == before
 
 

@@ -1,10 +1,12 @@
 """The real pretrained backbone on real SuperNI data: a few steps of two tasks, through the whole pipeline."""
 
 import os
+import shutil
 
 import pytest
-from sweeps_for_tests import sweep_folder
+from sweeps_for_tests import results, sweep_folder
 
+from latent_sweep import evaluation
 from latent_sweep.cli import main
 from latent_sweep.snapshots import SnapshotStore
 from latent_sweep.tracking import stages
@@ -41,3 +43,28 @@ def test_routing_keeps_a_real_task_that_another_follows(tmp_path):
     for event in routed:
         facts = store.get(event["lineage"]).facts
         assert facts["losses"]["task"] < 0.5 * facts["first_losses"]["task"]
+
+
+def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(tmp_path, monkeypatch):
+    """Exactly, in float32: every stage scored with nothing known, on the snapshots of the first run."""
+    sizes = {"train_per_task: 48": "train_per_task: 8", "test_per_task: 8": "test_per_task: 4", "[soft, sum]": "[soft]"}
+    text = SWEEP.replace("STORAGE", str(tmp_path / "runs"))
+    for before, after in sizes.items():
+        text = text.replace(before, after)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text)
+
+    def run():
+        assert main(["run", str(file), "--local"]) == 0
+        (trial,) = sweep_folder(tmp_path)
+        shares = [event["metrics"]["generated_share"] for event in stages(trial.events())]
+        return results(sweep_folder(tmp_path)), shares
+
+    cached, shares = run()
+    assert shares == [1.0, 0.5], "the second stage knows the first task's answers"
+    shutil.rmtree(tmp_path / "runs" / "tiny")
+    shutil.rmtree(tmp_path / "runs" / "predictions")
+    monkeypatch.setattr(evaluation, "_read_answers", lambda path, count: None)
+    generated, shares = run()
+    assert shares == [1.0, 1.0]
+    assert generated == cached

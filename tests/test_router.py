@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,17 +13,21 @@ from scipy.linalg import solve_triangular
 from scipy.special import logsumexp, softmax
 from scipy.stats import multivariate_normal
 
-from latent_sweep.errors import LatentSweepError, StoreError
+from latent_sweep import snapshots
+from latent_sweep.errors import LatentSweepError
 from latent_sweep.router import (
     GaussianRouter,
+    PooledScatter,
     RouterError,
     RouterNotFitted,
     RouterSettings,
-    TaskRecord,
-    fit_task,
+    TaskMixture,
+    TaskScatter,
+    fit_mixture,
     normalise_embeddings,
     pooled_covariance,
     prune,
+    scatter_of,
 )
 
 D = 6
@@ -44,15 +49,58 @@ TASKS = [task_embeddings(task, n) for task, n in enumerate(SIZES)]
 QUERIES = np.concatenate([task_embeddings(task, n=8) for task in range(4)])
 
 
+class Records(NamedTuple):
+    """What one task leaves."""
+
+    scatter: TaskScatter
+    mixture: TaskMixture
+
+
+def records_of(tasks: Sequence[np.ndarray], settings: RouterSettings) -> list[Records]:
+    return [Records(scatter_of(X), fit_mixture(X, settings, seed=0)) for X in tasks]
+
+
+def pooled(records: Sequence[Records]) -> PooledScatter:
+    total = PooledScatter()
+    total.extend([str(i) for i in range(len(records))], lambda i: records[i].scatter)
+    return total
+
+
+def symmetric(upper: np.ndarray) -> np.ndarray:
+    """The matrix whose upper triangle this is."""
+    return np.triu(upper) + np.triu(upper, 1).T
+
+
+def covariance_of(records: Sequence[Records], settings: RouterSettings) -> np.ndarray:
+    return symmetric(pooled_covariance(pooled(records), [record.mixture for record in records], settings))
+
+
+def router_of(records: Sequence[Records], settings: RouterSettings) -> GaussianRouter:
+    mixtures = [record.mixture for record in records]
+    return GaussianRouter(settings).fit(mixtures, pooled_covariance(pooled(records), mixtures, settings))
+
+
 def fitted(settings: RouterSettings, tasks: list[np.ndarray] = TASKS) -> GaussianRouter:
-    return GaussianRouter(settings).fit([fit_task(X, settings, seed=0) for X in tasks])
+    return router_of(records_of(tasks, settings), settings)
 
 
-def naive_covariance(records: list[TaskRecord], tasks: list[np.ndarray], settings: RouterSettings) -> np.ndarray:
+def full_scatter(record: Records) -> np.ndarray:
+    """(d, d) from the stored triangle."""
+    d = record.scatter.width
+    matrix = np.zeros((d, d))
+    matrix[np.tril_indices(d)] = record.scatter.triangle
+    return np.tril(matrix, -1).T + matrix
+
+
+def triangle(matrix: np.ndarray) -> np.ndarray:
+    return matrix[np.tril_indices(len(matrix))]
+
+
+def naive_covariance(mixtures: list[TaskMixture], tasks: list[np.ndarray], settings: RouterSettings) -> np.ndarray:
     """The paper's covariance from the data itself; each input belongs to its nearest mean (K-means has converged)."""
     residuals = []
-    for record, X in zip(records, tasks, strict=True):
-        centres = record.means if settings.cov.center == "component" else record.mean[None]
+    for mixture, X in zip(mixtures, tasks, strict=True):
+        centres = mixture.means if settings.cov.center == "component" else X.mean(axis=0)[None]
         nearest = ((X[:, None] - centres) ** 2).sum(axis=2).argmin(axis=1)
         residuals.append(X - centres[nearest])
     stacked = np.concatenate(residuals)
@@ -73,19 +121,21 @@ def test_posterior_equals_bayes_rule_on_densities(center: str, ddof: str, prior:
     settings = router_settings(
         cov={"center": center, "ddof": ddof}, prior=prior, epsilon=0.05, epsilon_mode=epsilon_mode
     )
-    records = [fit_task(X, settings, seed=0) for X in TASKS]
-    C = naive_covariance(records, TASKS, settings)
+    records = records_of(TASKS, settings)
+    mixtures = [record.mixture for record in records]
+    C = naive_covariance(mixtures, TASKS, settings)
+    np.testing.assert_allclose(covariance_of(records, settings), C, rtol=1e-9, atol=1e-12)
     likelihoods = []
-    for record in records:
+    for mixture in mixtures:
         components = [
-            pi * multivariate_normal(mu, C).pdf(QUERIES) for pi, mu in zip(record.shares, record.means, strict=True)
+            pi * multivariate_normal(mu, C).pdf(QUERIES) for pi, mu in zip(mixture.shares, mixture.means, strict=True)
         ]
         likelihoods.append(np.sum(components, axis=0))
     prior_weights = np.array(SIZES) if prior == "n_t" else np.ones(4)
     joint = np.stack(likelihoods, axis=1) * prior_weights
     expected = joint / joint.sum(axis=1, keepdims=True)
 
-    router = GaussianRouter(settings).fit(records)
+    router = router_of(records, settings)
     assert 0.05 < expected.max(axis=1).min() < 0.95, "the data should leave some inputs undecided"
     np.testing.assert_allclose(router.posterior(QUERIES), expected, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(np.exp(router.log_posterior(QUERIES)), expected, rtol=1e-9, atol=1e-12)
@@ -100,16 +150,16 @@ def test_wide_embeddings_stay_finite_and_agree_with_whitening(dtype: str) -> Non
     way = np.linspace(0.499, 0.501, 21)[:, None]  # from one task's mean to the other's: undecided only half way
     queries = (1 - way) * tasks[0].mean(axis=0) + way * tasks[1].mean(axis=0)
     settings = router_settings(components=1, dtype=dtype)
-    records = [fit_task(X, settings, seed=0) for X in tasks]
-    router = GaussianRouter(settings).fit(records)
+    records = records_of(tasks, settings)
+    router = router_of(records, settings)
 
-    L = np.linalg.cholesky(pooled_covariance(records, settings))
+    L = np.linalg.cholesky(covariance_of(records, settings))
     whitened = solve_triangular(L, (queries - origin).T, lower=True).T
     log_likelihoods = []
-    for record in records:
-        centres = solve_triangular(L, (record.means - origin).T, lower=True).T
+    for _, mixture in records:
+        centres = solve_triangular(L, (mixture.means - origin).T, lower=True).T
         distances = ((whitened[:, None] - centres) ** 2).sum(axis=2)
-        log_likelihoods.append(logsumexp(np.log(record.shares) - distances / 2, axis=1))
+        log_likelihoods.append(logsumexp(np.log(mixture.shares) - distances / 2, axis=1))
     expected = softmax(np.stack(log_likelihoods, axis=1), axis=1)
 
     log_posterior = router.log_posterior(queries)
@@ -124,21 +174,15 @@ def test_largest_width_against_the_diagonal_formula() -> None:
     """d = 5120 with a diagonal covariance, where the Mahalanobis distance is a plain weighted sum."""
     d, rng = 5120, np.random.default_rng(0)
     variances = rng.uniform(0.5, 2.0, size=d)
-    scatter = np.diag(variances * 100)
-    records = []
-    for _ in range(3):
-        means = 0.02 * rng.normal(size=(2, d))
-        shares = np.array([0.3, 0.7])
-        records.append(TaskRecord(means, shares, shares @ means, scatter, count=100))
-    settings = router_settings(epsilon=0.0)
-    queries = np.concatenate([record.means for record in records]) + np.sqrt(variances) * rng.normal(size=(6, d))
+    shares = np.array([0.3, 0.7])
+    mixtures = [TaskMixture(0.02 * rng.normal(size=(2, d)), shares, 100 * shares) for _ in range(3)]
+    queries = np.concatenate([m.means for m in mixtures]) + np.sqrt(variances) * rng.normal(size=(6, d))
     log_likelihoods = [
-        logsumexp(
-            np.log(record.shares) - 0.5 * ((queries[:, None] - record.means) ** 2 / variances).sum(axis=2), axis=1
-        )
-        for record in records
+        logsumexp(np.log(shares) - 0.5 * ((queries[:, None] - m.means) ** 2 / variances).sum(axis=2), axis=1)
+        for m in mixtures
     ]
-    posterior = GaussianRouter(settings).fit(records).posterior(queries)
+    covariance = np.asfortranarray(np.diag(variances))
+    posterior = GaussianRouter(router_settings()).fit(mixtures, covariance).posterior(queries)
     np.testing.assert_allclose(posterior, softmax(np.stack(log_likelihoods, axis=1), axis=1), atol=1e-9)
     np.testing.assert_allclose(posterior.sum(axis=1), 1.0, rtol=1e-12)
 
@@ -193,11 +237,71 @@ def test_prune() -> None:
 
 def test_pooled_covariance_by_fold_and_by_concatenation() -> None:
     settings = router_settings(epsilon=0.0)
-    records = [fit_task(X, settings, seed=0) for X in TASKS]
+    records = records_of(TASKS, settings)
     residuals = np.concatenate([X - X.mean(axis=0) for X in TASKS])
-    np.testing.assert_allclose(
-        pooled_covariance(records, settings), np.cov(residuals.T, ddof=0), rtol=1e-10, atol=1e-12
-    )
+    np.testing.assert_allclose(covariance_of(records, settings), np.cov(residuals.T, ddof=0), rtol=1e-10, atol=1e-12)
+
+
+def test_the_fold_is_the_same_whenever_it_was_built(tmp_path: Path) -> None:
+    """Task by task, at once, cut and begun again from the stored records: the same bits."""
+    scatters = {f"task {i}": scatter_of(X) for i, X in enumerate(TASKS)}
+    names = list(scatters)
+    asked: list[str] = []
+
+    def stored(position: int) -> TaskScatter:
+        asked.append(names[position])
+        loaded = TaskScatter.load(tmp_path / names[position])
+        assert loaded is not None
+        return loaded
+
+    for name, scatter in scatters.items():
+        scatter.save(tmp_path / name)
+    at_once, by_task = PooledScatter(), PooledScatter()
+    at_once.extend(names, lambda position: scatters[names[position]])
+    for seen in range(1, 5):
+        by_task.extend(names[:seen], stored)
+        by_task.extend(names[:seen], stored)  # another trial of the same stage
+    assert asked == names, "each record is read once, however many stages there are"
+    np.testing.assert_array_equal(by_task.triangle, at_once.triangle)
+    assert by_task.count == at_once.count == sum(SIZES)
+    by_task.extend(names[:2], stored)  # back to an earlier stage
+    first_two = PooledScatter()
+    first_two.extend(names[:2], stored)
+    np.testing.assert_array_equal(by_task.triangle, first_two.triangle)
+    by_task.extend([names[0], names[2]], lambda position: stored(2 * position))  # another sequence
+    np.testing.assert_array_equal(by_task.triangle, scatters[names[0]].triangle + scatters[names[2]].triangle)
+
+
+def test_the_fold_does_not_change_a_record() -> None:
+    scatter = scatter_of(TASKS[0])
+    before = scatter.triangle.copy()
+    total = PooledScatter()
+    for name in "ab":
+        total.add(name, scatter)
+    np.testing.assert_array_equal(scatter.triangle, before)
+    np.testing.assert_array_equal(total.triangle, 2 * before)
+
+
+def test_a_fold_of_several_backbones_is_refused() -> None:
+    total = PooledScatter()
+    total.add("a", scatter_of(TASKS[0]))
+    with pytest.raises(RouterError, match=r"width 5, expected that of 1 earlier ones.*several backbones"):
+        total.add("b", scatter_of(TASKS[1][:, :5]))
+
+
+def test_fitting_leaves_the_fold_as_it_is() -> None:
+    """The Cholesky factor overwrites a covariance, never the sum that the next stage goes on with."""
+    for center, epsilon_mode in itertools.product(["task", "component"], ["relative", "absolute"]):
+        settings = router_settings(cov={"center": center}, epsilon_mode=epsilon_mode)
+        records = records_of(TASKS, settings)
+        mixtures = [record.mixture for record in records]
+        total = pooled(records)
+        before = total.triangle.copy()
+        router = GaussianRouter(settings)
+        first = router.fit(mixtures, pooled_covariance(total, mixtures, settings)).posterior(QUERIES)
+        np.testing.assert_array_equal(total.triangle, before)
+        again = router.fit(mixtures, pooled_covariance(total, mixtures, settings)).posterior(QUERIES)
+        np.testing.assert_array_equal(again, first)
 
 
 def test_epsilon_is_relative_or_absolute() -> None:
@@ -205,10 +309,10 @@ def test_epsilon_is_relative_or_absolute() -> None:
         router_settings(epsilon=epsilon, epsilon_mode=mode)
         for epsilon, mode in ((0.0, "relative"), (0.5, "relative"), (0.5, "absolute"))
     )
-    record = fit_task(TASKS[0] / 10, plain, seed=0)
-    S = pooled_covariance([record], plain)
-    np.testing.assert_allclose(pooled_covariance([record], absolute), S + 0.5 * np.eye(D))
-    np.testing.assert_allclose(pooled_covariance([record], relative), S + 0.5 * np.trace(S) / D * np.eye(D))
+    records = records_of([TASKS[0] / 10], plain)
+    S = covariance_of(records, plain)
+    np.testing.assert_allclose(covariance_of(records, absolute), S + 0.5 * np.eye(D))
+    np.testing.assert_allclose(covariance_of(records, relative), S + 0.5 * np.trace(S) / D * np.eye(D))
 
 
 def test_relative_epsilon_does_not_see_the_scale_of_the_embeddings() -> None:
@@ -221,57 +325,53 @@ def test_relative_epsilon_does_not_see_the_scale_of_the_embeddings() -> None:
     np.testing.assert_allclose(uniform, 0.25, atol=0.01)
 
 
-def test_refresh_chooses_the_tasks_that_are_pooled() -> None:
-    settings = {refresh: router_settings(cov={"refresh": refresh}) for refresh in ("per_task", "final", "frozen_first")}
-    records = [fit_task(X, settings["per_task"], seed=0) for X in TASKS]
-    seen = records[:2]
-    posteriors = {
-        refresh: GaussianRouter(chosen).fit(seen, covariance_records=records).posterior(QUERIES)
-        for refresh, chosen in settings.items()
-    }
-    assert all(posterior.shape == (len(QUERIES), 2) for posterior in posteriors.values())
+@pytest.mark.parametrize(("refresh", "tasks"), [("per_task", 2), ("final", 4), ("frozen_first", 1)])
+def test_refresh_chooses_the_tasks_that_are_pooled(refresh: str, tasks: int) -> None:
+    settings = router_settings(cov={"refresh": refresh})
+    assert settings.cov.pooled_tasks(tasks_seen=2, n_tasks=4) == tasks
 
-    def expected(pooled: list[TaskRecord]) -> np.ndarray:
-        C = pooled_covariance(pooled, settings["per_task"])
-        likelihoods = [
-            sum(p * multivariate_normal(m, C).pdf(QUERIES) for p, m in zip(r.shares, r.means, strict=True))
-            for r in seen
-        ]
-        joint = np.stack(likelihoods, axis=1)
-        return joint / joint.sum(axis=1, keepdims=True)
 
-    np.testing.assert_allclose(posteriors["per_task"], expected(seen), rtol=1e-9)
-    np.testing.assert_allclose(posteriors["final"], expected(records), rtol=1e-9)
-    np.testing.assert_allclose(posteriors["frozen_first"], expected(records[:1]), rtol=1e-9)
-    with pytest.raises(RouterError, match=r"cov\.refresh: final needs `covariance_records`"):
-        GaussianRouter(settings["final"]).fit(seen)
+@pytest.mark.parametrize("center", ["task", "component"])
+@pytest.mark.parametrize("tasks", [1, 2, 4])
+def test_the_covariance_may_be_that_of_other_tasks_than_the_candidates(tasks: int, center: str) -> None:
+    settings = router_settings(cov={"center": center})
+    records = records_of(TASKS, settings)
+    mixtures = [record.mixture for record in records]
+    covariance = pooled_covariance(pooled(records[:tasks]), mixtures[:tasks], settings)
+    C = naive_covariance(mixtures[:tasks], TASKS[:tasks], settings)
+    likelihoods = [
+        sum(p * multivariate_normal(m, C).pdf(QUERIES) for p, m in zip(mixture.shares, mixture.means, strict=True))
+        for mixture in mixtures[:2]
+    ]
+    joint = np.stack(likelihoods, axis=1)
+    posterior = GaussianRouter(settings).fit(mixtures[:2], covariance).posterior(QUERIES)
+    np.testing.assert_allclose(posterior, joint / joint.sum(axis=1, keepdims=True), rtol=1e-9, atol=1e-12)
 
 
 def test_singular_covariance_names_causes_and_remedies() -> None:
     settings = router_settings(epsilon=0.0)
-    record = fit_task(TASKS[0][:4], settings, seed=0)
+    records = records_of([TASKS[0][:4]], settings)
     with pytest.raises(RouterError, match="not positive definite in float64") as caught:
-        GaussianRouter(settings).fit([record])
+        router_of(records, settings)
     for words in ("fewer embeddings than dimensions", "raise router.epsilon (now 0.0, relative)", "router.dtype"):
         assert words in str(caught.value)
     assert isinstance(caught.value, LatentSweepError)
-    GaussianRouter(router_settings()).fit([record])  # the remedy works
+    router_of(records, router_settings())  # the remedy works
 
 
 def test_covariance_singular_to_rounding_is_refused() -> None:
     """The last pivot is one rounding error above zero, so LAPACK alone lets it pass."""
-    scatter = np.array([[1.0, 1.0], [1.0, 1.0 + np.finfo(np.float64).eps]])
-    record = TaskRecord(np.zeros((1, 2)), np.ones(1), np.zeros(2), scatter, count=1)
-    np.linalg.cholesky(scatter)
+    C = np.array([[1.0, 1.0], [1.0, 1.0 + np.finfo(np.float64).eps]], order="F")
+    np.linalg.cholesky(C)
+    mixture = TaskMixture(np.zeros((1, 2)), np.ones(1), np.ones(1))
     with pytest.raises(RouterError, match="not positive definite"):
-        GaussianRouter(router_settings(epsilon=0.0)).fit([record])
+        GaussianRouter(router_settings(epsilon=0.0)).fit([mixture], C)
 
 
 def test_covariance_without_degrees_of_freedom_is_refused() -> None:
     settings = router_settings(components=1, cov={"ddof": "tasks"})
-    record = fit_task(TASKS[0][:1], settings, seed=0)
     with pytest.raises(RouterError, match=r"divided by 0 \(cov\.ddof: tasks\)"):
-        pooled_covariance([record], settings)
+        covariance_of(records_of([TASKS[0][:1]], settings), settings)
 
 
 # ---- fitting one task --------------------------------------------------------------------------------------------
@@ -280,18 +380,19 @@ def test_covariance_without_degrees_of_freedom_is_refused() -> None:
 def test_record_of_one_task() -> None:
     settings = router_settings()
     X = TASKS[0]
-    record = fit_task(X, settings, seed=0)
+    scatter, record = records_of([X], settings)[0]
     assert record.means.shape == (3, D)
-    assert record.count == 60
+    assert record.count == scatter.count == 60
     assert record.shares.sum() == pytest.approx(1)
-    np.testing.assert_allclose(record.mean, X.mean(axis=0))
-    np.testing.assert_allclose(record.scatter, np.cov(X.T, ddof=0) * 60)
+    np.testing.assert_allclose(scatter.triangle, triangle(np.cov(X.T, ddof=0) * 60))
+    assert scatter.width == D
     np.testing.assert_allclose(record.shares @ record.means, X.mean(axis=0))
     # A fixed point of K-means: every mean is the average of the inputs nearest to it.
     nearest = ((X[:, None] - record.means) ** 2).sum(axis=2).argmin(axis=1)
     for k in range(3):
         np.testing.assert_allclose(record.means[k], X[nearest == k].mean(axis=0))
         assert record.shares[k] == pytest.approx((nearest == k).mean())
+        assert record.counts[k] == (nearest == k).sum()
 
 
 def test_seeds_repeat_and_differ() -> None:
@@ -300,32 +401,32 @@ def test_seeds_repeat_and_differ() -> None:
     settings = router_settings(components=8)
     huge = 2**63 + 11
     for seed in (0, 1, huge):
-        np.testing.assert_array_equal(fit_task(X, settings, seed).means, fit_task(X, settings, seed).means)
-    assert not np.array_equal(fit_task(X, settings, 0).means, fit_task(X, settings, 1).means)
+        np.testing.assert_array_equal(fit_mixture(X, settings, seed).means, fit_mixture(X, settings, seed).means)
+    assert not np.array_equal(fit_mixture(X, settings, 0).means, fit_mixture(X, settings, 1).means)
 
 
-def inertia(X: np.ndarray, record: TaskRecord) -> float:
+def inertia(X: np.ndarray, record: TaskMixture) -> float:
     return float(((X[:, None] - record.means) ** 2).sum(axis=2).min(axis=1).sum())
 
 
 def test_kmeans_settings_reach_kmeans() -> None:
     X = np.random.default_rng(0).normal(size=(300, D))
     base = router_settings(components=8)
-    plain = fit_task(X, base, seed=0)
-    restarted = fit_task(X, router_settings(components=8, gmm={"n_init": 20}), seed=0)
+    plain = fit_mixture(X, base, seed=0)
+    restarted = fit_mixture(X, router_settings(components=8, gmm={"n_init": 20}), seed=0)
     assert inertia(X, restarted) < inertia(X, plain)
-    short = fit_task(X, router_settings(components=8, gmm={"kmeans_iters": 1}), seed=0)
+    short = fit_mixture(X, router_settings(components=8, gmm={"kmeans_iters": 1}), seed=0)
     assert inertia(X, short) > inertia(X, plain)
-    settled = fit_task(X, router_settings(components=8, gmm={"kmeans_iters": 500}), seed=0)
+    settled = fit_mixture(X, router_settings(components=8, gmm={"kmeans_iters": 500}), seed=0)
     nearest = ((X[:, None] - settled.means) ** 2).sum(axis=2).argmin(axis=1)
     np.testing.assert_allclose(settled.means, [X[nearest == k].mean(axis=0) for k in range(8)])
-    random_start = fit_task(X, router_settings(components=8, gmm={"init": "random"}), seed=0)
+    random_start = fit_mixture(X, router_settings(components=8, gmm={"init": "random"}), seed=0)
     assert not np.array_equal(random_start.means, plain.means)
 
 
 def test_uniform_component_weights() -> None:
-    shared = fit_task(TASKS[0], router_settings(), seed=0)
-    uniform = fit_task(TASKS[0], router_settings(gmm={"weights": "uniform"}), seed=0)
+    shared = fit_mixture(TASKS[0], router_settings(), seed=0)
+    uniform = fit_mixture(TASKS[0], router_settings(gmm={"weights": "uniform"}), seed=0)
     np.testing.assert_array_equal(uniform.means, shared.means)
     np.testing.assert_allclose(uniform.shares, 1 / 3)
     assert not np.allclose(shared.shares, 1 / 3)
@@ -337,17 +438,17 @@ def test_whiten_first_separates_clusters_that_noise_hides() -> None:
     side = rng.integers(2, size=400)
     X = np.stack([5 * rng.normal(size=400), side + 0.05 * rng.normal(size=400)], axis=1)
     expected = np.sort([X[side == 0, 1].mean(), X[side == 1, 1].mean()])
-    raw = fit_task(X, router_settings(components=2, epsilon=1e-6), seed=0)
-    whitened = fit_task(X, router_settings(components=2, epsilon=1e-6, gmm={"whiten_first": True}), seed=0)
+    raw = fit_mixture(X, router_settings(components=2, epsilon=1e-6), seed=0)
+    whitened = fit_mixture(X, router_settings(components=2, epsilon=1e-6, gmm={"whiten_first": True}), seed=0)
     assert np.ptp(raw.means[:, 1]) < 0.2
     np.testing.assert_allclose(np.sort(whitened.means[:, 1]), expected, atol=1e-9)  # averages of the raw embeddings
 
 
 @pytest.mark.parametrize("weights", ["share", "uniform"])
 def test_em_steps_follow_their_definition(weights: str) -> None:
-    start = fit_task(TASKS[0], router_settings(gmm={"weights": weights}), seed=0)
+    start = fit_mixture(TASKS[0], router_settings(gmm={"weights": weights}), seed=0)
     settings = router_settings(gmm={"em_iters": 2, "weights": weights})
-    X, C = TASKS[0], pooled_covariance([start], settings)
+    X, C = TASKS[0], covariance_of([Records(scatter_of(TASKS[0]), start)], settings)
     means, shares = start.means, start.shares
     for _ in range(2):
         joint = np.stack([p * multivariate_normal(m, C).pdf(X) for p, m in zip(shares, means, strict=True)], axis=1)
@@ -355,7 +456,7 @@ def test_em_steps_follow_their_definition(weights: str) -> None:
         counts = responsibilities.sum(axis=0)
         means = responsibilities.T @ X / counts[:, None]
         shares = counts / len(X) if weights == "share" else shares
-    record = fit_task(X, settings, seed=0)
+    record = fit_mixture(X, settings, seed=0)
     np.testing.assert_allclose(record.means, means, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(record.shares, shares, rtol=1e-9)
     assert not np.allclose(record.means, start.means)
@@ -363,21 +464,22 @@ def test_em_steps_follow_their_definition(weights: str) -> None:
 
 def test_component_scatter_after_em_is_weighted_by_responsibility() -> None:
     settings = router_settings(gmm={"em_iters": 1}, cov={"center": "component"})
-    start = fit_task(TASKS[0], router_settings(cov={"center": "component"}), seed=0)
-    X, C = TASKS[0], pooled_covariance([start], settings)
+    start = fit_mixture(TASKS[0], router_settings(cov={"center": "component"}), seed=0)
+    X, C = TASKS[0], covariance_of([Records(scatter_of(TASKS[0]), start)], settings)
     joint = [p * multivariate_normal(m, C).pdf(X) for p, m in zip(start.shares, start.means, strict=True)]
     responsibilities = np.stack(joint, axis=1) / np.sum(joint, axis=0)[:, None]
-    record = fit_task(X, settings, seed=0)
-    residuals = X[:, None] - record.means
+    (records,) = records_of([X], settings)
+    residuals = X[:, None] - records.mixture.means
     expected = np.einsum("nk,nki,nkj->ij", responsibilities, residuals, residuals)
-    np.testing.assert_allclose(record.scatter, expected, rtol=1e-9, atol=1e-9)
+    between = records.mixture.between()
+    np.testing.assert_allclose(full_scatter(records) - between.T @ between, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_shares_have_a_floor() -> None:
     """Ten EM steps under a wide covariance would leave one component nearly empty; its weight stays near 1/n."""
     X = np.concatenate([TASKS[0], TASKS[0][:1] + 0.01])
     settings = router_settings(components=20, gmm={"em_iters": 30})
-    record = fit_task(X, settings, seed=0)
+    record = fit_mixture(X, settings, seed=0)
     n = len(X)
     floor = (1 / n) / (1 + len(record.shares) / n)  # 1/n before the shares are made to sum to one again
     assert record.shares.min() >= floor
@@ -388,96 +490,136 @@ def test_shares_have_a_floor() -> None:
 def test_fewer_distinct_embeddings_than_components() -> None:
     X = np.repeat(TASKS[0][:2], 5, axis=0)
     with pytest.warns(UserWarning, match="distinct clusters"):
-        record = fit_task(X, router_settings(components=4), seed=0)
+        record = fit_mixture(X, router_settings(components=4), seed=0)
     assert len(record.means) == 2
     np.testing.assert_allclose(record.shares, 0.5)
-    other = fit_task(TASKS[1], router_settings(), seed=0)  # tasks may have different numbers of components
-    assert GaussianRouter(router_settings()).fit([record, other]).posterior(X).argmax(axis=1).tolist() == [0] * 10
+    other = fit_mixture(TASKS[1], router_settings(), seed=0)  # tasks may have different numbers of components
+    records = [Records(scatter_of(X), record), Records(scatter_of(TASKS[1]), other)]
+    assert router_of(records, router_settings()).posterior(X).argmax(axis=1).tolist() == [0] * 10
 
 
 def test_more_components_than_embeddings() -> None:
     with pytest.raises(ValueError, match=r"3 components was given 2 embeddings.*Lower router\.components"):
-        fit_task(TASKS[0][:2], router_settings(), seed=0)
+        fit_mixture(TASKS[0][:2], router_settings(), seed=0)
 
 
 # ---- records and router as objects -------------------------------------------------------------------------------
 
 
+def saved(record: TaskScatter | TaskMixture, path: Path) -> Any:
+    """The record as it comes back from the disk."""
+    record.save(path)
+    return type(record).load(path)
+
+
 def test_adding_a_task_needs_only_the_records(tmp_path: Path) -> None:
     settings = router_settings()
-    paths = []
-    for index, X in enumerate(TASKS[:3]):
-        paths.append(tmp_path / f"{index}.safetensors")
-        fit_task(X, settings, seed=index).save(paths[-1])
-    newest = fit_task(TASKS[3], settings, seed=3)
-    reloaded = GaussianRouter(settings).fit([*map(TaskRecord.load, paths), newest])
-    at_once = GaussianRouter(settings).fit([fit_task(X, settings, seed=index) for index, X in enumerate(TASKS)])
-    np.testing.assert_array_equal(reloaded.log_posterior(QUERIES), at_once.log_posterior(QUERIES))
+    records = records_of(TASKS, settings)
+    stored = [
+        Records(*(saved(part, tmp_path / f"{i}-{n}.safetensors") for n, part in enumerate(r)))
+        for i, r in enumerate(records[:3])
+    ]
+    reloaded = router_of([*stored, records[3]], settings)
+    np.testing.assert_array_equal(reloaded.log_posterior(QUERIES), router_of(records, settings).log_posterior(QUERIES))
 
 
 def test_refitting_equals_a_new_router() -> None:
     settings = router_settings()
-    records = [fit_task(X, settings, seed=0) for X in TASKS]
-    router = GaussianRouter(settings).fit(records[:2])
-    two = router.posterior(QUERIES)
-    router.fit(records)
-    np.testing.assert_array_equal(router.posterior(QUERIES), GaussianRouter(settings).fit(records).posterior(QUERIES))
-    np.testing.assert_array_equal(router.fit(records[:2]).posterior(QUERIES), two)
+    records = records_of(TASKS, settings)
+    mixtures = [record.mixture for record in records]
+    two, four = (pooled_covariance(pooled(records[:n]), mixtures[:n], settings) for n in (2, 4))
+    router = GaussianRouter(settings).fit(mixtures[:2], two.copy(order="F"))
+    first = router.posterior(QUERIES)
+    np.testing.assert_array_equal(
+        router.fit(mixtures, four).posterior(QUERIES), router_of(records, settings).posterior(QUERIES)
+    )
+    np.testing.assert_array_equal(router.fit(mixtures[:2], two).posterior(QUERIES), first)
 
 
 def test_record_round_trip_leaves_no_other_file(tmp_path: Path) -> None:
-    record = fit_task(TASKS[0], router_settings(), seed=0)
-    transposed = TaskRecord(
-        np.asfortranarray(record.means), record.shares, record.mean, np.asfortranarray(record.scatter), record.count
-    )
-    path = tmp_path / "task.safetensors"
-    transposed.save(path)
-    transposed.save(path)  # writing again replaces
-    loaded = TaskRecord.load(path)
-    assert [file.name for file in tmp_path.iterdir()] == ["task.safetensors"]
-    assert loaded.count == record.count
-    for name in ("means", "shares", "mean", "scatter"):
-        np.testing.assert_array_equal(getattr(loaded, name), getattr(record, name))
+    scatter, mixture = records_of(TASKS[:1], router_settings())[0]
+    transposed = TaskMixture(np.asfortranarray(mixture.means), mixture.shares, mixture.counts)
+    for record, original in ((scatter, scatter), (transposed, mixture)):
+        path = tmp_path / "task.safetensors"
+        record.save(path)
+        loaded = saved(record, path)  # writing again replaces
+        assert [file.name for file in tmp_path.iterdir()] == ["task.safetensors"]
+        for name in ("triangle", "count") if record is scatter else ("means", "shares", "counts", "count"):
+            np.testing.assert_array_equal(getattr(loaded, name), getattr(original, name))
+    assert isinstance(saved(scatter, tmp_path / "task.safetensors").count, int)
 
 
 def test_failed_save_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "task.safetensors"
-    fit_task(TASKS[0], router_settings(), seed=0).save(path)
+    scatter_of(TASKS[0]).save(path)
     before = path.read_bytes()
 
     def full_disk(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("latent_sweep.router.os.fsync", full_disk)
+    monkeypatch.setattr("latent_sweep.snapshots.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        fit_task(TASKS[1], router_settings(), seed=0).save(path)
+        scatter_of(TASKS[1]).save(path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_not_a_record_is_refused(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
+def test_a_record_that_is_not_there(tmp_path: Path) -> None:
+    assert TaskScatter.load(tmp_path / "nothing.safetensors") is None
+    assert list(tmp_path.iterdir()) == []
 
+
+def test_every_flipped_bit_of_a_record_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "task.safetensors"
-    path.write_bytes(b"cut short")
-    with pytest.raises(StoreError, match=r"task\.safetensors is not a task record"):
-        TaskRecord.load(path)
-    record = fit_task(TASKS[0], router_settings(), seed=0)
-    tensors = {"means": record.means, "shares": record.shares, "mean": record.mean, "scatter": record.scatter}
-    save_file(tensors, path)
-    with pytest.raises(StoreError, match=r"expected .*count"):
-        TaskRecord.load(path)
-    save_file({**tensors, "count": np.array([60]), "scatter": record.scatter[:4]}, path)
-    with pytest.raises(StoreError, match=r"`scatter` is float64 \(4, 6\), expected float64 \(6, 6\)"):
-        TaskRecord.load(path)
+    original = TaskMixture(np.arange(4.0).reshape(2, 2), np.full(2, 0.5), np.array([3.0, 4.0]))
+    original.save(path)
+    content = path.read_bytes()
+    assert TaskMixture.load(path) is not None
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        snapshots._checks.cache_clear()  # the clock of a file system may be too coarse for a test
+        assert TaskMixture.load(path) is None, f"byte {position}"
+        assert [file.name for file in tmp_path.iterdir()] == ["task.damaged"]
+    assert "task.safetensors does not check against its digest; it is set aside as task.damaged" in caplog.text
 
 
-def test_record_checks_itself() -> None:
-    record = fit_task(TASKS[0], router_settings(), seed=0)
+@pytest.mark.parametrize("content", [b"", b"x", b"cut short", b'{"sha256":"'])
+def test_what_is_no_record_at_all_is_set_aside(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "task.safetensors"
+    path.write_bytes(content)
+    assert TaskScatter.load(path) is None
+    assert (tmp_path / "task.damaged").read_bytes() == content
+
+
+def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "task.safetensors"
+    scatter_of(TASKS[0]).save(path)
+    digests = []
+    plain = snapshots._digest_without
+    monkeypatch.setattr(snapshots, "_digest_without", lambda *a: digests.append(a) or plain(*a))
+    assert all(TaskScatter.load(path) is not None for _ in range(3))
+    assert len(digests) == 1
+    scatter_of(TASKS[0][:-1]).save(path)
+    loaded = TaskScatter.load(path)
+    assert loaded is not None and loaded.count == SIZES[0] - 1
+
+
+def test_records_check_themselves() -> None:
+    scatter, mixture = records_of(TASKS[:1], router_settings())[0]
     with pytest.raises(ValueError, match=r"`means` is float32 \(3, 6\), expected float64 \(3, 6\)"):
-        TaskRecord(record.means.astype(np.float32), record.shares, record.mean, record.scatter, record.count)
+        TaskMixture(mixture.means.astype(np.float32), mixture.shares, mixture.counts)
+    with pytest.raises(ValueError, match=r"`means` is float64 \(2, 6\), expected float64 \(3, 6\)"):
+        TaskMixture(mixture.means[:2], mixture.shares, mixture.counts)
+    with pytest.raises(ValueError, match=r"`counts` is float64 \(1,\), expected float64 \(3,\)"):
+        TaskMixture(mixture.means, mixture.shares, mixture.counts[:1])
+    with pytest.raises(ValueError, match=r"`triangle` is float64 \(20,\), expected float64 \(d \(d \+ 1\) / 2,\)"):
+        TaskScatter(scatter.triangle[:20], 60)
+    with pytest.raises(ValueError, match=r"`triangle` is float64 \(6, 6\)"):
+        TaskScatter(np.zeros((6, 6)), 60)
     with pytest.raises(ValueError, match="`count` is 0"):
-        TaskRecord(record.means, record.shares, record.mean, record.scatter, count=0)
+        TaskScatter(scatter.triangle, 0)
 
 
 def test_router_before_fit() -> None:
@@ -495,11 +637,14 @@ def test_router_refuses_what_does_not_fit() -> None:
     with pytest.raises(RouterError, match="embedding 4 of 32 is not finite"):
         router.posterior(broken)
     with pytest.raises(RouterError, match="is not finite"):
-        fit_task(broken, settings, seed=0)
+        fit_mixture(broken, settings, seed=0)
+    with pytest.raises(RouterError, match="is not finite"):
+        scatter_of(broken)
     with pytest.raises(RouterError, match="expected at least one"):
-        GaussianRouter(settings).fit([])
+        GaussianRouter(settings).fit([], np.eye(D))
+    mixture = fit_mixture(TASKS[0], settings, seed=0)
     with pytest.raises(RouterError, match=r"widths \[5, 6\]"):
-        GaussianRouter(settings).fit([fit_task(X, settings, seed=0) for X in (TASKS[0], TASKS[1][:, :5])])
+        GaussianRouter(settings).fit([mixture], np.eye(D - 1))
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -586,14 +731,26 @@ def test_equal_record_identity_means_equal_record(base: dict[str, Any], change: 
     """Records are shared between trials by this identity, so whatever it leaves out must not change a record."""
     first, second = router_settings(**base), with_group(base, change)
     if first.record_identity() == second.record_identity():
-        one, other = (fit_task(TASKS[0], settings, seed=0) for settings in (first, second))
-        for name in ("means", "shares", "scatter"):
+        one, other = (fit_mixture(TASKS[0], settings, seed=0) for settings in (first, second))
+        for name in ("means", "shares", "counts"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
 def test_record_identity_leaves_out_what_only_routing_reads() -> None:
     plain = router_settings().record_identity()
-    for free in ({"epsilon": 0.5}, {"temperature": 2.0}, {"prior": "n_t"}, {"mode": "hard"}, {"dtype": "float32"}):
+    routing = ({"epsilon": 0.5}, {"temperature": 2.0}, {"prior": "n_t"}, {"mode": "hard"}, {"dtype": "float32"})
+    covariance = [
+        {"cov": {name: value}} for name, value in (("center", "component"), ("ddof", "tasks"), ("refresh", "final"))
+    ]
+    for free in (*routing, *covariance):
         assert router_settings(**free).record_identity() == plain
     for bound in ({"components": 4}, {"embed_norm": "l2"}, {"pool": {"truncate": False}}, {"gmm": {"n_init": 2}}):
         assert router_settings(**bound).record_identity() != plain
+
+
+def test_a_scatter_is_shared_by_all_that_pool_the_same_embeddings() -> None:
+    plain = router_settings().scatter_identity()
+    for free in ({"components": 4}, {"gmm": {"em_iters": 2}}, {"epsilon": 0.5}, {"cov": {"center": "component"}}):
+        assert router_settings(**free).scatter_identity() == plain
+    for bound in ({"embed_norm": "l2"}, {"pool": {"truncate": False}}):
+        assert router_settings(**bound).scatter_identity() != plain

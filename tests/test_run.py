@@ -146,7 +146,7 @@ def test_the_same_command_again_does_nothing(finished, capsys):
     folder, path, _ = finished
     before, journals = modified(folder), {trial.trial_id: trial.events() for trial in sweep_folder(folder)}
     assert main(["run", path, "--local"]) == 0
-    assert "2 of 2 packs are complete" in capsys.readouterr().out
+    assert "2 of 2 trainings are complete" in capsys.readouterr().out
     rewritten = {
         str(file.relative_to(folder / "runs")) for file, time in modified(folder).items() if before.get(file) != time
     }
@@ -214,7 +214,7 @@ def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(tmp_path, capsy
     assert [event["event"] for event in bad.events()] == ["started", "failed", "started", "failed"]
     assert [event["attempt"] for event in bad.events() if event["event"] == "started"] == [1, 2]
     assert [event["event"] for event in good.events()].count("started") == 1
-    assert "1 of 2 packs are complete" in capsys.readouterr().out
+    assert "1 of 2 trainings are complete" in capsys.readouterr().out
 
 
 # --- changed data ----------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from latent_sweep.snapshots import SnapshotStore
-with SnapshotStore(Path(sys.argv[1])).lease("abc"):
+with SnapshotStore(Path(sys.argv[1])).leases(["abc"], print):
     print("held", flush=True)
     sys.stdin.readline()
 print("released", flush=True)
@@ -218,7 +218,8 @@ def wait_for_the_lease(store):
     waits, has = threading.Event(), threading.Event()
 
     def take():
-        with store.lease("abc", waits.set):
+        with store.leases(["abc"], lambda lineage: waits.set()) as mine:
+            assert mine == ["abc"]
             has.set()
 
     thread = threading.Thread(target=take, daemon=True)
@@ -242,13 +243,14 @@ def test_a_lease_makes_the_second_process_wait(store, holder, end):
 
 
 def test_a_lease_of_another_snapshot_does_not_wait(store, holder):
-    with store.lease("other", lambda: pytest.fail("it waits")):
-        pass
+    """And a process that may learn one of several does not wait for those that others learn."""
+    with store.leases(["abc", "other", "third"], lambda lineage: pytest.fail("it waits")) as mine:
+        assert mine == ["other", "third"]
 
 
 def test_a_lease_ends_with_an_exception(store):
     for _ in range(2):
-        with pytest.raises(KeyError), store.lease("abc", lambda: pytest.fail("it waits")):
+        with pytest.raises(KeyError), store.leases(["abc"], lambda lineage: pytest.fail("it waits")):
             raise KeyError
 
 

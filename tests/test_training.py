@@ -4,22 +4,19 @@ import math
 
 import pytest
 import torch
-from conftest import load_tiny, random_rows
+from conftest import bank_of, learn, load_tiny, random_rows, task_data
 
-from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.config import TrainingSettings
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import IGNORED, Workplace
-from latent_sweep.snapshots import TaskCheckpoint
 from latent_sweep.training import (
     TorchEngine,
     collate,
     derived_seed,
     epoch_batches,
     label_logits,
-    step_count,
-    train_task,
 )
 
 ROWS = random_rows(12, seed=1)
@@ -31,12 +28,12 @@ class Cut(Exception):
 
 
 @pytest.fixture
-def method_of(backbone, tmp_path):
+def method_of(backbone, bank, tmp_path):
     """A Latent-LoRA on the backbone: `method_of(rank=4)`."""
 
     def build(**settings):
         merged = {"rank": 8, "alpha": 32.0, "ortho_lambda": 0.0, **settings}
-        return LatentLora(LatentLoraSettings(**merged), Workplace(backbone, tmp_path, 8))
+        return LatentLora(LatentLoraSettings(**merged), Workplace(backbone, bank, tmp_path, 8))
 
     return build
 
@@ -47,7 +44,7 @@ def train(backbone, bank, method_of, tmp_path):
 
     def run(rows=ROWS, validation=(), name="c", on_step=lambda step: None, prepare=lambda learner: None, **settings):
         method_settings = {key: settings.pop(key) for key in ("rank", "alpha", "dropout", "R_init") if key in settings}
-        learner = method_of(**method_settings).begin_task(0, [], torch.Generator().manual_seed(7))
+        learner = method_of(**method_settings).begin_task(task_data(), [])
         prepare(learner)
         losses = []
 
@@ -56,17 +53,9 @@ def train(backbone, bank, method_of, tmp_path):
             on_step(step)
 
         settings = {"learning_rate": 0.03, "batch_size": 4, "epochs": 3, **settings}
-        summary = train_task(
-            learner,
-            rows,
-            backbone,
-            bank,
-            TrainingSettings(**settings),
-            (0, "task"),
-            TaskCheckpoint(tmp_path / f"{name}.safetensors"),
-            validation,
-            record,
-        )
+        path = tmp_path / f"{name}.safetensors"
+        training = TrainingSettings(**settings)
+        summary = learn(learner, rows, backbone, bank, training, path, validation=validation, on_step=record)
         return learner, summary, losses
 
     return run
@@ -118,7 +107,7 @@ def first_gradient(train, **settings):
     found = []
 
     def prepare(learner):
-        learner.after_backward = lambda: found.append(learner.R.grad.clone())
+        learner.after_step = lambda step: found.append(learner.R.grad.clone())
 
     train(batch_size=12, max_steps=1, prepare=prepare, gradient_clip=None, **settings)
     return found[0]
@@ -142,13 +131,13 @@ def test_gradient_checkpointing_gives_the_same_gradients(backbone, train, micro)
 def test_the_gradient_is_that_of_finite_differences(backbone, bank, train, method_of):
     """Through the whole model: the loss at R +- step in the direction of the gradient."""
     gradient = first_gradient(train, R_init="zero")
-    learner = method_of(R_init="zero").begin_task(0, [], torch.Generator())
+    learner = method_of(R_init="zero").begin_task(task_data(), [])
     direction, step = gradient / gradient.norm(), 1e-2
     found = []
     for sign in (1, -1):
         with torch.no_grad():
             learner.R.copy_(sign * step * direction)
-            with bank.active(learner.deltas()):
+            with bank.active(learner.adaptation(ROWS)):
                 found.append(math.fsum(row_nll(backbone, row) for row in ROWS))
     targets = sum(len(row["target_ids"]) for row in ROWS)
     assert (found[0] - found[1]) / (2 * step * targets) == pytest.approx(float(gradient.norm()), rel=0.02)
@@ -185,11 +174,11 @@ def test_a_training_repeats_whatever_the_random_state_is(train):
 
 
 def test_dropout_changes_training_and_not_validation(backbone, bank, method_of):
-    learner = method_of(dropout=0.5, R_init="normal", R_std=0.5).begin_task(0, [], torch.Generator().manual_seed(0))
+    learner = method_of(dropout=0.5, R_init="normal", R_std=0.5).begin_task(task_data(), [])
     batch = collate(ROWS, backbone)
 
     def logits():
-        with bank.active(learner.deltas()):
+        with bank.active(learner.adaptation(ROWS)):
             return label_logits(backbone, batch).detach()
 
     assert not torch.equal(logits(), logits())
@@ -200,7 +189,7 @@ def test_dropout_changes_training_and_not_validation(backbone, bank, method_of):
 @pytest.mark.parametrize(("rows", "settings", "steps"), [(10, {}, 9), (10, {"max_steps": 4}, 4), (8, {"epochs": 1}, 2)])
 def test_the_number_of_steps(rows, settings, steps):
     complete = {"learning_rate": 1e-3, "batch_size": 4, "epochs": 3, **settings}
-    assert step_count(rows, TrainingSettings(**complete)) == steps
+    assert TrainingSettings(**complete).step_count(rows) == steps
 
 
 # --- cut and resumed -------------------------------------------------------------------------------------------------
@@ -249,7 +238,7 @@ def test_the_best_epoch_on_validation_is_kept(backbone, bank, train):
     losses, adapters = [], []
     for epochs in range(1, 5):
         learner, _, _ = train(name=f"epochs {epochs}", epochs=epochs, **learning)
-        with torch.no_grad(), bank.active(learner.deltas()):
+        with torch.no_grad(), bank.active(learner.adaptation(ROWS)):
             losses.append(math.fsum(row_nll(backbone, row) for row in held_out))
         adapters.append(learner.R.detach())
     best = losses.index(min(losses))
@@ -282,7 +271,7 @@ def test_a_gradient_that_is_not_finite_stops_before_it_is_saved(train, tmp_path)
 
 def test_training_that_would_change_nothing_stops(train):
     def prepare(learner):
-        learner.deltas = lambda: learner._space.deltas(0 * learner.R)
+        learner.adaptation = lambda rows: Adaptation(learner._space.deltas(0 * learner.R))
 
     with pytest.raises(RuntimeError, match="no gradient reaches the first adapted projection"):
         train(prepare=prepare)
@@ -329,14 +318,16 @@ def engine_steps(engine, parameter, count):
     moves = []
     for _ in range(count):
         before = parameter.detach().clone()
-        engine.backward(parameter.sum())
+        engine.clear()
+        parameter.sum().backward()
         engine.step()
         moves.append(float((before - parameter.detach()).mean()))
     return moves
 
 
 def engine_of(parameter, **settings):
-    return TorchEngine({"p": parameter}, TrainingSettings(learning_rate=0.1, batch_size=1, epochs=1, **settings))
+    training = TrainingSettings(learning_rate=0.1, batch_size=1, epochs=1, **settings)
+    return TorchEngine({"p": parameter}, training, steps=8)
 
 
 def test_warm_up_is_linear_then_constant():
@@ -345,10 +336,17 @@ def test_warm_up_is_linear_then_constant():
     assert moves == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-4)
 
 
-def test_the_engine_goes_on_where_its_state_was_taken():
+def test_a_linear_schedule_falls_to_zero_at_the_end():
+    parameter = torch.zeros(3, requires_grad=True)
+    moves = engine_steps(engine_of(parameter, warmup_steps=2, schedule="linear"), parameter, 8)
+    assert moves == pytest.approx([0.05, 0.1, *(0.1 * left / 6 for left in (6, 5, 4, 3, 2, 1))], rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_the_engine_goes_on_where_its_state_was_taken(optimizer):
     def fresh():
-        parameter = torch.zeros(3, requires_grad=True)
-        return engine_of(parameter, warmup_steps=6), parameter
+        parameter = torch.zeros(3, 2, requires_grad=True)
+        return engine_of(parameter, warmup_steps=6, optimizer=optimizer), parameter
 
     engine, parameter = fresh()
     engine_steps(engine, parameter, 3)
@@ -363,9 +361,11 @@ def test_the_engine_goes_on_where_its_state_was_taken():
 def test_weight_decay_is_decoupled_and_the_norm_is_before_clipping():
     parameter = torch.ones(4, requires_grad=True)
     engine = engine_of(parameter, weight_decay=0.5)
-    engine.backward(3 * parameter.sum())
+    (3 * parameter.sum()).backward()
     assert engine.step() == pytest.approx(6.0)
     torch.testing.assert_close(parameter.detach(), torch.full((4,), 1 - 0.1 * 0.5 - 0.1))
+    torch.testing.assert_close(parameter.grad, torch.full((4,), 0.5), atol=1e-5, rtol=1e-5)  # clipped to norm 1
+    engine.clear()
     assert parameter.grad is None
 
 
@@ -377,7 +377,8 @@ def test_clipping_bounds_the_gradient_of_all_parameters_together():
         engine = engine_of(parameter, gradient_clip=clip)
         for factor in (1.0, 1000.0):
             before = float(parameter.detach())
-            engine.backward(factor * parameter.sum())
+            engine.clear()
+            (factor * parameter.sum()).backward()
             engine.step()
         return before - float(parameter.detach())
 
@@ -389,9 +390,9 @@ def test_clipping_bounds_the_gradient_of_all_parameters_together():
 def test_two_banks_on_one_backbone_do_not_meet(name):
     """Hooks of a bank that is not active change nothing."""
     backbone = load_tiny(name)
-    AdapterBank(backbone.targets)
+    bank_of(backbone)
     batch = collate(ROWS, backbone)
     with torch.no_grad():
         one = label_logits(backbone, batch)
-        AdapterBank(backbone.targets)
+        bank_of(backbone)
         assert torch.equal(label_logits(backbone, batch), one)

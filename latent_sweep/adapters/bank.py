@@ -1,16 +1,19 @@
 """AdapterBank: the frozen projections of a backbone, each with a delta that may differ from row to row of the batch.
 
-One operation serves training and inference: `y = W h + delta(h)`. In training every row meets the same small matrix;
-in routed inference each row meets its own blend.
+One operation serves training and inference: `y = W h + delta(h)`. In plain training every row meets the same small
+matrix, in a pack the rows of each member meet that member's, and in routed inference each row meets its own blend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 
 class Delta(Protocol):
@@ -25,37 +28,137 @@ class Delta(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Adaptation:
+    """What a method adds to the frozen backbone for one batch: nothing at all, unless said."""
+
+    deltas: Sequence[Delta] = ()
+    """One per projection, or none: then projections answer `W h`."""
+    prompt: Tensor | None = None
+    """Soft prompt, (vectors, d) for all rows or (rows, vectors, d): the embedding of token id `-1 - i` is vector i."""
+
+    def select(self, rows: Tensor) -> Adaptation:
+        """The same for these rows of the batch only (indices, (kept,))."""
+        prompt = self.prompt if self.prompt is None or self.prompt.dim() == 2 else self.prompt[rows]
+        return Adaptation([delta.select(rows) for delta in self.deltas], prompt)
+
+
+def virtual_tokens(vectors: int) -> list[int]:
+    """Token ids that stand for the vectors of a soft prompt; no vocabulary has them."""
+    return [-1 - i for i in range(vectors)]
+
+
 class AdapterBank:
     """Adds the active deltas to the outputs of the target projections; inactive, it changes nothing.
 
-    The backbone's modules stay as they are (their names, weights and checkpoints too): the deltas come in through
-    forward hooks.
+    The backbone's modules stay as they are (their names, weights and checkpoints too): the deltas, and the vectors of
+    a soft prompt, come in through forward hooks.
+
+    Args:
+        targets: the adapted projections by name.
+        embedding: the input embedding, where soft prompts are read.
     """
 
-    def __init__(self, targets: Mapping[str, nn.Linear]):
+    def __init__(self, targets: Mapping[str, nn.Linear], embedding: nn.Module | None = None):
         self.targets = dict(targets)
-        self._active: list[Delta] | None = None
-        for index, module in enumerate(self.targets.values()):
-            module.register_forward_hook(self._hook(index))
+        self._active = Adaptation()
+        self._handles = [
+            module.register_forward_hook(self._delta_hook(index)) for index, module in enumerate(targets.values())
+        ]
+        if embedding is not None:
+            self._handles += [
+                embedding.register_forward_pre_hook(self._hide_virtual_tokens),
+                embedding.register_forward_hook(self._embed_virtual_tokens),
+            ]
+        self._virtual: Tensor | None = None
 
-    def _hook(self, index: int) -> Any:
+    def _delta_hook(self, index: int) -> Any:
         def add_delta(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            return None if self._active is None else output + self._active[index](inputs[0])
+            return output + self._active.deltas[index](inputs[0]) if self._active.deltas else None
 
         return add_delta
 
+    def _hide_virtual_tokens(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._active.prompt is None:
+            return None
+        (self._virtual,) = inputs
+        return (self._virtual.clamp(min=0),)
+
+    def _embed_virtual_tokens(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        prompt, ids = self._active.prompt, self._virtual
+        if prompt is None or ids is None:
+            return None
+        vectors = (-1 - ids).clamp(min=0)
+        rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+        found = prompt[vectors] if prompt.dim() == 2 else prompt[rows, vectors]
+        return torch.where((ids < 0).unsqueeze(-1), found.to(output.dtype), output)
+
     @contextmanager
-    def active(self, deltas: Sequence[Delta]) -> Iterator[None]:
-        """Within the block, projection i answers `W h + deltas[i](h)`."""
-        if len(deltas) != len(self.targets):
-            raise ValueError(f"expected one delta for each of {len(self.targets)} projections, found {len(deltas)}")
-        before, self._active = self._active, list(deltas)
+    def active(self, adaptation: Adaptation) -> Iterator[None]:
+        """Within the block, projection i answers `W h + deltas[i](h)` and virtual tokens are the soft prompt's vectors.
+
+        Raises:
+            ValueError: there are deltas, but not one for each projection.
+        """
+        if adaptation.deltas and len(adaptation.deltas) != len(self.targets):
+            expected, found = len(self.targets), len(adaptation.deltas)
+            raise ValueError(f"expected one delta for each of {expected} projections, found {found}")
+        before, self._active = self._active, adaptation
         try:
             yield
         finally:
             self._active = before
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch in the active deltas: the others have finished their answer."""
-        assert self._active is not None
-        self._active = [delta.select(rows) for delta in self._active]
+        """Keep only these rows of the batch in what is active: the others have finished their answer."""
+        self._active = self._active.select(rows)
+
+    def remove(self) -> None:
+        """Take the hooks off the backbone."""
+        for handle in self._handles:
+            handle.remove()
+
+
+# --- several at once -------------------------------------------------------------------------------------------------
+
+
+def side_by_side(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Adaptation:
+    """One adaptation for a batch whose first counts[0] rows belong to the first, the next counts[1] to the second, ...
+
+    Deltas that know how to stand beside their like (a static method `beside` of their sequence) share their matrix
+    products; others answer for their own rows one after another.
+    """
+    if len(adaptations) == 1:
+        return adaptations[0]
+    return Adaptation(_deltas_side_by_side([a.deltas for a in adaptations], counts), _prompts(adaptations, counts))
+
+
+def _deltas_side_by_side(deltas: Sequence[Sequence[Delta]], counts: Sequence[int]) -> Sequence[Delta]:
+    kinds = {type(d) for d in deltas}
+    beside = getattr(kinds.pop(), "beside", None) if len(kinds) == 1 else None
+    together = beside(deltas, counts) if beside is not None else None
+    if together is not None:
+        return together
+    return [_Split(of_projection, counts) for of_projection in zip(*deltas, strict=True)]
+
+
+def _prompts(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Tensor | None:
+    prompts = [a.prompt for a in adaptations if a.prompt is not None]
+    if not prompts:
+        return None
+    longest = max(p.shape[-2] for p in prompts)
+    wide = [pad(p, (0, 0, 0, longest - p.shape[-2])) for p in prompts]  # no row has ids of the vectors added here
+    return torch.cat([p.expand(count, *p.shape[-2:]) for p, count in zip(wide, counts, strict=True)])
+
+
+class _Split:
+    """Several deltas of one projection, each for its own rows of the batch."""
+
+    def __init__(self, deltas: Sequence[Delta], counts: Sequence[int]):
+        self.deltas, self.counts = deltas, list(counts)
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return torch.cat([delta(part) for delta, part in zip(self.deltas, h.split(self.counts), strict=True)])
+
+    def select(self, rows: Tensor) -> Delta:
+        raise NotImplementedError("members train side by side, but answer one after another")

@@ -4,27 +4,27 @@ Exact on purpose: pretrained weights have almost no gap in their spectrum, so a 
 returns another subspace (one principal angle near 90 degrees), and an adapter trained on one basis means nothing on
 another. Two conventions make the basis unique: descending singular values, and in each right singular vector the entry
 of largest magnitude is positive. The first r columns of a larger truncation are the smaller truncation.
+
+Weights are read one at a time, from a loaded model or from the files of its checkpoint, as they are in the computation:
+in the type of `backbone.dtype`, however they were published.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+import numpy.typing as npt
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from latent_sweep.errors import ConfigError
-
-log = logging.getLogger(__name__)
+from latent_sweep.snapshots import intact, write_sealed
 
 GRAM_COLUMNS = 2048
 """Up to this smaller side, the eigenvectors of the Gram matrix are the fastest exact way (2 to 6 times an SVD)."""
@@ -38,6 +38,25 @@ TOLERANCE = 1e-6
 """Largest residual of a singular triplet, relative to its singular value, in float64."""
 
 Algorithm = Literal["exact", "randomized"]
+
+
+class Projection(Protocol):
+    """A weight of known shape that is read when it is asked for: an `nn.Linear`, or one that lies in a checkpoint."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        ...
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,11 +86,11 @@ def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> 
     out_features, in_features = weight.shape
     if rank > min(out_features, in_features):
         raise ValueError(f"rank {rank} exceeds the smaller side of a {out_features} x {in_features} weight")
-    W = weight.detach().to(torch.float32)
+    W = weight.detach()
     if algorithm == "randomized":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(42)
-            U, S, V = torch.svd_lowrank(W, q=rank, niter=10)
+            U, S, V = torch.svd_lowrank(W.float(), q=rank, niter=10)
     elif min(out_features, in_features) <= GRAM_COLUMNS:
         U, S, V = _svd_by_gram(W.double(), rank)
     else:
@@ -125,16 +144,17 @@ def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def load_factors(
-    targets: Mapping[str, torch.nn.Linear],
+    projections: Mapping[str, Projection],
     weights_digest: str,
     rank: int,
     folder: Path,
     algorithm: Algorithm = "exact",
     compute_rank: int | None = None,
 ) -> dict[str, Factors]:
-    """The factors of every target projection at `rank`, from the cache in `folder` or computed into it.
+    """The factors of every projection at `rank`, from the cache in `folder` or computed into it.
 
     Args:
+        projections: by name; each weight is read once, and let go before the next one is.
         weights_digest: identity of the weights; part of the file's name.
         compute_rank: rank to compute when the cache has none large enough: the largest of the sweep, so that one
             file serves every rank of it.
@@ -142,56 +162,40 @@ def load_factors(
     Raises:
         ConfigError: rank exceeds the smallest side of a projection.
     """
-    if rank > _largest_rank(targets):
+    largest = min(min(p.out_features, p.in_features) for p in projections.values())
+    if rank > largest:
         raise ConfigError(
-            f"method.rank: found {rank}; the smallest side of this backbone's adapted projections is "
-            f"{_largest_rank(targets)}, so at most that is possible"
+            f"method.rank: found {rank}; the smallest side of this backbone's adapted projections is {largest}, "
+            "so at most that is possible"
         )
-    compute_rank = max(rank, compute_rank or 0)
+    compute_rank = min(max(rank, compute_rank or 0), largest)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{weights_digest}-{algorithm}"
     with FileLock(str(folder / f"{stem}.lock")):
-        found = _cached(folder, stem, rank)
-        if found is None:
-            found = _compute(targets, min(compute_rank, _largest_rank(targets)), folder, stem, algorithm)
-    with safe_open(found, framework="pt") as file:
+        path = _cached(folder, stem, rank)
+        if path is None:
+            path = folder / f"{stem}-r{compute_rank}.safetensors"
+            _compute(projections, compute_rank, path, algorithm)
+    with safe_open(path, framework="pt") as file:
         return {
-            name: Factors(*(file.get_tensor(f"{name}.{part}") for part in "USV")).truncate(rank) for name in targets
+            name: Factors(*(file.get_tensor(f"{name}.{part}") for part in "USV")).truncate(rank) for name in projections
         }
 
 
-def _largest_rank(targets: Mapping[str, torch.nn.Linear]) -> int:
-    return min(min(target.weight.shape) for target in targets.values())
-
-
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:
-    """The cached file of the smallest sufficient rank; files that cannot be read are set aside."""
-    sufficient = {}
-    for path in folder.glob(f"{stem}-r*.safetensors"):
-        cached_rank = int(path.stem.rpartition("-r")[2])
-        if cached_rank < rank:
-            continue
-        try:
-            with safe_open(path, framework="pt") as file:
-                file.keys()
-            sufficient[cached_rank] = path
-        except (SafetensorError, OSError) as error:
-            log.warning("%s cannot be read (%s); it is set aside and computed again", path, error)
-            path.rename(path.with_suffix(".damaged"))
-    return sufficient[min(sufficient)] if sufficient else None
+    """The cached file of the smallest sufficient rank."""
+    ranks = {int(path.stem.rpartition("-r")[2]): path for path in folder.glob(f"{stem}-r*.safetensors")}
+    sufficient = (ranks[found] for found in sorted(ranks) if found >= rank)
+    return next((path for path in sufficient if intact(path)), None)
 
 
-def _compute(targets: Mapping[str, torch.nn.Linear], rank: int, folder: Path, stem: str, algorithm: Algorithm) -> Path:
-    tensors: dict[str, Tensor] = {}
+def _compute(projections: Mapping[str, Projection], rank: int, path: Path, algorithm: Algorithm) -> None:
+    parts: dict[str, npt.NDArray[Any]] = {}
     with single_thread():
-        for name, target in targets.items():
-            factors = truncated_svd(target.weight, rank, algorithm)
-            tensors |= {f"{name}.{part}": getattr(factors, part).cpu() for part in "USV"}
-    path = folder / f"{stem}-r{rank}.safetensors"
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    os.replace(partial, path)
-    return path
+        for name, projection in projections.items():
+            factors = truncated_svd(projection.weight, rank, algorithm)
+            parts |= {f"{name}.{part}": getattr(factors, part).cpu().numpy() for part in "USV"}
+    write_sealed(path, parts)
 
 
 @contextmanager

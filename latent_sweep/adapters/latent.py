@@ -7,10 +7,11 @@ T tasks seen. One adapter is a stack of matrices R_Mrr in float32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from latent_sweep.adapters.factors import Factors
 
@@ -19,7 +20,7 @@ OrthoNorm = Literal["frobenius", "spectral"]
 
 
 class LatentDelta:
-    """The delta of one projection for one R of shape (r, r), or one for each row, (B, r, r)."""
+    """The delta of one projection for one R of shape (r, r), or one for each row, (B, r, r); the scale is in R."""
 
     def __init__(self, right: Tensor, left: Tensor, R: Tensor, dropout: float = 0.0):
         self.right, self.left, self.R, self.dropout = right, left, R, dropout
@@ -37,13 +38,14 @@ class LatentDelta:
 
 
 class LatentSpace:
-    """The frozen side of every latent adapter of a backbone: factors with the scale and Sigma folded in.
+    """The frozen side of every latent adapter of a backbone: factors with Sigma folded in.
 
     Args:
         factors: truncated SVD per projection, all of one rank.
         scale: s, the factor in front of every delta (A1).
         sigma_side: where Sigma stands (A2): `out` as in the paper's equation, `in` as in LoRA-XS's code, or nowhere.
         device, dtype: of the backbone.
+        kind: tells spaces of one backbone apart that are not prefixes of each other, e.g. the algorithm's name.
     """
 
     def __init__(
@@ -53,14 +55,15 @@ class LatentSpace:
         sigma_side: SigmaSide,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        kind: str = "exact",
     ):
         self.rank = next(iter(factors.values())).S.numel()
-        self.sigma_side = sigma_side
+        self.scale, self.sigma_side, self.kind = scale, sigma_side, kind
         self.singular_values = torch.stack([f.S for f in factors.values()]).to(device)
         """(M, r), float32."""
         self._rights, self._lefts = [], []
         for f in factors.values():
-            left, right = scale * f.U, f.V
+            left, right = f.U, f.V
             if sigma_side == "out":
                 left = left * f.S
             elif sigma_side == "in":
@@ -68,15 +71,49 @@ class LatentSpace:
             self._lefts.append(left.to(device, dtype).contiguous())
             self._rights.append(right.to(device, dtype).contiguous())
 
-    def deltas(self, R: Tensor, dropout: float = 0.0) -> list[LatentDelta]:
+    def deltas(self, R: Tensor, dropout: float = 0.0) -> LatentDeltas:
         """One delta per projection from R of shape (M, r, r), or (M, B, r, r) with a matrix for each row."""
-        sides = zip(self._rights, self._lefts, R.unbind(0), strict=True)
-        return [LatentDelta(right, left, R_m, dropout) for right, left, R_m in sides]
+        return LatentDeltas(self, self.scale * R, dropout)
 
     def new_adapter(self, std: float, generator: torch.Generator) -> Tensor:
         """R_Mrr drawn from N(0, std^2), float32 (A7)."""
         shape = (len(self._lefts), self.rank, self.rank)
         return (torch.randn(shape, generator=generator) * std).to(self.singular_values.device)
+
+
+class LatentDeltas(Sequence[LatentDelta]):
+    """The deltas of all projections, from `s R` of shape (M, r, r) or (M, B, r, r)."""
+
+    def __init__(self, space: LatentSpace, scaled_R: Tensor, dropout: float = 0.0):
+        self.space, self.scaled_R, self.dropout = space, scaled_R, dropout
+        sides = zip(space._rights, space._lefts, scaled_R.unbind(0), strict=True)
+        self._deltas = [LatentDelta(right, left, R, dropout) for right, left, R in sides]
+
+    def __len__(self) -> int:
+        """M."""
+        return len(self._deltas)
+
+    @overload
+    def __getitem__(self, index: int) -> LatentDelta: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LatentDelta]: ...
+    def __getitem__(self, index: int | slice) -> LatentDelta | Sequence[LatentDelta]:
+        """The delta of one projection."""
+        return self._deltas[index]
+
+    @staticmethod
+    def beside(members: Sequence[LatentDeltas], counts: Sequence[int]) -> LatentDeltas | None:
+        """One R for every row, smaller ranks padded with zeros; None where the members' spaces have nothing in common.
+
+        Factors of a smaller rank are a prefix of the larger one's, so the padded R gives the same delta.
+        """
+        space = max((member.space for member in members), key=lambda space: space.rank)
+        alike = {(member.space.sigma_side, member.space.kind) for member in members}
+        if len(alike) > 1 or any(member.dropout or member.scaled_R.dim() != 3 for member in members):
+            return None
+        padded = [pad(m.scaled_R, (0, space.rank - m.space.rank) * 2) for m in members]
+        owner = torch.repeat_interleave(torch.tensor(counts)).to(padded[0].device)
+        return LatentDeltas(space, torch.stack(padded, dim=1).index_select(1, owner))
 
 
 def blend(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:

@@ -36,19 +36,21 @@ def run_on_ray(packs: Sequence[Pack], storage: Path, sweep_folder: Path, run: Ru
 
     try:
         _check_fits(run.resources, started_here)
-        by_id = {pack.training_id: pack for pack in packs}
+        if run.pack == "auto":
+            packs = _measured(packs, storage, run.resources)
+        by_id = {pack.pack_id: pack for pack in packs}
         trainable = tune.with_parameters(
             _run_in_worker, packs=by_id, storage=storage, sweep_folder=sweep_folder, cpus=run.resources.cpus
         )
         tuner = tune.Tuner(
             tune.with_resources(trainable, _placement(run.resources)),
-            param_space={"training_id": tune.grid_search(list(by_id))},
+            param_space={"pack_id": tune.grid_search(list(by_id))},
             tune_config=tune.TuneConfig(
                 metric="AP",
                 mode="max",
                 scheduler=_scheduler(run, max(len(pack.tasks) for pack in packs)),
                 max_concurrent_trials=run.max_concurrent,
-                trial_dirname_creator=lambda trial: trial.config["training_id"],
+                trial_dirname_creator=lambda trial: trial.config["pack_id"],
                 reuse_actors=False,
             ),
             run_config=tune.RunConfig(
@@ -61,7 +63,7 @@ def run_on_ray(packs: Sequence[Pack], storage: Path, sweep_folder: Path, run: Ru
         results = tuner.fit()
         for result in results:
             if result.config is not None:
-                _close(by_id[result.config["training_id"]], sweep_folder, result.error)
+                _close(by_id[result.config["pack_id"]], sweep_folder, result.error)
     finally:
         if started_here:
             ray.shutdown()
@@ -77,7 +79,7 @@ def _run_in_worker(
     from latent_sweep.trial import StageDone, Step, run_pack
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    pack = packs[config["training_id"]]
+    pack = packs[config["pack_id"]]
     progress = ProgressWriter(sweep_folder, pack)
 
     def emit(event: Step | StageDone) -> None:
@@ -92,7 +94,26 @@ def _run_in_worker(
     except Exception:
         # journaled by run_pack. A fault of the trial itself would happen again: only a lost worker, which never gets
         # here, is worth a retry
-        log.exception("pack %s failed", pack.training_id)
+        log.exception("pack %s failed", pack.pack_id)
+
+
+def _measured(packs: Sequence[Pack], storage: Path, resources: ResourceSettings) -> list[Pack]:
+    """Packs of the size that is fastest where they will run, as far as there are slots for no more of them."""
+    import ray
+
+    from latent_sweep.packing import best_size, measure, split
+
+    options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
+    if resources.accelerator:
+        options["accelerator_type"] = resources.accelerator
+    threads = max(1, int(resources.cpus))
+    remote = ray.remote(measure).options(**options)
+    timings = ray.get([remote.remote(pack, storage, threads) for pack in packs])
+    have = ray.cluster_resources()
+    slots = have.get("CPU", 0) // resources.cpus
+    if resources.gpus:
+        slots = min(slots, have.get("GPU", 0) // resources.gpus)
+    return [part for p, found in zip(packs, timings, strict=True) for part in split(p, best_size(found), int(slots))]
 
 
 def _connect() -> bool:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from latent_sweep.backbones import EMBEDDED
-from latent_sweep.methods.protocol import Learner, Method, MethodSettings
+from latent_sweep.methods.protocol import BRANCHES, Example, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import Settings
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from latent_sweep.adapters.bank import Delta
+    from latent_sweep.adapters.bank import Adaptation
     from latent_sweep.adapters.latent import LatentSpace, OrthoPenalty
 
 
@@ -86,7 +85,8 @@ class LatentLora(Method):
     """dW_t = s U diag(S) R_t V^T with only R_t trained; snapshots mix by the router's posterior."""
 
     settings_class = LatentLoraSettings
-    default_mixing = "soft"
+    version = 2
+    mixings = ("soft", *(mixing for mixing in BRANCHES if mixing != "soft"))
     settings: LatentLoraSettings
     _space: LatentSpace | None = None
 
@@ -122,7 +122,7 @@ class LatentLora(Method):
         """r."""
         return self.settings.rank
 
-    def parameter_count(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         """r^2 per projection."""
         return len(shapes) * self.settings.rank**2
 
@@ -135,19 +135,17 @@ class LatentLora(Method):
 
             s, backbone = self.settings, self.workplace.backbone
             factors = load_factors(
-                backbone.targets,
+                backbone.projections,
                 backbone.weights_digest,
                 s.rank,
                 self.workplace.storage / "factors",
                 s.svd,
                 self.workplace.largest_rank,
             )
-            self._space = LatentSpace(factors, s.s, s.sigma_side, backbone.device, backbone.model.dtype)
+            self._space = LatentSpace(factors, s.s, s.sigma_side, backbone.device, backbone.model.dtype, s.svd)
         return self._space
 
-    def begin_task(
-        self, position: int, history: Sequence[Mapping[str, Tensor]], generator: torch.Generator
-    ) -> LatentLearner:
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LatentLearner:
         """A fresh R, and the penalty against the earlier ones where lambda > 0."""
         import torch
 
@@ -159,7 +157,7 @@ class LatentLora(Method):
         if s.R_init == "prev" and earlier:
             R = earlier[-1].clone()
         else:
-            R = space.new_adapter(0.0 if s.R_init == "zero" else s.R_std, generator)
+            R = space.new_adapter(0.0 if s.R_init == "zero" else s.R_std, task.generator("start"))
         penalty = None
         if s.ortho_lambda and earlier:
             scale = s.s if s.ortho.include_scale else 1.0
@@ -167,12 +165,14 @@ class LatentLora(Method):
         active = blend(earlier, torch.ones(1, len(earlier)))[:, 0] if s.train_active == "sum" and earlier else None
         return LatentLearner(space, R, penalty, s.ortho_lambda or 0.0, active, s.dropout)
 
-    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Sequence[Delta]:
+    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Each row answers with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""
+        from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.latent import blend
 
         device = self.space.singular_values.device
-        return self.space.deltas(blend([snapshot["R"].to(device) for snapshot in history], weights.to(device)))
+        R = blend([snapshot["R"].to(device) for snapshot in history], weights.to(device))
+        return Adaptation(self.space.deltas(R[:, 0] if len(weights) == 1 else R))
 
 
 class LatentLearner(Learner):
@@ -207,12 +207,14 @@ class LatentLearner(Learner):
         """R alone."""
         return {"R": self.R}
 
-    def deltas(self) -> Sequence[Delta]:
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
         """One R for all rows, with the earlier ones where they are active too; no dropout where nothing is learned."""
         import torch
 
+        from latent_sweep.adapters.bank import Adaptation
+
         dropout = self._dropout if torch.is_grad_enabled() else 0.0
-        return self._space.deltas(self.R if self._active is None else self.R + self._active, dropout)
+        return Adaptation(self._space.deltas(self.R if self._active is None else self.R + self._active, dropout))
 
     def first_layer_gradients(self) -> list[Tensor | None]:
         """Gradient of the first projection's R."""

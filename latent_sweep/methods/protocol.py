@@ -6,7 +6,7 @@ task. Method files import torch only inside functions, so that a sweep can be re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from latent_sweep.settings import Settings
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from torch import Tensor
 
-    from latent_sweep.adapters.bank import Delta
+    from latent_sweep.adapters.bank import Adaptation, AdapterBank
     from latent_sweep.backbones import Backbone
 
-Mixing = Literal["soft", "hard", "sum", "last", "oracle"]
+Mixing = Literal["soft", "hard", "gates", "sum", "last", "oracle"]
 
+BRANCHES: tuple[Mixing, ...] = ("sum", "soft", "hard", "last", "oracle")
+"""The mixtures of a method whose every snapshot is an adapter of its own."""
+
+Example = Mapping[str, Any]
+"""One tokenised row: `prompt_ids`, `target_ids` and `input_ids` (the input without its instruction) are token ids."""
 
 IGNORED = -100
 """Label of positions that carry no loss."""
@@ -36,12 +43,28 @@ class MethodSettings(Settings):
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a method works: the backbone and the folder its caches may use."""
+    """Where a method works: the backbone, the bank that adapts it, and the folder its caches may use."""
 
     backbone: Backbone
+    bank: AdapterBank
     storage: Path
     largest_rank: int
     """The largest rank of the sweep: factors computed for it serve every smaller one."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The task to be learned, as far as a method may know it."""
+
+    name: str
+    position: int
+    """0-based, in the trial's order."""
+    n_tasks: int
+    """Length of the whole trial."""
+    rows: Sequence[Example]
+    """Tokenised training rows."""
+    generator: Callable[[str], torch.Generator]
+    """A source of random draws for a purpose, derived from seed, task and purpose."""
 
 
 class Method:
@@ -50,12 +73,12 @@ class Method:
     Attributes:
         settings_class: the pydantic class of its `method:` group.
         version: raised when the same settings would train to something else; part of every lineage.
-        default_mixing: how its snapshots answer together when the sweep file does not say.
+        mixings: how its snapshots can answer together; the first is taken when the sweep file does not say.
     """
 
     settings_class: ClassVar[type[MethodSettings]]
     version: ClassVar[int] = 1
-    default_mixing: ClassVar[Mixing] = "last"
+    mixings: ClassVar[tuple[Mixing, ...]] = ("last",)
 
     def __init__(self, settings: Any, workplace: Workplace | None = None):
         self.settings = settings
@@ -67,45 +90,77 @@ class Method:
         assert self._workplace is not None, "this method was built for planning only"
         return self._workplace
 
+    # --- planning: no torch, no data ---
+
     @classmethod
     def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
-        """Fill in what the sweep file left out, from the paper's protocol for this backbone and benchmark."""
+        """Fill in what the sweep file left out, from the preset and the paper's protocol."""
         return settings
+
+    @classmethod
+    def training_defaults(cls, settings: Any, family: str, benchmark: str) -> Mapping[str, Any]:
+        """Training settings that this method's preset prefers to the paper's common protocol, by name."""
+        return {}
 
     def reads_history(self, position: int) -> bool:
         """Whether learning the task at this position (0-based) reads earlier snapshots: then they name the lineage."""
         return position > 0
 
+    def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
+        """Positions of the tasks whose training rows the stage at this position reads; none: nothing is trained."""
+        return (position,)
+
     def stage_identity(self, position: int) -> dict[str, Any]:
         """The settings that learning the task at this position reads; the others are no part of its lineage."""
-        return self.settings.training_identity()
+        return {name: value for name, value in self.settings.training_identity().items() if name != "name"}
 
     def rank(self) -> int:
-        """Adapter rank, checked against the backbone's projections before anything runs."""
+        """Adapter rank, checked against the backbone's projections before anything runs; 0 without such a limit."""
         raise NotImplementedError
 
-    def parameter_count(self, shapes: Mapping[str, tuple[int, int]]) -> int:
-        """Trainable numbers per task, from the shapes (out, in) of the adapted projections."""
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        """Trainable numbers per task, from the shapes (out, in) of the adapted projections and the embedding width."""
         raise NotImplementedError
 
-    def begin_task(self, position: int, history: Sequence[Mapping[str, Tensor]], generator: torch.Generator) -> Learner:
-        """A learner for the task at this position.
+    @property
+    def packable(self) -> bool:
+        """Whether learners train the same beside others as alone: not where masks are drawn for a whole batch."""
+        return not getattr(self.settings, "dropout", 0.0)
+
+    # --- learning and answering ---
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Learner:
+        """A learner for this task.
 
         Args:
             history: tensors of the earlier snapshots, oldest first; empty where `reads_history` is False.
-            generator: source of every random draw, derived from seed and task.
         """
         raise NotImplementedError
 
-    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Sequence[Delta]:
-        """The deltas that answer with these snapshots, weighted row by row: weights (rows, snapshots)."""
+    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+        """How these snapshots answer, weighted row by row: weights (rows, snapshots).
+
+        One row of weights holds for every row of any batch.
+        """
         raise NotImplementedError
+
+    def gates(
+        self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
+    ) -> npt.NDArray[np.float64]:
+        """The mixing `gates`: a weight for every snapshot in every row, (rows, snapshots), from the prompts alone."""
+        raise NotImplementedError
+
+    def prompt(self, ids: Sequence[int]) -> list[int]:
+        """What the model reads for this prompt when it answers; soft prompts add their virtual tokens."""
+        return list(ids)
 
 
 @dataclass(frozen=True)
 class Outputs:
     """What a forward pass gives a learner: logits where there are labels, and how they count."""
 
+    rows: Sequence[Example]
+    """The rows that were run: a micro-batch of this learner."""
     logits: Tensor
     """(rows, longest target, vocabulary)."""
     labels: Tensor
@@ -128,13 +183,17 @@ class Learner:
         """What is trained, by name: float32 leaves that require gradients."""
         raise NotImplementedError
 
-    def deltas(self) -> Sequence[Delta]:
-        """What the projections add during training and validation."""
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
+        """What the backbone gets for these rows during training and validation."""
         raise NotImplementedError
 
     def first_layer_gradients(self) -> list[Tensor | None]:
         """Gradients of the first adapted projection: all zero at the first step means that no signal reaches it."""
         raise NotImplementedError
+
+    def examples(self, rows: Sequence[Example]) -> Sequence[Example]:
+        """The rows to train on, or to validate on, made from the task's own."""
+        return rows
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
         """Named terms that depend on data, each already scaled so that micro-batches add up; the loop sums them."""
@@ -144,12 +203,20 @@ class Learner:
         """Named terms that depend on the parameters alone, added once per optimizer step."""
         return {}
 
-    def after_backward(self) -> None:
-        """Called when the gradients of a step are complete, before clipping."""
-
     def after_step(self, step: int) -> None:
-        """Called after every optimizer step (0-based)."""
+        """Called after every optimizer step (0-based), while the step's clipped gradients are still there."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What changes while the task is learned, apart from the parameters: kept in the checkpoint inside the task."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave."""
 
     def finish(self) -> dict[str, Tensor]:
         """The tensors of this task's snapshot."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
+
+    def facts(self) -> dict[str, float]:
+        """Numbers worth telling once the task is learned, after `finish`: counts, rates, sizes."""
+        return {}

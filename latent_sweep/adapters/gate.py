@@ -1,0 +1,93 @@
+"""GainLoRA's gate: one number between 0 and 1 for each prompt, from the frozen embeddings of its tokens.
+
+Legend: B prompts, d the embedding width, w the gate's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, silu
+
+from latent_sweep.adapters.gradient_memory import Energy, complement, leading_directions, second_moment
+
+Form = Literal["two_silu", "one_silu"]
+
+PADDED_TOGETHER = 32
+"""Prompts that are pooled as one padded batch; training rows come in micro-batches, which are seldom larger."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`g(x) = |2 sigmoid(4 cos(p2, key)) - 1|` with `p2 = SiLU(G2 p1)`, and `p1 = SiLU(G1 p0)` or `G1 p0`.
+
+    It never exceeds tanh(2) = 0.964. Cosine and the factor 4 are the released code's; the paper has an inner product.
+    """
+
+    G1: Tensor
+    """(w, d)."""
+    G2: Tensor
+    """(d, w)."""
+    key: Tensor
+    """(d,)."""
+    form: Form = "two_silu"
+    """`two_silu` as released for T5, `one_silu` as for Llama, where the first layer is linear."""
+
+    def inputs(self, p0_Bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What G1, G2 and the key meet: p0 (B, d), p1 (B, w), p2 (B, d)."""
+        return layers(p0_Bd, self.G1, self.G2, self.form)
+
+    def __call__(self, p0_Bd: Tensor) -> Tensor:
+        """g of every prompt, (B,)."""
+        *_, p2 = self.inputs(p0_Bd)
+        return (2 * torch.sigmoid(4 * cosine_similarity(p2, self.key, dim=-1)) - 1).abs()
+
+
+def layers(p0_Bd: Tensor, G1: Tensor, G2: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """p0, p1 and p2 of a gate, whatever its key."""
+    p1 = p0_Bd @ G1.T
+    p1 = silu(p1) if form == "two_silu" else p1
+    return p0_Bd, p1, silu(p1 @ G2.T)
+
+
+def pooled(table: Tensor, prompts: Sequence[Sequence[int]], padded: bool = False) -> Tensor:
+    """p0 of every prompt, (B, d) float32: the mean of its tokens' embeddings.
+
+    Args:
+        table: the frozen embedding table, (vocabulary, d).
+        padded: divide by the length of the longest of PADDED_TOGETHER prompts instead of each one's own, as in code
+            that pools padded batches: then p0 depends on which prompts come together.
+    """
+    sums = [table[torch.tensor(list(ids), device=table.device)].float().sum(0) for ids in prompts]
+    lengths = [len(ids) for ids in prompts]
+    if padded:
+        batches = [lengths[i : i + PADDED_TOGETHER] for i in range(0, len(lengths), PADDED_TOGETHER)]
+        lengths = [max(batch) for batch in batches for _ in batch]
+    return torch.stack(sums) / torch.tensor(lengths, device=table.device).unsqueeze(1)
+
+
+def new_key(
+    p2_Bd: Tensor, M: Tensor, design: Literal["svd", "random_project"], energy: Energy, generator: torch.Generator
+) -> Tensor:
+    """A key (d,) outside of M (d, columns), as long as a random one with entries from U(-1, 1) is on average.
+
+    `svd`: the leading direction there of what the key is to read, p2; `random_project`: such a random key, projected.
+    M must leave a direction.
+    """
+    if design == "svd":
+        key = leading_directions(second_moment(p2_Bd), M, energy)[0][:, 0]
+    else:
+        Q = complement(M)
+        key = Q @ (Q.T @ (torch.rand(len(M), generator=generator).to(Q) * 2 - 1))
+    return (key * ((len(M) / 3) ** 0.5 / key.norm())).float()
+
+
+def new_maps(d: int, w: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """G1 and G2 as PyTorch's linear layers start: uniform up to 1/sqrt(inputs)."""
+    G1 = (torch.rand(w, d, generator=generator) * 2 - 1) / d**0.5
+    G2 = (torch.rand(d, w, generator=generator) * 2 - 1) / w**0.5
+    return G1, G2

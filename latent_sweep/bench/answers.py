@@ -1,0 +1,150 @@
+"""Answering test rows: against transformers' `generate`, and with the answers that are already known."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.bench.workbench import TASKS, Workbench, first_trial
+from latent_sweep.mixing import Array
+from latent_sweep.snapshots import Snapshot
+
+GENERATION_RATE = "ours, trained adapter: rows answered"
+"""The row that the profile's rate is taken from."""
+
+ANSWER_TOKENS = 16
+"""Longest answer where only the number of generations matters."""
+
+
+def generate(bench: Workbench) -> list[Row]:
+    """Evaluation's answers against transformers' `generate`: same prompts, adapter and stops, sorted batches."""
+    rows = []
+    for name, steps in (("untrained adapter", 0), ("trained adapter", bench.sizes.learning_steps)):
+        rows += _generate(bench, name, steps)
+    return rows
+
+
+def _generate(bench: Workbench, name: str, steps: int) -> list[Row]:
+    from latent_sweep.bench.usual_way import answer_texts, generate_answers, with_padding
+
+    backbone, s, stop = bench.backbone, bench.trial.settings, bench.trial.spec.stop
+    tokenizer = with_padding(backbone.tokenizer)
+    longest = s.benchmark.max_target_length
+    assert longest is not None
+    lesson = bench.lesson(bench.train_rows(), steps)
+    if steps:
+        bench.train([lesson])
+    snapshot = Snapshot("bench", lesson.learner.finish(), {})
+    prompts = bench.tokens(bench.trial, 0, "test")["prompt_ids"]
+    alone = np.ones((len(prompts), 1))
+    answers: dict[str, list[str]] = {}
+
+    def ours() -> float:
+        began = time.perf_counter()
+        with TemporaryDirectory(dir=bench.subject.folder) as unknown:
+            answers["ours"], _ = bench.answer([snapshot], alone, 0, longest, Path(unknown))
+        return time.perf_counter() - began
+
+    def usual() -> float:
+        began = time.perf_counter()
+        with bench.bank.active(bench.method().mixture([snapshot.tensors], torch.ones(1, 1))):
+            ids = generate_answers(backbone.model, tokenizer, prompts, longest, stop, s.evaluation.batch_size)
+        answers["usual"] = answer_texts(tokenizer, ids, stop)
+        return time.perf_counter() - began
+
+    seconds = take_turns({"ours": ours, "generate()": usual}, bench.sizes.few_turns)
+    equal = [mine == theirs for mine, theirs in zip(answers["ours"], answers["usual"], strict=True)]
+    rates = [Row.of(f"{n}, {name}: rows answered", [len(prompts) / t for t in s], "rows/s") for n, s in seconds.items()]
+    return [
+        *rates,
+        ratio(f"ours / generate(), {name}", seconds["ours"], seconds["generate()"], Target(0.50)),
+        Row(f"equal answers, {name}", statistics.fmean(equal), "share", note=f"{len(equal)} rows"),
+    ]
+
+
+def evaluate(bench: Workbench) -> list[Row]:
+    """Scoring all tasks seen after each task: how many answers have to be generated, and the time that saves."""
+    share, routed = _routed_share(bench)
+    whole = bench.subject.benchmark == "superni" and bench.sizes.routed_tasks is None
+    note = f"{routed} tasks of {bench.subject.benchmark}, K = 5, from the router's posteriors alone"
+    kept, recomputed = (_score_all_stages(bench, keep) for keep in (True, False))
+    tasks = len(bench.trial.tasks)
+    equal = [mine == again for mine, again in zip(kept.answers, recomputed.answers, strict=True)]
+    return [
+        Row("generations run / full triangle", share, "share", None, Target(0.14) if whole else None, note),
+        Row("known answers kept: all stages scored", kept.seconds, "s", note=f"{tasks} tasks"),
+        Row("no answers kept: all stages scored", recomputed.seconds, "s", note=f"{tasks} tasks"),
+        Row("known answers kept / not kept", kept.seconds / recomputed.seconds, "x"),
+        Row("generations run there", kept.generated / recomputed.generated, "share"),
+        Row("equal answers, kept and not kept", statistics.fmean(equal), "share", note=f"{len(equal)} answers"),
+    ]
+
+
+def _routed_share(bench: Workbench) -> tuple[float, int]:
+    """The share of the triangle's generations that evaluation would run, and over how many tasks."""
+    benchmark: dict[str, Any] = {"name": bench.subject.benchmark, "order": 1}
+    if bench.sizes.routed_tasks is not None:
+        benchmark["tasks"] = list(TASKS[bench.subject.benchmark][: bench.sizes.routed_tasks])
+    trial = first_trial(bench.subject.sweep(benchmark, {}))
+    mixer, tasks = bench.mixer(trial), range(len(trial.tasks))
+    lengths = [[len(ids) for ids in bench.tokens(trial, position, "test")["prompt_ids"]] for position in tasks]
+    weights = [mixer.weights(stage + 1) for stage in tasks]
+    return generated_share(weights, lengths, trial.settings.evaluation.batch_size), len(tasks)
+
+
+def generated_share(weights: Sequence[Sequence[Array]], lengths: Sequence[Sequence[int]], batch_size: int) -> float:
+    """Rows that evaluation has to generate, over all rows that it scores after all tasks.
+
+    A batch is known where every weight in it is what it was at an earlier stage.
+
+    Args:
+        weights: for each stage, for each task seen, the weights (rows, tasks seen).
+        lengths: for each task, the prompt length of each row: batches are cut from the rows sorted by it.
+    """
+    known: set[Any] = set()
+    generated = total = 0
+    for stage in weights:
+        for position, of_task in enumerate(stage):
+            order = np.argsort(lengths[position], kind="stable")
+            for start in range(0, len(order), batch_size):
+                batch = of_task[order[start : start + batch_size]]
+                blend = (position, start, *((i, batch[:, i].tobytes()) for i in np.flatnonzero(batch.any(axis=0))))
+                generated += 0 if blend in known else len(batch)
+                total += len(batch)
+                known.add(blend)
+    return generated / total
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What scoring all stages took."""
+
+    seconds: float
+    generated: int
+    """Rows whose answer was generated."""
+    answers: Sequence[str]
+
+
+def _score_all_stages(bench: Workbench, keep: bool) -> _Scored:
+    """Answer the tests of all tasks seen after each task, keeping known answers from stage to stage or not."""
+    tasks, rows = range(len(bench.trial.tasks)), bench.one_batch()
+    history = [Snapshot(f"task{i}", bench.lesson(rows, 1, seed=i).learner.finish(), {}) for i in tasks]
+    mixer = bench.mixer(bench.trial)
+    answers: list[str] = []
+    began, generated = time.perf_counter(), 0
+    for stage in tasks:
+        cache = Path(bench.subject.folder) / "answers" / ("kept" if keep else f"stage{stage}")
+        for position, weights in enumerate(mixer.weights(stage + 1)):
+            texts, count = bench.answer(history[: stage + 1], weights, position, ANSWER_TOKENS, cache)
+            generated += count
+            answers += texts
+    return _Scored(time.perf_counter() - began, generated, answers)

@@ -1,0 +1,279 @@
+"""What only whole processes show: a sweep from start to end, a warm start, threads, and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.bench.workbench import LAMBDAS, TASKS, Subject, Workbench, first_trial
+from latent_sweep.errors import LatentSweepError
+
+
+def sweep(bench: Workbench) -> list[Row]:
+    """A small sweep, run by our command and the usual way, from the start of the process to its end."""
+    sizes, folder = bench.sizes, Path(bench.subject.folder)
+    tasks = TASKS["builtin"][: sizes.tasks]
+    benchmark = {
+        "name": "builtin",
+        "tasks": list(tasks),
+        "train_per_task": sizes.batch_size * sizes.learning_steps,
+        "test_per_task": sizes.test_rows,
+    }
+    search = {
+        "method.ortho_lambda": list(LAMBDAS[: sizes.lambdas]),
+        "router.components": list(sizes.components),
+        "seed": list(sizes.seeds),
+    }
+    content = bench.subject.sweep(benchmark, {}, search=search)
+    config = bench.usual_config(first_trial(content), sizes.learning_steps)
+    ours, our_scores = _our_sweep(folder, content)
+    usual, usual_scores = _usual_sweep(folder, config)
+    points = sizes.lambdas * len(sizes.components) * len(sizes.seeds)
+    what = f"{points} trials of {len(tasks)} built-in tasks, {sizes.learning_steps} steps each"
+    usually = "a peft LoRA per task with O-LoRA's penalty, a K-means router, a trial for every K"
+    return [
+        Row("ours: sweep", ours, "s", note=what),
+        Row("usual way: sweep", usual, "s", note=f"{what}; {usually}"),
+        Row("usual way / ours", usual / ours, "x", None, Target(5, at_most=False)),
+        Row("ours: AP", statistics.fmean(our_scores), "share", note="mean over trials"),
+        Row("usual way: AP", statistics.fmean(usual_scores), "share", note="mean over trials"),
+    ]
+
+
+def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[float]]:
+    """Seconds, and each trial's AP."""
+    import yaml
+
+    from latent_sweep.tracking import SweepFolder
+
+    # a storage of its own: nothing that another part has left behind is read
+    content = {**content, "run": {**content["run"], "storage": str(folder / "sweep")}}
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    seconds = _run_to_the_end("latent_sweep.run", str(path))
+    results = [trial.path / "result.json" for trial in SweepFolder(folder / "sweep" / content["name"])]
+    return seconds, [json.loads(result.read_text(encoding="utf-8"))["metrics"]["AP"] for result in results]
+
+
+def _usual_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
+    """Seconds, and each trial's AP."""
+    config.write(folder / "usual.json")
+    seconds = _run_to_the_end("latent_sweep.bench.usual_way", str(folder / "usual.json"), str(folder / "scores.json"))
+    return seconds, [point["AP"] for point in json.loads((folder / "scores.json").read_text(encoding="utf-8"))]
+
+
+def start(bench: Workbench) -> list[Row]:
+    """From the start of a process to the end of its first optimizer step, on one row, with warm caches."""
+    times = [_child(bench.subject, "start", str(time.time())) for _ in range(bench.sizes.few_turns + 1)][1:]
+    imports = [found["imported"] for found in times]
+    ours = [found["stepped"] - found["imported"] for found in times]
+    return [
+        Row.of("start to first step", [found["stepped"] for found in times], "s", Target(15)),
+        Row.of("of which imports of others", imports, "s", note="torch, transformers, datasets, scikit-learn"),
+        Row.of("of which ours", ours, "s", Target(3)),
+    ]
+
+
+def threads(bench: Workbench) -> list[Row]:
+    """Two trials with a thread each, against one with two."""
+    turns, steps = bench.sizes.turns, bench.sizes.steps
+    arrangements = {"1 x 2 threads": [2], "2 x 1 thread": [1, 1]}
+
+    def rate(trainees: Sequence[_Trainee]) -> float:
+        for trainee in trainees:
+            trainee.go()
+        return len(trainees) * steps / max(trainee.seconds() for trainee in trainees)
+
+    with ExitStack() as stack:
+        running = {
+            name: [stack.enter_context(_Trainee(bench.subject, n)) for n in each] for name, each in arrangements.items()
+        }
+        rates = take_turns({name: partial(rate, trainees) for name, trainees in running.items()}, turns)
+    found = [Row.of(name, turns, "steps/s") for name, turns in rates.items()]
+    better = Target(1.0, at_most=False)
+    return [*found, ratio("2 x 1 thread / 1 x 2 threads", rates["2 x 1 thread"], rates["1 x 2 threads"], better)]
+
+
+def memory(bench: Workbench) -> list[Row]:
+    """Peak memory of a process that takes training steps, against one that runs the bare backbone."""
+    peaks = {what: _child(bench.subject, what)["peak_gib"] for what in ("bare", "train")}
+    kind = "of the GPU" if bench.subject.device == "cuda" else "resident"
+    return [
+        Row("bare backbone: peak memory", peaks["bare"], "GiB", note=kind),
+        Row("latent: peak memory", peaks["train"], "GiB", note=kind),
+        Row("latent / bare backbone", peaks["train"] / peaks["bare"], "x", None, Target(1.10)),
+    ]
+
+
+def _environment(threads: int | None = None) -> dict[str, str]:
+    """A process of its own: nothing of a surrounding Ray cluster, and a cluster that only this machine reaches."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    return environment | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+
+
+def _command(module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+
+
+def _run_to_the_end(module: str, *arguments: str) -> float:
+    """Seconds that a module took as a program.
+
+    Raises:
+        LatentSweepError: it failed; the message ends with what it said.
+    """
+    began = time.perf_counter()
+    _run(module, arguments)
+    return time.perf_counter() - began
+
+
+def _run(module: str, arguments: Sequence[str]) -> str:
+    done = subprocess.run(_command(module, arguments), env=_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LatentSweepError(f"{module} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def _child(subject: Subject, what: str, *arguments: str) -> dict[str, float]:
+    """What a measuring process prints as its last line."""
+    output = _run("latent_sweep.bench.processes", [what, json.dumps(asdict(subject)), *arguments])
+    return json.loads(output.strip().splitlines()[-1])
+
+
+class _Trainee:
+    """A process that trains for some steps whenever it is told to."""
+
+    def __init__(self, subject: Subject, threads: int):
+        command = _command("latent_sweep.bench.processes", ["turns", json.dumps(asdict(subject)), str(threads)])
+        self._process = subprocess.Popen(
+            command, env=_environment(threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> _Trainee:
+        """Wait until it has loaded everything and taken its first step."""
+        self.seconds()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """The last turn is over, or something went wrong."""
+        self._process.kill()
+        self._process.communicate()
+
+    def go(self) -> None:
+        """Begin a turn."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def seconds(self) -> float:
+        """Wait for the end of the turn, and say how long it took."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise LatentSweepError(f"a measuring process ended with {self._process.wait()}; its messages stand above")
+        return float(line)
+
+
+def _measure_start(subject: Subject, began: str) -> None:
+    """Run a trial up to its first optimizer step."""
+    import datasets  # noqa: F401
+    import sklearn.cluster  # noqa: F401
+    import torch  # noqa: F401
+    from transformers import AutoTokenizer, LlamaForCausalLM, T5ForConditionalGeneration  # noqa: F401
+
+    imported = time.time() - float(began)
+
+    from latent_sweep.config import parse_sweep
+    from latent_sweep.plan import expand, pack
+    from latent_sweep.trial import run_pack
+
+    task = TASKS[subject.benchmark][0]
+    benchmark = {"name": subject.benchmark, "tasks": [task], "train_per_task": 8, "test_per_task": 1}
+    content = subject.sweep(benchmark, {"batch_size": 1})
+
+    def stop(event: Any) -> None:
+        print(json.dumps({"imported": imported, "stepped": time.time() - float(began)}), flush=True)
+        os._exit(0)  # the rest of the trial is of no interest, and this leaves no trace of it in the store
+
+    run_pack(pack(expand(parse_sweep(content, "bench")))[0], subject.storage, subject.storage / "start", stop)
+
+
+def _measure_turns(subject: Subject, threads: str) -> None:
+    """Train; after the first step, and then after every turn, say how long it took and wait to be told to go on."""
+    import torch
+
+    torch.set_num_threads(int(threads))
+    bench = Workbench(subject)
+    turn, began = bench.sizes.steps, time.perf_counter()
+
+    def on_step(step: int, steps: int, losses: Mapping[str, float]) -> None:
+        nonlocal began
+        if (step - 1) % turn == 0:
+            print(time.perf_counter() - began, flush=True)
+            if step < steps:
+                sys.stdin.readline()
+            began = time.perf_counter()
+
+    bench.train([bench.lesson(bench.one_batch(), 1 + turn * bench.sizes.turns, on_step)])
+
+
+def _measure_bare(subject: Subject) -> None:
+    """Run the bare backbone."""
+    from latent_sweep.bench.steps import bare_step_seconds
+
+    bare_step_seconds(Workbench(subject))
+    _print_peak(subject)
+
+
+def _measure_train(subject: Subject) -> None:
+    """Take optimizer steps."""
+    Workbench(subject).step_seconds()
+    _print_peak(subject)
+
+
+def _print_peak(subject: Subject) -> None:
+    """The most memory this process has held: of the GPU, else resident."""
+    import torch
+
+    peak = torch.cuda.max_memory_allocated() if subject.device == "cuda" else _peak_resident()
+    print(json.dumps({"peak_gib": peak / 2**30}))
+
+
+def _peak_resident() -> int:
+    """Bytes. Linux's own `ru_maxrss` begins with what the parent held when it started this process."""
+    import resource
+
+    status = Path("/proc/self/status")
+    if status.is_file():
+        lines = dict(line.split(":", 1) for line in status.read_text(encoding="ascii").splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, in bytes
+
+
+CHILDREN: Mapping[str, Callable[..., None]] = {
+    "start": _measure_start,
+    "turns": _measure_turns,
+    "bare": _measure_bare,
+    "train": _measure_train,
+}
+
+
+if __name__ == "__main__":
+    CHILDREN[sys.argv[1]](Subject(**json.loads(sys.argv[2])), *sys.argv[3:])

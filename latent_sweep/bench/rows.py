@@ -1,0 +1,130 @@
+"""What a benchmark finds, as rows of a table: medians over turns, quartiles as spread, and the target beside each."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a value should reach."""
+
+    limit: float
+    at_most: bool = True
+
+    def reached_by(self, value: float) -> bool:
+        """Whether the value is on the right side, the limit included."""
+        return value <= self.limit if self.at_most else value >= self.limit
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: float
+    """Median over the turns."""
+    unit: str
+    """`x` for a ratio, `share` for a part of a whole."""
+    quartiles: tuple[float, float] | None = None
+    """Of the turns; None for what was measured once, or is a count."""
+    target: Target | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, name: str, turns: Sequence[float], unit: str, target: Target | None = None, note: str = "") -> Row:
+        """The row of a value that was measured in several turns."""
+        if len(turns) == 1:
+            return cls(name, turns[0], unit, None, target, note)
+        low, median, high = statistics.quantiles(turns, n=4, method="inclusive")
+        return cls(name, median, unit, (low, high), target, note)
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the target is reached; None without one."""
+        return None if self.target is None else self.target.reached_by(self.value)
+
+    def content(self) -> dict[str, Any]:
+        """The row as JSON values."""
+        target = None if self.target is None else str(self.target)
+        return asdict(self) | {"target": target, "reached": self.reached}
+
+
+def ratio(name: str, numerator: Sequence[float], denominator: Sequence[float], target: Target | None = None) -> Row:
+    """How many times the second the first takes, turn by turn."""
+    return Row.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target)
+
+
+def take_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+    """What each contender measured, in turns: A B C, A B C, ..."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, measure in contenders.items():
+            found[name].append(measure())
+    return found
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one part found at one type."""
+
+    part: str
+    dtype: str
+    what: str
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was measured, and on what."""
+
+    backbone: str
+    device: str
+    benchmark: str
+    benchmark_note: str
+    """Why it is not SuperNI, where it is not."""
+    measured_at: str
+    versions: Mapping[str, str]
+    hardware: Mapping[str, Any]
+    tables: Sequence[Table]
+
+    def text(self) -> str:
+        """A table for people."""
+        machine = " ".join(f"{name} {value}" for name, value in self.hardware.items() if value is not None)
+        versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [
+            f"{self.backbone} on {self.device}, {self.benchmark} rows, {self.measured_at}",
+            *([self.benchmark_note] if self.benchmark_note else []),
+            machine,
+            versions,
+        ]
+        for table in self.tables:
+            lines += ["", f"{table.part} ({table.dtype}): {table.what}"]
+            lines += [_line(row) for row in table.rows]
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """The same for programs."""
+        tables = [asdict(table) | {"rows": [row.content() for row in table.rows]} for table in self.tables]
+        return json.dumps(asdict(self) | {"tables": tables}, indent=1)
+
+
+def _line(row: Row) -> str:
+    spread = "" if row.quartiles is None else f"[{_number(row.quartiles[0])}, {_number(row.quartiles[1])}]"
+    target = "" if row.target is None else f"{row.target}  {'reached' if row.reached else 'NOT reached'}"
+    return f"  {row.name:<48} {_number(row.value):>9} {row.unit:<14} {spread:<20} {target}  {row.note}".rstrip()
+
+
+def _number(value: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,128 @@
+"""The whole benchmark: which parts there are, and the report they make together."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from latent_sweep.bench.answers import GENERATION_RATE, evaluate, generate
+from latent_sweep.bench.processes import memory, start, sweep, threads
+from latent_sweep.bench.profile import Profile, profile_path, write_profile
+from latent_sweep.bench.rows import Report, Row, Table
+from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step
+from latent_sweep.bench.workbench import Subject, Workbench
+from latent_sweep.benchmarks.loaders import data_digest
+from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.trial import hardware, versions
+
+PARTS: Mapping[str, Callable[[Workbench], list[Row]]] = {
+    "step": step,
+    "packs": packs,
+    "history": history,
+    "generate": generate,
+    "evaluate": evaluate,
+    "start": start,
+    "threads": threads,
+    "memory": memory,
+    "sweep": sweep,
+}
+
+WITH_PEFT = ("step", "generate", "sweep")
+"""Parts that compare with the usual way."""
+
+
+def run_bench(
+    backbone: str,
+    device: str | None,
+    dtypes: Sequence[str],
+    only: Sequence[str],
+    quick: bool,
+    storage: Path,
+    tell: Callable[[str], None],
+) -> Report:
+    """Measure, and write the profile that `latent-sweep plan` reads.
+
+    Args:
+        device: `cpu`, `cuda`, or None for the GPU where there is one.
+        dtypes: every part runs with the first, `step` with each; none is the device's usual type.
+        only: names of parts; none is all of them.
+        quick: little of everything: shows that it runs, measures nothing well.
+        storage: where profiles lie.
+        tell: told what is being measured.
+
+    Raises:
+        ConfigError: an unknown part, a missing package, or a device that is not there.
+    """
+    names = _chosen(only)
+    if set(names) & set(WITH_PEFT) and importlib.util.find_spec("peft") is None:
+        without = " ".join(name for name in PARTS if name not in WITH_PEFT)
+        raise ConfigError(
+            f"the parts {', '.join(WITH_PEFT)} compare with peft, which is not installed; "
+            f"run `pip install 'latent-sweep[bench]'`, or measure the others with `--only {without}`"
+        )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = dtypes or ["bfloat16" if device == "cuda" else "float32"]
+    benchmark, note = _benchmark()
+    measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    tables = []
+    for dtype in dtypes:
+        with TemporaryDirectory(prefix="latent-sweep-bench-") as folder:
+            bench = Workbench(Subject(backbone, dtype, device, benchmark, folder, quick))
+            for name in names if dtype == dtypes[0] else [name for name in names if name == "step"]:
+                what = (PARTS[name].__doc__ or "").strip()
+                tell(f"{name} ({dtype}): {what}")
+                with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
+                    rows = PARTS[name](bench)
+                tables.append(Table(name, dtype, what, rows))
+    report = Report(backbone, device, benchmark, note, measured_at, _versions(), hardware(), tables)
+    if profile := _profile(report, dtypes[0]):
+        path = profile_path(storage, backbone, dtypes[0], device)
+        write_profile(path, profile)
+        tell(f"profile for `latent-sweep plan`: {path}")
+    return report
+
+
+def _versions() -> dict[str, str]:
+    compared = ("peft", "accelerate", "ray")
+    return versions() | {name: version(name) for name in compared if importlib.util.find_spec(name)}
+
+
+def _chosen(only: Sequence[str]) -> list[str]:
+    for name in only:
+        if name not in PARTS:
+            near = difflib.get_close_matches(name, PARTS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PARTS)}"
+            raise ConfigError(f"--only: found {name!r}; {hint}")
+    return [name for name in PARTS if name in only or not only]
+
+
+def _benchmark() -> tuple[str, str]:
+    """SuperNI where its data is at hand, else the built-in benchmark, and why."""
+    settings = BenchmarkSettings(name="superni", order=1)
+    spec = load_benchmark("superni")
+    try:
+        for task in task_sequence(settings, spec):
+            data_digest(spec, task, "train", settings)
+            data_digest(spec, task, "test", settings)
+    except DataError as error:
+        return "builtin", f"SuperNI is not at hand, so the built-in benchmark stands in. {error}"
+    return "superni", ""
+
+
+def _profile(report: Report, dtype: str) -> Profile | None:
+    """The profile, where both of its rates were measured."""
+    rates = {row.name: row.value for table in report.tables if table.dtype == dtype for row in table.rows}
+    if not {TRAINING_RATE, GENERATION_RATE} <= set(rates):
+        return None
+    measured = (rates[TRAINING_RATE], rates[GENERATION_RATE], report.measured_at, report.versions)
+    return Profile(report.backbone, report.device, dtype, *measured)

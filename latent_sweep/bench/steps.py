@@ -1,0 +1,144 @@
+"""One optimizer step: against the bare backbone, against peft in the Trainer, in packs, and late in a task sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.bench.workbench import Workbench
+from latent_sweep.methods.protocol import Outputs
+from latent_sweep.training import Batch, collate, label_logits
+
+TRAINING_RATE = "latent: tokens trained"
+"""The row that the profile's rate is taken from."""
+
+
+def step(bench: Workbench) -> list[Row]:
+    """One optimizer step on the same batch: the bare backbone, our adapters, and peft in the Trainer."""
+    peft = _UsualStep(bench)
+    seconds = take_turns(
+        {
+            "bare backbone": lambda: bare_step_seconds(bench),
+            "latent": bench.step_seconds,
+            "lora": lambda: bench.step_seconds(method="seq_lora"),
+            "peft + Trainer": peft.seconds,
+        },
+        bench.sizes.turns,
+    )
+    limit = Target(1.05 if bench.subject.dtype == "float32" else 1.08)
+    rows = [Row.of(f"{name}: step", [1000 * s for s in turns], "ms") for name, turns in seconds.items()]
+    for name in ("latent", "lora"):
+        rows.append(ratio(f"{name} / bare backbone", seconds[name], seconds["bare backbone"], limit))
+        rows.append(ratio(f"{name} / peft + Trainer", seconds[name], seconds["peft + Trainer"], Target(0.75)))
+    batch = bench.one_batch()
+    tokens = sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in batch)
+    note = f"{len(batch)} rows, {tokens} tokens a step"
+    rows.append(Row.of(TRAINING_RATE, [tokens / s for s in seconds["latent"]], "tokens/s", note=note))
+    return rows + _utilisation(bench, tokens, seconds["latent"])
+
+
+def bare_step_seconds(bench: Workbench) -> float:
+    """The limit: the frozen backbone alone, forward and backward to its input embeddings, logits at labels only."""
+    rows, clock = bench.one_batch(), bench.clock()
+    embedding = bench.backbone.model.get_input_embeddings()
+    denominator = sum(len(row["target_ids"]) for row in rows)
+    for _ in range(bench.sizes.steps + 1):
+        batch = collate(rows, bench.backbone)
+        inputs = {name: value for name, value in batch.inputs.items() if name != "input_ids"}
+        inputs["inputs_embeds"] = embedding(batch.inputs["input_ids"]).detach().requires_grad_()
+        logits = label_logits(bench.backbone, Batch(inputs, batch.labels))
+        Outputs(rows, logits, batch.labels, denominator).task_loss().backward()
+        clock.tick()
+    return clock.seconds_per_step
+
+
+class _UsualStep:
+    """peft's LoRA in the transformers Trainer, on the same batch."""
+
+    def __init__(self, bench: Workbench):
+        from peft import get_peft_model
+
+        from latent_sweep.bench import usual_way
+
+        usual_way.quiet()
+        self.bench = bench
+        self.config = bench.usual_config(bench.trial, bench.sizes.steps + 1)
+        model, self.tokenizer = usual_way.load(self.config)
+        self.model = get_peft_model(model, usual_way.lora_config(self.config))
+
+    def seconds(self) -> float:
+        """Seconds of one step, a mean over a turn."""
+        from transformers import Trainer, TrainerCallback
+
+        from latent_sweep.bench.usual_way import trainer_arguments
+
+        clock = self.bench.clock()
+
+        class Ticks(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                clock.tick()
+
+        arguments = trainer_arguments(
+            self.config, self.model, self.tokenizer, self.bench.one_batch(), 0, self.bench.subject.folder
+        )
+        Trainer(**arguments, callbacks=[Ticks()]).train()
+        return clock.seconds_per_step
+
+
+def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Row]:
+    """Achieved arithmetic on a GPU, against a large matrix product: 4 N per token, as no weight gets a gradient.
+
+    N counts the layers' weights, not the embeddings; T5's two halves read different tokens, so it has no row.
+    """
+    if bench.subject.device != "cuda" or bench.backbone.family != "llama":
+        return []
+    weights = sum(p.numel() for p in bench.backbone.model.model.layers.parameters())
+    achieved = [4 * weights * tokens / s / 1e12 for s in seconds]
+    peak = _matrix_product_rate(bench) / 1e12
+    return [
+        Row("matrix product", peak, "TFLOP/s", note="8192 x 8192, the same type"),
+        Row.of("latent: achieved", achieved, "TFLOP/s"),
+        Row.of("latent: utilisation", [rate / peak for rate in achieved], "share"),
+    ]
+
+
+def _matrix_product_rate(bench: Workbench, size: int = 8192, products: int = 20) -> float:
+    a = torch.randn(size, size, device="cuda", dtype=bench.backbone.model.dtype)
+    clock = bench.clock()
+    for _ in range(products):
+        a @ a
+        clock.tick()
+    return 2 * size**3 / clock.seconds_per_step
+
+
+def packs(bench: Workbench) -> list[Row]:
+    """Members that train side by side, each on batches of its own: member-steps per second."""
+    rows = bench.train_rows()
+
+    def rate(members: int) -> float:
+        clock, steps = bench.clock(), 2  # one is timed: it is as many as there are members
+        lessons = [bench.lesson(rows, steps, seed=member) for member in range(members - 1)]
+        bench.train([*lessons, bench.lesson(rows, steps, clock.tick, seed=members - 1)])
+        return members / clock.seconds_per_step
+
+    rates = take_turns({str(n): partial(rate, n) for n in bench.sizes.pack_sizes}, bench.sizes.few_turns)
+    found = [Row.of(f"pack of {n}", turns, "member-steps/s") for n, turns in rates.items()]
+    return found + [ratio(f"pack of {n} / pack of 1", rates[n], rates["1"]) for n in list(rates)[1:]]
+
+
+def history(bench: Workbench) -> list[Row]:
+    """One optimizer step with the penalty against fifteen earlier tasks, and against one."""
+    earlier = [{"R": torch.randn(len(bench.backbone.targets), *[bench.subject.rank] * 2) * 1e-3} for _ in range(15)]
+    seconds = take_turns(
+        {
+            "1": lambda: bench.step_seconds(history=earlier[:1]),
+            "15": lambda: bench.step_seconds(history=earlier),
+        },
+        bench.sizes.turns,
+    )
+    rows = [Row.of(f"{n} earlier tasks: step", [1000 * s for s in turns], "ms") for n, turns in seconds.items()]
+    return [*rows, ratio("15 earlier tasks / 1", seconds["15"], seconds["1"], Target(1.02))]

@@ -1,0 +1,359 @@
+"""What is measured and how much of it, and what the parts of the benchmark do with a backbone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import AdapterBank
+    from latent_sweep.backbones import Backbone
+    from latent_sweep.bench.usual_way import Config
+    from latent_sweep.methods.protocol import Example, Method
+    from latent_sweep.mixing import Array, Mixer
+    from latent_sweep.plan import Trial
+    from latent_sweep.snapshots import Snapshot
+    from latent_sweep.training import Lesson, TrainingSummary
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    turns: int
+    steps: int
+    """Timed optimizer steps of a turn; one more comes before them."""
+    batch_size: int
+    test_rows: int
+    """Of each task."""
+    pack_sizes: tuple[int, ...]
+    learning_steps: int
+    """Optimizer steps after which an adapter answers in its task's format."""
+    lambdas: int
+    """Of the sweep, like the next two."""
+    components: tuple[int, ...]
+    seeds: tuple[int, ...]
+    tasks: int
+    routed_tasks: int | None
+    """Tasks whose routing is worked out; None is the whole of the benchmark's first order."""
+
+    @property
+    def few_turns(self) -> int:
+        """Turns of what takes long."""
+        return (self.turns + 1) // 2
+
+
+CPU = Sizes(
+    turns=5,
+    steps=3,
+    batch_size=8,
+    test_rows=16,
+    pack_sizes=(1, 2, 4, 8),
+    learning_steps=8,
+    lambdas=2,
+    components=(1, 3),
+    seeds=(0, 1),
+    tasks=4,
+    routed_tasks=None,
+)
+GPU = replace(CPU, steps=20, learning_steps=24, test_rows=48)
+"""Steps take milliseconds there."""
+QUICK = Sizes(
+    turns=2,
+    steps=1,
+    batch_size=4,
+    test_rows=4,
+    pack_sizes=(1, 2),
+    learning_steps=1,
+    lambdas=1,
+    components=(1,),
+    seeds=(0,),
+    tasks=2,
+    routed_tasks=2,
+)
+
+TASKS = {"superni": ("task591", "task1510", "task1687", "task875"), "builtin": ("mood", "arrival", "topic", "date")}
+"""What is trained on and answered, by benchmark; the sweep always takes the built-in tasks, which a few steps teach."""
+
+LAMBDAS = (0.0, 1e-5)
+USUAL_LAMBDAS = (0.0, 0.5)
+"""Of Latent-LoRA's penalty and of O-LoRA's, whose scale is another."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and where: all that a measuring process has to be told."""
+
+    backbone: str
+    dtype: str
+    device: str
+    """`cpu` or `cuda`."""
+    benchmark: str
+    folder: str
+    """For everything that is written meanwhile."""
+    quick: bool
+
+    @property
+    def sizes(self) -> Sizes:
+        """How much is measured."""
+        return QUICK if self.quick else GPU if self.device == "cuda" else CPU
+
+    @property
+    def storage(self) -> Path:
+        """Where sweeps keep what they compute."""
+        return Path(self.folder) / "runs"
+
+    def sweep(self, benchmark: Mapping[str, Any], training: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """A sweep file's content: Latent-LoRA on this backbone, two trials at a time with a thread each."""
+        template = {
+            "method": {"name": "latent_lora", "rank": self.rank, "ortho_lambda": LAMBDAS[-1]},
+            "backbone": {"name": self.backbone, "dtype": self.dtype, "device": self.device},
+            "benchmark": dict(benchmark),
+            "training": {"learning_rate": 4e-3, "batch_size": self.sizes.batch_size, "epochs": 1, **training},
+        }
+        run = {
+            "storage": str(self.storage),
+            "tracking": {"uri": "none"},
+            "resources": {"cpus": 1, "gpus": 0.5 if self.device == "cuda" else 0},
+            "max_concurrent": 2,
+        }
+        return {"name": "bench", "trial": template, "run": run, **more}
+
+    @property
+    def rank(self) -> int:
+        """The paper's 32, or what a smaller backbone allows."""
+        from latent_sweep.backbones import BackboneSettings, describe, target_shapes
+
+        known = describe(BackboneSettings(name=self.backbone))
+        shapes = target_shapes(known.family, known.config).values() if known else ()
+        return min([32, *(min(shape) for shape in shapes)])
+
+
+class Workbench:
+    """A subject with its backbone loaded, and what the parts do with it."""
+
+    def __init__(self, subject: Subject):
+        self.subject, self.sizes = subject, subject.sizes
+        self._methods: dict[str, Method] = {}
+
+    @cached_property
+    def trial(self) -> Trial:
+        """A Latent-LoRA trial with the settings that all measurements share."""
+        sizes = self.sizes
+        benchmark = {
+            "name": self.subject.benchmark,
+            "tasks": list(TASKS[self.subject.benchmark][: sizes.tasks]),
+            "train_per_task": 4 * sizes.batch_size,
+            "test_per_task": sizes.test_rows,
+        }
+        return first_trial(self.subject.sweep(benchmark, {}))
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        """The frozen model."""
+        from latent_sweep.backbones import load_backbone
+
+        return load_backbone(self.trial.settings.backbone)
+
+    @cached_property
+    def bank(self) -> AdapterBank:
+        """Its adapted projections."""
+        from latent_sweep.adapters.bank import AdapterBank
+
+        return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
+
+    @cached_property
+    def model_folder(self) -> str:
+        """The backbone as the transformers folder that the usual way loads."""
+        folder = str(Path(self.subject.folder) / "model")
+        self.backbone.model.save_pretrained(folder)
+        self.backbone.tokenizer.save_pretrained(folder)
+        return folder
+
+    def method(self, name: str = "latent_lora") -> Method:
+        """A method at its default settings; Latent-LoRA with the trial's."""
+        from latent_sweep.methods import method_class
+        from latent_sweep.methods.protocol import Workplace
+
+        if name not in self._methods:
+            kind, own = method_class(name), self.trial.settings.method
+            settings = own if name == own.name else kind.settings_class(name=name)
+            resolved = kind.resolve(settings, self.subject.backbone, self.trial.spec.name)
+            workplace = Workplace(self.backbone, self.bank, self.subject.storage, self.subject.rank)
+            self._methods[name] = kind(resolved, workplace)
+        return self._methods[name]
+
+    def tokens(self, trial: Trial, position: int, split: Any, whole: bool = False) -> Any:
+        """Tokenised rows of a trial's task; `whole` prompts are not truncated."""
+        from latent_sweep.benchmarks.loaders import tokenised
+
+        settings = trial.settings.benchmark
+        assert settings.max_source_length is not None
+        return tokenised(
+            trial.spec,
+            trial.tasks[position],
+            split,
+            settings,
+            self.backbone.tokenizer,
+            self.backbone.tokenizer_digest,
+            self.backbone.family,
+            1 << 20 if whole else settings.max_source_length,
+            self.subject.storage / "tokens",
+        )
+
+    def train_rows(self, count: int | None = None) -> Sequence[Example]:
+        """The first training rows of the first task."""
+        return [dict(row) for row in self.tokens(self.trial, 0, "train")][:count]
+
+    def one_batch(self) -> Sequence[Example]:
+        """The rows of the step that is timed, again and again."""
+        return self.train_rows(self.sizes.batch_size)
+
+    def lesson(
+        self,
+        rows: Sequence[Example],
+        steps: int,
+        on_step: Callable[..., None] = lambda step, steps, losses: None,
+        method: str = "latent_lora",
+        history: Sequence[Mapping[str, Tensor]] = (),
+        seed: int = 0,
+    ) -> Lesson:
+        """What `train_pack` needs to train one adapter on rows for some steps."""
+        import torch
+
+        from latent_sweep.methods.protocol import TaskData
+        from latent_sweep.snapshots import TaskCheckpoint
+        from latent_sweep.training import Lesson, derived_seed
+
+        def generator(purpose: str) -> torch.Generator:
+            return torch.Generator().manual_seed(derived_seed(seed, purpose))
+
+        settings = self.trial.settings.training.model_copy(
+            update={"epochs": steps, "max_steps": steps, "checkpoint_every": steps + 1}
+        )
+        data = TaskData(self.trial.tasks[0].name, len(history), len(history) + 1, rows, generator)
+        learner = self.method(method).begin_task(data, history)
+        checkpoint = TaskCheckpoint(Path(self.subject.folder) / "no-checkpoint")
+        return Lesson(learner, rows, settings, (seed, "bench"), checkpoint, (), on_step)
+
+    def train(self, lessons: Sequence[Lesson]) -> list[TrainingSummary]:
+        """Train side by side; what goes wrong is raised."""
+        from latent_sweep.training import train_pack
+
+        outcomes = train_pack(lessons, self.backbone, self.bank)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+    def step_seconds(self, **lesson: Any) -> float:
+        """Seconds of one of our optimizer steps, a mean over a turn; the arguments are `lesson`'s."""
+        clock = self.clock()
+        self.train([self.lesson(self.one_batch(), self.sizes.steps + 1, clock.tick, **lesson)])
+        return clock.seconds_per_step
+
+    def clock(self) -> Clock:
+        """A clock that waits for this device."""
+        return Clock(self.subject.device == "cuda")
+
+    def mixer(self, trial: Trial) -> Mixer:
+        """The router of a trial."""
+        from latent_sweep.mixing import Mixer
+
+        def tokens(position: int, split: str) -> Any:
+            return self.tokens(trial, position, split, whole=not trial.settings.router.pool.truncate)
+
+        def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
+            return self.method().gates((), prompts)  # never asked: Latent-LoRA answers by posterior
+
+        return Mixer(trial.settings.router, self.backbone, tokens, gates, len(trial.tasks), 0, self.subject.storage)
+
+    def answer(
+        self, history: Sequence[Snapshot], weights: Array, position: int, max_new_tokens: int, cache: Path
+    ) -> tuple[list[str], int]:
+        """Answers to a task's test rows as evaluation gives them, and how many were not known in the folder `cache`."""
+        from latent_sweep.evaluation import Evaluator
+
+        s = self.trial.settings
+        evaluator = Evaluator(
+            self.backbone,
+            self.bank,
+            self.method(),
+            s.evaluation.batch_size,
+            max_new_tokens,
+            self.trial.spec.stop,
+            s.benchmark.references,
+            cache,
+        )
+        rows = self.tokens(self.trial, position, "test")
+        score = evaluator.score(history, weights, rows, "accuracy")
+        return [row["prediction"] for row in score.predictions], score.generated
+
+    def usual_config(self, trial: Trial, steps: int) -> Config:
+        """The usual way's settings, with a trial's rows."""
+        from latent_sweep.bench.usual_way import Config, Task
+
+        def rows(position: int, split: str, *columns: str) -> list[dict[str, Any]]:
+            return [{name: row[name] for name in columns} for row in self.tokens(trial, position, split)]
+
+        longest = trial.settings.benchmark.max_target_length
+        assert longest is not None
+        return Config(
+            model=self.model_folder,
+            family=self.backbone.family,
+            dtype=self.subject.dtype,
+            device=self.subject.device,
+            tasks=[
+                Task(
+                    task.name,
+                    task.metric,
+                    rows(position, "train", "prompt_ids", "target_ids"),
+                    rows(position, "test", "prompt_ids", "references"),
+                )
+                for position, task in enumerate(trial.tasks)
+            ],
+            steps=steps,
+            batch_size=self.sizes.batch_size,
+            eval_batch_size=trial.settings.evaluation.batch_size,
+            max_new_tokens=longest,
+            stop=trial.spec.stop,
+            ortho_lambda=USUAL_LAMBDAS[: self.sizes.lambdas],
+            components=self.sizes.components,
+            seed=self.sizes.seeds,
+            concurrent=2,
+        )
+
+
+class Clock:
+    """Times steps: the time from the first tick to the last, over the ticks between."""
+
+    def __init__(self, on_gpu: bool):
+        self.on_gpu = on_gpu
+        self.ticks: list[float] = []
+
+    def tick(self, *step: Any) -> None:
+        """A step has ended; a GPU is waited for."""
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        self.ticks.append(time.perf_counter())
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The first step, which warms up, is not counted."""
+        return (self.ticks[-1] - self.ticks[0]) / (len(self.ticks) - 1)
+
+
+def first_trial(sweep: Mapping[str, Any]) -> Trial:
+    """The first trial of a sweep file's content."""
+    from latent_sweep.config import parse_sweep
+    from latent_sweep.plan import expand
+
+    return expand(parse_sweep(sweep, "bench"))[0]

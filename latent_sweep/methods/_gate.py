@@ -1,0 +1,172 @@
+"""GainLoRA's gate in training: its settings, where it starts, and how it stays closed for earlier prompts.
+
+The formulas are in `latent_sweep.adapters.gate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.errors import LatentSweepError
+from latent_sweep.methods._gradient_memory import (
+    WHERE_MEMORY_IS_FULL,
+    GpmSettings,
+    Snapshots,
+    added_columns,
+    check_rows,
+    columns,
+    filled,
+)
+from latent_sweep.methods.protocol import Example, TaskData
+from latent_sweep.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from latent_sweep.adapters.gate import Gate
+
+PARTS = ("G1", "G2", "key")
+"""What a gate consists of; each part has a memory of what it reads."""
+
+
+class GateSettings(Settings):
+    """The gate; what is left out is the preset's."""
+
+    form: Literal["two_silu", "one_silu"] | None = None
+    """SiLU after both maps as released for T5, or after the second alone as for Llama."""
+    width: int | None = Field(None, ge=1)
+    """Width between the two maps."""
+    pooling: Literal["true_length", "padded"] | None = None
+    """Divide the sum of a prompt's embeddings by its own length, or by the longest's in its batch: then results depend
+    on which rows come together, so on `training.micro_batch_size` too."""
+    key_design: Literal["svd", "random_project"] | None = None
+    """The key starts as the leading direction of the new task's prompts outside of the memory, or random, projected."""
+    rescale_rows: bool | None = None
+    """Whether rows get back, after each projection, the norm that they had before it."""
+
+
+UNIFIED_GATE: Mapping[str, Any] = {
+    "form": "two_silu",
+    "width": 100,
+    "pooling": "true_length",
+    "key_design": "svd",
+    "rescale_rows": False,
+}
+RELEASED_GATES: Mapping[str, Mapping[str, Any]] = {
+    "t5": {**UNIFIED_GATE, "pooling": "padded", "rescale_rows": True},
+    "llama": {**UNIFIED_GATE, "form": "one_silu", "width": 50, "key_design": "random_project"},
+}
+
+
+def resolved_gate(gate: GateSettings, preset: str, family: str) -> GateSettings:
+    """With the preset's values."""
+    return filled(gate, RELEASED_GATES[family] if preset == "official" else UNIFIED_GATE)
+
+
+def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torch.device) -> Gate:
+    """A snapshot's gate, on the device."""
+    from latent_sweep.adapters.gate import Gate
+
+    assert settings.form is not None, "these settings are not resolved"
+    G1, G2, key = (snapshot[f"gate.{part}"].to(device) for part in PARTS)
+    return Gate(G1, G2, key, settings.form)
+
+
+def pooled_prompts(table: Tensor, prompts: Sequence[Sequence[int]], settings: GateSettings) -> Tensor:
+    """What gates read of every prompt, (prompts, d)."""
+    from latent_sweep.adapters.gate import pooled
+
+    return pooled(table, prompts, settings.pooling == "padded")
+
+
+class NewGate:
+    """The gate of the task that is being learned.
+
+    It starts with the maps of the previous gate, or drawn ones, and a key of its own outside of its memory.
+
+    Args:
+        table: the frozen embedding table, (vocabulary, d).
+        task: its prompts are read.
+        history: snapshots of the earlier tasks, which hold the columns that each added to the memories.
+
+    Attributes:
+        gate: its tensors are trained.
+
+    Raises:
+        DataError: the task has no rows.
+        LatentSweepError: the key's memory leaves no direction.
+    """
+
+    def __init__(self, settings: GateSettings, gpm: GpmSettings, table: Tensor, task: TaskData, history: Snapshots):
+        from latent_sweep.adapters.gate import Gate, layers, new_key, new_maps
+
+        assert settings.width and settings.form and settings.key_design, "these settings are not resolved"
+        check_rows(task)
+        self._settings, self._gpm, self._table, self._task = settings, gpm, table, task
+        d, w, device = table.shape[1], settings.width, table.device
+        self._memory = {
+            part: columns(history, f"gate.{part}", k).to(device) for part, k in zip(PARTS, (d, w, d), strict=True)
+        }
+        if self._memory["key"].shape[1] == d:
+            raise LatentSweepError(
+                f"task {task.name}: earlier prompts use all directions of the gate's key, and none is left for a new "
+                f"one. {WHERE_MEMORY_IS_FULL}"
+            )
+        if history:
+            before = gate_of(history[-1], settings, device)
+            G1, G2 = before.G1, before.G2
+        else:
+            G1, G2 = (G.to(device) for G in new_maps(d, w, task.generator("gate")))
+        *_, p2 = layers(self.pooled(task.rows), G1, G2, settings.form)
+        key = new_key(p2, self._memory["key"], settings.key_design, gpm.energy, task.generator("key"))
+        self._start = {"G1": G1, "G2": G2, "key": key}
+        G1, G2, key = (part.clone().requires_grad_(True) for part in (G1, G2, key))
+        self.gate = Gate(G1, G2, key, settings.form)
+
+    def pooled(self, rows: Sequence[Example]) -> Tensor:
+        """What gates read of every row's prompt, (rows, d)."""
+        return pooled_prompts(self._table, [row["prompt_ids"] for row in rows], self._settings)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Both maps and the key."""
+        return {f"gate.{part}": getattr(self.gate, part) for part in PARTS}
+
+    def project(self) -> None:
+        """Take from each part's change since the start what lies in its memory: `P <- P - (P - P_start) M M^T`."""
+        import torch
+
+        from latent_sweep.adapters.gradient_memory import outside
+
+        for part, M in self._memory.items():
+            if not M.shape[1]:
+                continue
+            P, start = getattr(self.gate, part), self._start[part]
+            with torch.no_grad():
+                norms = P.norm(dim=-1, keepdim=True)
+                P.copy_(start + outside(P - start, M))
+                if self._settings.rescale_rows:
+                    P.mul_(norms / P.norm(dim=-1, keepdim=True))
+
+    def finish(self) -> dict[str, Tensor]:
+        """The parts, and the columns that this task's prompts add to their memories."""
+        import torch
+
+        from latent_sweep.adapters.gradient_memory import second_moment
+
+        with torch.no_grad():
+            read = self.gate.inputs(self.pooled(self._task.rows))
+        moments = {f"gate.{part}": second_moment(x) for part, x in zip(PARTS, read, strict=True)}
+        memory = {f"gate.{part}": M for part, M in self._memory.items()}
+        own = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
+        return own | added_columns(self._gpm, self._task, moments, memory)
+
+    def facts(self) -> dict[str, float]:
+        """Mean of the gate over the task's own prompts."""
+        import torch
+
+        with torch.no_grad():
+            return {"gate_mean": float(self.gate(self.pooled(self._task.rows)).mean())}

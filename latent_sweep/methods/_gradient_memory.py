@@ -1,0 +1,202 @@
+"""What InfLoRA and GainLoRA share: settings of the gradient projection memory, and the memory of a backbone's inputs.
+
+The formulas are in `latent_sweep.adapters.gradient_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from pydantic import Field
+
+from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
+from latent_sweep.methods.protocol import IGNORED, Example, TaskData, Workplace
+from latent_sweep.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Adaptation
+
+Design = Literal["svd", "random_project"]
+"""Where A_t comes from: the new task's leading input directions outside of the memory, or random numbers projected."""
+
+WHERE_MEMORY_IS_FULL = "Lower method.gpm.eps_0, raise method.gpm.ramp, or take method.gpm.energy: sigma4"
+
+Snapshots = Sequence[Mapping[str, "Tensor"]]
+Adapt = Callable[[Sequence[Example]], "Adaptation"]
+Group = TypeVar("Group", bound=Settings)
+
+
+class GpmSettings(Settings):
+    """The gradient projection memory: how much it keeps of the inputs, and how it reads them."""
+
+    energy: Literal["sigma4", "sigma2"] = "sigma4"
+    """What shares are shares of: the inputs' singular values to the fourth power, as in all released code, which takes
+    the SVD of their covariance, or squared, as in the GPM paper, which keeps more directions."""
+    eps_0: float = Field(0.995, gt=0, lt=1)
+    """Share of the energy that the memory holds after the first task; InfLoRA's vision runs had 0.95 or 0.98."""
+    ramp: int = Field(15, ge=1)
+    """Tasks over which that share rises towards 1. Not the trial's own number of tasks: a trial over the first few
+    tasks of another learns the same. 15 is the length of both benchmarks, and fixed in the released code."""
+    chunks: int | None = Field(None, ge=1)
+    """Stretches of equal length that every input is split into, each with a memory of its own; None is the preset's."""
+    mask_padding: bool | None = None
+    """Whether padding is left out of the inputs' statistics; None is the preset's."""
+    cross_attention_v: Literal["own_input", "decoder_state"] | None = None
+    """What counts as the input of v in T5's cross-attention: what it reads, the encoder's output, or the decoder's
+    state, which only q reads, as in GainLoRA's released code; None is the preset's."""
+    batch_size: int = Field(16, ge=1)
+    """Rows per forward pass over the task's rows."""
+    max_batches: int = Field(1002, ge=1)
+    """At most this many batches of shuffled rows are read; the released code's number."""
+
+    def threshold(self, position: int) -> float:
+        """Share of the energy that the memory is to hold after the task at this position (0-based)."""
+        return self.eps_0 + (1 - self.eps_0) * min(position, self.ramp - 1) / self.ramp
+
+
+def filled(group: Group, values: Mapping[str, object]) -> Group:
+    """A group of settings with what it leaves out taken from values."""
+    return group.model_copy(update={name: value for name, value in values.items() if getattr(group, name) is None})
+
+
+def resolved_gpm(gpm: GpmSettings, preset: str, family: str) -> GpmSettings:
+    """With the preset's values; `official` has the released code's slips too, and on Llama its four stretches."""
+    if preset == "unified":
+        return filled(gpm, {"chunks": 1, "mask_padding": True, "cross_attention_v": "own_input"})
+    chunks = 1 if family == "t5" else 4
+    return filled(gpm, {"chunks": chunks, "mask_padding": False, "cross_attention_v": "decoder_state"})
+
+
+def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
+    """A memory as the earlier tasks left it, each the columns `memory.<name>` that it added; (dimensions, columns)."""
+    import torch
+
+    return torch.cat([torch.zeros(dimensions, 0), *(snapshot[f"memory.{name}"] for snapshot in history)], 1)
+
+
+def added_columns(
+    gpm: GpmSettings, task: TaskData, moments: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What this task adds to each memory, as tensors of its snapshot."""
+    from latent_sweep.adapters.gradient_memory import new_columns
+
+    threshold, added = gpm.threshold(task.position), {}
+    for name, M in memory.items():
+        added[f"memory.{name}"] = new_columns(moments[name], M, threshold, gpm.energy).float().cpu().contiguous()
+    return added
+
+
+def check_rows(task: TaskData) -> None:
+    """Raise DataError where a task has no rows to read statistics from."""
+    if not task.rows:
+        raise DataError(
+            f"task {task.name}: found no training rows, and the memory is made of what they give as inputs; check the "
+            "task's train split and benchmark.train_per_task"
+        )
+
+
+def first_gradients(A: Tensor, B: Tensor, outputs: Sequence[int]) -> list[Tensor | None]:
+    """Gradients of B of the first projection that can learn: where its input has no direction left, A is zero."""
+    able = int(A.flatten(1).any(1).int().argmax())
+    return [None if B.grad is None else B.grad.split(list(outputs))[able]]
+
+
+class InputMemory:
+    """The input directions that earlier tasks use at every adapted projection, and a new A beside them.
+
+    Args:
+        task: the task to be learned; its rows are read.
+        history: snapshots of the earlier tasks, which hold the columns that each added.
+
+    Raises:
+        ConfigError: the inputs cannot be split into so many stretches.
+        DataError: the task has no rows.
+    """
+
+    def __init__(self, gpm: GpmSettings, workplace: Workplace, task: TaskData, history: Snapshots):
+        from latent_sweep.adapters.gradient_memory import input_blocks
+
+        assert gpm.chunks and gpm.cross_attention_v and gpm.mask_padding is not None, "these settings are not resolved"
+        check_rows(task)
+        self._gpm, self._workplace, self._task = gpm, workplace, task
+        targets = workplace.backbone.targets
+        width = next(iter(targets.values())).in_features
+        try:
+            self._blocks = input_blocks(list(targets), width, gpm.chunks, gpm.cross_attention_v == "own_input")
+        except ValueError as error:
+            raise ConfigError(f"method.gpm.chunks: {error}; give a divisor of {width}") from error
+        self._memory = {block.name: columns(history, block.name, block.length) for block in self._blocks}
+        self._columns = [M.shape[1] for M in self._memory.values()]
+
+    def down_projection(self, A: Tensor, design: Design, adaptation: Adapt) -> Tensor:
+        """A_t, (M, r, n): outside of the memory of every projection's input; zero where that has no direction left.
+
+        Args:
+            A: random, as drawn; `random_project` leaves it so at the first task.
+            adaptation: of the model whose inputs are read; what uses A in it must change nothing yet.
+
+        Raises:
+            LatentSweepError: no projection's input has a direction left.
+            NonFiniteLoss: an input is NaN or infinite.
+        """
+        from latent_sweep.adapters.gradient_memory import designed, projected
+
+        if design == "svd":
+            A = designed(A, self._blocks, self._memory, self._moments(adaptation), self._gpm.energy)
+        elif any(self._columns):
+            A = projected(A, self._blocks, self._memory)
+        if not A.any():
+            raise LatentSweepError(
+                f"task {self._task.name}: earlier tasks use all directions of every projection's input, and none is "
+                f"left to learn from. {WHERE_MEMORY_IS_FULL}"
+            )
+        return A
+
+    def added(self, adaptation: Adapt) -> dict[str, Tensor]:
+        """The columns that the task adds, now that it is learned, as tensors of its snapshot.
+
+        Raises:
+            NonFiniteLoss: an input is NaN or infinite.
+        """
+        tensors = added_columns(self._gpm, self._task, self._moments(adaptation), self._memory)
+        self._columns = [
+            M.shape[1] + new.shape[1] for M, new in zip(self._memory.values(), tensors.values(), strict=True)
+        ]
+        return tensors
+
+    def facts(self) -> dict[str, float]:
+        """Mean number of columns over all inputs, and the share of those that have no direction left."""
+        full = [count == block.length for count, block in zip(self._columns, self._blocks, strict=True)]
+        return {"memory_columns": sum(self._columns) / len(full), "memory_full": sum(full) / len(full)}
+
+    def _moments(self, adaptation: Adapt) -> dict[str, Tensor]:
+        """Second moments of every input over the task's rows, by the block's name."""
+        import torch
+
+        from latent_sweep.adapters.gradient_memory import adding_second_moments
+        from latent_sweep.training import collate, epoch_batches, label_logits
+
+        backbone, bank, rows = self._workplace.backbone, self._workplace.bank, self._task.rows
+        projections = list(backbone.targets.values())
+        lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
+        batches = epoch_batches(lengths, self._gpm.batch_size, self._task.generator("memory"), group_by_length=True)
+        moments: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for indices in batches[: self._gpm.max_batches]:
+                chosen = [rows[i] for i in indices]
+                batch = collate(chosen, backbone)
+                real = (batch.inputs["attention_mask"].bool(), batch.labels != IGNORED)
+                masks = real if self._gpm.mask_padding else (None, None)
+                reading = adding_second_moments(moments, self._blocks, projections, *masks)
+                with reading, bank.active(adaptation(chosen)):
+                    label_logits(backbone, batch)
+        for name, moment in moments.items():
+            if not moment.isfinite().all():
+                raise NonFiniteLoss(
+                    f"task {self._task.name}: the second moment of the inputs of {name} is not finite. Lower "
+                    "training.learning_rate, or check backbone.dtype if it happens before the first step"
+                )
+        return moments

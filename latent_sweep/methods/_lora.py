@@ -1,0 +1,256 @@
+"""What all methods that train LoRA pairs share: settings and their presets, pairs in snapshots, and a learner.
+
+A snapshot holds one pair, `A` (M, r, n) and `B` (O, r), whatever else its method adds; see `latent_sweep.adapters.lora`
+for the letters. `LoraMethod` serves methods that carry one pair through all tasks, `BranchMethod` those that learn a
+pair for every task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from latent_sweep.backbones import BackboneSettings, describe
+from latent_sweep.methods.protocol import BRANCHES, Example, Learner, Method, MethodSettings, TaskData
+from latent_sweep.settings import NOT_IDENTITY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Adaptation, Delta
+    from latent_sweep.adapters.lora import Branch
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+UNIFIED: Mapping[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.0}
+"""The Latent-LoRA paper's common protocol for LoRA baselines (appendix "Training"); dropout is not stated (A28)."""
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """What the released scripts of a method set, by the names that the settings have here."""
+
+    method: Mapping[str, Any]
+    """Settings of the method's own group."""
+    training: Mapping[str, Any]
+    """Settings of the `training:` group."""
+
+
+def o_lora_scripts(family: str, benchmark: str) -> Scripts:
+    """O-LoRA's released scripts, which also ran SeqLoRA and IncLoRA; the same for every benchmark.
+
+    Departures: MNLI's second epoch, and on Llama the first task's learning rate of 1e-3, cannot be said per task here.
+    """
+    rate = 1e-3 if family == "t5" else 1e-4
+    training = {"learning_rate": rate, "batch_size": 64, "epochs": 1}
+    return Scripts({"rank": 8, "alpha": 32.0, "dropout": 0.1}, training)
+
+
+def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
+    """The released scripts of the SAPT and GainLoRA lineage; benchmarks other than Long Sequence take SuperNI's.
+
+    Departure: they keep the best checkpoint on the dev split, which is their test split; here `training.select` says.
+    """
+    long, t5 = benchmark == "long_sequence", family == "t5"
+    epochs = (10 if long else 100) if t5 else (20 if long else 50)
+    training = {"learning_rate": 3e-4 if t5 else 5e-5, "batch_size": 32, "epochs": epochs}
+    method = {"rank": 8 if long and t5 else 4, "alpha": 32.0, "dropout": 0.0, "old_branch_grad": "detach"}
+    return Scripts(method, training)
+
+
+class LoraSettings(MethodSettings):
+    """What the `method:` group of every LoRA method has."""
+
+    preset: Literal["unified", "official"] = Field("unified", json_schema_extra=NOT_IDENTITY)
+    """Where left-out settings come from, those of `training` too: the paper's common protocol, or the method's own
+    released scripts."""
+    rank: int | None = Field(None, ge=1)
+    """r, rows of every A and columns of every B; None is the preset's."""
+    alpha: float | None = Field(None, gt=0)
+    """LoRA's alpha; the scale is s = alpha / rank. None is the preset's."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    """Dropout on the adapter's input during training, one mask for all pairs; None is the preset's."""
+
+    @property
+    def s(self) -> float:
+        """The scale in front of every pair, of resolved settings."""
+        assert self.rank is not None and self.alpha is not None, "these settings are not resolved"
+        return self.alpha / self.rank
+
+
+class BranchSettings(LoraSettings):
+    """What the `method:` group of a method with a pair for every task has besides."""
+
+    train_active: Literal["sum", "current"] = "sum"
+    """Pairs active while a task is learned: its own with all earlier ones, or its own alone."""
+    old_branch_grad: Literal["flow", "detach"] | None = None
+    """Whether gradients flow through active earlier pairs to lower layers, or stop there; None is the preset's."""
+
+
+# --- method and learner ----------------------------------------------------------------------------------------------
+
+
+class LoraMethod(Method):
+    """Presets, pairs in snapshots, and how they answer: `dW = sum_t w_t(x) s B_t A_t`.
+
+    Attributes:
+        unified: what the preset `unified` fills in; a method with more such settings adds its own.
+    """
+
+    unified: ClassVar[Mapping[str, Any]] = UNIFIED
+    settings: LoraSettings
+
+    # --- planning ---
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """What the preset `official` fills in; what it does not name is the unified preset's."""
+        return o_lora_scripts(family, benchmark)
+
+    @classmethod
+    def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
+        """Every setting that was left out, from the preset."""
+        values = dict(cls.unified)
+        if settings.preset == "official":
+            values |= cls.official(_family(backbone), benchmark).method
+        left_out = [name for name in type(settings).model_fields if getattr(settings, name) is None]
+        return settings.model_copy(update={name: values[name] for name in left_out if name in values})
+
+    @classmethod
+    def training_defaults(cls, settings: Any, family: str, benchmark: str) -> Mapping[str, Any]:
+        """What the released scripts train with, under the preset `official`."""
+        return cls.official(family, benchmark).training if settings.preset == "official" else {}
+
+    def rank(self) -> int:
+        """r."""
+        assert self.settings.rank is not None
+        return self.settings.rank
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        """r (m + n) per projection."""
+        return sum(self.rank() * (m + n) for m, n in shapes.values())
+
+    # --- pairs ---
+
+    @property
+    def outputs(self) -> list[int]:
+        """m of every adapted projection."""
+        from latent_sweep.adapters.lora import outputs_of
+
+        return outputs_of(self.workplace.backbone.targets)
+
+    def fresh(self, task: TaskData) -> Branch:
+        """A new pair: A drawn, B = 0."""
+        from latent_sweep.adapters.lora import new_branch
+
+        return new_branch(self.workplace.backbone.targets, self.rank(), task.generator("start"))
+
+    def carried(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Branch:
+        """The newest snapshot's pair, or a new one at the first task."""
+        return self.branch(history[-1]) if history else self.fresh(task)
+
+    def branch(self, snapshot: Mapping[str, Tensor]) -> Branch:
+        """A snapshot's pair, on the backbone's device."""
+        device = self.workplace.backbone.device
+        return snapshot["A"].to(device), snapshot["B"].to(device)
+
+    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+        """Each row answers with its own sum of pairs; snapshots that no row weighs play no part."""
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.lora import blended
+
+        branches = [self.branch(snapshot) for snapshot in history]
+        dtype = self.workplace.backbone.model.dtype
+        return Adaptation(blended(branches, weights, self.outputs, self.settings.s, dtype))
+
+
+class BranchMethod(LoraMethod):
+    """A new pair for every task, the earlier ones frozen, and active in training unless the settings say otherwise."""
+
+    mixings = BRANCHES
+    unified: ClassVar[Mapping[str, Any]] = {**UNIFIED, "old_branch_grad": "flow"}
+    settings: BranchSettings
+
+    def reads_history(self, position: int) -> bool:
+        """Only through earlier pairs that are active in training."""
+        return position > 0 and self.settings.train_active == "sum"
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without what matters through earlier pairs alone, where none is active."""
+        identity = super().stage_identity(position)
+        if position == 0:
+            identity["train_active"] = "current"
+        if identity["train_active"] == "current":
+            del identity["old_branch_grad"]
+        return identity
+
+    def active(self, history: Sequence[Mapping[str, Tensor]]) -> Sequence[Delta]:
+        """The earlier pairs' deltas, frozen, as they are active in training; none where they are not."""
+        from latent_sweep.adapters.lora import DeltaSum, summed
+
+        s = self.settings
+        if not history or s.train_active == "current":
+            return ()
+        branches = [self.branch(snapshot) for snapshot in history]
+        deltas = summed(branches, self.outputs, s.s, self.workplace.backbone.model.dtype)
+        return DeltaSum([deltas], detach=[True]) if s.old_branch_grad == "detach" else deltas
+
+
+def _family(backbone: str) -> str:
+    """Family of a backbone by name; of a hub model that is not at hand, only this name tells."""
+    known = describe(BackboneSettings(name=backbone))
+    return known.family if known else "t5" if "t5" in backbone.lower() else "llama"
+
+
+class LoraLearner(Learner):
+    """Trains one pair, or its B alone, beside frozen earlier ones.
+
+    Args:
+        branch: where the pair starts; it is copied.
+        outputs: m of every projection.
+        settings: give scale and dropout.
+        earlier: deltas that are active too.
+        train_A: whether A is trained; if not, it is still part of the snapshot.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        outputs: Sequence[int],
+        settings: LoraSettings,
+        earlier: Sequence[Delta] = (),
+        train_A: bool = True,
+    ):
+        A, B = branch
+        self.A, self.B = A.detach().clone().requires_grad_(train_A), B.detach().clone().requires_grad_(True)
+        self.outputs, self.settings = outputs, settings
+        self._earlier = earlier
+
+    def parameters(self) -> dict[str, Tensor]:
+        """A and B, as far as they are trained."""
+        return {name: tensor for name, tensor in (("A", self.A), ("B", self.B)) if tensor.requires_grad}
+
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
+        """The pair and the earlier ones, the same for all rows; no dropout where nothing is learned."""
+        import torch
+
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.lora import DeltaSum, LoraDeltas
+
+        own = LoraDeltas(self.A, self.B, self.outputs, self.settings.s)
+        rate = (self.settings.dropout or 0.0) if torch.is_grad_enabled() else 0.0
+        return Adaptation(DeltaSum([own, self._earlier], rate) if self._earlier or rate else own)
+
+    def first_layer_gradients(self) -> list[Tensor | None]:
+        """Gradients of the first projection's A and B; A's is zero as long as B is."""
+        rows_of_B = slice(0, self.outputs[0])
+        firsts = ((self.A, 0), (self.B, rows_of_B))
+        return [None if tensor.grad is None else tensor.grad[first] for tensor, first in firsts]
+
+    def finish(self) -> dict[str, Tensor]:
+        """The pair."""
+        return {"A": self.A.detach().cpu().clone(), "B": self.B.detach().cpu().clone()}

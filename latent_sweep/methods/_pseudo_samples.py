@@ -1,0 +1,184 @@
+"""Pseudo-samples: rows of an earlier task that a soft prompt writes, given the task's name, so that they are replayed.
+
+A row is written as its input, a separator, and its target; the task's instruction and cue are put around it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from latent_sweep.adapters.bank import Adaptation, virtual_tokens
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.generation import Sampler, generate
+from latent_sweep.methods.protocol import Example, TaskData, Workplace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from latent_sweep.backbones import Backbone
+    from latent_sweep.methods.lfpt5 import Lfpt5Settings
+
+log = logging.getLogger(__name__)
+
+DRAWN_TOGETHER = 32
+"""Samples drawn in one batch."""
+
+
+# --- what a task's rows look like ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a task's rows look like: enough to have some written, and to read what was written. All are token ids."""
+
+    name: Sequence[int]
+    """What the model reads when it is to write a row."""
+    head: Sequence[int]
+    """The prompt before the input."""
+    cue: Sequence[int]
+    """The prompt after the input."""
+    labels: Sequence[Sequence[int]]
+    """Every target, without EOS; none where targets are free text."""
+    separator: int
+    """Stands between input and target in a written row."""
+    eos: int
+    """Ends targets and written rows."""
+
+    @classmethod
+    def of(cls, task: TaskData, backbone: Backbone) -> RowFormat:
+        """The format of this task's training rows; targets are labels where they come twice on average.
+
+        Raises:
+            DataError: no row has an input.
+        """
+        eos = backbone.eos_id
+        head, cue = _surroundings(task)
+        targets = {tuple(token for token in row["target_ids"] if token != eos) for row in task.rows}
+        labels = [list(target) for target in sorted(targets) if target] if 2 * len(targets) <= len(task.rows) else []
+        return cls(backbone.tokenizer(task.name)["input_ids"], head, cue, labels, separator(backbone), eos)
+
+    @classmethod
+    def load(cls, tensors: Mapping[str, Tensor], backbone: Backbone) -> RowFormat:
+        """The format of the task that a snapshot was learned from."""
+        name, head, cue = (tensors[f"format.{part}"].tolist() for part in ("name", "head", "cue"))
+        return cls(name, head, cue, unpadded(tensors["format.labels"]), separator(backbone), backbone.eos_id)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `load` reads."""
+        parts = {"name": self.name, "head": self.head, "cue": self.cue}
+        ids = {f"format.{part}": torch.tensor(part_ids, dtype=torch.long) for part, part_ids in parts.items()}
+        return {**ids, "format.labels": padded(self.labels)}
+
+    def write(self, row: Example, longest: int) -> list[int]:
+        """The row as it is to be written; its input is cut where all would be longer than `longest`."""
+        end = [self.separator, *row["target_ids"]]
+        return [*row["input_ids"][: max(0, longest - len(end))], *end]
+
+    def read(self, written: Sequence[int]) -> Example | None:
+        """The row that was written, without EOS; None unless it is well-formed.
+
+        It has an input and one separator, and its target is a label or, where there are none, any text.
+        """
+        if written.count(self.separator) != 1:
+            return None
+        cut = written.index(self.separator)
+        text, target = list(written[:cut]), list(written[cut + 1 :])
+        known = target in self.labels if self.labels else bool(target)
+        if not text or not known:
+            return None
+        return {"prompt_ids": [*self.head, *text, *self.cue], "input_ids": text, "target_ids": [*target, self.eos]}
+
+
+def separator(backbone: Backbone) -> int:
+    """A special token that no row holds: BOS, a sentinel of T5's, or another.
+
+    Raises:
+        ConfigError: the tokenizer has none that means nothing else.
+    """
+    tokenizer = backbone.tokenizer
+    taken = {backbone.eos_id, backbone.pad_id, tokenizer.unk_token_id}
+    free = [token for token in tokenizer.all_special_ids if token not in taken]
+    if not free:
+        raise ConfigError(
+            "backbone.tokenizer: pseudo-samples need a special token besides EOS, padding and unknown, to keep input "
+            f"and target apart; found only {tokenizer.all_special_tokens}. Give a tokenizer with a BOS token"
+        )
+    return free[0]
+
+
+def _surroundings(task: TaskData) -> tuple[list[int], list[int]]:
+    """The prompt before and after the input, as most rows have it: one that was truncated may have lost its cue."""
+    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    for row in task.rows:
+        prompt, text = tuple(row["prompt_ids"]), tuple(row["input_ids"])
+        starts = [i for i in range(len(prompt) - len(text) + 1) if text and prompt[i : i + len(text)] == text]
+        found.update((prompt[:i], prompt[i + len(text) :]) for i in starts[-1:])
+    if not found:
+        raise DataError(
+            f"task {task.name}: pseudo-samples are made of inputs, but none of its {len(task.rows)} training rows has "
+            "one. Check the data, or raise benchmark.max_source_length"
+        )
+    [((head, cue), _)] = found.most_common(1)
+    return list(head), list(cue)
+
+
+def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
+    """Token ids as one tensor, (sequences, longest), -1 behind the shorter ones."""
+    longest = max(map(len, sequences), default=0)
+    rows = [[*sequence, *[-1] * (longest - len(sequence))] for sequence in sequences]
+    return torch.tensor(rows, dtype=torch.long).view(len(sequences), longest)
+
+
+def unpadded(ids: Tensor) -> list[list[int]]:
+    """What `padded` was given."""
+    return [[token for token in row if token >= 0] for row in ids.tolist()]
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Rows of one earlier task that a prompt has written."""
+
+    format: RowFormat
+    rows: Sequence[Example]
+    """Well-formed ones, as many as were wanted."""
+    well_formed: int
+    """Well-formed ones, wanted or not."""
+    drawn: int
+    """All that were written."""
+
+
+def draw(
+    workplace: Workplace, prompt: Tensor, format: RowFormat, settings: Lfpt5Settings, generator: torch.Generator
+) -> Samples:
+    """Have a prompt, (vectors, d), write rows of an earlier task until enough are well-formed or the tries used up."""
+    s, places, writer = settings, (workplace.backbone, workplace.bank), Adaptation(prompt=prompt)
+    sampler = Sampler(s.top_k, s.repetition_penalty, generator)
+    question = [*format.name, *virtual_tokens(len(prompt))]
+    wanted = {tuple(label): s.samples_per_label for label in format.labels} or {(): s.samples_per_task}
+    rows: list[Example] = []
+    well_formed = drawn = 0
+    while any(wanted.values()) and drawn < s.tries:
+        batch = [question] * min(DRAWN_TOGETHER, s.tries - drawn)
+        drawn += len(batch)
+        written = generate(*places, batch, writer, s.sample_length, alike=True, choose=sampler)
+        for row in filter(None, map(format.read, written)):
+            well_formed += 1
+            label = tuple(row["target_ids"][:-1]) if format.labels else ()
+            if wanted[label]:
+                wanted[label] -= 1
+                rows.append(row)
+    if drawn and not rows:
+        name = workplace.backbone.tokenizer.decode(format.name, skip_special_tokens=True)
+        log.warning("none of %d pseudo-samples of task %s is well-formed: nothing of it is replayed", drawn, name)
+    return Samples(format, rows, well_formed, drawn)

@@ -1,0 +1,152 @@
+"""What TaSL and KIFLoRA share: which parts of a LoRA pair a task needs, and the fusion with the pair before it.
+
+Both measure, after every optimizer step but a task's first, the sensitivity I of every weight from the weight and its
+clipped gradient, and smooth it and its spread:
+
+    I_bar <- b1 I_bar + (1 - b1) I        U <- b2 U + (1 - b2) |I - I_bar|        score = I_bar U
+
+(from AdaLoRA; TaSL, arXiv 2408.09857, and its code). The gradient is that of the step, the weight already updated, as
+in the released code. Scores of weights become scores of skill units, and at the task's end each unit is a mean of what
+it was before the task and what it is now, weighted by how important it is to the one and the other.
+
+Units stand in a tensor (F, M, K): for F = 2 the first half is about A and the second about B, for F = 1 both share it;
+M adapted projections; K = r, or 1 where a unit is a whole matrix. With `training.select: best_validation` the pair of
+the best epoch is fused, but scores are of all steps, as in the released code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from latent_sweep.methods._lora import LoraLearner, LoraSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.lora import Branch
+
+
+class SkillSettings(LoraSettings):
+    """How importance is measured and accumulated; the defaults are the released code's."""
+
+    sensitivity_decay: float = Field(0.85, ge=0, lt=1)
+    """b1, share of the past in the smoothed sensitivity."""
+    uncertainty_decay: float = Field(0.85, ge=0, lt=1)
+    """b2, share of the past in the smoothed spread of the sensitivity."""
+    score_share: float = Field(0.3, ge=0, le=1)
+    """Weight of a task's own scores in the accumulated ones."""
+
+
+class SkillLearner(LoraLearner):
+    """Trains one pair, watches the importance of its weights, and fuses it with the pair before the task.
+
+    Its snapshot holds the accumulated `scores` (F, M, K), scaled to [0, 1], beside the pair.
+
+    Args:
+        branch: where the pair starts.
+        outputs: m of every projection.
+        settings: of the method.
+        previous: the newest snapshot; None at the first task, which leaves its pair as it was learned.
+    """
+
+    settings: SkillSettings
+
+    def __init__(
+        self, branch: Branch, outputs: Sequence[int], settings: SkillSettings, previous: Mapping[str, Tensor] | None
+    ):
+        super().__init__(branch, outputs, settings)
+        self._previous = previous
+        self._smoothed = {name: parameter.detach().new_zeros(parameter.shape) for name, parameter in self._weights()}
+        self._spread = {name: average.clone() for name, average in self._smoothed.items()}
+
+    def _weights(self) -> list[tuple[str, Tensor]]:
+        return list(self.parameters().items())
+
+    # --- what a method says ---
+
+    def sensitivity(self, product: Tensor) -> Tensor:
+        """I of every weight, from weight times gradient."""
+        raise NotImplementedError
+
+    def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
+        """Scores of the units, (F, M, K), from those of A's (M, r, n) and B's (O, r) weights."""
+        raise NotImplementedError
+
+    def shares(self, before: Tensor, now: Tensor) -> Tensor:
+        """Weight of the new values in each unit, (F, M, K), from scores in [0, 1]; the old ones have the rest."""
+        raise NotImplementedError
+
+    # --- the life of a task ---
+
+    def after_step(self, step: int) -> None:
+        """Smooth the importance; the first step counts for nothing, as in the released code."""
+        if step == 0:
+            return
+        s = self.settings
+        for name, parameter in self._weights():
+            assert parameter.grad is not None
+            found = self.sensitivity(parameter.detach() * parameter.grad)
+            smoothed = self._smoothed[name].lerp_(found, 1 - s.sensitivity_decay)
+            self._spread[name].lerp_((found - smoothed).abs(), 1 - s.uncertainty_decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Both averages of every weight."""
+        return {f"smoothed.{name}": average for name, average in self._smoothed.items()} | {
+            f"spread.{name}": average for name, average in self._spread.items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from them."""
+        for prefix, averages in (("smoothed", self._smoothed), ("spread", self._spread)):
+            for name, average in averages.items():
+                average.copy_(state[f"{prefix}.{name}"])
+
+    def finish(self) -> dict[str, Tensor]:
+        """The fused pair, and the scores accumulated so far: `scores <- minmax(c now + (1 - c) before)`."""
+        pair, now = super().finish(), min_max(self._own_scores())
+        if self._previous is None:
+            return pair | {"scores": now.float()}
+        before = min_max(self._previous["scores"].double())
+        pair = fused(self._previous, pair, self.shares(before, now), self.outputs)
+        c = self.settings.score_share
+        return pair | {"scores": min_max(c * now + (1 - c) * before).float()}
+
+    def _own_scores(self) -> Tensor:
+        """Unit scores of this task, in float64: they are products of tiny numbers."""
+        score_A, score_B = (self._smoothed[name].double() * self._spread[name].double() for name in ("A", "B"))
+        return self.unit_scores(score_A, score_B).cpu()
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+def min_max(scores: Tensor) -> Tensor:
+    """Scores moved and scaled to [0, 1]; zeros where all are equal, so that no unit stands out."""
+    import torch
+
+    low, high = scores.min(), scores.max()
+    return (scores - low) / (high - low) if high > low else torch.zeros_like(scores)
+
+
+def per_projection(values_Or: Tensor, outputs: Sequence[int]) -> Tensor:
+    """Means over the outputs of each projection: (O, r) -> (M, r)."""
+    import torch
+
+    return torch.stack([values.mean(0) for values in values_Or.split(list(outputs))])
+
+
+def fused(
+    before: Mapping[str, Tensor], now: Mapping[str, Tensor], shares: Tensor, outputs: Sequence[int]
+) -> dict[str, Tensor]:
+    """The mean of two pairs, unit by unit: `share now + (1 - share) before`, shares (F, M, K)."""
+    import torch
+
+    share_A = shares[0].unsqueeze(-1)
+    share_B = torch.repeat_interleave(shares[-1], torch.tensor(outputs), dim=0)
+    return {
+        name: (share * now[name] + (1 - share) * before[name]).float()
+        for name, share in (("A", share_A), ("B", share_B))
+    }

@@ -1,0 +1,197 @@
+"""EWC, elastic weight consolidation (Kirkpatrick et al., 2017), on one LoRA pair.
+
+    CE + lambda / 2 sum_k F_k (theta_k - theta*_k)^2
+
+F is the diagonal of the empirical Fisher information at theta*, the pair that an earlier task left: the mean over
+training rows of the squared gradient of each row's own loss, with gold targets, which is not the squared gradient of a
+batch. Only A and B are held in place: the backbone is frozen, so there is nothing else that could move. A and B are
+determined only up to an r x r matrix between them, so a distance per entry stands for one between functions, not more.
+
+No code was released for language models with LoRA; under `preset: official` the pair is trained as SeqLoRA is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from latent_sweep.errors import DataError, NonFiniteLoss
+from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.protocol import IGNORED, Example, TaskData, Workplace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.lora import Branch
+
+FISHER_BATCH = 8
+"""Rows per pass of the Fisher information; each needs a copy of the pair, and its gradient."""
+
+
+class EwcSettings(LoraSettings):
+    """The `method:` group of a sweep file for EWC."""
+
+    name: Literal["ewc"] = "ewc"
+    """Name of the method."""
+    ewc_lambda: float = Field(400.0, ge=0)
+    """lambda; 400 is the TRACE benchmark's, which has the factor 1/2 too but sums another Fisher information over all
+    epochs: search 1e2 to 1e5, on the first two or three tasks only."""
+    fisher: Literal["online", "separate"] = "online"
+    """One distance to the newest pair with the sum of all F, or one for every earlier task with its own F and pair."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """What is left of the earlier sum when a task's F is added: `F <- gamma F + F_t`; `online` alone has a sum."""
+    fisher_samples: int = Field(1000, ge=1)
+    """Training rows that F is measured on, drawn at random; all where a task has fewer."""
+
+    @model_validator(mode="after")
+    def _gamma_needs_a_sum(self) -> EwcSettings:
+        if self.fisher == "separate" and self.gamma != 1:
+            raise ValueError(
+                f"gamma = {self.gamma:g} decays the sum of Fisher information, but fisher: separate keeps none; "
+                "leave gamma out, or take fisher: online"
+            )
+        return self
+
+
+class Ewc(LoraMethod):
+    """One pair carried through all tasks and held where earlier ones need it; the newest answers.
+
+    A snapshot holds the F of its own task, `fisher_A` and `fisher_B`; what accumulates is folded over snapshots.
+    """
+
+    settings_class = EwcSettings
+    settings: EwcSettings
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without the settings of a distance that is not there, or has one earlier task and so nothing to sum up."""
+        unread = {"ewc_lambda"} if not position else set()
+        if position < 2 or not self.settings.ewc_lambda:
+            unread |= {"fisher", "gamma"}
+        return {name: value for name, value in super().stage_identity(position).items() if name not in unread}
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> EwcLearner:
+        """The previous pair, to be trained further.
+
+        Raises:
+            DataError: the task has no rows to measure F on.
+        """
+        if not task.rows:
+            raise DataError(
+                f"task {task.name!r} has no training rows, but EWC measures its Fisher information on them; "
+                "give it rows or leave it out of benchmark.tasks"
+            )
+        branch, anchors = self.carried(task, history), self._anchors(history)
+        return EwcLearner(branch, self.outputs, self.settings, anchors, task, self.workplace)
+
+    def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[Branch, Branch]]:
+        """Every (F, theta*) that the new pair is held to."""
+        device = self.workplace.backbone.device
+        pairs = [self.branch(snapshot) for snapshot in history]
+        own = [(snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history]
+        if self.settings.fisher == "separate" or not history:
+            return list(zip(own, pairs, strict=True))
+        A, B = own[0]
+        for F_A, F_B in own[1:]:
+            A, B = self.settings.gamma * A + F_A, self.settings.gamma * B + F_B
+        return [((A, B), pairs[-1])]
+
+
+class EwcLearner(LoraLearner):
+    """Trains one pair near the anchors, and measures how firmly it must be held from now on.
+
+    Args:
+        branch: where the pair starts.
+        outputs: m of every projection.
+        settings: of the method.
+        anchors: every (F, theta*).
+        task: the task to be learned, on whose rows F is measured.
+        workplace: where F is measured.
+    """
+
+    settings: EwcSettings
+
+    def __init__(
+        self,
+        branch: Branch,
+        outputs: Sequence[int],
+        settings: EwcSettings,
+        anchors: Sequence[tuple[Branch, Branch]],
+        task: TaskData,
+        workplace: Workplace,
+    ):
+        super().__init__(branch, outputs, settings)
+        self._anchors, self._task, self._workplace = anchors, task, workplace
+        self._facts: dict[str, float] = {}
+
+    def penalty(self) -> dict[str, Tensor]:
+        """`lambda / 2 sum F (theta - theta*)^2` over all anchors."""
+        weight = self.settings.ewc_lambda
+        if not self._anchors or not weight:
+            return {}
+        terms = [
+            (F * (parameter - anchor).square()).sum()
+            for fisher, pair in self._anchors
+            for F, anchor, parameter in zip(fisher, pair, (self.A, self.B), strict=True)
+        ]
+        return {"ewc_penalty": 0.5 * weight * sum(terms[1:], start=terms[0])}
+
+    def finish(self) -> dict[str, Tensor]:
+        """The pair, and F at it.
+
+        Raises:
+            NonFiniteLoss: F is not finite.
+        """
+        import torch
+
+        s, task = self.settings, self._task
+        chosen = torch.randperm(len(task.rows), generator=task.generator("fisher"))[: s.fisher_samples]
+        sample = [task.rows[i] for i in chosen.tolist()]
+        F_A, F_B = diagonal_fisher((self.A, self.B), self.outputs, s.s, sample, self._workplace)
+        entries = torch.cat([F_A.flatten(), F_B.flatten()])
+        if not bool(entries.isfinite().all()):
+            raise NonFiniteLoss(
+                f"the Fisher information of task {task.name!r} is not finite after training "
+                f"({int((~entries.isfinite()).sum())} of {len(entries)} entries, from {len(sample)} rows). "
+                "Lower training.learning_rate; check backbone.dtype"
+            )
+        self._facts = {"fisher_mean": float(entries.mean()), "fisher_max": float(entries.max())}
+        return super().finish() | {"fisher_A": F_A.cpu(), "fisher_B": F_B.cpu()}
+
+    def facts(self) -> dict[str, float]:
+        """Mean and largest entry of F, for choosing lambda."""
+        return self._facts
+
+
+def diagonal_fisher(
+    branch: Branch, outputs: Sequence[int], scale: float, rows: Sequence[Example], workplace: Workplace
+) -> Branch:
+    """Mean over rows of the squared gradient of each row's own loss, the mean over its target tokens.
+
+    Every row of a batch meets its own copy of the pair, so one backward pass gives the gradient of every row.
+
+    Returns:
+        F of A (M, r, n) and of B (O, r).
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.adapters.lora import LoraDeltas
+    from latent_sweep.training import forward
+
+    A, B = (tensor.detach() for tensor in branch)
+    sums = torch.zeros_like(A), torch.zeros_like(B)
+    by_length = sorted(rows, key=lambda row: len(row["prompt_ids"]))
+    for start in range(0, len(rows), FISHER_BATCH):
+        batch = by_length[start : start + FISHER_BATCH]
+        own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in (A, B))
+        deltas = LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch))
+        found = forward(workplace.backbone, workplace.bank, batch, Adaptation(deltas))
+        logits, labels = found.logits.float().flatten(0, 1), found.labels.flatten()
+        of_tokens = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none").view_as(found.labels)
+        of_rows = of_tokens.sum(1) / (found.labels != IGNORED).sum(1)
+        for total, gradients in zip(sums, torch.autograd.grad(of_rows.sum(), (own_A, own_B)), strict=True):
+            total += gradients.square().sum(1)
+    return sums[0] / len(rows), sums[1] / len(rows)

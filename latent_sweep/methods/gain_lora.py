@@ -1,0 +1,236 @@
+"""GainLoRA: the pairs of InfLoRA or O-LoRA, each behind a gate that is closed for what earlier tasks fed it.
+
+A task's gate reads the prompt's mean embedding, once, and weighs its pair in every projection alike. It starts as a
+copy of the previous gate with a key of its own, outside of what earlier prompts give the key to read, so that it is
+closed for them; its updates are projected so that it stays closed. Departures from the released code, by default: the
+mean is over a prompt's own tokens instead of the padded batch's, and rows are not rescaled after the projection, which
+would open the gates again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from latent_sweep.methods._gate import GateSettings, NewGate, gate_of, pooled_prompts, resolved_gate
+from latent_sweep.methods._gradient_memory import (
+    Design,
+    GpmSettings,
+    InputMemory,
+    filled,
+    first_gradients,
+    resolved_gpm,
+)
+from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, _family, gain_lora_scripts
+from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
+from latent_sweep.methods.protocol import BRANCHES, Example, Mixing, TaskData
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.adapters.gate import Gate
+    from latent_sweep.adapters.lora import Branch
+
+INPUTS_ONLY = ("chunks", "mask_padding", "cross_attention_v", "batch_size", "max_batches")
+"""Settings of the memory that gates do not read."""
+
+
+class GainLoraSettings(BranchSettings):
+    """The `method:` group of a sweep file for GainLoRA."""
+
+    name: Literal["gain_lora"] = "gain_lora"
+    """Name of the method."""
+    variant: Literal["inf_lora", "o_lora"] = "inf_lora"
+    """How the pairs behind the gates are learned."""
+    gate: GateSettings = GateSettings()
+    """The gates."""
+    gpm: GpmSettings = GpmSettings()
+    """The memory of what gates and, in the variant `inf_lora`, projections read."""
+    design: Design | None = None
+    """How InfLoRA's A is made; None is the preset's."""
+    lambda_1: Coefficient | None = None
+    """O-LoRA's weight of the overlap with earlier tasks, a number or a list by task position; None is the preset's."""
+    lambda_2: Coefficient | None = None
+    """O-LoRA's weight of the new pair's 2-norms, a number or a list by task position; None is the preset's."""
+
+    @model_validator(mode="after")
+    def _settings_of_the_variant(self) -> GainLoraSettings:
+        others = ("lambda_1", "lambda_2") if self.variant == "inf_lora" else ("design",)
+        for name in others:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} has no effect with variant {self.variant!r}; leave it out or take the other")
+        return self
+
+
+class GainLora(BranchMethod):
+    """dW(x) = s sum_t g_t(x) B_t A_t with a gate g_t per task that reads the prompt."""
+
+    settings_class = GainLoraSettings
+    mixings: ClassVar[tuple[Mixing, ...]] = ("gates", *BRANCHES)
+    settings: GainLoraSettings
+
+    # --- planning ---
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """GainLoRA's scripts."""
+        scripts = gain_lora_scripts(family, benchmark)
+        return Scripts({**scripts.method, "old_branch_grad": "detach"}, scripts.training)
+
+    @classmethod
+    def resolve(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> GainLoraSettings:
+        """Every setting that was left out, from the preset, as far as the variant reads it."""
+        preset, family = settings.preset, _family(backbone)
+        design = "random_project" if (preset, family) == ("official", "llama") else "svd"
+        variant = {"design": design} if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
+        groups = {
+            "gpm": resolved_gpm(settings.gpm, preset, family),
+            "gate": resolved_gate(settings.gate, preset, family),
+        }
+        resolved: GainLoraSettings = super().resolve(settings, backbone, benchmark)
+        return filled(resolved, variant).model_copy(update=groups)
+
+    def reads_history(self, position: int) -> bool:
+        """Always, through the memory."""
+        return position > 0
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without what the variant does not read, and what matters from the second task on."""
+        identity = super().stage_identity(position)
+        unread = set()
+        if self.settings.variant == "o_lora":
+            unread |= set(INPUTS_ONLY)
+            identity["lambda_1"], identity["lambda_2"] = self._o_lora().coefficients(position)
+        if position == 0:
+            unread.add("ramp")
+            del identity["gate"]["rescale_rows"]
+        identity["gpm"] = {name: value for name, value in identity["gpm"].items() if name not in unread}
+        return identity
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        """r m per projection, in the variant `o_lora` r n too, and the gate."""
+        s = self.settings
+        assert s.gate.width is not None, "these settings are not resolved"
+        pairs = sum(self.rank() * (m if s.variant == "inf_lora" else m + n) for m, n in shapes.values())
+        return pairs + (2 * s.gate.width + 1) * width
+
+    def _o_lora(self) -> OLora:
+        """O-LoRA with these settings, for its penalty."""
+        s = self.settings
+        own = OLoraSettings(rank=s.rank, alpha=s.alpha, lambda_1=s.lambda_1, lambda_2=s.lambda_2)
+        return OLora(own, self._workplace)
+
+    # --- learning and answering ---
+
+    def gates(
+        self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
+    ) -> npt.NDArray[np.float64]:
+        """g_t(x) of every snapshot's gate for every prompt."""
+        import torch
+
+        table, settings = self.workplace.backbone.embedding_table, self.settings.gate
+        with torch.no_grad():
+            p0 = pooled_prompts(table, prompts, settings)
+            weights = [gate_of(snapshot, settings, table.device)(p0) for snapshot in history]
+            return torch.stack(weights, 1).double().cpu().numpy()
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> GainLoraLearner:
+        """A new pair behind a new gate that is closed for earlier prompts, beside the earlier pairs behind theirs."""
+        s, table = self.settings, self.workplace.backbone.embedding_table
+        gate = NewGate(s.gate, s.gpm, table, task, history)
+        memory = InputMemory(s.gpm, self.workplace, task, history) if s.variant == "inf_lora" else None
+        penalty = None if memory else self._o_lora().penalty(task.position, history)
+        active = history if s.train_active == "sum" else ()
+        earlier = [(self.branch(snapshot), gate_of(snapshot, s.gate, table.device)) for snapshot in active]
+        return GainLoraLearner(self.fresh(task), self.outputs, s, gate, earlier, memory, penalty)
+
+
+class GainLoraLearner(LoraLearner):
+    """Trains one pair, or its B alone, and its gate.
+
+    Args:
+        gate: the new gate.
+        earlier: the earlier pairs that are active, with their gates.
+        memory: of the projections' inputs, in the variant `inf_lora`.
+        penalty: in the variant `o_lora`.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        outputs: Sequence[int],
+        settings: GainLoraSettings,
+        gate: NewGate,
+        earlier: Sequence[tuple[Branch, Gate]],
+        memory: InputMemory | None = None,
+        penalty: OLoraPenalty | None = None,
+    ):
+        import torch
+
+        super().__init__(branch, outputs, settings, train_A=memory is None)
+        self._gate, self._memory, self._penalty = gate, memory, penalty
+        self._detach = settings.old_branch_grad == "detach"
+        self._gates = [gate for _, gate in earlier]
+        self._pairs = None
+        if earlier:
+            self._pairs = torch.cat([A for (A, _), _ in earlier], 1), torch.cat([B for (_, B), _ in earlier], 1)
+        if memory is not None:
+            assert settings.design is not None, "these settings are not resolved"
+            self.A = memory.down_projection(self.A, settings.design, self.adaptation)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The pair, as far as it is trained, and the gate."""
+        return super().parameters() | self._gate.parameters()
+
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
+        """Every pair, weighed by its gate for each row; no dropout where nothing is learned."""
+        import torch
+
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.lora import DeltaSum, LoraDeltas
+
+        p0, s, rank = self._gate.pooled(rows), self.settings.s, self.A.shape[1]
+
+        def weighed(A: Tensor, B: Tensor, gates: Sequence[Gate]) -> LoraDeltas:
+            weights = torch.stack([gate(p0) for gate in gates], 1)
+            return LoraDeltas(A, B, self.outputs, s, w=weights.repeat_interleave(rank, 1))
+
+        own = weighed(self.A, self.B, [self._gate.gate])
+        earlier = () if self._pairs is None else weighed(*self._pairs, self._gates)
+        rate = (self.settings.dropout or 0.0) if torch.is_grad_enabled() else 0.0
+        return Adaptation(DeltaSum([own, earlier], rate, [False, self._detach]))
+
+    def first_layer_gradients(self) -> list[Tensor | None]:
+        """Of the first projection that can learn."""
+        return first_gradients(self.A, self.B, self.outputs)
+
+    def penalty(self) -> dict[str, Tensor]:
+        """O-LoRA's, in its variant."""
+        return {} if self._penalty is None else self._penalty(self.A, self.B)
+
+    def after_step(self, step: int) -> None:
+        """Keep the gate closed for earlier prompts."""
+        self._gate.project()
+
+    def state(self) -> dict[str, Tensor]:
+        """A where it is designed: another machine's singular vectors might have other signs."""
+        return {} if self._memory is None else {"A": self.A}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """The A that B belongs to."""
+        if self._memory is not None:
+            self.A = state["A"].to(self.A.device)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The pair, the gate, and the columns that this task adds to their memories."""
+        memory = {} if self._memory is None else self._memory.added(self.adaptation)
+        return super().finish() | self._gate.finish() | memory
+
+    def facts(self) -> dict[str, float]:
+        """Sizes of the memory, and how far the gate opens for its own task."""
+        return self._gate.facts() | ({} if self._memory is None else self._memory.facts())

@@ -1,0 +1,32 @@
+"""IncLoRA: a new LoRA pair for every task beside the frozen earlier ones; all of them are summed, nothing else.
+
+`train_active: current` with `router.mode: oracle` makes it per-task fine-tuning, the reference that forgets nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner
+from latent_sweep.methods.protocol import TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class IncLoraSettings(BranchSettings):
+    """The `method:` group of a sweep file for IncLoRA."""
+
+    name: Literal["inc_lora"] = "inc_lora"
+    """Name of the method."""
+
+
+class IncLora(BranchMethod):
+    """dW = s sum_t B_t A_t, where only the newest pair is trained."""
+
+    settings_class = IncLoraSettings
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
+        """A new pair beside the earlier ones."""
+        return LoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history))

@@ -1,0 +1,114 @@
+"""InfLoRA: a new LoRA pair for every task whose A is designed away from earlier tasks' inputs and then kept frozen.
+
+Only B is trained (the InfLoRA paper calls the designed matrix B and the trained one A). Two rules make A: the vision
+code's, `design: svd`, from the leading input directions of the new task outside of the memory, and `random_project`,
+the baseline that GainLoRA released for language models: a random A, projected. Of DualGPM see
+`latent_sweep.adapters.gradient_memory`. Departures from the released code, by default: padding does not count, and v
+of T5's cross-attention is constrained by the encoder's output, which it reads, instead of by the decoder's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, first_gradients, resolved_gpm
+from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, _family, gain_lora_scripts
+from latent_sweep.methods.protocol import TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Delta
+    from latent_sweep.adapters.lora import Branch
+
+
+class InfLoraSettings(BranchSettings):
+    """The `method:` group of a sweep file for InfLoRA."""
+
+    name: Literal["inf_lora"] = "inf_lora"
+    """Name of the method."""
+    design: Design | None = None
+    """How A is made: `svd` of the new task's inputs outside of the memory, or a random A projected there, from the
+    second task on (`random_project`). None is the preset's."""
+    gpm: GpmSettings = GpmSettings()
+    """The memory of earlier tasks' inputs."""
+
+
+class InfLora(BranchMethod):
+    """dW = s sum_t B_t A_t with A_t outside of what earlier tasks feed each projection; only B_t is trained."""
+
+    settings_class = InfLoraSettings
+    unified: ClassVar[Mapping[str, Any]] = {**BranchMethod.unified, "design": "svd"}
+    settings: InfLoraSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """The baseline of GainLoRA's release."""
+        scripts = gain_lora_scripts(family, benchmark)
+        released = {"design": "random_project", "old_branch_grad": "detach"}
+        return Scripts({**scripts.method, **released}, scripts.training)
+
+    @classmethod
+    def resolve(cls, settings: InfLoraSettings, backbone: str, benchmark: str) -> InfLoraSettings:
+        """Every setting that was left out, from the preset."""
+        gpm = resolved_gpm(settings.gpm, settings.preset, _family(backbone))
+        resolved: InfLoraSettings = super().resolve(settings, backbone, benchmark)
+        return resolved.model_copy(update={"gpm": gpm})
+
+    def reads_history(self, position: int) -> bool:
+        """Always, through the memory."""
+        return position > 0
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """The first task's memory does not depend on the ramp."""
+        identity = super().stage_identity(position)
+        if position == 0:
+            del identity["gpm"]["ramp"]
+        return identity
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        """r m per projection."""
+        return sum(self.rank() * m for m, _ in shapes.values())
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> InfLoraLearner:
+        """A designed A and B = 0, beside the earlier pairs."""
+        memory = InputMemory(self.settings.gpm, self.workplace, task, history)
+        return InfLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), memory)
+
+
+class InfLoraLearner(LoraLearner):
+    """Trains B alone; A is designed at the start, from the inputs of the model in which B = 0."""
+
+    def __init__(
+        self,
+        branch: Branch,
+        outputs: Sequence[int],
+        settings: InfLoraSettings,
+        earlier: Sequence[Delta],
+        memory: InputMemory,
+    ):
+        assert settings.design is not None, "these settings are not resolved"
+        super().__init__(branch, outputs, settings, earlier, train_A=False)
+        self._memory = memory
+        self.A = memory.down_projection(self.A, settings.design, self.adaptation)
+
+    def first_layer_gradients(self) -> list[Tensor | None]:
+        """Of the first projection that can learn."""
+        return first_gradients(self.A, self.B, self.outputs)
+
+    def state(self) -> dict[str, Tensor]:
+        """A: another machine's singular vectors might have other signs."""
+        return {"A": self.A}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """The A that B belongs to."""
+        self.A = state["A"].to(self.A.device)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The pair, and the columns that this task adds to the memory."""
+        return super().finish() | self._memory.added(self.adaptation)
+
+    def facts(self) -> dict[str, float]:
+        """Sizes of the memory."""
+        return self._memory.facts()

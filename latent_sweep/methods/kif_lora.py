@@ -1,0 +1,94 @@
+"""KIFLoRA, knowledge identification and fusion (arXiv 2408.05200v4): one LoRA pair, fused rank by rank.
+
+A skill unit is one rank-one slice of a projection's delta: row k of A with column k of B. The method is the LoRA
+variant that the authors released beside TaSL's code; it keeps no examples of earlier tasks, unlike the later
+Recurrent-KIF. Departure: it keeps the best of its checkpoints by validation loss, here `training.select` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.methods._lora import LoraMethod, Scripts
+from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
+from latent_sweep.methods.protocol import TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FUSION = {"temperature", "score_share"}
+"""Settings that only the fusion with an earlier pair reads."""
+
+
+class KifLoraSettings(SkillSettings):
+    """The `method:` group of a sweep file for KIFLoRA; the defaults are the released code's."""
+
+    name: Literal["kif_lora"] = "kif_lora"
+    """Name of the method."""
+    temperature: float = Field(0.25, gt=0)
+    """tau of the softmax over a unit's past and present score; lower decides more sharply."""
+    orthogonality: float = Field(0.1, ge=0)
+    """Weight of the term that keeps rows of A, and columns of B, orthonormal."""
+
+
+class KifLora(LoraMethod):
+    """One pair carried through all tasks, fused with itself after each; the newest answers."""
+
+    settings_class = KifLoraSettings
+    settings: KifLoraSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """The script of the released code (written for T5), the same for every family and benchmark."""
+        training = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "warmup_steps": 50, "schedule": "linear"}
+        return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training)
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without the settings of the fusion at the first task, which has nothing to fuse with."""
+        own = super().stage_identity(position)
+        return own if position else {name: value for name, value in own.items() if name not in FUSION}
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> KifLoraLearner:
+        """The fused pair, to be trained further."""
+        previous = history[-1] if history else None
+        return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous)
+
+
+class KifLoraLearner(SkillLearner):
+    """Units are rank-one slices: (1, M, r), shared by A and B."""
+
+    settings: KifLoraSettings
+    _share: float | None = None
+
+    def penalty(self) -> dict[str, Tensor]:
+        """Weight times the mean over all matrices of `||P - I||_F`, P = A A^T or B^T B; not squared."""
+        import torch
+
+        weight = self.settings.orthogonality
+        if not weight:
+            return {}
+        of_B = torch.stack([B.T @ B for B in self.B.split(list(self.outputs))])
+        products = torch.cat([self.A @ self.A.mT, of_B])
+        identity = torch.eye(products.shape[-1], device=products.device)
+        return {"orthogonality": weight * torch.linalg.matrix_norm(products - identity).mean()}
+
+    def sensitivity(self, product: Tensor) -> Tensor:
+        """`I = |w g - (w g)^2 / 2|`: what the loss changes without this weight, to second order."""
+        return (product - 0.5 * product.square()).abs()
+
+    def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
+        """Mean of the outer product of a slice's scores, that is: the product of their means."""
+        return (score_A.mean(2) * per_projection(score_B, self.outputs)).unsqueeze(0)
+
+    def shares(self, before: Tensor, now: Tensor) -> Tensor:
+        """Softmax over past and present of score / tau."""
+        shares = ((now - before) / self.settings.temperature).sigmoid()
+        self._share = float(shares.mean())
+        return shares
+
+    def facts(self) -> dict[str, float]:
+        """Mean weight of the new values; nothing at the first task."""
+        return {} if self._share is None else {"share_of_present": self._share}

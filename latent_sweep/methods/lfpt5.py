@@ -1,0 +1,248 @@
+"""LFPT5: one soft prompt for all tasks, which also learns to write rows of them, so that later tasks replay some.
+
+    (1 - k) (L_task + l L_lm) + k KL(p_previous || p_current on replayed rows)
+
+After Qin & Joty, "LFPT5: a unified framework for lifelong few-shot language learning based on prompt tuning of T5"
+(2022), and its released code. What it replays is generated, but it does replay. The original runs on LM-adapted T5 v1.1
+alone (`backbone.name: google/t5-large-lm-adapt`), with 16 rows a label and sources of 128 tokens.
+
+Departures from the code:
+
+- Nothing is added to the vocabulary: a row is asked for by its task's name, and a special token that the tokenizer has
+  stands between its input and its target.
+- Only a row's input and target are written; instruction and cue are put around them. A long input is cut, so that the
+  target behind it stays.
+- L_lm is a mean over tokens row by row, and rows weigh in it as their targets do in L_task: micro-batches add up.
+- KL is a sum over rows, tokens and vocabulary as there, but over a batch; theirs are micro-batches of two rows.
+- The first task has no KL, and no factor 1 - k either.
+- Tens of pseudo-samples are drawn for an earlier task, not thousands, and validation has those that are trained on.
+- Answers are decoded as every method's are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.methods.protocol import IGNORED, Example, Learner, Method, MethodSettings, Outputs, TaskData
+from latent_sweep.settings import NOT_IDENTITY
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.backbones import Backbone
+    from latent_sweep.methods._pseudo_samples import RowFormat, Samples
+
+DESCRIPTION = "sentence classification"
+"""What the first vector of a new prompt says."""
+
+FREQUENT = 5000
+"""Vectors of a new prompt that say nothing else are embeddings of tokens among so many most frequent ones."""
+
+
+class Lfpt5Settings(MethodSettings):
+    """The `method:` group of a sweep file for LFPT5."""
+
+    name: Literal["lfpt5"] = "lfpt5"
+    """Name of the method."""
+    preset: Literal["unified", "official"] = Field("unified", json_schema_extra=NOT_IDENTITY)
+    """Where left-out settings of `training` come from: the paper's common protocol, whose learning rate hardly moves a
+    soft prompt, or the method's own released scripts."""
+    prompt_length: int = Field(300, ge=1)
+    """Vectors of the prompt; the model reads them behind up to `benchmark.max_source_length` tokens."""
+    lm_weight: float = Field(0.25, ge=0)
+    """l; the scripts have 0.25 for classification, 0.1 for entity recognition and summarisation."""
+    kl_weight: float = Field(0.01, ge=0, lt=1)
+    """k; the scripts have 0.01 for classification, 0.03 for entity recognition, 0.04 for summarisation."""
+    sample_length: int = Field(256, ge=1)
+    """Tokens of a pseudo-sample, at most; the code's is twice its source length."""
+    samples_per_label: int = Field(2, ge=0)
+    """Pseudo-samples replayed for each label of an earlier task; targets that come twice on average are labels."""
+    samples_per_task: int = Field(4, ge=0)
+    """Pseudo-samples replayed of an earlier task without labels, as in the code's summarisation."""
+    tries: int = Field(64, ge=1)
+    """Pseudo-samples drawn for each earlier task, at most, until enough of them are well-formed."""
+    top_k: int = Field(64, ge=1)
+    """Likeliest tokens from which each token of a pseudo-sample is drawn."""
+    repetition_penalty: float = Field(2.5, gt=0)
+    """What logits of tokens are divided by that the pseudo-sample already has; 1 is none."""
+
+
+class Lfpt5(Method):
+    """One prompt carried through all tasks; the newest answers."""
+
+    settings_class = Lfpt5Settings
+    settings: Lfpt5Settings
+
+    @classmethod
+    def training_defaults(cls, settings: Lfpt5Settings, family: str, benchmark: str) -> Mapping[str, Any]:
+        """What the released scripts train with, under the preset `official`.
+
+        Departure: ten epochs; theirs are 421, over 16 rows a label.
+        """
+        scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
+        return scripts if settings.preset == "official" else {}
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without what is read for pseudo-samples alone, where there are none: task 1 is shared by all k."""
+        s, identity = self.settings, super().stage_identity(position)
+        if position > 0 and (s.samples_per_label or s.samples_per_task):
+            return identity
+        unread = {"kl_weight", "samples_per_label", "samples_per_task", "tries", "top_k", "repetition_penalty"}
+        if not s.lm_weight:
+            unread.add("sample_length")
+        return {name: value for name, value in identity.items() if name not in unread}
+
+    def rank(self) -> int:
+        """0: no projection is adapted."""
+        return 0
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        """The prompt's vectors times their width."""
+        return self.settings.prompt_length * width
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Lfpt5Learner:
+        """The previous prompt, to be trained further, with pseudo-samples of every earlier task that it draws now."""
+        from latent_sweep.methods._pseudo_samples import RowFormat, draw
+
+        backbone = self.workplace.backbone
+        format = RowFormat.of(task, backbone)
+        if not history:
+            start = first_prompt(task, format, backbone, self.settings.prompt_length)
+            return Lfpt5Learner(self, start, format, [])
+        prompt, generator = history[-1]["prompt"].to(backbone.device), task.generator("pseudo-samples")
+        earlier = [RowFormat.load(snapshot, backbone) for snapshot in history]
+        samples = [draw(self.workplace, prompt, of_task, self.settings, generator) for of_task in earlier]
+        return Lfpt5Learner(self, prompt, format, samples)
+
+    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+        """The newest prompt, the same for all rows."""
+        from latent_sweep.adapters.bank import Adaptation
+
+        return Adaptation(prompt=history[-1]["prompt"].to(self.workplace.backbone.device))
+
+    def prompt(self, ids: Sequence[int]) -> list[int]:
+        """The soft prompt stands behind the input."""
+        from latent_sweep.adapters.bank import virtual_tokens
+
+        return [*ids, *virtual_tokens(self.settings.prompt_length)]
+
+
+def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: int) -> Tensor:
+    """Where the first task starts, (length, d) in float32.
+
+    A description, the task's name and every label have a vector each, the mean embedding of their tokens. The others
+    are embeddings of tokens drawn, with replacement, among the most frequent of the task's rows (of a corpus, in the
+    released code).
+    """
+    import torch
+
+    said = [backbone.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (DESCRIPTION, task.name)]
+    said = [*said, *format.labels][:length]
+    counts = Counter(token for row in task.rows for ids in (row["prompt_ids"], row["target_ids"]) for token in ids)
+    frequent = [[token] for token, _ in counts.most_common(FREQUENT)]
+    drawn = torch.randint(len(frequent), (length - len(said),), generator=task.generator("start")).tolist()
+    table = backbone.embedding_table
+    return torch.stack([table[ids].float().mean(0) for ids in [*said, *(frequent[i] for i in drawn)]])
+
+
+class Lfpt5Learner(Learner):
+    """Trains the prompt to answer, to write rows, and to stay near its earlier answers on replayed ones.
+
+    Args:
+        method: whose settings and workplace it has.
+        prompt: where it starts; it is copied, and the teacher stays there.
+        format: of this task's rows.
+        samples: of every earlier task, oldest first.
+    """
+
+    def __init__(self, method: Lfpt5, prompt: Tensor, format: RowFormat, samples: Sequence[Samples]):
+        self.prompt = prompt.detach().clone().requires_grad_(True)
+        self._method, self._settings, self._previous = method, method.settings, prompt
+        self._format, self._samples = format, samples
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The prompt alone."""
+        return {"prompt": self.prompt}
+
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
+        """The prompt, the same for all rows."""
+        from latent_sweep.adapters.bank import Adaptation
+
+        return Adaptation(prompt=self.prompt)
+
+    def first_layer_gradients(self) -> list[Tensor | None]:
+        """The prompt's gradient."""
+        return [self.prompt.grad]
+
+    def examples(self, rows: Sequence[Example]) -> list[Example]:
+        """The task's rows and the pseudo-samples, each with the prompt and, as `lm`, as it is to be written."""
+        own = [self._with_prompt(row, self._format, pseudo=False) for row in rows]
+        return own + [self._with_prompt(row, s.format, pseudo=True) for s in self._samples for row in s.rows]
+
+    def _with_prompt(self, row: Example, format: RowFormat, pseudo: bool) -> Example:
+        written = format.write(row, self._settings.sample_length)
+        lm = {"prompt_ids": self._method.prompt(format.name), "target_ids": written}
+        return {**row, "prompt_ids": self._method.prompt(row["prompt_ids"]), "lm": lm, "pseudo": pseudo}
+
+    def loss(self, outputs: Outputs) -> dict[str, Tensor]:
+        """`task`, `lm` and, where there are pseudo-samples, `kl`, each with its coefficients."""
+        s, terms = self._settings, {"task": outputs.task_loss()}
+        if s.lm_weight:
+            terms["lm"] = s.lm_weight * self._lm_loss(outputs)
+        if not s.kl_weight or not any(samples.rows for samples in self._samples):
+            return terms
+        terms = {name: (1 - s.kl_weight) * term for name, term in terms.items()}
+        return {**terms, "kl": s.kl_weight * self._divergence(outputs)}
+
+    def _lm_loss(self, outputs: Outputs) -> Tensor:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        told = self._forward([row["lm"] for row in outputs.rows], self.adaptation(outputs.rows))
+        logits = told.logits.float().transpose(1, 2)
+        of_rows = cross_entropy(logits, told.labels, ignore_index=IGNORED, reduction="none").sum(1)
+        weights = [len(row["target_ids"]) / len(row["lm"]["target_ids"]) for row in outputs.rows]
+        return (of_rows * torch.tensor(weights, device=of_rows.device)).sum() / outputs.denominator
+
+    def _divergence(self, outputs: Outputs) -> Tensor:
+        import torch
+
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.methods.lwf import divergence
+
+        pseudo = [i for i, row in enumerate(outputs.rows) if row["pseudo"]]
+        if not pseudo:
+            return outputs.logits.new_zeros(())
+        with torch.no_grad():
+            told = self._forward([outputs.rows[i] for i in pseudo], Adaptation(prompt=self._previous))
+        logits, labels = outputs.logits[pseudo], outputs.labels[pseudo]
+        teacher = told.logits[told.labels != IGNORED]
+        return divergence(logits[labels != IGNORED], teacher, temperature=1.0)
+
+    def _forward(self, rows: Sequence[Example], adaptation: Adaptation) -> Outputs:
+        from latent_sweep.training import forward
+
+        return forward(self._method.workplace.backbone, self._method.workplace.bank, rows, adaptation)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The prompt, the format of this task's rows, and the pseudo-samples of every earlier task, token ids."""
+        from latent_sweep.methods._pseudo_samples import padded
+
+        longest = self._settings.sample_length
+        written = [[samples.format.write(row, longest) for row in samples.rows] for samples in self._samples]
+        pseudo_samples = {f"pseudo_samples.{position}": padded(ids) for position, ids in enumerate(written)}
+        return super().finish() | self._format.tensors() | pseudo_samples
+
+    def facts(self) -> dict[str, float]:
+        """Pseudo-samples replayed, and the share of all drawn that was well-formed."""
+        drawn = sum(samples.drawn for samples in self._samples)
+        if not drawn:
+            return {}
+        well_formed = sum(samples.well_formed for samples in self._samples)
+        replayed = sum(len(samples.rows) for samples in self._samples)
+        return {"pseudo_samples": float(replayed), "well_formed_share": well_formed / drawn}

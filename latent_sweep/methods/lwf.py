@@ -1,0 +1,99 @@
+"""LwF, learning without forgetting (Li & Hoiem, 2017), on one LoRA pair: stay close to the previous pair's answers.
+
+    CE + alpha_kd tau^2 KL(p_teacher^tau || p_student^tau)
+
+The teacher is the pair that the previous task left, on the same backbone, and reads what the student reads: the new
+task's prompts and gold targets. The divergence is taken at target tokens and reduced as the cross-entropy is: with
+`training.loss_reduce: token_mean` it is the mean over target tokens. No code was released for language models with
+LoRA; under `preset: official` the pair is trained as SeqLoRA is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.protocol import IGNORED, Outputs, TaskData, Workplace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.lora import Branch
+
+
+class LwfSettings(LoraSettings):
+    """The `method:` group of a sweep file for LwF."""
+
+    name: Literal["lwf"] = "lwf"
+    """Name of the method."""
+    alpha_kd: float = Field(1.0, ge=0)
+    """Weight of the distance to the teacher; try 0.1, 0.5, 1 and 2."""
+    temperature: float = Field(2.0, gt=0)
+    """tau, which both distributions are softened by."""
+
+
+class Lwf(LoraMethod):
+    """One pair carried through all tasks, each learned near the answers of the one before; the newest answers."""
+
+    settings_class = LwfSettings
+    settings: LwfSettings
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without what is not read: at the first task, which has no teacher, or where the distance weighs nothing."""
+        own = super().stage_identity(position)
+        if position and self.settings.alpha_kd:
+            return own
+        unread = {"temperature"} if position else {"temperature", "alpha_kd"}
+        return {name: value for name, value in own.items() if name not in unread}
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
+        """The previous pair, to be trained further, with itself for a teacher."""
+        branch = self.carried(task, history)
+        if not history or not self.settings.alpha_kd:
+            return LoraLearner(branch, self.outputs, self.settings)
+        return LwfLearner(branch, self.outputs, self.settings, self.workplace)
+
+
+class LwfLearner(LoraLearner):
+    """Trains one pair against the answers it gave before.
+
+    Args:
+        branch: where the pair starts, and the teacher stays.
+        outputs: m of every projection.
+        settings: of the method.
+        workplace: where the teacher answers.
+    """
+
+    settings: LwfSettings
+
+    def __init__(self, branch: Branch, outputs: Sequence[int], settings: LwfSettings, workplace: Workplace):
+        from latent_sweep.adapters.bank import Adaptation
+        from latent_sweep.adapters.lora import LoraDeltas
+
+        super().__init__(branch, outputs, settings)
+        self._workplace, self._teacher = workplace, Adaptation(LoraDeltas(*branch, outputs, settings.s))
+
+    def loss(self, outputs: Outputs) -> dict[str, Tensor]:
+        """The cross-entropy, and the distance to the teacher on the same rows."""
+        import torch
+
+        from latent_sweep.training import forward
+
+        s = self.settings
+        with torch.no_grad():
+            told = forward(self._workplace.backbone, self._workplace.bank, outputs.rows, self._teacher)
+        # among others in a pack, the student's rows may be padded further than the teacher's: compare token by token
+        student, teacher = (o.logits[o.labels != IGNORED] for o in (outputs, told))
+        distance = s.alpha_kd * divergence(student, teacher, s.temperature) / outputs.denominator
+        return {**super().loss(outputs), "distillation": distance}
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """`tau^2 KL(softmax(teacher / tau) || softmax(student / tau))`, summed over tokens; logits (tokens, vocabulary)."""
+    from torch.nn.functional import kl_div, log_softmax
+
+    p, q = (log_softmax(logits.float() / temperature, dim=-1) for logits in (teacher, student))
+    return temperature**2 * kl_div(q, p, reduction="sum", log_target=True)

@@ -1,0 +1,169 @@
+"""O-LoRA: IncLoRA whose new down-projection is pushed away from the earlier ones by a term in the loss.
+
+As in the released code, the overlap is the sum of the absolute entries of `A_i A_t^T` over earlier tasks and adapted
+projections, not divided by anything (the published formula squares the entries: `penalty: squared`), and a second term
+is the 2-norm of every new A and B. Both are large beside the task loss: with Adam they act by their direction.
+Departure: the released prompts name the task and its dataset; here no method is told them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, o_lora_scripts
+from latent_sweep.methods.protocol import TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Delta
+    from latent_sweep.adapters.lora import Branch
+
+
+def _check_weights(value: Any) -> Any:
+    weights = value if isinstance(value, tuple) else (value,)
+    if not weights or min(weights) < 0:
+        raise ValueError(
+            f"found {value}; expected a number of at least 0, or a list of such numbers, one for each task"
+        )
+    return value
+
+
+Coefficient = Annotated[float | Annotated[tuple[float, ...], Field(strict=False)], AfterValidator(_check_weights)]
+"""A number, or one for each task by position; the last holds for all later ones."""
+
+LONG_LAMBDA_1 = (0.0, *[0.5] * 8, 5.0)
+LONG_LAMBDA_2 = (0.0, 0.0, 0.0, 0.0, 0.1, 0.1, 0.3, 0.0, 0.1, 0.0, 0.0, 0.1, 0.0, 0.1, 0.3)
+"""The released schedules for T5 on Long Sequence, order 4 (Yelp first); in another order they go by position too."""
+
+
+class OLoraSettings(BranchSettings):
+    """The `method:` group of a sweep file for O-LoRA."""
+
+    name: Literal["o_lora"] = "o_lora"
+    """Name of the method."""
+    lambda_1: Coefficient | None = None
+    """Weight of the overlap with earlier tasks, a number or a list by task position; None is the preset's."""
+    lambda_2: Coefficient | None = None
+    """Weight of the new pair's 2-norms, a number or a list by task position; None is the preset's."""
+    penalty: Literal["l1", "squared"] = "l1"
+    """Entries of the overlap: absolute as in the released code, or squared as published."""
+
+
+class OLora(BranchMethod):
+    """dW = s sum_t B_t A_t; loss = task + lambda_1 sum_i |A_i A_t^T| + lambda_2 (||A_t|| + ||B_t||)."""
+
+    settings_class = OLoraSettings
+    # the class defaults of the released code
+    unified: ClassVar[Mapping[str, Any]] = {**BranchMethod.unified, "lambda_1": 0.5, "lambda_2": 0.0}
+    settings: OLoraSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """The released schedules for T5 on Long Sequence; other scripts take the defaults."""
+        scripts = o_lora_scripts(family, benchmark)
+        scheduled = family == "t5" and benchmark == "long_sequence"
+        schedules = {"lambda_1": LONG_LAMBDA_1, "lambda_2": LONG_LAMBDA_2} if scheduled else {}
+        return Scripts({**scripts.method, **schedules}, scripts.training)
+
+    def reads_history(self, position: int) -> bool:
+        """Through the overlap, and through earlier pairs that are active in training."""
+        return super().reads_history(position) or self.coefficients(position)[0] > 0
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """With the weights of this position only."""
+        identity = super().stage_identity(position)
+        identity["lambda_1"], identity["lambda_2"] = self.coefficients(position)
+        if not identity["lambda_1"]:
+            del identity["penalty"]
+        return identity
+
+    def coefficients(self, position: int) -> tuple[float, float]:
+        """lambda_1 and lambda_2 of the task at this position; the first task has nothing to overlap with."""
+        s = self.settings
+        return _at(position, s.lambda_1) if position else 0.0, _at(position, s.lambda_2)
+
+    def penalty(self, position: int, history: Sequence[Mapping[str, Tensor]]) -> OLoraPenalty:
+        """The penalty that the task at this position is learned under."""
+        lambda_1, lambda_2 = self.coefficients(position)
+        earlier = [self.branch(snapshot)[0] for snapshot in history] if lambda_1 else []
+        return OLoraPenalty(earlier, self.outputs, lambda_1, lambda_2, self.settings.penalty)
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> OLoraLearner:
+        """A new pair beside the earlier ones, under the penalty."""
+        penalty = self.penalty(task.position, history)
+        return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)
+
+
+def _at(position: int, coefficient: Coefficient | None) -> float:
+    assert coefficient is not None, "these settings are not resolved"
+    return coefficient[min(position, len(coefficient) - 1)] if isinstance(coefficient, tuple) else coefficient
+
+
+class OLoraPenalty:
+    """What the loss of one task has besides the task term; terms of weight 0 are left out.
+
+    Args:
+        earlier: down-projections of the earlier tasks, each (M, r, n); none are needed where lambda_1 is 0.
+        outputs: m of every projection.
+        lambda_1, lambda_2: weights of `overlap` and `size`.
+        kind: see `OLoraSettings.penalty`.
+    """
+
+    def __init__(
+        self,
+        earlier: Sequence[Tensor],
+        outputs: Sequence[int],
+        lambda_1: float,
+        lambda_2: float,
+        kind: Literal["l1", "squared"] = "l1",
+    ):
+        import torch
+
+        self.earlier = torch.cat(list(earlier), 1) if earlier else None
+        self.outputs, self.lambda_1, self.lambda_2, self.kind = list(outputs), lambda_1, lambda_2, kind
+
+    def __call__(self, A: Tensor, B: Tensor) -> dict[str, Tensor]:
+        """The weighted terms for the pair that is being learned."""
+        terms = {}
+        if self.lambda_1 and self.earlier is not None:
+            terms["ortho_penalty"] = self.lambda_1 * overlap(self.earlier, A, self.kind)
+        if self.lambda_2:
+            terms["norm_penalty"] = self.lambda_2 * size(A, B, self.outputs)
+        return terms
+
+
+def overlap(earlier: Tensor, A: Tensor, kind: Literal["l1", "squared"]) -> Tensor:
+    """Sum over projections of the entries of `A_old A^T`, absolute or squared: earlier (M, R, n), A (M, r, n)."""
+    entries = earlier @ A.transpose(-1, -2)
+    return entries.abs().sum() if kind == "l1" else entries.square().sum()
+
+
+def size(A: Tensor, B: Tensor, outputs: Sequence[int]) -> Tensor:
+    """Sum over projections of the 2-norms (not squared) of their own A (r, n) and B (m, r)."""
+    import torch
+
+    norms = [torch.linalg.vector_norm(part) for part in (*A.unbind(0), *B.split(list(outputs)))]
+    return torch.stack(norms).sum()
+
+
+class OLoraLearner(LoraLearner):
+    """Trains one pair under a penalty; the other arguments are `LoraLearner`'s."""
+
+    def __init__(
+        self,
+        branch: Branch,
+        outputs: Sequence[int],
+        settings: OLoraSettings,
+        earlier: Sequence[Delta],
+        penalty: OLoraPenalty,
+    ):
+        super().__init__(branch, outputs, settings, earlier)
+        self._penalty = penalty
+
+    def penalty(self) -> dict[str, Tensor]:
+        """Overlap with the earlier tasks, and the pair's size."""
+        return self._penalty(self.A, self.B)

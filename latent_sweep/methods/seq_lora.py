@@ -1,0 +1,29 @@
+"""SeqLoRA: one LoRA pair, trained on task after task and never started anew; what it forgets is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.protocol import TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SeqLoraSettings(LoraSettings):
+    """The `method:` group of a sweep file for SeqLoRA."""
+
+    name: Literal["seq_lora"] = "seq_lora"
+    """Name of the method."""
+
+
+class SeqLora(LoraMethod):
+    """Each task goes on from the pair that the one before left, with a fresh optimizer; the newest answers."""
+
+    settings_class = SeqLoraSettings
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
+        """The previous pair, to be trained further."""
+        return LoraLearner(self.carried(task, history), self.outputs, self.settings)

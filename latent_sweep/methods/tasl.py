@@ -1,0 +1,96 @@
+"""TaSL, task skill localisation and consolidation (arXiv 2408.09857): one LoRA pair, averaged matrix by matrix.
+
+A skill unit is one A or one B matrix of a projection. After a task, units that only the past needs are restored, units
+that only this task needs are kept, and the others are averaged.
+
+Departures from the released code: on T5 it trains the whole model, here one LoRA pair like the other methods; on Llama
+it also adapts k and o projections, here the backbone's targets; it keeps the best of its checkpoints by validation
+loss, here `training.select` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from latent_sweep.methods._lora import LoraMethod, Scripts
+from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
+from latent_sweep.methods.protocol import TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONSOLIDATION = {"percentile", "both_share", "score_share"}
+"""Settings that only the fusion with an earlier pair reads."""
+
+
+class TaslSettings(SkillSettings):
+    """The `method:` group of a sweep file for TaSL; the defaults are the released code's."""
+
+    name: Literal["tasl"] = "tasl"
+    """Name of the method."""
+    percentile: float = Field(80.0, ge=0, le=100)
+    """Units whose score lies above this percentile of all are important."""
+    both_share: float = Field(0.3, ge=0, le=1)
+    """Weight of the new values in units that both the past and this task need."""
+
+
+class Tasl(LoraMethod):
+    """One pair carried through all tasks, consolidated after each; the newest answers."""
+
+    settings_class = TaslSettings
+    settings: TaslSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """The scripts of the released code, the same for every benchmark."""
+        training = {"learning_rate": 3e-4, "epochs": 5, "warmup_steps": 50, "schedule": "linear"}
+        own = {"batch_size": 8, "weight_decay": 0.01} if family == "t5" else {"batch_size": 128}
+        return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own)
+
+    def stage_identity(self, position: int) -> dict[str, Any]:
+        """Without the settings of the consolidation at the first task, which has nothing to consolidate."""
+        own = super().stage_identity(position)
+        return own if position else {name: value for name, value in own.items() if name not in CONSOLIDATION}
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> TaslLearner:
+        """The consolidated pair, to be trained further."""
+        previous = history[-1] if history else None
+        return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous)
+
+
+class TaslLearner(SkillLearner):
+    """Units are matrices: (2, M, 1), those of A before those of B."""
+
+    settings: TaslSettings
+    _kinds: Mapping[str, float] = {}
+
+    def sensitivity(self, product: Tensor) -> Tensor:
+        """`I = |w g|`."""
+        return product.abs()
+
+    def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
+        """Mean over the weights of each matrix."""
+        import torch
+
+        return torch.stack([score_A.mean((1, 2)), per_projection(score_B, self.outputs).mean(1)]).unsqueeze(-1)
+
+    def shares(self, before: Tensor, now: Tensor) -> Tensor:
+        """Important to both: `both_share`; to the past alone: 0; to this task alone: 1; to neither: 1/2."""
+        import torch
+
+        needed_before, needed_now = (scores > self._threshold(scores) for scores in (before, now))
+        both, neither = needed_before & needed_now, ~needed_before & ~needed_now
+        kinds = {"both": both, "past": needed_before & ~both, "present": needed_now & ~both, "neither": neither}
+        self._kinds = {f"units_of_{kind}": float(units.sum()) for kind, units in kinds.items()}
+        shares = torch.where(neither, 0.5, needed_now.double())
+        return torch.where(both, self.settings.both_share, shares)
+
+    def _threshold(self, scores: Tensor) -> Tensor:
+        return scores.flatten().quantile(self.settings.percentile / 100)
+
+    def facts(self) -> dict[str, float]:
+        """How many units both, one or neither of past and present need; nothing at the first task."""
+        return dict(self._kinds)

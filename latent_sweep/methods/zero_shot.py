@@ -1,0 +1,70 @@
+"""The frozen backbone as it is: the lower reference of every table. It learns nothing and costs no training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from latent_sweep.methods.protocol import Example, Learner, Method, MethodSettings, TaskData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from latent_sweep.adapters.bank import Adaptation
+
+
+class ZeroShotSettings(MethodSettings):
+    """The `method:` group of a sweep file for the frozen backbone."""
+
+    name: Literal["zero_shot"] = "zero_shot"
+    """Name of the method."""
+
+
+class ZeroShot(Method):
+    """Answers without any adapter; its snapshots are empty."""
+
+    settings_class = ZeroShotSettings
+
+    def reads_history(self, position: int) -> bool:
+        """There is nothing to read."""
+        return False
+
+    def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
+        """No task."""
+        return ()
+
+    def rank(self) -> int:
+        """No adapter, no limit."""
+        return 0
+
+    def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
+        """None."""
+        return 0
+
+    def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> NothingToLearn:
+        """A learner without parameters."""
+        return NothingToLearn()
+
+    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+        """The bare backbone."""
+        from latent_sweep.adapters.bank import Adaptation
+
+        return Adaptation()
+
+
+class NothingToLearn(Learner):
+    """Leaves an empty snapshot; as its stages read no rows, the loop never runs it."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+    def adaptation(self, rows: Sequence[Example]) -> Adaptation:
+        """The bare backbone."""
+        from latent_sweep.adapters.bank import Adaptation
+
+        return Adaptation()
+
+    def first_layer_gradients(self) -> list[Tensor | None]:
+        """None."""
+        return []

@@ -1,0 +1,124 @@
+"""How many trainings to put into one pack: measured where they will run, and never slower than one by one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from latent_sweep.plan import Pack
+from latent_sweep.settings import content_hash
+from latent_sweep.snapshots import TaskCheckpoint, write_json
+from latent_sweep.training import Lesson, Progress, train_pack
+from latent_sweep.trial import Desk, MemberRun, hardware
+
+log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8)
+STEPS = 3
+"""Optimizer steps timed for each size; one more goes before them."""
+WORTHWHILE = 1.05
+"""A larger pack must do this many times the member-steps per second of the best smaller one."""
+
+
+@dataclass(frozen=True)
+class PackTiming:
+    """What packs of one size do on this machine."""
+
+    size: int
+    member_steps_per_second: float
+    peak_gib: float | None
+    """Peak GPU memory while training; None on a CPU."""
+
+
+def measure(pack: Pack, storage: Path, threads: int | None = None) -> list[PackTiming]:
+    """Train a few steps of the pack's first task in packs of 1, 2, 4 and 8, as long as larger ones are faster.
+
+    The timings are kept under `storage` for this hardware, method, backbone and batch; nothing else is kept.
+
+    Args:
+        threads: CPU threads, as the pack itself will have; None leaves torch's own choice.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    path = storage / "profiles" / f"pack-{_key(pack)}.json"
+    try:
+        return [PackTiming(**timing) for timing in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        pass  # not measured yet, or not readable: measured now
+    desk = Desk(pack.trials[0], storage)
+    timings: list[PackTiming] = []
+    for size in SIZES:
+        try:
+            timings.append(_time(pack, desk, size))
+        except torch.cuda.OutOfMemoryError:
+            log.info("packs of %s do not fit the GPU", size)
+            break
+        if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
+            break
+    desk.bank.remove()
+    write_json(path, [vars(timing) for timing in timings])
+    return timings
+
+
+def best_size(timings: Sequence[PackTiming]) -> int:
+    """The smallest size that no measured larger one beats by a worthwhile factor."""
+    best = timings[0]
+    for timing in timings[1:]:
+        if timing.member_steps_per_second > WORTHWHILE * best.member_steps_per_second:
+            best = timing
+    return best.size
+
+
+def split(pack: Pack, size: int, slots: int) -> list[Pack]:
+    """The pack in parts of at most `size` members, and no larger than what keeps every slot of the cluster busy."""
+    size = max(1, min(size, math.ceil(len(pack.members) / max(1, slots))))
+    return [Pack(pack.members[i : i + size]) for i in range(0, len(pack.members), size)]
+
+
+def _time(pack: Pack, desk: Desk, size: int) -> PackTiming:
+    """Time steps of the first task, with members repeated until there are `size`."""
+    moments: list[float] = []
+    cuda = desk.backbone.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_step(step: int, steps: int, losses: Mapping[str, float]) -> None:
+        moments.append(time.monotonic())
+
+    runs = [MemberRun(pack.members[i % len(pack.members)], [], desk) for i in range(size)]
+    outcomes = train_pack([_first_steps(run, on_step) for run in runs], desk.backbone, desk.bank)
+    if failures := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+        raise failures[0]
+    laps = moments[size - 1 :: size]  # when the last member had taken its step
+    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(laps))
+    return PackTiming(size, size / seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else None)
+
+
+def _first_steps(run: MemberRun, on_step: Progress) -> Lesson:
+    """The first steps of the first task, without validation, resuming and saving nothing."""
+    settings = run.settings.training.model_copy(
+        update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
+    )
+    nowhere = TaskCheckpoint(run.desk.storage / "profiles" / "none.safetensors")
+    return replace(run.lesson(0, on_step), settings=settings, checkpoint=nowhere, validation=())
+
+
+def _key(pack: Pack) -> str:
+    s = pack.trials[0].settings
+    what = {
+        "method": s.method.training_identity(),
+        "backbone": s.backbone.identity(),
+        "batch_size": s.training.batch_size,
+        "benchmark": s.benchmark.training_identity(),
+        "hardware": hardware(),
+    }
+    return content_hash(what)
