@@ -169,6 +169,12 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
     return KnownBackbone(kind, str(folder), config)
 
 
+def family_of(name: str) -> Family:
+    """A backbone's family; of a hub model that is not at hand the name must tell: only defaults hang on it."""
+    known = describe(BackboneSettings(name=name))
+    return known.family if known else "t5" if "t5" in name.lower() else "llama"
+
+
 def target_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Names and shapes (out, in) of the adapted projections: query and value of every attention block.
 

@@ -3,7 +3,8 @@
 name: lambda
 trial:    one trial, group by group: method, router, backbone, benchmark, training, evaluation, seed
 search:   dotted paths below `trial`; a list is a grid axis, {loguniform: [a, b]} is drawn at random.
-          A value may be a mapping: {name: superni, order: 1} sets two settings of a group together
+          A value may be a mapping: {name: superni, order: 1} sets two settings of a group together, and below the
+          axis `trial` {method: {name: seq_lora}, router: {mode: last}} sets settings of several groups
 run:      how to run it; no part of any result's identity
 """
 
@@ -256,10 +257,14 @@ def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
 
 
 def flatten(path: str, value: Any) -> dict[str, Any]:
-    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves."""
+    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves.
+
+    The axis `trial` has whole groups as its leaves' first names.
+    """
     if not isinstance(value, dict):
         return {path: value}
-    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{path}.{key}", inner).items()}
+    prefix = "" if path == "trial" else f"{path}."
+    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{prefix}{key}", inner).items()}
 
 
 def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
@@ -279,21 +284,36 @@ def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
 
 def describe_settings() -> str:
     """Every setting of a sweep file, as Markdown: path, default and what it means, from the classes themselves."""
-    groups: list[tuple[str, type[Settings]]] = [("trial.method", method_class(name).settings_class) for name in METHODS]
-    groups += [(f"trial.{name}", kind) for name, kind in GROUPS.items()] + [("run", RunSettings)]
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for path, kind in groups:
-        lines += _describe_group(path, kind)
-    seed = TrialSettings.model_fields["seed"]
-    return "\n".join([*lines, f"| `trial.seed` | `{seed.default}` | {seed.description} |"])
+    sections = []
+    for kind, methods in _method_groups().items():
+        own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
+        if own:
+            sections.append((f"`trial.method` of {', '.join(methods)}", _rows("trial.method", kind, own)))
+    groups: list[tuple[str, type[Settings]]] = [(f"trial.{name}", kind) for name, kind in GROUPS.items()]
+    groups.append(("run", RunSettings))
+    sections += [(f"`{path}`", _rows(path, kind, list(kind.model_fields))) for path, kind in groups]
+    sections.append(("`trial`", _rows("trial", TrialSettings, ["seed"])))
+    head = ["| setting | default | meaning |", "|---|---|---|"]
+    return "\n\n".join("\n".join([f"{title}:\n", *head, *rows]) for title, rows in sections)
 
 
-def _describe_group(path: str, kind: type[Settings]) -> list[str]:
+def _method_groups() -> dict[type[Settings], list[str]]:
+    """The classes that give methods their settings, each with the methods that have them, the most shared first."""
+    groups: dict[type[Settings], list[str]] = {}
+    for name in METHODS:
+        for kind in method_class(name).settings_class.__mro__:
+            if issubclass(kind, MethodSettings) and kind is not MethodSettings:
+                groups.setdefault(kind, []).append(name)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+
+
+def _rows(path: str, kind: type[Settings], names: Sequence[str]) -> list[str]:
     lines = []
-    for name, field in kind.model_fields.items():
+    for name in names:
+        field = kind.model_fields[name]
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Settings):
-            lines += _describe_group(f"{path}.{name}", inner)
+            lines += _rows(f"{path}.{name}", inner, list(inner.model_fields))
             continue
         default = "required" if field.is_required() else f"`{yaml_text(field.default)}`"
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")

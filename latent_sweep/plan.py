@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from latent_sweep.backbones import EMBEDDED, KNOWN, backbone_identity, describe, target_shapes
+from latent_sweep.backbones import EMBEDDED, KNOWN, backbone_identity, describe, family_of, target_shapes
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
@@ -259,13 +259,11 @@ def _pack_key(member: Member, together: int | Sequence[str]) -> str:
 def resolve(settings: TrialSettings) -> TrialSettings:
     """Fill in what the sweep file left out, from the paper's protocol for this benchmark and backbone family."""
     spec = load_benchmark(settings.benchmark.name)
-    known = describe(settings.backbone)
     name = settings.backbone.name
-    family = known.family if known else _family_by_name(name)
-    protocol = PROTOCOL.get(name) or PROTOCOL[family]
+    protocol = PROTOCOL.get(name) or PROTOCOL[family_of(name)]
     kind = method_class(settings.method.name)
     method = kind.resolve(settings.method, name, spec.name)
-    defaults = COMMON | dict(protocol) | dict(kind.training_defaults(method, family, spec.name))
+    defaults = COMMON | dict(protocol) | dict(kind.training_defaults(method, name, spec.name))
     return settings.model_copy(
         update={
             "method": method,
@@ -295,11 +293,6 @@ def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]
 def _fill(settings: Any, defaults: Mapping[str, Any]) -> Any:
     left_out = {k: v for k, v in defaults.items() if k in type(settings).model_fields and getattr(settings, k) is None}
     return settings.model_copy(update=left_out)
-
-
-def _family_by_name(name: str) -> str:
-    """A hub model's family before anything of it is at hand: only its default protocol hangs on it."""
-    return "t5" if "t5" in name.lower() else "llama"
 
 
 def _points(sweep: Sweep) -> list[dict[str, Any]]:

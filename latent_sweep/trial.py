@@ -42,7 +42,7 @@ from latent_sweep.training import Lesson, Progress, TrainingSummary, derived_see
 log = logging.getLogger(__name__)
 
 PENALTY_WARNING = 10.0
-"""A penalty this many times the task loss at the end of a task is said aloud: it no longer regularises (A4b)."""
+"""A penalty that ends this many times above the task loss at the start is said aloud: it rules the training (A4b)."""
 
 
 @dataclass(frozen=True)
@@ -262,11 +262,11 @@ class MemberRun:
     def snapshot(self, position: int, lesson: Lesson, summary: TrainingSummary) -> Snapshot:
         """What the lesson leaves behind."""
         task = self.desk.tasks[position]
-        task_loss = summary.losses.get("task", 0.0)
+        task_loss = summary.first_losses.get("task", 0.0)  # at the end it may be next to nothing
         for name in lesson.learner.penalty():
             loss = summary.losses.get(name, 0.0)
             if loss > PENALTY_WARNING * task_loss:
-                message = "task %s: %s (%.3g) is %.0f times the task loss (%.3g); lower its coefficient in method"
+                message = "task %s ends with %s (%.3g) %.0f times the first task loss (%.3g); lower its coefficient"
                 log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
         tensors = lesson.learner.finish()
         facts = {

@@ -1,8 +1,10 @@
 """The tiny sweep on a Ray cluster of its own: the same bytes as without Ray, and what only Ray can do."""
 
 import contextlib
+import json
 import os
 import subprocess
+from collections import Counter
 
 import psutil
 import pytest
@@ -110,6 +112,19 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(tmp_path):
     assert code == 0
     assert "6 of 6 trainings are complete" in printed
     assert {rate: trial.events() for rate, trial in by_rate.items()} == before
+
+
+@pytest.mark.slow
+def test_the_size_of_packs_is_measured_on_the_cluster(tmp_path):
+    content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
+    code, printed, _ = run_on_ray(content, tmp_path)
+    assert code == 0, printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed
+    (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")
+    sizes = [timing["size"] for timing in json.loads(profile.read_text())]
+    assert sizes in ([1, 2], [1, 2, 4], [1, 2, 4, 8]), "larger packs are tried as long as they are faster"
+    together = Counter(event["pid"] for event in events(sweep_folder(tmp_path), "started"))
+    assert max(together.values()) <= 2, "with two slots, no pack takes more than half of the trainings"
 
 
 @pytest.mark.slow

@@ -9,14 +9,14 @@ from collections import Counter
 
 import pytest
 import yaml
-from sweeps_for_tests import TINY, events, results, sweep_folder, tiny, write, write_benchmark
+from sweeps_for_tests import TINY, end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep.backends import mlflow_mirror
 from latent_sweep.cli import main
 from latent_sweep.config import load_sweep
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.plan import expand
-from latent_sweep.tracking import stages, status
+from latent_sweep.tracking import SweepFolder, stages, status
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -273,3 +273,32 @@ def test_an_unreachable_tracker_delays_nothing_but_the_mirror(finished, tmp_path
     assert "1 trials (1 finished)" in capsys.readouterr().out
     assert main(["sync", str(sweep_folder(tmp_path, "late").path)]) == 0
     assert "1 runs brought up to date" in capsys.readouterr().out
+
+
+# --- two at once -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_drivers_on_one_storage_learn_every_stage_once(tmp_path):
+    """Two sweep files at the same time, alike but for names and the order of their seeds."""
+    shared = {"trial__training__epochs": 4, "run__storage": str(tmp_path / "runs")}
+    contents = [
+        tiny(name="one", search={"seed": [0, 1]}, **shared),
+        tiny(name="two", search={"seed": [1, 0]}, **shared),
+    ]
+    drivers = [start(write(tmp_path / content["name"], content), "--local") for content in contents]
+    try:
+        printed = [driver.communicate(timeout=240)[0] for driver in drivers]
+    finally:
+        for driver in drivers:
+            end(driver)
+    assert [driver.returncode for driver in drivers] == [0, 0], printed
+    sweeps = [SweepFolder(tmp_path / "runs" / content["name"]) for content in contents]
+    learned = [event["lineage"] for sweep in sweeps for event in events(sweep, "stage") if not event["reused"]]
+    snapshots = {path.stem for path in (tmp_path / "runs" / "snapshots").glob("*.safetensors")}
+    assert len(snapshots) == 4
+    assert set(learned) == snapshots
+    by_sweep = [{e["lineage"] for e in events(sweep, "stage") if not e["reused"]} for sweep in sweeps]
+    assert not by_sweep[0] & by_sweep[1], "no stage is learned by both"
+    by_seed = [{t.values["seed"]: t.read_json("scores.json")["scores"] for t in sweep} for sweep in sweeps]
+    assert by_seed[0] == by_seed[1]

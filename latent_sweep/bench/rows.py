@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Contender = TypeVar("Contender", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,16 @@ class Row:
         return asdict(self) | {"target": target, "reached": self.reached}
 
 
-def ratio(name: str, numerator: Sequence[float], denominator: Sequence[float], target: Target | None = None) -> Row:
+def ratio(
+    name: str, numerator: Sequence[float], denominator: Sequence[float], target: Target | None = None, note: str = ""
+) -> Row:
     """How many times the second the first takes, turn by turn."""
-    return Row.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target)
+    return Row.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target, note)
 
 
-def take_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) -> dict[Contender, list[float]]:
     """What each contender measured, in turns: A B C, A B C, ..."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[Contender, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, measure in contenders.items():
             found[name].append(measure())

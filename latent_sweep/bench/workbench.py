@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from latent_sweep.backbones import RANDOM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
     from latent_sweep.backbones import Backbone
     from latent_sweep.bench.usual_way import Config
     from latent_sweep.methods.protocol import Example, Method
-    from latent_sweep.mixing import Array, Mixer
+    from latent_sweep.mixing import Gates, Mixer
     from latent_sweep.plan import Trial
     from latent_sweep.snapshots import Snapshot
     from latent_sweep.training import Lesson, TrainingSummary
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Sizes:
     tasks: int
     routed_tasks: int | None
     """Tasks whose routing is worked out; None is the whole of the benchmark's first order."""
+    stages: tuple[int, int]
+    """Tasks, counted from 1, at which methods are compared; the second is their last."""
 
     @property
     def few_turns(self) -> int:
@@ -56,11 +62,12 @@ CPU = Sizes(
     test_rows=16,
     pack_sizes=(1, 2, 4, 8),
     learning_steps=8,
-    lambdas=2,
-    components=(1, 3),
-    seeds=(0, 1),
+    lambdas=3,
+    components=(1, 3, 5, 8),
+    seeds=(0,),
     tasks=4,
     routed_tasks=None,
+    stages=(2, 8),
 )
 GPU = replace(CPU, steps=20, learning_steps=24, test_rows=48)
 """Steps take milliseconds there."""
@@ -76,14 +83,23 @@ QUICK = Sizes(
     seeds=(0,),
     tasks=2,
     routed_tasks=2,
+    stages=(2, 3),
 )
 
 TASKS = {"superni": ("task591", "task1510", "task1687", "task875"), "builtin": ("mood", "arrival", "topic", "date")}
 """What is trained on and answered, by benchmark; the sweep always takes the built-in tasks, which a few steps teach."""
 
-LAMBDAS = (0.0, 1e-5)
-USUAL_LAMBDAS = (0.0, 0.5)
+LAMBDAS = (0.0, 1e-6, 1e-5)
+USUAL_LAMBDAS = (0.0, 0.1, 0.5)
 """Of Latent-LoRA's penalty and of O-LoRA's, whose scale is another."""
+
+
+LEARNING_RATE = 1e-2
+"""Of Latent-LoRA: eight steps have to do."""
+
+RANDOM_SOURCE_LENGTH = 256
+"""Tokens of a prompt for a backbone with random weights, at most: its tokenizer has a token for every byte, and a
+paragraph is a thousand of them."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +127,12 @@ class Subject:
 
     def sweep(self, benchmark: Mapping[str, Any], training: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         """A sweep file's content: Latent-LoRA on this backbone, two trials at a time with a thread each."""
+        lengths = {"max_source_length": RANDOM_SOURCE_LENGTH} if self.backbone.startswith(RANDOM) else {}
         template = {
             "method": {"name": "latent_lora", "rank": self.rank, "ortho_lambda": LAMBDAS[-1]},
             "backbone": {"name": self.backbone, "dtype": self.dtype, "device": self.device},
-            "benchmark": dict(benchmark),
-            "training": {"learning_rate": 4e-3, "batch_size": self.sizes.batch_size, "epochs": 1, **training},
+            "benchmark": {**lengths, **benchmark},
+            "training": {"learning_rate": LEARNING_RATE, "batch_size": self.sizes.batch_size, "epochs": 1, **training},
         }
         run = {
             "storage": str(self.storage),
@@ -262,15 +279,20 @@ class Workbench:
         """A clock that waits for this device."""
         return Clock(self.subject.device == "cuda")
 
-    def mixer(self, trial: Trial) -> Mixer:
-        """The router of a trial."""
+    def timed(self, call: Callable[[], Found]) -> tuple[float, Found]:
+        """The seconds that a call took, and what it returned."""
+        clock = self.clock()
+        clock.tick()
+        found = call()
+        clock.tick()
+        return clock.seconds_per_step, found
+
+    def mixer(self, trial: Trial, gates: Gates) -> Mixer:
+        """How a trial's snapshots answer together; `gates` is asked where a method has them."""
         from latent_sweep.mixing import Mixer
 
         def tokens(position: int, split: str) -> Any:
             return self.tokens(trial, position, split, whole=not trial.settings.router.pool.truncate)
-
-        def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
-            return self.method().gates((), prompts)  # never asked: Latent-LoRA answers by posterior
 
         return Mixer(trial.settings.router, self.backbone, tokens, gates, len(trial.tasks), 0, self.subject.storage)
 

@@ -11,18 +11,18 @@ from latent_sweep.methods.protocol import Method
 
 METHODS: Mapping[str, str] = {
     "latent_lora": "latent_sweep.methods.latent_lora:LatentLora",
-    "gain_lora": "latent_sweep.methods.gain_lora:GainLora",
-    "inf_lora": "latent_sweep.methods.inf_lora:InfLora",
-    "inc_lora": "latent_sweep.methods.inc_lora:IncLora",
-    "joint_lora": "latent_sweep.methods.joint_lora:JointLora",
-    "o_lora": "latent_sweep.methods.o_lora:OLora",
-    "seq_lora": "latent_sweep.methods.seq_lora:SeqLora",
-    "ewc": "latent_sweep.methods.ewc:Ewc",
-    "kif_lora": "latent_sweep.methods.kif_lora:KifLora",
     "lfpt5": "latent_sweep.methods.lfpt5:Lfpt5",
+    "ewc": "latent_sweep.methods.ewc:Ewc",
     "lwf": "latent_sweep.methods.lwf:Lwf",
     "tasl": "latent_sweep.methods.tasl:Tasl",
+    "kif_lora": "latent_sweep.methods.kif_lora:KifLora",
+    "seq_lora": "latent_sweep.methods.seq_lora:SeqLora",
+    "inc_lora": "latent_sweep.methods.inc_lora:IncLora",
+    "o_lora": "latent_sweep.methods.o_lora:OLora",
+    "inf_lora": "latent_sweep.methods.inf_lora:InfLora",
+    "gain_lora": "latent_sweep.methods.gain_lora:GainLora",
     "zero_shot": "latent_sweep.methods.zero_shot:ZeroShot",
+    "joint_lora": "latent_sweep.methods.joint_lora:JointLora",
 }
 
 

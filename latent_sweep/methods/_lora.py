@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones import BackboneSettings, describe
+from latent_sweep.backbones import EMBEDDED, family_of
 from latent_sweep.methods.protocol import BRANCHES, Example, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import NOT_IDENTITY
 
@@ -116,14 +116,19 @@ class LoraMethod(Method):
         """Every setting that was left out, from the preset."""
         values = dict(cls.unified)
         if settings.preset == "official":
-            values |= cls.official(_family(backbone), benchmark).method
+            values |= cls.official(family_of(backbone), benchmark).method
         left_out = [name for name in type(settings).model_fields if getattr(settings, name) is None]
         return settings.model_copy(update={name: values[name] for name in left_out if name in values})
 
     @classmethod
-    def training_defaults(cls, settings: Any, family: str, benchmark: str) -> Mapping[str, Any]:
-        """What the released scripts train with, under the preset `official`."""
-        return cls.official(family, benchmark).training if settings.preset == "official" else {}
+    def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        """What the released scripts train with, under the preset `official`; else the paper's protocol holds.
+
+        It knows no backbone as small as the embedded one, where LoRA learns a task in a few dozen steps at 1e-3.
+        """
+        if settings.preset == "official":
+            return cls.official(family_of(backbone), benchmark).training
+        return {"learning_rate": 1e-3} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:
         """r."""
@@ -198,12 +203,6 @@ class BranchMethod(LoraMethod):
         branches = [self.branch(snapshot) for snapshot in history]
         deltas = summed(branches, self.outputs, s.s, self.workplace.backbone.model.dtype)
         return DeltaSum([deltas], detach=[True]) if s.old_branch_grad == "detach" else deltas
-
-
-def _family(backbone: str) -> str:
-    """Family of a backbone by name; of a hub model that is not at hand, only this name tells."""
-    known = describe(BackboneSettings(name=backbone))
-    return known.family if known else "t5" if "t5" in backbone.lower() else "llama"
 
 
 class LoraLearner(Learner):

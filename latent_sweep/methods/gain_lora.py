@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from latent_sweep.backbones import family_of
 from latent_sweep.methods._gate import GateSettings, NewGate, gate_of, pooled_prompts, resolved_gate
 from latent_sweep.methods._gradient_memory import (
     Design,
@@ -23,7 +24,7 @@ from latent_sweep.methods._gradient_memory import (
     first_gradients,
     resolved_gpm,
 )
-from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, _family, gain_lora_scripts
+from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
 from latent_sweep.methods.protocol import BRANCHES, Example, Mixing, TaskData
 
@@ -85,7 +86,7 @@ class GainLora(BranchMethod):
     @classmethod
     def resolve(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> GainLoraSettings:
         """Every setting that was left out, from the preset, as far as the variant reads it."""
-        preset, family = settings.preset, _family(backbone)
+        preset, family = settings.preset, family_of(backbone)
         design = "random_project" if (preset, family) == ("official", "llama") else "svd"
         variant = {"design": design} if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
         groups = {

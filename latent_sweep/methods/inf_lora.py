@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from latent_sweep.backbones import family_of
 from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, first_gradients, resolved_gpm
-from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, _family, gain_lora_scripts
+from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class InfLora(BranchMethod):
     @classmethod
     def resolve(cls, settings: InfLoraSettings, backbone: str, benchmark: str) -> InfLoraSettings:
         """Every setting that was left out, from the preset."""
-        gpm = resolved_gpm(settings.gpm, settings.preset, _family(backbone))
+        gpm = resolved_gpm(settings.gpm, settings.preset, family_of(backbone))
         resolved: InfLoraSettings = super().resolve(settings, backbone, benchmark)
         return resolved.model_copy(update={"gpm": gpm})
 

@@ -98,7 +98,7 @@ class Method:
         return settings
 
     @classmethod
-    def training_defaults(cls, settings: Any, family: str, benchmark: str) -> Mapping[str, Any]:
+    def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
         """Training settings that this method's preset prefers to the paper's common protocol, by name."""
         return {}
 

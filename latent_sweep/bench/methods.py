@@ -1,0 +1,207 @@
+"""What every registered method costs early and late in one task sequence: steps, what is around them, answers, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from latent_sweep.bench.rows import Row, ratio, take_turns
+from latent_sweep.bench.workbench import Workbench, first_trial
+from latent_sweep.generation import generate
+from latent_sweep.methods import METHODS
+from latent_sweep.plan import Member, Trial
+from latent_sweep.snapshots import Snapshot
+from latent_sweep.training import Lesson, TrainingSummary
+from latent_sweep.trial import Desk, MemberRun
+
+REFERENCE = "seq_lora"
+"""The method that the others are compared with: one LoRA pair, carried from task to task."""
+
+ANSWER_TOKENS = 8
+"""Length of every answer, whatever a method would say: the time must not depend on what it has learned."""
+
+SHORTENED: Mapping[str, Mapping[str, Any]] = {"lfpt5": {"prompt_length": 20, "sample_length": 32, "tries": 4}}
+"""Settings that keep the benchmark short; everything else is at its default."""
+
+NOTES = {
+    "gain_lora": "gates weigh every prompt apart: earlier pairs never fold into one",
+    "joint_lora": "learns all tasks in the first stage",
+    "zero_shot": "the bare backbone",
+} | {
+    name: "with " + ", ".join(f"{setting} {value}" for setting, value in settings.items())
+    for name, settings in SHORTENED.items()
+}
+
+
+def methods(bench: Workbench) -> list[Row]:
+    """Every method, early and late in a sequence of built-in tasks: step, work around the steps, answers, storage."""
+    trials = {name: method_trial(bench, name) for name in METHODS}
+    desk = Desk(trials[REFERENCE], bench.subject.storage)
+    desk.backbone, desk.bank = bench.backbone, bench.bank  # other parts may have loaded it
+    contenders = {name: _Contender(bench, desk, trial) for name, trial in trials.items()}
+    return [*_step_rows(bench, contenders), *_answer_rows(bench, contenders), *_size_rows(contenders)]
+
+
+def method_trial(bench: Workbench, name: str) -> Trial:
+    """A trial of a method at its default settings, over as many tasks as are learned here."""
+    sizes = bench.sizes
+    benchmark = {"name": "builtin", "train_per_task": 2 * sizes.batch_size, "test_per_task": sizes.test_rows}
+    sweep = bench.subject.sweep(benchmark, {"learning_rate": 1e-4, "max_steps": 1})
+    if name != sweep["trial"]["method"]["name"]:
+        sweep["trial"]["method"] = {"name": name, **SHORTENED.get(name, {})}
+    whole = first_trial(sweep)
+    sweep["trial"]["benchmark"]["tasks"] = [task.name for task in whole.tasks[: sizes.stages[-1]]]
+    return first_trial(sweep)
+
+
+class _Contender:
+    """A method that has learned the whole sequence, one step a task.
+
+    Attributes:
+        outside: seconds of `begin_task` and `finish`, by stage.
+        lessons: a learner at the start of each measured stage that learns anything, for steps that are timed.
+    """
+
+    def __init__(self, bench: Workbench, desk: Desk, trial: Trial):
+        self.bench, self.desk, self.trial = bench, desk, trial
+        self.run = MemberRun(Member((trial,), bench.subject.rank), (), desk)
+        self.outside: dict[int, float] = {}
+        self.lessons: dict[int, Lesson] = {}
+        for position in range(len(trial.tasks)):
+            self._learn(position)
+        gates = self.run.method.gates
+        mixer = bench.mixer(trial, lambda seen, prompts: gates(self._tensors(seen), prompts))
+        self._weights = {stage: mixer.weights(stage)[0] for stage in bench.sizes.stages}
+
+    def _tensors(self, stage: int) -> list[Mapping[str, Tensor]]:
+        return [snapshot.tensors for snapshot in self.run.snapshots[:stage]]
+
+    def _learn(self, position: int) -> None:
+        """Leave the snapshot of a task behind; a stage that learns nothing leaves what was there."""
+        lineage, stage = self.run.lineages[position], position + 1
+        snapshot = self.desk.store.get(lineage)
+        self.outside[stage] = 0.0
+        if snapshot is None:
+            if stage in self.bench.sizes.stages:
+                self.lessons[stage] = self._lesson(position)
+            snapshot = self._learned(position)
+            self.desk.store.append(snapshot)
+        self.run.snapshots.append(snapshot)
+
+    def _lesson(self, position: int) -> Lesson:
+        return self.run.lesson(position, lambda step, steps, losses: None)
+
+    def _learned(self, position: int) -> Snapshot:
+        begin, lesson = self.bench.timed(lambda: self._lesson(position))
+        summary = self.bench.train([lesson])[0] if lesson.examples else TrainingSummary(0, {}, {}, 0.0, 0)
+        finish, snapshot = self.bench.timed(lambda: self.run.snapshot(position, lesson, summary))
+        self.outside[position + 1] = begin + finish
+        return snapshot
+
+    def step_seconds(self, stage: int) -> float:
+        """Seconds of one optimizer step at a stage, a mean over a turn: on rows of the first task, whatever the stage.
+
+        A method may add rows of its own.
+        """
+        lesson, clock, steps = self.lessons[stage], self.bench.clock(), self.bench.sizes.steps + 1
+        rows = self.desk.tokens(self.trial.settings.benchmark, 0, "train")
+        examples = [dict(row) for row in rows][: self.bench.sizes.batch_size]
+        settings = lesson.settings.model_copy(
+            update={"epochs": steps, "max_steps": steps, "checkpoint_every": steps + 1}
+        )
+        self.bench.train([replace(lesson, examples=examples, settings=settings, on_step=clock.tick)])
+        return clock.seconds_per_step
+
+    def alike(self, stage: int) -> bool:
+        """Whether one blend of snapshots answers all rows: what their prompts begin with is then read once."""
+        weights = self._weights[stage]
+        return bool((weights == weights[0]).all())
+
+    def answer_seconds(self, stage: int) -> float:
+        """Seconds for the test rows of the first task, in one batch, with the snapshots of a stage."""
+        weights = self._weights[stage]
+        used = np.flatnonzero(weights.any(axis=0))
+        history = self._tensors(stage)
+        weights = weights[:1, used] if self.alike(stage) else weights[:, used]
+        rows = self.desk.tokens(self.trial.settings.benchmark, 0, "test")
+        prompts = [self.run.method.prompt(ids) for ids in rows["prompt_ids"]]
+
+        def answer() -> None:
+            with torch.no_grad():
+                mix = torch.from_numpy(weights).float()
+                adaptation = self.run.method.mixture([history[i] for i in used], mix)
+                backbone, bank, choose = self.bench.backbone, self.bench.bank, _never_ending(self.bench)
+                generate(backbone, bank, prompts, adaptation, ANSWER_TOKENS, (), self.alike(stage), choose)
+
+        return self.bench.timed(answer)[0]
+
+    def stored_bytes(self, stage: int) -> int:
+        """Size of the file that learning a stage's task has left behind."""
+        return self.desk.store.path(self.run.lineages[stage - 1]).stat().st_size
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that a task trains."""
+        shapes = {name: (m.out_features, m.in_features) for name, m in self.bench.backbone.targets.items()}
+        return self.run.method.parameter_count(shapes, self.bench.backbone.embedding_table.shape[1])
+
+
+def _never_ending(bench: Workbench) -> Callable[[Tensor, Sequence[Sequence[int]]], Tensor]:
+    """Greedy decoding that never takes the end-of-sequence token."""
+
+    def choose(logits: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
+        logits[:, bench.backbone.eos_id] = -torch.inf
+        return logits.argmax(-1)
+
+    return choose
+
+
+def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
+    early, late = bench.sizes.stages
+    steps = {(name, stage): partial(c.step_seconds, stage) for name, c in contenders.items() for stage in c.lessons}
+    seconds = take_turns(steps, bench.sizes.few_turns)
+    reference = seconds[REFERENCE, early]
+    rows = [Row.of(f"{REFERENCE}: step at task {early}", [1000 * s for s in reference], "ms")]
+    for (name, stage), turns in seconds.items():
+        what = f"{name}: step at task {stage} / {REFERENCE}'s at {early}"
+        rows.append(ratio(what, turns, reference, note=NOTES.get(name, "")))
+    for name in dict.fromkeys(name for name, _ in seconds):
+        rows.append(ratio(f"{name}: step at task {late} / at {early}", seconds[name, late], seconds[name, early]))
+    for name, contender in contenders.items():
+        for stage in contender.lessons:
+            note = f"begin and end of task {stage}, {2 * bench.sizes.batch_size} rows"
+            rows.append(Row(f"{name}: outside steps, task {stage}", contender.outside[stage], "s", note=note))
+    return rows
+
+
+def _answer_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
+    early = bench.sizes.stages[0]
+    answers = {
+        (name, stage): partial(c.answer_seconds, stage) for name, c in contenders.items() for stage in bench.sizes.stages
+    }
+    seconds = take_turns(answers, bench.sizes.few_turns)
+    reference = seconds[REFERENCE, early]
+    note = f"{bench.sizes.test_rows} rows, {ANSWER_TOKENS} tokens each"
+    rows = [Row.of(f"{REFERENCE}: answers at task {early}", reference, "s", note=note)]
+    for (name, stage), turns in seconds.items():
+        blend = "one blend for all rows" if contenders[name].alike(stage) else "a blend for each row"
+        what = f"{name}: answers at task {stage} / {REFERENCE}'s at {early}"
+        rows.append(ratio(what, turns, reference, note="; ".join(filter(None, [blend, NOTES.get(name)]))))
+    return rows
+
+
+def _size_rows(contenders: Mapping[str, _Contender]) -> list[Row]:
+    rows = []
+    for name, contender in contenders.items():
+        for stage in contender.bench.sizes.stages:
+            size = contender.stored_bytes(stage) / 1024
+            rows.append(Row(f"{name}: stored for task {stage}", size, "KiB", note=NOTES.get(name, "")))
+    for name, contender in contenders.items():
+        rows.append(Row(f"{name}: trained for a task", contender.parameters, "numbers", note=NOTES.get(name, "")))
+    return rows
