@@ -6,6 +6,7 @@ whatever the store and the trial folders already hold is read, the rest is done.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ from latent_sweep.plan import Member, Pack, Trial
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, SnapshotStore, write_atomically, write_json
-from latent_sweep.tracking import Journal, attempts, stages, status
+from latent_sweep.tracking import Event, Journal, attempts, stages, status
 from latent_sweep.training import Lesson, Progress, TrainingSummary, derived_seed, train_pack
 
 log = logging.getLogger(__name__)
@@ -489,6 +490,7 @@ def _finish(f: TrialFiles, lineages: Sequence[str], desk: Desk) -> None:
         "metrics": matrix_metrics(matrix),
         "scores": dict(zip(matrix.tasks, matrix.rows[-1], strict=True)),
         "timings": seconds,
+        "generated_share": _generated_share(f, desk, events),
         "snapshots": [str(path) for path in paths],
         "values": dict(f.trial.values),
         "versions": versions(),
@@ -496,6 +498,14 @@ def _finish(f: TrialFiles, lineages: Sequence[str], desk: Desk) -> None:
     }
     write_json(f.folder / "result.json", result)
     f.journal.append("finished", metrics=matrix_metrics(matrix))
+
+
+def _generated_share(f: TrialFiles, desk: Desk, events: Sequence[Event]) -> float:
+    """Of all answers that the trial's stages asked for, the share that was generated; the others were known."""
+    counts = [len(desk.tokens(f.trial.settings.benchmark, i, "test")) for i in range(len(desk.tasks))]
+    asked = list(itertools.accumulate(counts))  # at each stage: the rows of all tasks seen
+    shares = {event["tasks_seen"]: event["metrics"].get("generated_share", 0.0) for event in stages(events)}
+    return sum(shares[seen] * count for seen, count in enumerate(asked, start=1)) / sum(asked)
 
 
 def versions() -> dict[str, str]:

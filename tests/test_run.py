@@ -59,6 +59,8 @@ def test_the_files_of_every_trial_are_there_and_agree(finished):
         assert all((sweep.storage / snapshot).is_file() for snapshot in result["snapshots"])
         assert {"python", "torch", "transformers", "latent-sweep"} <= set(result["versions"])
         assert result["timings"]["seconds_train"] > 0
+        first, second = (event["metrics"]["generated_share"] for event in stages(trial.events()))
+        assert result["generated_share"] == pytest.approx((first * 12 + second * 24) / 36)
 
 
 def test_the_journal_tells_the_same_story(finished):

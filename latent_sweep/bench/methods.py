@@ -1,4 +1,4 @@
-"""What every registered method costs early and late in one task sequence: steps, what is around them, answers, bytes."""
+"""What every registered method costs, early and late in one task sequence: steps, answers, storage."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ SHORTENED: Mapping[str, Mapping[str, Any]] = {"lfpt5": {"prompt_length": 20, "sa
 NOTES = {
     "gain_lora": "gates weigh every prompt apart: earlier pairs never fold into one",
     "joint_lora": "learns all tasks in the first stage",
+    "lfpt5": "a short prompt, few tries; as it is untrained, hardly anything is well-formed and replayed",
     "zero_shot": "the bare backbone",
-} | {
-    name: "with " + ", ".join(f"{setting} {value}" for setting, value in settings.items())
-    for name, settings in SHORTENED.items()
 }
 
 
 def methods(bench: Workbench) -> list[Row]:
-    """Every method, early and late in a sequence of built-in tasks: step, work around the steps, answers, storage."""
+    """Every method, early and late in a sequence of built-in tasks: storage, steps, work around them, answers."""
     trials = {name: method_trial(bench, name) for name in METHODS}
     desk = Desk(trials[REFERENCE], bench.subject.storage)
     desk.backbone, desk.bank = bench.backbone, bench.bank  # other parts may have loaded it
     contenders = {name: _Contender(bench, desk, trial) for name, trial in trials.items()}
-    return [*_step_rows(bench, contenders), *_answer_rows(bench, contenders), *_size_rows(contenders)]
+    return [*_size_rows(contenders), *_step_rows(bench, contenders), *_answer_rows(bench, contenders)]
 
 
 def method_trial(bench: Workbench, name: str) -> Trial:
@@ -162,6 +160,17 @@ def _never_ending(bench: Workbench) -> Callable[[Tensor, Sequence[Sequence[int]]
     return choose
 
 
+def _size_rows(contenders: Mapping[str, _Contender]) -> list[Row]:
+    rows = [
+        Row(f"{name}: trained for a task", contender.parameters, "numbers", note=NOTES.get(name, ""))
+        for name, contender in contenders.items()
+    ]
+    for name, contender in contenders.items():
+        for stage in contender.bench.sizes.stages:
+            rows.append(Row(f"{name}: stored for task {stage}", contender.stored_bytes(stage) / 1024, "KiB"))
+    return rows
+
+
 def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
     early, late = bench.sizes.stages
     steps = {(name, stage): partial(c.step_seconds, stage) for name, c in contenders.items() for stage in c.lessons}
@@ -169,39 +178,26 @@ def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[R
     reference = seconds[REFERENCE, early]
     rows = [Row.of(f"{REFERENCE}: step at task {early}", [1000 * s for s in reference], "ms")]
     for (name, stage), turns in seconds.items():
-        what = f"{name}: step at task {stage} / {REFERENCE}'s at {early}"
-        rows.append(ratio(what, turns, reference, note=NOTES.get(name, "")))
+        rows.append(ratio(f"{name}: step at task {stage} / {REFERENCE}'s at {early}", turns, reference))
     for name in dict.fromkeys(name for name, _ in seconds):
-        rows.append(ratio(f"{name}: step at task {late} / at {early}", seconds[name, late], seconds[name, early]))
+        what, note = f"{name}: step at task {late} / at {early}", NOTES.get(name, "")
+        rows.append(ratio(what, seconds[name, late], seconds[name, early], note=note))
     for name, contender in contenders.items():
         for stage in contender.lessons:
             note = f"begin and end of task {stage}, {2 * bench.sizes.batch_size} rows"
-            rows.append(Row(f"{name}: outside steps, task {stage}", contender.outside[stage], "s", note=note))
+            rows.append(Row(f"{name}: outside steps, task {stage}", 1000 * contender.outside[stage], "ms", note=note))
     return rows
 
 
 def _answer_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
-    early = bench.sizes.stages[0]
-    answers = {
-        (name, stage): partial(c.answer_seconds, stage) for name, c in contenders.items() for stage in bench.sizes.stages
-    }
+    stages = bench.sizes.stages
+    answers = {(name, stage): partial(c.answer_seconds, stage) for name, c in contenders.items() for stage in stages}
     seconds = take_turns(answers, bench.sizes.few_turns)
-    reference = seconds[REFERENCE, early]
+    reference = seconds[REFERENCE, stages[0]]
     note = f"{bench.sizes.test_rows} rows, {ANSWER_TOKENS} tokens each"
-    rows = [Row.of(f"{REFERENCE}: answers at task {early}", reference, "s", note=note)]
+    rows = [Row.of(f"{REFERENCE}: answers at task {stages[0]}", [1000 * s for s in reference], "ms", note=note)]
     for (name, stage), turns in seconds.items():
-        blend = "one blend for all rows" if contenders[name].alike(stage) else "a blend for each row"
-        what = f"{name}: answers at task {stage} / {REFERENCE}'s at {early}"
-        rows.append(ratio(what, turns, reference, note="; ".join(filter(None, [blend, NOTES.get(name)]))))
-    return rows
-
-
-def _size_rows(contenders: Mapping[str, _Contender]) -> list[Row]:
-    rows = []
-    for name, contender in contenders.items():
-        for stage in contender.bench.sizes.stages:
-            size = contender.stored_bytes(stage) / 1024
-            rows.append(Row(f"{name}: stored for task {stage}", size, "KiB", note=NOTES.get(name, "")))
-    for name, contender in contenders.items():
-        rows.append(Row(f"{name}: trained for a task", contender.parameters, "numbers", note=NOTES.get(name, "")))
+        what = f"{name}: answers at task {stage} / {REFERENCE}'s at {stages[0]}"
+        note = "one blend for all rows" if contenders[name].alike(stage) else "a blend for each row"
+        rows.append(ratio(what, turns, reference, note=note))
     return rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import statistics
 import subprocess
 import sys
 import time
@@ -28,28 +27,34 @@ def sweep(bench: Workbench) -> list[Row]:
     benchmark = {
         "name": "builtin",
         "tasks": list(tasks),
-        "train_per_task": sizes.batch_size * sizes.learning_steps,
-        "test_per_task": sizes.test_rows,
+        "train_per_task": sizes.sweep_batch_size * sizes.learning_steps,
+        "test_per_task": sizes.sweep_test_rows,
     }
     search = {
         "method.ortho_lambda": list(LAMBDAS[: sizes.lambdas]),
         "router.components": list(sizes.components),
         "seed": list(sizes.seeds),
     }
-    content = bench.subject.sweep(benchmark, {}, search=search)
+    content = bench.subject.sweep(benchmark, {"batch_size": sizes.sweep_batch_size}, search=search)
     config = bench.usual_config(first_trial(content), sizes.learning_steps)
     ours, our_scores = _our_sweep(folder, content)
     usual, usual_scores = _usual_sweep(folder, config)
     points = sizes.lambdas * len(sizes.components) * len(sizes.seeds)
-    what = f"{points} trials of {len(tasks)} built-in tasks, {sizes.learning_steps} steps each"
+    what = (
+        f"{points} trials of {len(tasks)} built-in tasks, {sizes.learning_steps} steps of {config.batch_size} rows each"
+    )
     usually = "a peft LoRA per task with O-LoRA's penalty, a K-means router, a trial for every K"
     return [
         Row("ours: sweep", ours, "s", note=what),
         Row("usual way: sweep", usual, "s", note=f"{what}; {usually}"),
         Row("usual way / ours", usual / ours, "x", None, Target(5, at_most=False)),
-        Row("ours: AP", statistics.fmean(our_scores), "share", note="mean over trials"),
-        Row("usual way: AP", statistics.fmean(usual_scores), "share", note="mean over trials"),
+        Row.of("ours: AP", our_scores, "share", note=_range(our_scores)),
+        Row.of("usual way: AP", usual_scores, "share", note=_range(usual_scores)),
     ]
+
+
+def _range(scores: Sequence[float]) -> str:
+    return f"of {len(scores)} trials, from {min(scores):.3f} to {max(scores):.3f}"
 
 
 def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[float]]:

@@ -14,7 +14,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from latent_sweep.backbones import BackboneSettings, describe
 from latent_sweep.bench.answers import GENERATION_RATE, evaluate, generate
+from latent_sweep.bench.methods import methods
 from latent_sweep.bench.processes import memory, start, sweep, threads
 from latent_sweep.bench.profile import Profile, profile_path, write_profile
 from latent_sweep.bench.rows import Report, Row, Table
@@ -37,6 +39,9 @@ PARTS: Mapping[str, Callable[[Workbench], list[Row]]] = {
     "sweep": sweep,
 }
 
+ON_REQUEST: Mapping[str, Callable[[Workbench], list[Row]]] = {"methods": methods}
+"""Parts that run only where they are named, because they take long."""
+
 WITH_PEFT = ("step", "generate", "sweep")
 """Parts that compare with the usual way."""
 
@@ -55,7 +60,7 @@ def run_bench(
     Args:
         device: `cpu`, `cuda`, or None for the GPU where there is one.
         dtypes: every part runs with the first, `step` with each; none is the device's usual type.
-        only: names of parts; none is all of them.
+        only: names of parts; none is all of `PARTS`.
         quick: little of everything: shows that it runs, measures nothing well.
         storage: where profiles lie.
         tell: told what is being measured.
@@ -72,17 +77,18 @@ def run_bench(
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = dtypes or ["bfloat16" if device == "cuda" else "float32"]
-    benchmark, note = _benchmark()
+    benchmark, note = _benchmark(backbone)
     measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     tables = []
     for dtype in dtypes:
         with TemporaryDirectory(prefix="latent-sweep-bench-") as folder:
             bench = Workbench(Subject(backbone, dtype, device, benchmark, folder, quick))
             for name in names if dtype == dtypes[0] else [name for name in names if name == "step"]:
-                what = (PARTS[name].__doc__ or "").strip()
+                measure = {**PARTS, **ON_REQUEST}[name]
+                what = (measure.__doc__ or "").strip()
                 tell(f"{name} ({dtype}): {what}")
                 with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
-                    rows = PARTS[name](bench)
+                    rows = measure(bench)
                 tables.append(Table(name, dtype, what, rows))
     report = Report(backbone, device, benchmark, note, measured_at, _versions(), hardware(), tables)
     if profile := _profile(report, dtypes[0]):
@@ -98,16 +104,23 @@ def _versions() -> dict[str, str]:
 
 
 def _chosen(only: Sequence[str]) -> list[str]:
+    known = [*PARTS, *ON_REQUEST]
     for name in only:
-        if name not in PARTS:
-            near = difflib.get_close_matches(name, PARTS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PARTS)}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise ConfigError(f"--only: found {name!r}; {hint}")
-    return [name for name in PARTS if name in only or not only]
+    return [name for name in known if name in only] or list(PARTS)
 
 
-def _benchmark() -> tuple[str, str]:
-    """SuperNI where its data is at hand, else the built-in benchmark, and why."""
+def _benchmark(backbone: str) -> tuple[str, str]:
+    """SuperNI where its data is at hand and tokens are words, else the built-in benchmark, and why."""
+    known = describe(BackboneSettings(name=backbone))
+    if known is not None and known.source == "config":
+        return "builtin", (
+            f"{backbone} has random weights and a token for every byte, and SuperNI's prompts would be too long: the "
+            "built-in benchmark's short ones have as many tokens as SuperNI's have elsewhere."
+        )
     settings = BenchmarkSettings(name="superni", order=1)
     spec = load_benchmark("superni")
     try:

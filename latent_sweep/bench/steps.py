@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,7 @@ def _matrix_product_rate(bench: Workbench, size: int = 8192, products: int = 20)
 
 
 def packs(bench: Workbench) -> list[Row]:
-    """Members that train side by side, each on batches of its own: member-steps per second."""
+    """Members that train side by side, each on batches of its own: member-steps per second, as far as memory goes."""
     rows = bench.train_rows()
 
     def rate(members: int) -> float:
@@ -125,9 +125,29 @@ def packs(bench: Workbench) -> list[Row]:
         bench.train([*lessons, bench.lesson(rows, steps, clock.tick, seed=members - 1)])
         return members / clock.seconds_per_step
 
-    rates = take_turns({str(n): partial(rate, n) for n in bench.sizes.pack_sizes}, bench.sizes.few_turns)
+    sizes: Sequence[int] = bench.sizes.pack_sizes
+    if bench.subject.device == "cuda":
+        sizes = fitting(sizes, rate)
+    rates = take_turns({str(n): partial(rate, n) for n in sizes}, bench.sizes.few_turns)
     found = [Row.of(f"pack of {n}", turns, "member-steps/s") for n, turns in rates.items()]
     return found + [ratio(f"pack of {n} / pack of 1", rates[n], rates["1"]) for n in list(rates)[1:]]
+
+
+def fitting(sizes: Sequence[int], measure: Callable[[int], float]) -> Sequence[int]:
+    """The sizes, in rising order, that can be measured within the GPU's memory.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: not even the first can.
+    """
+    for count, size in enumerate(sizes):
+        try:
+            measure(size)
+        except torch.cuda.OutOfMemoryError:
+            if not count:
+                raise
+            torch.cuda.empty_cache()
+            return sizes[:count]
+    return sizes
 
 
 def history(bench: Workbench) -> list[Row]:

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from latent_sweep.backbones import RANDOM
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from latent_sweep.backbones import Backbone
     from latent_sweep.bench.usual_way import Config
     from latent_sweep.methods.protocol import Example, Method
-    from latent_sweep.mixing import Gates, Mixer
+    from latent_sweep.mixing import Array, Gates, Mixer
     from latent_sweep.plan import Trial
     from latent_sweep.snapshots import Snapshot
     from latent_sweep.training import Lesson, TrainingSummary
@@ -40,9 +38,11 @@ class Sizes:
     learning_steps: int
     """Optimizer steps after which an adapter answers in its task's format."""
     lambdas: int
-    """Of the sweep, like the next two."""
+    """Of the sweep, like the next four."""
     components: tuple[int, ...]
     seeds: tuple[int, ...]
+    sweep_batch_size: int
+    sweep_test_rows: int
     tasks: int
     routed_tasks: int | None
     """Tasks whose routing is worked out; None is the whole of the benchmark's first order."""
@@ -65,11 +65,13 @@ CPU = Sizes(
     lambdas=3,
     components=(1, 3, 5, 8),
     seeds=(0,),
+    sweep_batch_size=4,
+    sweep_test_rows=8,
     tasks=4,
     routed_tasks=None,
     stages=(2, 8),
 )
-GPU = replace(CPU, steps=20, learning_steps=24, test_rows=48)
+GPU = replace(CPU, steps=20, learning_steps=24, test_rows=48, sweep_batch_size=8, sweep_test_rows=48)
 """Steps take milliseconds there."""
 QUICK = Sizes(
     turns=2,
@@ -81,6 +83,8 @@ QUICK = Sizes(
     lambdas=1,
     components=(1,),
     seeds=(0,),
+    sweep_batch_size=4,
+    sweep_test_rows=4,
     tasks=2,
     routed_tasks=2,
     stages=(2, 3),
@@ -96,10 +100,6 @@ USUAL_LAMBDAS = (0.0, 0.1, 0.5)
 
 LEARNING_RATE = 1e-2
 """Of Latent-LoRA: eight steps have to do."""
-
-RANDOM_SOURCE_LENGTH = 256
-"""Tokens of a prompt for a backbone with random weights, at most: its tokenizer has a token for every byte, and a
-paragraph is a thousand of them."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,10 @@ class Subject:
 
     def sweep(self, benchmark: Mapping[str, Any], training: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         """A sweep file's content: Latent-LoRA on this backbone, two trials at a time with a thread each."""
-        lengths = {"max_source_length": RANDOM_SOURCE_LENGTH} if self.backbone.startswith(RANDOM) else {}
         template = {
             "method": {"name": "latent_lora", "rank": self.rank, "ortho_lambda": LAMBDAS[-1]},
             "backbone": {"name": self.backbone, "dtype": self.dtype, "device": self.device},
-            "benchmark": {**lengths, **benchmark},
+            "benchmark": dict(benchmark),
             "training": {"learning_rate": LEARNING_RATE, "batch_size": self.sizes.batch_size, "epochs": 1, **training},
         }
         run = {
@@ -287,14 +286,16 @@ class Workbench:
         clock.tick()
         return clock.seconds_per_step, found
 
-    def mixer(self, trial: Trial, gates: Gates) -> Mixer:
-        """How a trial's snapshots answer together; `gates` is asked where a method has them."""
+    def mixer(self, trial: Trial, gates: Gates | None = None) -> Mixer:
+        """How a trial's snapshots answer together; `gates` are needed where that is how its method mixes."""
         from latent_sweep.mixing import Mixer
 
         def tokens(position: int, split: str) -> Any:
             return self.tokens(trial, position, split, whole=not trial.settings.router.pool.truncate)
 
-        return Mixer(trial.settings.router, self.backbone, tokens, gates, len(trial.tasks), 0, self.subject.storage)
+        return Mixer(
+            trial.settings.router, self.backbone, tokens, gates or _no_gates, len(trial.tasks), 0, self.subject.storage
+        )
 
     def answer(
         self, history: Sequence[Snapshot], weights: Array, position: int, max_new_tokens: int, cache: Path
@@ -341,7 +342,7 @@ class Workbench:
                 for position, task in enumerate(trial.tasks)
             ],
             steps=steps,
-            batch_size=self.sizes.batch_size,
+            batch_size=trial.settings.training.batch_size or self.sizes.batch_size,
             eval_batch_size=trial.settings.evaluation.batch_size,
             max_new_tokens=longest,
             stop=trial.spec.stop,
@@ -371,6 +372,10 @@ class Clock:
     def seconds_per_step(self) -> float:
         """The first step, which warms up, is not counted."""
         return (self.ticks[-1] - self.ticks[0]) / (len(self.ticks) - 1)
+
+
+def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
+    raise AssertionError("this trial's snapshots do not answer by gates")
 
 
 def first_trial(sweep: Mapping[str, Any]) -> Trial:
