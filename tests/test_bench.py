@@ -111,6 +111,22 @@ def test_contenders_take_turns():
     assert calls == ["a", "b", "a", "b"]
 
 
+def test_packs_end_where_memory_does():
+    import torch
+
+    from latent_sweep.bench.steps import fitting
+
+    def measure(members):
+        if members > 3:
+            raise torch.cuda.OutOfMemoryError("full")
+        return 1.0
+
+    assert list(fitting((1, 2), measure)) == [1, 2]
+    assert list(fitting((1, 2, 4, 8), measure)) == [1, 2]
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="full"):
+        fitting((4, 8), measure)
+
+
 # --- what evaluation would generate ----------------------------------------------------------------------------------
 
 
@@ -152,7 +168,7 @@ def test_moving_every_weight_generates_everything():
 def test_the_parts_of_one_process_run_and_leave_a_profile(tmp_path, capsys, without_data):
     report, told = bench(capsys, tmp_path, "--only", "step", "packs", "history", "generate", "evaluate")
     assert [table["part"] for table in report["tables"]] == ["step", "packs", "history", "generate", "evaluate"]
-    assert report["benchmark"] == "builtin" and "LATENT_SWEEP_DATA" in report["benchmark_note"]
+    assert report["benchmark"] == "builtin" and "a token for every byte" in report["benchmark_note"]
     assert {"peft", "torch", "transformers"} <= set(report["versions"])
     rows = rows_of(report)
     assert all(math.isfinite(row["value"]) for row in rows.values())
@@ -193,9 +209,56 @@ def test_the_table_for_people_says_what_was_reached():
     assert "1234 ms" in text and "once" in text
 
 
+def test_without_superni_the_built_in_benchmark_stands_in_and_says_why(without_data):
+    from latent_sweep.bench.run import benchmark_for
+
+    name, why = benchmark_for("smollm2-135m")
+    assert name == "builtin" and "SuperNI is not at hand" in why and "LATENT_SWEEP_DATA" in why
+
+
 def test_an_unknown_part_is_refused_with_the_nearest(capsys):
     assert main(["bench", "--only", "stepp"]) == 2
     assert "--only: found 'stepp'; did you mean 'step'?" in capsys.readouterr().err
+
+
+def test_parts_that_take_long_run_only_where_they_are_named(capsys):
+    from latent_sweep.bench.run import ON_REQUEST, PARTS
+
+    assert "methods" in ON_REQUEST and not set(PARTS) & set(ON_REQUEST)
+    assert main(["bench", "--only", "method"]) == 2
+    assert "did you mean 'methods'?" in capsys.readouterr().err
+
+
+def test_backbones_with_random_weights_are_measured(tmp_path, capsys):
+    report, _ = bench(capsys, tmp_path, "--backbone", "random:tiny-llama", "--only", "history", "packs")
+    assert report["benchmark"] == "builtin" and "a token for every byte" in report["benchmark_note"]
+    assert {"15 earlier tasks / 1", "pack of 2 / pack of 1"} <= set(rows_of(report))
+
+
+@pytest.mark.filterwarnings("ignore:.*pseudo-samples.*")
+def test_every_method_is_measured_early_and_late(tmp_path, capsys, without_data):
+    from latent_sweep.methods import METHODS
+
+    report, _ = bench(capsys, tmp_path, "--only", "methods")
+    rows = rows_of(report)
+    assert all(math.isfinite(row["value"]) for row in rows.values())
+    for stage in (2, 3):
+        learning = {name for name in METHODS if f"{name}: step at task {stage} / seq_lora's at 2" in rows}
+        assert learning == set(METHODS) - {"zero_shot", "joint_lora"}
+        assert {f"{name}: answers at task {stage} / seq_lora's at 2" for name in METHODS} <= set(rows)
+        assert {f"{name}: outside steps, task {stage}" for name in learning} <= set(rows)
+    assert rows["seq_lora: step at task 2 / seq_lora's at 2"]["value"] == 1.0
+    # two layers, query (32 x 32) and value (16 x 32): R is 16 x 16 four times, a pair of rank 8 has 8 (m + n)
+    trained = {name: rows[f"{name}: trained for a task"]["value"] for name in METHODS}
+    assert trained["latent_lora"] == 4 * 16**2 and trained["seq_lora"] == 2 * 8 * (32 + 32 + 16 + 32)
+    assert trained["zero_shot"] == 0 and trained["lfpt5"] == 20 * 32
+    # four bytes a number, and the Fisher information beside the pair; the rest is names and shapes
+    stored = {name: 1024 * rows[f"{name}: stored for task 3"]["value"] for name in METHODS}
+    assert 0 < stored["latent_lora"] - 4 * trained["latent_lora"] < 400
+    assert 0 < stored["ewc"] - 8 * trained["ewc"] < 600
+    # one gate weight for each prompt; every other method has one blend for all
+    assert rows["gain_lora: answers at task 3 / seq_lora's at 2"]["note"] == "a blend for each row"
+    assert rows["inf_lora: answers at task 3 / seq_lora's at 2"]["note"] == "one blend for all rows"
 
 
 def test_help_names_every_part(capsys):
@@ -269,3 +332,4 @@ def test_a_sweep_is_run_both_ways(tmp_path, capsys, without_data):
     rows = rows_of(report)
     assert rows["usual way / ours"]["value"] == rows["usual way: sweep"]["value"] / rows["ours: sweep"]["value"]
     assert all(0 <= rows[f"{way}: AP"]["value"] <= 1 for way in ("ours", "usual way"))
+    assert all(rows[f"{way}: AP"]["note"].startswith("of 1 trials, from ") for way in ("ours", "usual way"))

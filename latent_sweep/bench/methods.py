@@ -174,7 +174,7 @@ def _size_rows(contenders: Mapping[str, _Contender]) -> list[Row]:
 def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
     early, late = bench.sizes.stages
     steps = {(name, stage): partial(c.step_seconds, stage) for name, c in contenders.items() for stage in c.lessons}
-    seconds = take_turns(steps, bench.sizes.few_turns)
+    seconds = take_turns(steps, bench.sizes.turns)
     reference = seconds[REFERENCE, early]
     rows = [Row.of(f"{REFERENCE}: step at task {early}", [1000 * s for s in reference], "ms")]
     for (name, stage), turns in seconds.items():
@@ -192,7 +192,7 @@ def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[R
 def _answer_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
     stages = bench.sizes.stages
     answers = {(name, stage): partial(c.answer_seconds, stage) for name, c in contenders.items() for stage in stages}
-    seconds = take_turns(answers, bench.sizes.few_turns)
+    seconds = take_turns(answers, bench.sizes.turns)
     reference = seconds[REFERENCE, stages[0]]
     note = f"{bench.sizes.test_rows} rows, {ANSWER_TOKENS} tokens each"
     rows = [Row.of(f"{REFERENCE}: answers at task {stages[0]}", [1000 * s for s in reference], "ms", note=note)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.bench.rows import Row, Target, ratio, take_turns
-from latent_sweep.bench.workbench import LAMBDAS, TASKS, Subject, Workbench, first_trial
+from latent_sweep.bench.workbench import LAMBDAS, SWEEP_LEARNING_RATE, TASKS, Subject, Workbench, first_trial
 from latent_sweep.errors import LatentSweepError
 
 
@@ -35,14 +35,14 @@ def sweep(bench: Workbench) -> list[Row]:
         "router.components": list(sizes.components),
         "seed": list(sizes.seeds),
     }
-    content = bench.subject.sweep(benchmark, {"batch_size": sizes.sweep_batch_size}, search=search)
+    training = {"batch_size": sizes.sweep_batch_size, "learning_rate": SWEEP_LEARNING_RATE}
+    content = bench.subject.sweep(benchmark, training, search=search)
     config = bench.usual_config(first_trial(content), sizes.learning_steps)
     ours, our_scores = _our_sweep(folder, content)
     usual, usual_scores = _usual_sweep(folder, config)
     points = sizes.lambdas * len(sizes.components) * len(sizes.seeds)
-    what = (
-        f"{points} trials of {len(tasks)} built-in tasks, {sizes.learning_steps} steps of {config.batch_size} rows each"
-    )
+    steps = f"{sizes.learning_steps} steps of {config.batch_size} rows each"
+    what = f"{points} trials of {len(tasks)} built-in tasks, {steps}"
     usually = "a peft LoRA per task with O-LoRA's penalty, a K-means router, a trial for every K"
     return [
         Row("ours: sweep", ours, "s", note=what),

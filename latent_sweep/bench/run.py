@@ -77,7 +77,7 @@ def run_bench(
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = dtypes or ["bfloat16" if device == "cuda" else "float32"]
-    benchmark, note = _benchmark(backbone)
+    benchmark, note = benchmark_for(backbone)
     measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     tables = []
     for dtype in dtypes:
@@ -113,7 +113,7 @@ def _chosen(only: Sequence[str]) -> list[str]:
     return [name for name in known if name in only] or list(PARTS)
 
 
-def _benchmark(backbone: str) -> tuple[str, str]:
+def benchmark_for(backbone: str) -> tuple[str, str]:
     """SuperNI where its data is at hand and tokens are words, else the built-in benchmark, and why."""
     known = describe(BackboneSettings(name=backbone))
     if known is not None and known.source == "config":

@@ -75,7 +75,8 @@ class Config:
     """Trials at a time, one thread each; on a GPU they share it."""
     rank: int = 8
     alpha: int = 16
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
+    """The best AP of 2e-3, 4e-3 and 8e-3."""
 
     @classmethod
     def read(cls, path: Path) -> Config:

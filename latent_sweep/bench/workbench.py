@@ -56,13 +56,13 @@ class Sizes:
 
 
 CPU = Sizes(
-    turns=5,
-    steps=3,
+    turns=4,
+    steps=2,
     batch_size=8,
     test_rows=16,
-    pack_sizes=(1, 2, 4, 8),
+    pack_sizes=(1, 2, 4),
     learning_steps=8,
-    lambdas=3,
+    lambdas=4,
     components=(1, 3, 5, 8),
     seeds=(0,),
     sweep_batch_size=4,
@@ -71,7 +71,16 @@ CPU = Sizes(
     routed_tasks=None,
     stages=(2, 8),
 )
-GPU = replace(CPU, steps=20, learning_steps=24, test_rows=48, sweep_batch_size=8, sweep_test_rows=48)
+GPU = replace(
+    CPU,
+    turns=5,
+    steps=20,
+    pack_sizes=(1, 2, 4, 8),
+    learning_steps=24,
+    test_rows=48,
+    sweep_batch_size=8,
+    sweep_test_rows=48,
+)
 """Steps take milliseconds there."""
 QUICK = Sizes(
     turns=2,
@@ -93,13 +102,16 @@ QUICK = Sizes(
 TASKS = {"superni": ("task591", "task1510", "task1687", "task875"), "builtin": ("mood", "arrival", "topic", "date")}
 """What is trained on and answered, by benchmark; the sweep always takes the built-in tasks, which a few steps teach."""
 
-LAMBDAS = (0.0, 1e-6, 1e-5)
-USUAL_LAMBDAS = (0.0, 0.1, 0.5)
+LAMBDAS = (0.0, 1e-7, 1e-6, 1e-5)
+USUAL_LAMBDAS = (0.0, 0.05, 0.1, 0.5)
 """Of Latent-LoRA's penalty and of O-LoRA's, whose scale is another."""
 
 
 LEARNING_RATE = 1e-2
 """Of Latent-LoRA: eight steps have to do."""
+
+SWEEP_LEARNING_RATE = 2e-2
+"""Of Latent-LoRA in the sweep, whose steps have fewer rows. Like the usual way's, the best of a few by AP on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -325,8 +337,8 @@ class Workbench:
         def rows(position: int, split: str, *columns: str) -> list[dict[str, Any]]:
             return [{name: row[name] for name in columns} for row in self.tokens(trial, position, split)]
 
-        longest = trial.settings.benchmark.max_target_length
-        assert longest is not None
+        longest, batch_size = trial.settings.benchmark.max_target_length, trial.settings.training.batch_size
+        assert longest is not None and batch_size is not None
         return Config(
             model=self.model_folder,
             family=self.backbone.family,
@@ -342,7 +354,7 @@ class Workbench:
                 for position, task in enumerate(trial.tasks)
             ],
             steps=steps,
-            batch_size=trial.settings.training.batch_size or self.sizes.batch_size,
+            batch_size=batch_size,
             eval_batch_size=trial.settings.evaluation.batch_size,
             max_new_tokens=longest,
             stop=trial.spec.stop,
