@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PART",
-        help="measure only these: step packs history generate evaluate start threads memory sweep; or methods, which takes "
-        "about ten minutes and runs only when named",
+        help="measure only these: step packs history generate evaluate start threads memory sweep; or methods, which "
+        "takes about ten minutes and runs only when named",
     )
     bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
     bench.add_argument("--json", action="store_true", help="print JSON")

@@ -107,8 +107,8 @@ def test_contenders_take_turns():
 
         return measure
 
-    assert take_turns({"a": contender("a"), "b": contender("b")}, 2) == {"a": [1.0, 3.0], "b": [2.0, 4.0]}
-    assert calls == ["a", "b", "a", "b"]
+    assert take_turns({"a": contender("a"), "b": contender("b")}, 2) == {"a": [1.0, 4.0], "b": [2.0, 3.0]}
+    assert calls == ["a", "b", "b", "a"]
 
 
 def test_packs_end_where_memory_does():

@@ -67,10 +67,11 @@ def ratio(
 
 
 def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) -> dict[Contender, list[float]]:
-    """What each contender measured, in turns: A B C, A B C, ..."""
+    """What each contender measured, in turns: A B C, C B A, A B C, ..., so that a drift of the machine favours none."""
     found: dict[Contender, list[float]] = {name: [] for name in contenders}
-    for _ in range(turns):
-        for name, measure in contenders.items():
+    for turn in range(turns):
+        order = list(contenders.items())
+        for name, measure in order if turn % 2 == 0 else reversed(order):
             found[name].append(measure())
     return found
 
