@@ -12,7 +12,7 @@ from conftest import load_tiny
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
 from latent_sweep import backbones
-from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones import (
     EMBEDDED,
     KNOWN,
@@ -255,16 +255,9 @@ def test_the_embedded_backbone_answers():
     )
     assert math.isfinite(float(backbone.embedding_table.sum()))
 
-    class Nothing:
-        def __call__(self, h):
-            return torch.zeros(())
-
-        def select(self, rows):
-            return self
-
     ids = backbone.tokenizer("The capital of France is").input_ids
     bank = AdapterBank(backbone.targets)
-    (answer,) = generate(backbone, bank, [ids], [Nothing()] * len(backbone.targets), max_new_tokens=8)
+    (answer,) = generate(backbone, bank, [ids], Adaptation(), max_new_tokens=8)
     own = backbone.model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
     assert "Paris" in answer_text(backbone, answer)
     assert answer == own[: len(answer)].tolist()
