@@ -59,18 +59,21 @@ def measure(pack: Pack, storage: Path, threads: int | None = None) -> list[PackT
     for size in SIZES:
         try:
             timings.append(_time(pack, desk, size))
-        except torch.cuda.OutOfMemoryError:
-            log.info("packs of %s do not fit the GPU", size)
+        except Exception as error:  # too large for the GPU, or a member that fails: it will say so when it runs
+            log.warning("packs of %s could not be measured (%s); no larger ones are tried", size, error)
             break
         if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
             break
     desk.bank.remove()
-    write_json(path, [vars(timing) for timing in timings])
+    if timings:
+        write_json(path, [vars(timing) for timing in timings])
     return timings
 
 
 def best_size(timings: Sequence[PackTiming]) -> int:
-    """The smallest size that no measured larger one beats by a worthwhile factor."""
+    """The smallest size that no measured larger one beats by a worthwhile factor; 1 where none could be measured."""
+    if not timings:
+        return 1
     best = timings[0]
     for timing in timings[1:]:
         if timing.member_steps_per_second > WORTHWHILE * best.member_steps_per_second:

@@ -299,6 +299,15 @@ def test_sizes_are_measured_once_and_leave_no_snapshot(runs):
     assert not list((runs.folder / "snapshots").glob("*")) and not (runs.folder / "checkpoints").exists()
 
 
+def test_a_member_that_fails_while_sizes_are_measured_stops_nobody(runs, caplog):
+    diverging = {**SWEEP["trial__training"], "learning_rate": 1e30}
+    (whole,) = runs.packs(**{**SWEEP, "trial__training": diverging}, run__pack="auto")
+    timings = measure(whole, runs.folder)
+    assert timings == [] and best_size(timings) == 1
+    assert "could not be measured" in caplog.text
+    assert not (runs.folder / "profiles").exists()
+
+
 def test_the_journal_names_every_member_of_a_pack(runs):
     (whole,) = runs.packs(**SWEEP, run__pack="auto")
     told = set()
