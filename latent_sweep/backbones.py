@@ -12,7 +12,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,10 +22,12 @@ from filelock import FileLock
 from pydantic import Field
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.settings import Settings, content_hash
+from latent_sweep.settings import PathText, Settings, content_hash
 
 if TYPE_CHECKING:
     import torch
+
+    from latent_sweep.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +43,11 @@ SAMPLE_BYTES = 1 << 16
 class BackboneSettings(Settings):
     """The `backbone:` group of a sweep file."""
 
-    name: str = EMBEDDED
-    """`smollm2-135m` (embedded), `t5-large`, `t5-3b`, `llama-2-7b`, `llama-3-8b`, `llama-2-13b` (A25, A26: the original
-    checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights), a hub name, or a local folder. With `random:`
-    before a known name its shapes get random weights and a tokenizer of bytes: for measuring speed and memory."""
+    name: PathText = EMBEDDED
+    """`smollm2-135m` (embedded), `t5-large`, `t5-3b`, `tinyllama-1.1b`, `llama-2-7b`, `llama-3-8b`, `llama-2-13b` (A25,
+    A26: the original checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights), a hub name, or a local
+    folder. With `random:` before a known name its shapes get random weights and a tokenizer of bytes: for measuring
+    speed and memory."""
     revision: str | None = None
     """Hub revision (commit, tag or branch); None is the default branch."""
     tokenizer: str | None = None
@@ -98,6 +101,7 @@ KNOWN: Mapping[str, KnownBackbone] = {
     EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, 49152),
     "t5-large": _t5("google-t5/t5-large", heads=16, d_kv=64, d_ff=4096),
     "t5-3b": _t5("google-t5/t5-3b", heads=32, d_kv=128, d_ff=16384),
+    "tinyllama-1.1b": _llama("TinyLlama/TinyLlama_v1.1", 2048, 22, 32, 4, 5632, 32000),
     "llama-2-7b": _llama("meta-llama/Llama-2-7b-hf", 4096, 32, 32, 32, 11008, 32000),
     "llama-3-8b": _llama("meta-llama/Meta-Llama-3-8B", 4096, 32, 32, 8, 14336, 128256),
     "llama-2-13b": _llama("meta-llama/Llama-2-13b-hf", 5120, 40, 40, 40, 13824, 32000),
@@ -163,9 +167,20 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"backbone.name: {path} is not JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"backbone.name: {path} holds no object; copy the checkpoint again")
     kind = config.get("model_type")
     if kind not in ("t5", "llama"):
         raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; supported are 't5' and 'llama'")
+    try:
+        sizes = [size for shape in target_shapes(kind, config).values() for size in shape]
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"backbone.name: {path}: sizes such as hidden_size or d_model are missing or no numbers ({error!r}); copy "
+            "the checkpoint again"
+        ) from error
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigError(f"backbone.name: {path}: sizes are no positive whole numbers; copy the checkpoint again")
     return KnownBackbone(kind, str(folder), config)
 
 
@@ -262,17 +277,21 @@ class Backbone:
     tokenizer: Any
     targets: Mapping[str, torch.nn.Linear]
     """Adapted projections by module name, in the order of `target_shapes`."""
-    projections: Mapping[str, StoredProjection] | Mapping[str, torch.nn.Linear]
-    """The same weights to be read one at a time: from the checkpoint's files, or `targets` where it has none."""
+    device: torch.device
+    """Where it computes."""
+    engine: Engine
+    """What holds it."""
+    stored: StoredBackbone | None
+    """The checkpoint's files; None where there are none, and the engine holds the whole model."""
     tokenizer_digest: str
     """Content hash of the tokenizer: what token caches are keyed by."""
     weights_digest: str
     """Content hash of the embedding table and the adapted projections: what factors and embeddings are keyed by."""
 
     @property
-    def device(self) -> torch.device:
-        """Where the model lies."""
-        return self.model.device
+    def projections(self) -> Mapping[str, StoredProjection] | Mapping[str, torch.nn.Linear]:
+        """The weights of `targets` to be read one at a time: from the checkpoint's files where it has some."""
+        return self.stored.projections if self.stored else self.targets
 
     @property
     def prompt_embedding(self) -> torch.nn.Module:
@@ -282,6 +301,8 @@ class Backbone:
     @property
     def embedding_table(self) -> torch.Tensor:
         """The frozen input embedding table, (vocabulary, d): all that the router reads."""
+        if self.stored and not self.engine.holds_whole_weights:
+            return self.stored.embedding_table.to(self.device)
         return self.model.get_input_embeddings().weight
 
     @property
@@ -296,48 +317,66 @@ class Backbone:
         return self.tokenizer.eos_token_id
 
 
-def load_backbone(settings: BackboneSettings) -> Backbone:
-    """Load model and tokenizer, frozen and with dropout off; the embedded backbone is converted once and mapped.
+def load_backbone(settings: BackboneSettings, engine: Engine | None = None) -> Backbone:
+    """Load the whole model and its tokenizer, frozen and with dropout off; the embedded one is converted once, mapped.
 
     Raises:
         ConfigError: the backbone cannot be found or is of another family; the message says what to do.
     """
     import torch
+
+    from latent_sweep.engine import Engine
+
+    dtype, device, known = getattr(torch, settings.dtype), _device(settings), describe(settings)
+    if known is not None and known.source == "config":
+        model = random_model(known.family, known.config, dtype, device=device)
+    elif settings.name == EMBEDDED:
+        model = _map_llama(_embedded_folder(settings.dtype))
+    else:
+        model = _load_pretrained(known.source if known else settings.name, settings, dtype)
+    if device != "cpu":
+        model.to(device)
+    return assemble(settings, model, engine or Engine(), stored_backbone(settings))
+
+
+def assemble(settings: BackboneSettings, model: Any, engine: Engine, stored: StoredBackbone | None) -> Backbone:
+    """A model that its engine holds, frozen and with dropout off, with its tokenizer."""
+    import torch
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # a job's log is no place for bars
-    dtype = getattr(torch, settings.dtype)
-    device = _device(settings)
-    known = describe(settings)
-    if known is not None and known.source == "config":
-        model = random_model(known.family, known.config, dtype, device=device)
-        tokenizer = byte_tokenizer()
-    elif settings.name == EMBEDDED:
-        folder = _embedded_folder(settings.dtype)
-        model, tokenizer = _map_llama(folder), _load_tokenizer(str(folder), None)
-    else:
-        source = known.source if known else settings.name
-        model = _load_pretrained(source, settings, dtype)
-        tokenizer = _load_tokenizer(source, settings.revision) if settings.tokenizer is None else None
-    if settings.tokenizer is not None:
-        tokenizer = _load_tokenizer(settings.tokenizer, None)
-    family: Family = model.config.model_type
     _switch_off_dropout(model)
     model.requires_grad_(False)
     model.eval()
-    if device != "cpu":
-        model.to(device)
+    family: Family = model.config.model_type
     targets = {name: model.get_submodule(name) for name in target_shapes(family, model.config.to_dict())}
-    stored = stored_backbone(settings)
+    tokenizer = _tokenizer(settings)
+    if stored is not None:
+        digest = stored.weights_digest
+    else:
+        digest = _weights_digest([model.get_input_embeddings().weight, *(t.weight for t in targets.values())])
     return Backbone(
         family=family,
         model=model,
         tokenizer=tokenizer,
         targets=targets,
-        projections=stored.projections if stored else targets,
+        device=torch.device(_device(settings)),
+        engine=engine,
+        stored=stored,
         tokenizer_digest=content_hash(tokenizer.backend_tokenizer.to_str()),
-        weights_digest=_weights_digest([model.get_input_embeddings().weight, *(t.weight for t in targets.values())]),
+        weights_digest=digest,
     )
+
+
+def _tokenizer(settings: BackboneSettings) -> Any:
+    known = describe(settings)
+    if settings.tokenizer is not None:
+        return _load_tokenizer(settings.tokenizer, None)
+    if known is not None and known.source == "config":
+        return byte_tokenizer()
+    if settings.name == EMBEDDED:
+        return _load_tokenizer(str(_embedded_folder(settings.dtype)), None)
+    return _load_tokenizer(known.source if known else settings.name, settings.revision)
 
 
 def _device(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
@@ -429,12 +468,20 @@ def cache_folder() -> Path:
 
 
 def _embedded_folder(dtype: str) -> Path:
-    """The embedded backbone as safetensors of this type, converted by the first process while others wait."""
-    folder = cache_folder() / f"{EMBEDDED}-{_embedded_version()}-{dtype}"
+    """The embedded backbone as safetensors of this type."""
+    return _made_once(f"{EMBEDDED}-{_embedded_version()}-{dtype}", _convert_embedded, dtype)
+
+
+def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
+    """A folder of the cache, filled by the first process that asks for it while others wait."""
+    folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            _convert_embedded(folder, dtype)
+            partial = folder.with_name(f"{name}.partial")
+            partial.mkdir(exist_ok=True)
+            make(partial, *what)
+            os.replace(partial, folder)
     return folder
 
 
@@ -448,32 +495,70 @@ def _convert_embedded(folder: Path, dtype: str) -> None:
     package = Path(spec.origin).parent
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)
-    partial = folder.with_name(f"{folder.name}.partial")
-    partial.mkdir(exist_ok=True)
     weights = {name: w.contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
-    (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
-    tokenizer.save_pretrained(partial)
-    os.replace(partial, folder)
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
+    tokenizer.save_pretrained(folder)
 
 
 def _map_llama(folder: Path) -> Any:
     """A Llama model whose weights stay in the page cache, shared by every process that maps the same file."""
     import torch
-    from accelerate import init_empty_weights
     from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig.from_pretrained(folder)
-    with init_empty_weights(include_buffers=False):
-        model = LlamaForCausalLM(config)
+    model = empty_model(folder)
     _, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False, assign=True)
     model.tie_weights()
     left = [name for name, p in model.named_parameters() if p.device == torch.device("meta")]
     if left or unexpected:
         raise ConfigError(f"{folder}: the cached weights lack {left} or hold unknown {unexpected}; delete the folder")
     return model
+
+
+def empty_model(folder: Path) -> Any:
+    """The model of a checkpoint folder without its weights: parameters are on the meta device, buffers are there."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, LlamaForCausalLM, T5ForConditionalGeneration
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = (T5ForConditionalGeneration if config.model_type == "t5" else LlamaForCausalLM)(config)
+    model.tie_weights()
+    return model
+
+
+def local_folder(settings: BackboneSettings) -> Path:
+    """A checkpoint folder of this backbone on this machine: converted, drawn or downloaded first where need be.
+
+    Raises:
+        ConfigError: it is neither known nor a folder, and the hub does not give it.
+    """
+    known = describe(settings)
+    if known is not None and known.source == "config":
+        return _made_once(f"random-{content_hash([settings.identity(), dict(known.config)])}", _draw, known, settings)
+    if settings.name == EMBEDDED:
+        return _embedded_folder(settings.dtype)
+    source = known.source if known else settings.name
+    return Path(source) if Path(source).is_dir() else _download(source, settings.revision)
+
+
+def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> None:
+    import torch
+
+    random_model(known.family, known.config, getattr(torch, settings.dtype)).save_pretrained(folder)
+
+
+def _download(source: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.safetensors*", "*.json"]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"backbone.name: {source!r} could not be downloaded: {error}\n"
+            "Check the name, log in with `hf auth login` if the model is gated, or give a local folder"
+        ) from error
 
 
 # --- weights without a model -----------------------------------------------------------------------------------------
@@ -498,7 +583,7 @@ class StoredProjection:
     @property
     def weight(self) -> torch.Tensor:
         """(out, in), in the type and on the device in which the loaded backbone has it."""
-        return _stored_weight(self.file, self.name).to(self.device, self.dtype)
+        return stored_weight(self.file, self.name).to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -519,8 +604,13 @@ class StoredBackbone:
         """`Backbone.weights_digest`, from one weight at a time."""
         return _weights_digest(self._weights())
 
+    @property
+    def embedding_table(self) -> torch.Tensor:
+        """The input embedding table, (vocabulary, d), mapped from its file."""
+        return stored_weight(self.embedding_file, self.embedding_name).to(self.dtype)
+
     def _weights(self) -> Iterator[torch.Tensor]:
-        yield _stored_weight(self.embedding_file, self.embedding_name).to(self.dtype)
+        yield self.embedding_table
         for projection in self.projections.values():
             yield projection.weight
 
@@ -546,7 +636,7 @@ def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
         source = known.source if known else settings.name
     if known is None:
         known = _described_by_cache(source, settings.revision)
-    files = _tensor_files(source, settings.revision)
+    files = tensor_files(source, settings.revision)
     if known is None or not files:
         log.info("%s has no safetensors files here; its weights are read from the loaded model", source)
         return None
@@ -563,7 +653,8 @@ def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
     return StoredBackbone(projections, files[wanted[0]], wanted[0], dtype)
 
 
-def _stored_weight(file: Path, name: str) -> torch.Tensor:
+def stored_weight(file: Path, name: str) -> torch.Tensor:
+    """One tensor of a safetensors file, mapped."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:
@@ -577,7 +668,7 @@ def _described_by_cache(source: str, revision: str | None) -> KnownBackbone | No
     return KnownBackbone(kind, source, config) if kind in ("t5", "llama") else None
 
 
-def _tensor_files(source: str, revision: str | None) -> dict[str, Path]:
+def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
     """The file of every tensor by name, as transformers would choose it; empty where a file is missing."""
     from safetensors import safe_open
 

@@ -1,31 +1,38 @@
-"""latent-sweep: run, plan, report, bench, sync. Each command imports what it needs when it runs: --help is instant."""
+"""latent-sweep: run, plan, report, bench, sync, verify. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from latent_sweep import __version__
 from latent_sweep.errors import LatentSweepError
+from latent_sweep.redaction import log_without_secrets, redact
+
+if TYPE_CHECKING:
+    from latent_sweep.backends.mlflow_mirror import MlflowMirror, NullMirror
+    from latent_sweep.tracking import SweepFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script.
 
     Returns:
-        0 if all went well, 1 if a trial failed, 2 if the command could not be carried out, 130 if it was interrupted.
+        0 if all went well, 1 if a trial failed or `verify` found a difference, 2 if the command could not be carried
+        out, 130 if it was interrupted.
     """
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    log_without_secrets()
     command: Callable[[argparse.Namespace], int] = options.carry_out
     try:
         return command(options)
     except LatentSweepError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -33,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on from here", file=sys.stderr)
         return 130
+    except Exception:  # a fault of ours; its traceback may quote an address or a token
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,6 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a sweep file; the same command again resumes it")
     _add_sweep_arguments(run)
     run.add_argument("--local", action="store_true", help="run in this process, one pack after another, without Ray")
+    failing = run.add_mutually_exclusive_group()
+    failing.add_argument("--fail-fast", action="store_true", help="end the sweep when a trial has failed")
+    failing.add_argument(
+        "--keep-going",
+        dest="fail_fast",
+        action="store_false",
+        help="go on with the other trials when one has failed (default)",
+    )
+    run.add_argument("--failed", action="store_true", help="run the trials that have failed before, and no others")
     run.set_defaults(carry_out=_run)
 
     plan = commands.add_parser("plan", help="print what a sweep file would run; checks it completely, runs nothing")
@@ -71,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PART",
-        help="measure only these: step packs history generate evaluate start threads memory sweep; or methods, which "
-        "takes about ten minutes and runs only when named",
+        help="measure only these: step packs history generate evaluate start threads memory sweep; or methods and "
+        "shards, which take several minutes and run only when named",
     )
     bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
     bench.add_argument("--json", action="store_true", help="print JSON")
@@ -80,10 +99,28 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(carry_out=_bench)
 
     sync = commands.add_parser("sync", help="bring everything on disk that MLflow lacks into it; safe to repeat")
-    sync.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
-    sync.add_argument("--uri", help="another MLflow tracking URI than the sweep file's")
+    _add_tracker_arguments(sync)
     sync.set_defaults(carry_out=_sync)
+
+    verify = commands.add_parser(
+        "verify",
+        help="check that the disk is whole and that MLflow holds what the journals say",
+        description="Check the disk: every journal can be read, every snapshot that a result names checks against its "
+        "digest (one that does not is set aside). If it is whole, check MLflow: runs, params, tags, status, every "
+        "point of every metric, artifacts (pictures by name, snapshots by size, the rest byte for byte). Prints what "
+        "differs. Exit codes: 0 equal, 1 something differs, 2 it could not be checked.",
+    )
+    _add_tracker_arguments(verify)
+    verify.set_defaults(carry_out=_verify)
     return parser
+
+
+def _add_tracker_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
+    parser.add_argument("--uri", help="another MLflow tracking URI than the sweep file's")
+    parser.add_argument(
+        "--allow-insecure", action="store_true", help="also a server on another machine without TLS or credentials"
+    )
 
 
 def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +138,7 @@ def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from latent_sweep.run import run_sweep
 
-    return 1 if run_sweep(options.sweep, options.overrides, options.local) else 0
+    return 1 if run_sweep(options.sweep, options.overrides, options.local, options.fail_fast, options.failed) else 0
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -109,10 +146,15 @@ def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.explain import explain_plan
     from latent_sweep.forecast import describe_plan
     from latent_sweep.plan import expand, pack
+    from latent_sweep.storage import open_storage
 
     sweep = load_sweep(options.sweep, options.overrides)
+    if sweep.run.engine.config:  # DeepSpeed has to be asked
+        from latent_sweep.engine import check_engine
+
+        check_engine(sweep.run.engine)
     trials = expand(sweep)
-    storage = Path(sweep.run.storage)
+    storage = open_storage(sweep.run.storage).folder
     print(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage))
     if options.explain:
         print("", explain_plan(sweep, trials, storage), sep="\n")
@@ -128,9 +170,10 @@ def _settings(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from latent_sweep.report import render, summarise
+    from latent_sweep.storage import open_sweep
     from latent_sweep.tracking import SweepFolder
 
-    print(render(summarise(SweepFolder(Path(options.folder))), options.format))
+    print(render(summarise(SweepFolder(open_sweep(options.folder))), options.format))
     return 0
 
 
@@ -151,16 +194,33 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    from latent_sweep.backends.mlflow_mirror import mirror_for
-    from latent_sweep.tracking import SweepFolder
-
-    folder = SweepFolder(Path(options.folder).resolve())
-    mirror = mirror_for(options.uri or folder.tracking_uri, folder)
-    mirror.open()
-    changed = mirror.sync()
-    mirror.close()
+    _, mirror = _tracked_sweep(options)
+    changed = mirror.close()
     print(f"{changed} runs brought up to date\ncompare   {mirror.ui_command()}\n          {mirror.link()}")
     return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from latent_sweep.backends.mlflow_mirror import MlflowMirror
+    from latent_sweep.verify import verify_disk, verify_tracker
+
+    folder, mirror = _tracked_sweep(options)
+    disk = verify_disk(folder)
+    print(f"disk\n{disk.text()}", flush=True)
+    if disk.faults or not isinstance(mirror, MlflowMirror):
+        return 1 if disk.faults else 0
+    tracker = verify_tracker(folder, mirror)
+    print(f"MLflow at {redact(mirror.uri)}\n{tracker.text()}")
+    return 1 if tracker.faults else 0
+
+
+def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowMirror | NullMirror]:
+    from latent_sweep.backends.mlflow_mirror import mirror_for
+    from latent_sweep.storage import open_sweep
+    from latent_sweep.tracking import SweepFolder
+
+    folder = SweepFolder(open_sweep(options.folder))
+    return folder, mirror_for(options.uri or folder.tracking_uri, folder, options.allow_insecure)
 
 
 if __name__ == "__main__":

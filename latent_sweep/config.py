@@ -18,16 +18,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, SerializeAsAny, ValidationError
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from latent_sweep.backbones import BackboneSettings
 from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
+from latent_sweep.redaction import has_credentials
 from latent_sweep.router import RouterSettings
-from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings
+from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings, parse_yaml, read_yaml, yaml_text
+from latent_sweep.storage import NODE_LOCAL, place_faults
 
 
 class TrainingSettings(Settings):
@@ -42,8 +43,8 @@ class TrainingSettings(Settings):
     batch_size: int | None = Field(None, ge=1)
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
-    """Rows per forward pass; gradients accumulate up to `batch_size`. None is the whole batch. Results do not depend on
-    it beyond rounding, but with `method.dropout` the masks do."""
+    """Rows per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
+    Results do not depend on it beyond rounding, but with `method.dropout` the masks do."""
     epochs: int | None = Field(None, ge=1)
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)
@@ -82,12 +83,51 @@ class EvaluationSettings(Settings):
 class ResourceSettings(Settings):
     """What one trial asks Ray for."""
 
+    workers: int = Field(1, ge=1)
+    """Processes that run a trial together: each has its share of every batch. They are placed all at once or not at
+    all. Results do not depend on their number beyond rounding."""
     cpus: float = Field(1, gt=0)
-    """CPU cores; torch uses as many threads, at least one."""
+    """CPU cores of each worker; torch uses as many threads, at least one."""
     gpus: float = Field(0, ge=0, le=1)
-    """GPUs; a fraction lets several trials share one."""
+    """GPUs of each worker; a fraction lets several trials of one worker share one."""
     accelerator: str | None = None
     """Accelerator type as Ray names it, e.g. `A100`."""
+
+    @model_validator(mode="after")
+    def _a_gpu_each(self) -> ResourceSettings:
+        if self.workers > 1 and self.gpus not in (0, 1):
+            raise ValueError(
+                f"gpus = {self.gpus:g} with workers = {self.workers}: workers of one trial cannot share a GPU; give "
+                "each its own, gpus: 1, or none"
+            )
+        return self
+
+
+class EngineSettings(Settings):
+    """What computes a trial; it changes no result beyond rounding, so snapshots fit every engine."""
+
+    name: Literal["torch", "deepspeed"] = "torch"
+    """Plain torch holds the whole backbone in every worker; `deepspeed` can shard it over them."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """What DeepSpeed ZeRO shards over the workers: 0 nothing; 1 the optimizer's moments; 2 and their gradients; 3 and
+    the weights. What is trained is about a megabyte, so 1 and 2 save next to nothing; 3 shards the backbone."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where the shards wait: with `cpu` in host memory, the weights too at stage 3. Needs a stage of at least 1."""
+    gather: Literal["auto", "always", "never"] = "auto"
+    """Whether stage 3 gathers the weights for answering, once per evaluation: `auto` where they fit beside what is
+    there. Without it every new token gathers every weight, which is slow beyond use for more than a look."""
+    config: Mapping[str, Any] = {}
+    """DeepSpeed's own JSON, merged over ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}."""
+
+    @model_validator(mode="after")
+    def _for_deepspeed(self) -> EngineSettings:
+        fields = type(self).model_fields
+        set_here = sorted(n for n in fields if n != "name" and getattr(self, n) != fields[n].default)
+        if self.name == "torch" and set_here:
+            raise ValueError(f"{', '.join(set_here)}: plain torch has no such setting; add name: deepspeed")
+        if self.offload == "cpu" and self.zero_stage == 0:
+            raise ValueError("offload: cpu with zero_stage: 0: nothing is sharded that could wait in host memory")
+        return self
 
 
 class SchedulerSettings(Settings):
@@ -109,18 +149,35 @@ class TrackingSettings(Settings):
     uri: str | None = None
     """MLflow tracking URI; None is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` does without MLflow."""
 
+    @field_validator("uri")
+    @classmethod
+    def _holds_no_password(cls, uri: str | None) -> str | None:
+        if uri is not None and has_credentials(uri):
+            raise ValueError(
+                "found an address with a user, password or token in it, which would be written to the sweep's folder; "
+                "expected an address without. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+                "MLFLOW_TRACKING_TOKEN, or the whole address as MLFLOW_TRACKING_URI, in the environment"
+            )
+        return uri
+
 
 class RunSettings(Settings):
     """The `run:` group: how to run a sweep. It changes no result."""
 
     storage: str = Field("runs", min_length=1)
-    """Folder for everything that is computed; shared by all sweeps that name it."""
+    """Where everything that is computed lies, shared by all sweeps that name it: a folder, which all nodes must see, or
+    an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials."""
     resources: ResourceSettings = ResourceSettings()
     """What each trial asks for."""
+    engine: EngineSettings = EngineSettings()
+    """What computes it."""
     scheduler: SchedulerSettings = SchedulerSettings()
     """Early stopping."""
     tracking: TrackingSettings = TrackingSettings()
     """MLflow."""
+    allow_insecure: bool = False
+    """Go on although a Ray cluster on another machine asks for no token, or an MLflow server there is without TLS
+    or credentials: for networks that nobody else can enter."""
     pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
     together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
@@ -132,6 +189,13 @@ class RunSettings(Settings):
     """Seed of those draws: the same file always means the same trials."""
     max_failures: int = Field(3, ge=0)
     """How often a trial whose worker was lost is started again. A fault of the trial itself is not retried."""
+
+    @field_validator("storage")
+    @classmethod
+    def _can_be_opened(cls, place: str) -> str:
+        if faults := place_faults(place):
+            raise ValueError("; ".join(faults))
+        return place
 
 
 class TrialSettings(Settings):
@@ -154,6 +218,13 @@ GROUPS: Mapping[str, type[Settings]] = {
     "training": TrainingSettings,
     "evaluation": EvaluationSettings,
 }
+
+
+MOST_TRIALS = 10_000
+"""Most points of a search: planning them takes half a minute, and nobody compares more."""
+
+STORAGE_FOLDERS = NODE_LOCAL | {"checkpoints", "snapshots"}
+"""What all sweeps share lies in these folders of a storage, beside the folders of the sweeps."""
 
 
 class Draw(Settings):
@@ -211,10 +282,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     unknown = [key for key in content if key not in ("name", "trial", "search", "run")]
     faults += [_unknown_key(str(key), ("name", "trial", "search", "run"), "") for key in unknown]
     name = content.get("name")
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
-        faults.append(
-            f"name: found {name!r:.80}; expected letters, digits, '_', '-' and '.', not beginning with a sign"
-        )
+    faults += _name_faults(name)
     template, template_faults = _mapping(content, "trial")
     search, search_faults = _mapping(content, "search")
     run_content, run_faults = _mapping(content, "run")
@@ -228,12 +296,49 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     for axis, values in search.items():
         faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
     faults += _overlaps(grid, draws)
-    if isinstance(run, RunSettings) and isinstance(run.pack, tuple):
-        faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
+    if isinstance(run, RunSettings):
+        faults += _size_faults(grid, run.num_samples if draws else 1)
+        faults += _storage_faults(Path(run.storage))
+        if isinstance(run.pack, tuple):
+            faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
     if faults:
         raise fault_report(source, faults)
     assert isinstance(run, RunSettings) and isinstance(name, str)
     return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run)
+
+
+def _name_faults(name: Any) -> list[str]:
+    """What is wrong with a sweep's name, which becomes a folder's and an experiment's."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        return [
+            f"name: found {name!r:.80}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
+            "at most 100 in all"
+        ]
+    if name.lower() in STORAGE_FOLDERS:
+        return [f"name: found {name!r}, the name of a folder that all sweeps of a storage share; choose another"]
+    return []
+
+
+def _storage_faults(storage: Path) -> list[str]:
+    """What stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
+    try:
+        nearest = next(path for path in (storage, *storage.parents) if path.exists())
+    except OSError as error:
+        return [f"run.storage: found {str(storage)!r:.80}; no folder can have this path: {error.strerror}"]
+    if nearest.is_dir():
+        return []
+    return [f"run.storage: found {str(storage)!r}; expected a folder, but {nearest} is a file. Name another folder"]
+
+
+def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:
+    """What is wrong with a search of this many points."""
+    points = samples * math.prod(map(len, grid.values()))
+    if points <= MOST_TRIALS:
+        return []
+    return [
+        f"search: {points:,} points; at most {MOST_TRIALS:,} are possible. Leave values out, spread them over several "
+        "sweep files, or draw some of them at random (run.num_samples)"
+    ]
 
 
 def _pack_axis(axis: str, searched: Sequence[str]) -> list[str]:
@@ -315,62 +420,10 @@ def _rows(path: str, kind: type[Settings], names: Sequence[str]) -> list[str]:
         if isinstance(inner, type) and issubclass(inner, Settings):
             lines += _rows(f"{path}.{name}", inner, list(inner.model_fields))
             continue
-        default = "required" if field.is_required() else f"`{yaml_text(field.default)}`"
+        default = "required" if field.is_required() else f"`{yaml_text(field.default, one_line=True)}`"
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
         lines.append(f"| `{path}.{name}` | {default} | {meaning} |")
     return lines
-
-
-def yaml_text(value: Any) -> str:
-    """A plain value as a sweep file writes it."""
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-
-
-# --- YAML ------------------------------------------------------------------------------------------------------------
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses duplicate keys and reads 3e-4 as the number it is."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (dict, list)):
-                raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key_node.start_mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} appears twice", problem_mark=key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def read_yaml(path: Path) -> Any:
-    """Content of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read or is not YAML; the message has line and column.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
-    return _parse_yaml(text, str(path))
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_StrictLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two: impossible dates, endless nesting
-        raise ConfigError(f"{source}: is not valid YAML: {error}") from error
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -400,7 +453,7 @@ def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]
     """A trial, or every fault of its groups with paths below `trial`."""
     known = ("method", *GROUPS, "seed")
     faults = [_unknown_key(str(key), known, "") for key in template if key not in known]
-    method, method_faults = _method(template.get("method", {}))
+    method, method_faults = _method(template.get("method"))
     faults += method_faults
     groups: dict[str, Any] = {"method": method}
     for name, kind in GROUPS.items():
@@ -415,6 +468,8 @@ def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]
 
 
 def _method(content: Any) -> tuple[Settings | None, list[str]]:
+    if content is None:
+        content = {}
     if not isinstance(content, dict):
         return None, [f"method: found {content!r:.80}; expected a mapping with a name"]
     name = content.get("name", "latent_lora")
@@ -437,6 +492,8 @@ def _axis(
 ) -> list[str]:
     """Read one line of `search:`; every value is tried on the template, so that its faults carry its own path."""
     where = f"search.{axis}"
+    if not all(axis.split(".")):
+        return [f"{where}: expected a dotted path below `trial`, e.g. method.rank"]
     if isinstance(values, dict):
         draw, faults = _draw(values, where)
         if draw is None:
@@ -444,9 +501,8 @@ def _axis(
         draws[axis] = draw
         tried: Sequence[Any] = draw.values
     elif isinstance(values, list) and values:
-        repeated = [v for i, v in enumerate(values) if v in values[:i]]
-        if repeated:
-            return [f"{where}: {repeated[0]!r} appears twice; equal trials would collapse into one"]
+        if len(values) > MOST_TRIALS:
+            return [f"{where}: found {len(values):,} values; at most {MOST_TRIALS:,} are possible"]
         grid[axis] = tuple(values)
         tried = values
     else:
@@ -460,6 +516,9 @@ def _axis(
             ]
         _, new_faults = _trial(candidate)
         faults += [f"{where}[{index}]: {fault}" for fault in new_faults if fault not in template_faults]
+    repeated = [v for i, v in enumerate(tried) if v in tried[:i]] if axis in grid and not faults else []
+    if repeated:
+        return [f"{where}: {repeated[0]!r} appears twice; equal trials would collapse into one"]
     return faults
 
 
@@ -514,12 +573,12 @@ def _apply_override(content: dict[str, Any], override: str) -> list[str]:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         return [f"--set {override}: expected path=value, e.g. --set trial.training.epochs=1"]
-    value = _parse_yaml(text, f"--set {override}")
+    value = parse_yaml(text, f"--set {override}")
     # an axis is one key with dots in it: search.method.rank
     keys = ["search", ".".join(keys[1:])] if keys[0] == "search" and len(keys) > 1 else keys
     if keys[0] == "search" and len(keys) == 2 and value is None:
-        axes = content.get("search") or {}
-        if keys[1] not in axes:
+        axes = content.get("search")
+        if not isinstance(axes, dict) or keys[1] not in axes:
             return [f"--set {override}: search has no axis {keys[1]!r} to remove"]
         del axes[keys[1]]
         return []

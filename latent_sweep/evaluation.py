@@ -7,8 +7,7 @@ batch is the unit of the cache, so a score never depends on what else was comput
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,10 @@ from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics import Metric, RefsPolicy, score_rows
 from latent_sweep.mixing import Array
 from latent_sweep.settings import content_hash
-from latent_sweep.snapshots import Snapshot, write_json
+from latent_sweep.snapshots import Snapshot, read_sealed_json, write_sealed_json
+
+DECODING_VERSION = 1
+"""Raised when `generate` or `answer_text` would give other answers for the same prompts, snapshots and settings."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,57 @@ class TaskScore:
     """Mean Rouge-1 beside a Rouge-L score; None for an accuracy task."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Prompts to be answered together, and how: all that a worker has to know."""
+
+    lineages: Sequence[str]
+    """The snapshots that answer."""
+    weights: Array
+    """(rows, snapshots)."""
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    """Longest answer, in tokens."""
+    stop: tuple[str, ...]
+    """An answer ends where one of these strings appears."""
+
+
+def answer(
+    batches: Sequence[Batch],
+    snapshot: Callable[[str], Snapshot],
+    method: Method,
+    backbone: Backbone,
+    bank: AdapterBank,
+) -> list[list[str]]:
+    """Answer batches, each of them by one worker of the backbone's gang; all workers call it at the same time.
+
+    Args:
+        batches: no more than there are workers, and one where the engine does not let them answer apart.
+        snapshot: gives the snapshot of a lineage.
+
+    Returns:
+        The answers of every batch at the gang's first worker; nothing at the others.
+    """
+    engine = backbone.engine
+    engine.begin_answering()
+
+    def texts(batch: Batch) -> list[str]:
+        tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
+        alike = bool((batch.weights == batch.weights[0]).all())
+        weights = torch.from_numpy(batch.weights[:1] if alike else batch.weights).float()
+        with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
+            adaptation = method.mixture(tensors, weights)
+            ids = generate(backbone, bank, batch.prompts, adaptation, batch.max_new_tokens, batch.stop, alike)
+        return [answer_text(backbone, found, batch.stop) for found in ids]
+
+    if engine.answers_apart:
+        mine = batches[engine.gang.rank : engine.gang.rank + 1]
+    else:
+        mine = batches
+    found = engine.gang.collect([texts(batch) for batch in mine])
+    return [texts for of_worker in found for texts in of_worker][: len(batches)]
+
+
 class Evaluator:
     """Answers test rows with blended snapshots and scores them.
 
@@ -49,6 +102,7 @@ class Evaluator:
         max_new_tokens, stop: where an answer ends.
         references: `single_first` or `max_over_refs`.
         cache: folder of known answers.
+        tell: lets the other workers of the backbone's gang know of batches before they are answered.
     """
 
     def __init__(
@@ -61,10 +115,11 @@ class Evaluator:
         stop: Sequence[str],
         references: RefsPolicy,
         cache: Path,
+        tell: Callable[[Sequence[Batch]], None] = lambda batches: None,
     ):
         self.backbone, self.bank, self.method = backbone, bank, method
         self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
-        self.references, self.cache = references, cache
+        self.references, self.cache, self.tell = references, cache, tell
 
     def score(self, history: Sequence[Snapshot], weights: Array, rows: Any, metric: Metric) -> TaskScore:
         """Score one task.
@@ -76,13 +131,12 @@ class Evaluator:
         """
         prompts = [self.method.prompt(ids) for ids in rows["prompt_ids"]]
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
+        parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        batches = [self._batch(history, weights[part], [prompts[row] for row in part]) for part in parts]
+        known, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history})
         answers = [""] * len(prompts)
-        generated = 0
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            texts, known = self._answers(history, weights[batch], [prompts[row] for row in batch])
-            generated += 0 if known else len(batch)
-            for row, text in zip(batch, texts, strict=True):
+        for part, texts in zip(parts, known, strict=True):
+            for row, text in zip(part, texts, strict=True):
                 answers[row] = text
         references = [list(refs) for refs in rows["references"]]
         scores = score_rows(metric, answers, references, self.references)
@@ -95,46 +149,43 @@ class Evaluator:
             rouge_1 = float(np.mean(score_rows("rouge_1", answers, references, self.references)))
         return TaskScore(float(np.mean(scores)), predictions, generated, rouge_1)
 
-    def _answers(
-        self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]]
-    ) -> tuple[list[str], bool]:
-        """Answers of one batch, and whether they were known already."""
+    def _batch(self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]]) -> Batch:
         used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots that nobody in this batch weighs play no part
-        snapshots, weights = [history[i] for i in used], weights[:, used]
-        blends = [[float(w).hex() for w in row] for row in weights]
+        lineages = [history[i].lineage for i in used]
+        return Batch(lineages, weights[:, used], prompts, self.max_new_tokens, self.stop)
+
+    def _answers(
+        self, batches: Sequence[Batch], snapshots: Mapping[str, Snapshot]
+    ) -> tuple[Sequence[Sequence[str]], int]:
+        """Answers of every batch, and how many of them were generated now."""
+        paths = [self._path(batch) for batch in batches]
+        answers = [read_sealed_json(path) for path in paths]
+        missing = [i for i, known in enumerate(answers) if known is None]
+        engine = self.backbone.engine
+        at_once = engine.gang.size if engine.answers_apart else 1
+        for start in range(0, len(missing), at_once):
+            now = missing[start : start + at_once]
+            asked = [batches[i] for i in now]
+            self.tell(asked)
+            found = answer(asked, snapshots.__getitem__, self.method, self.backbone, self.bank)
+            for i, texts in zip(now, found, strict=True):
+                write_sealed_json(paths[i], texts)
+                answers[i] = texts
+        return [texts or [] for texts in answers], sum(len(batches[i].prompts) for i in missing)
+
+    def _path(self, batch: Batch) -> Path:
         key = content_hash(
             {
-                "snapshots": [snapshot.lineage for snapshot in snapshots],
-                "weights": blends,
-                "prompts": prompts,
-                "max_new_tokens": self.max_new_tokens,
-                "stop": self.stop,
+                "decoding": DECODING_VERSION,
+                "snapshots": batch.lineages,
+                "weights": [[float(w).hex() for w in row] for row in batch.weights],
+                "prompts": batch.prompts,
+                "max_new_tokens": batch.max_new_tokens,
+                "stop": batch.stop,
             },
             length=32,
         )
-        path = self.cache / key[:2] / f"{key}.json"
-        known = _read_answers(path, len(prompts))
-        if known is not None:
-            return known, True
-        with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
-            tensors = [snapshot.tensors for snapshot in snapshots]
-            alike = bool((weights == weights[0]).all())
-            mix = torch.from_numpy(weights[:1] if alike else weights).float()
-            adaptation = self.method.mixture(tensors, mix)
-            ids = generate(self.backbone, self.bank, prompts, adaptation, self.max_new_tokens, self.stop, alike)
-        texts = [answer_text(self.backbone, answer, self.stop) for answer in ids]
-        write_json(path, texts)
-        return texts, False
-
-
-def _read_answers(path: Path, count: int) -> list[str] | None:
-    """Cached answers; a file that is not what it should be counts as none and is written again."""
-    try:
-        texts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    intact = isinstance(texts, list) and len(texts) == count and all(isinstance(text, str) for text in texts)
-    return texts if intact else None
+        return self.cache / key[:2] / f"{key}.json"
 
 
 def _nonzero(weights: Array) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from latent_sweep.benchmarks.loaders import data_digest, load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.config import RunSettings, Sweep
 from latent_sweep.errors import DataError
+from latent_sweep.memory import GIB, RESERVE, Memory, cards, predict
 from latent_sweep.plan import Member, Pack, Trial, router_identity
 from latent_sweep.report import label, short_names
 from latent_sweep.settings import canonical_json, content_hash
@@ -229,6 +230,7 @@ def describe_plan(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], 
         *_reuse_lines(found),
         *_time_lines(trials, storage, sweep.name),
         f"  each pack asks for {_resources_text(sweep.run)}",
+        *_memory_lines(packs, sweep.run),
         "",
         "  training          trials",
     ]
@@ -266,7 +268,8 @@ def _axes_text(sweep: Sweep) -> str:
 def _resources_text(run: RunSettings) -> str:
     r = run.resources
     accelerator = f" of type {r.accelerator}" if r.accelerator else ""
-    return f"{r.cpus:g} CPU, {r.gpus:g} GPU{accelerator}"
+    each = f"{r.cpus:g} CPU, {r.gpus:g} GPU{accelerator}"
+    return each if r.workers == 1 else f"{r.workers} workers at once, each with {each}"
 
 
 def _member_text(member: Member) -> str:
@@ -285,6 +288,72 @@ def common_values(trials: Sequence[Trial]) -> dict[str, Any]:
     """The values that all these trials share, of the settings that vary in the sweep."""
     first = trials[0].values
     return {path: value for path, value in first.items() if all(t.values.get(path) == value for t in trials)}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
+    """What a worker needs at most on every backbone, and a warning where its accelerator does not have that."""
+    found: dict[str, list[tuple[Memory, int]]] = {}
+    for pack in packs:
+        members = 1 if run.pack == "auto" else len(pack.members)  # how many it takes together is measured first
+        for member in pack.members:
+            s = member.trials[0].settings
+            memory, prompt = predict(member.trials[0], run, members), s.benchmark.max_source_length
+            if memory is not None and prompt is not None:
+                found.setdefault(f"{s.backbone.name} ({s.backbone.dtype})", []).append((memory, prompt))
+    lines = []
+    for name, needs in found.items():
+        memory, prompt = max(needs, key=lambda need: need[0].peak)
+        backbone = f", on {name}" if len(found) > 1 else ""
+        lines.append(f"  {_memory_text(memory)} with prompts of {prompt:,} tokens{backbone}{_engine_text(memory, run)}")
+        lines += _memory_warning(memory, run)
+    return lines
+
+
+def _memory_text(memory: Memory) -> str:
+    parts = {
+        "weights": memory.weights,
+        "gathered weights": memory.gathered,
+        "factors": memory.factors,
+        "earlier adapters": memory.history,
+        "activations": memory.activations + memory.working,
+        "logits": memory.logits,
+        "adapter and optimizer": memory.adapter + memory.optimizer,
+    }
+    learning = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    return f"up to {_gib(memory.learning)} GiB a worker to learn ({learning}), {_gib(memory.answering)} to answer"
+
+
+def _engine_text(memory: Memory, run: RunSettings) -> str:
+    workers = run.resources.workers
+    over = f" over {workers} workers" if workers > 1 else ""
+    parts = [f"ZeRO-{run.engine.zero_stage}{over}"] if run.engine.name == "deepspeed" else []
+    parts += [f"{_gib(memory.host)} GiB more in host memory"] if memory.host else []
+    return "".join(f"; {part}" for part in parts)
+
+
+def _memory_warning(memory: Memory, run: RunSettings) -> list[str]:
+    """Which cards of the accelerator's name are too small, and what to do."""
+    room = cards(run.resources)
+    small = [gb for gb, size in room.items() if memory.peak + RESERVE > size]
+    if not small:
+        return []
+    least = room[small[0]]
+    remedies = ["training.micro_batch_size, training.gradient_checkpointing"] * (memory.learning + RESERVE > least)
+    remedies += ["evaluation.batch_size"] * (memory.answering + RESERVE > least)
+    fits = "".join(f", though it fits {gb} GB" for gb in room if gb not in small)
+    which = " or ".join(f"{gb} GB" for gb in small)
+    return [
+        f"  warning: with about {_gib(RESERVE)} GiB for CUDA itself that is more than {run.resources.accelerator} has "
+        f"with {which}{fits}; see {', '.join(remedies)} and run.engine"
+    ]
+
+
+def _gib(size: int) -> str:
+    """Two digits where it is little."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

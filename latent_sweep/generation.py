@@ -68,7 +68,6 @@ class Sampler:
         return tokens.gather(1, drawn.to(tokens.device))[:, 0]
 
 
-@torch.inference_mode()
 def generate(
     backbone: Backbone,
     bank: AdapterBank,
@@ -91,7 +90,8 @@ def generate(
     """
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # rows of the batch that are still answering
-    with bank.active(adaptation):
+    backbone.engine.begin_answering()
+    with torch.inference_mode(), bank.active(adaptation):
         decoder = _decoder(backbone, prompts, alike)
         for _ in range(max_new_tokens):
             tokens = choose(decoder.next_logits(), [answers[row] for row in rows])

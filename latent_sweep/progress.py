@@ -10,12 +10,14 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latent_sweep.errors import StoreError
 from latent_sweep.plan import Pack
 from latent_sweep.report import label, short_names
-from latent_sweep.snapshots import write_atomically
+from latent_sweep.storage import storage_of, write_atomically
 from latent_sweep.tracking import SweepFolder, TrialFolder, stages, status
 
 if TYPE_CHECKING:
@@ -25,16 +27,17 @@ Tell = Callable[[str], None]
 
 
 class ProgressWriter:
-    """A worker's side: where its pack is, at most once a second."""
+    """A worker's side: where its pack is, at most once a second, or every ten seconds where it has to be pushed."""
 
     def __init__(self, sweep_folder: Path, pack: Pack):
         self._path = sweep_folder / "progress" / f"{pack.pack_id}.json"
         self._tasks = [task.name for task in pack.tasks]
+        self._pause = 10.0 if storage_of(sweep_folder).is_remote else 1.0
         self._written = 0.0
 
     def write(self, at: Step) -> None:
-        """Say where the pack is."""
-        if time.monotonic() - self._written < 1.0 and at.step < at.steps:
+        """Say where the pack is. What cannot be said is left out: it is for display only."""
+        if time.monotonic() - self._written < self._pause and at.step < at.steps:
             return
         self._written = time.monotonic()
         content = {
@@ -45,7 +48,8 @@ class ProgressWriter:
             "steps": at.steps,
             "loss": sum(at.losses.values()),
         }
-        write_atomically(self._path, json.dumps(content | {"time": time.time()}).encode())
+        with suppress(StoreError):
+            write_atomically(self._path, json.dumps(content | {"time": time.time()}).encode())
 
 
 class ProgressPrinter:

@@ -8,54 +8,96 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from latent_sweep.addresses import check_ray_address
 from latent_sweep.config import RunSettings, Sweep, load_sweep
+from latent_sweep.errors import ConfigError, LatentSweepError
+from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
 from latent_sweep.plan import Member, Pack, Trial, expand, pack
-from latent_sweep.settings import content_hash
-from latent_sweep.snapshots import write_atomically, write_json
-from latent_sweep.tracking import SweepFolder, status
+from latent_sweep.settings import content_hash, yaml_text
+from latent_sweep.storage import JOURNAL, Storage, following, open_storage, write_atomically, write_json
+from latent_sweep.tracking import Journal, SweepFolder, driving, status
 
 
-def run_sweep(path: str, overrides: Sequence[str] = (), local: bool = False) -> int:
-    """Run a sweep file to its end; returns the number of trials that failed.
+def run_sweep(
+    path: str,
+    overrides: Sequence[str] = (),
+    local: bool = False,
+    fail_fast: bool = False,
+    only_failed: bool = False,
+) -> int:
+    """Run a sweep file to its end; returns the number of trials that did not come to theirs.
+
+    Args:
+        path: the sweep file.
+        overrides: `path=value`, as after `--set`.
+        local: in this process, without Ray.
+        fail_fast: end the sweep when a trial has failed, instead of going on with the others.
+        only_failed: run the trials that have failed before, and no others.
 
     Raises:
         LatentSweepError: the sweep cannot be started; the message says what to change.
     """
+    from latent_sweep.engine import check_engine
+
+    sweep = load_sweep(path, overrides)
+    if not local:
+        check_ray_address(sweep.run.allow_insecure)
+    check_engine(sweep.run.engine)
+    trials = expand(sweep)
+    packs = pack(trials, sweep.run.pack)
+    storage = open_storage(sweep.run.storage)
+    sweep_folder = storage.folder / sweep.name
+    storage.pull(sweep_folder)
+    print(describe_plan(sweep, trials, packs, storage.folder), flush=True)
+    with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
+        storage.pull(sweep_folder)
+        return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)
+
+
+def _drive(
+    sweep: Sweep,
+    trials: Sequence[Trial],
+    packs: Sequence[Pack],
+    storage: Storage,
+    local: bool,
+    fail_fast: bool,
+    only_failed: bool,
+) -> int:
+    """Run what is missing of a sweep that nobody else drives."""
     from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
     from latent_sweep.progress import ProgressPrinter
     from latent_sweep.report import render, summarise
 
-    sweep = load_sweep(path, overrides)
-    trials = expand(sweep)
-    packs = pack(trials, sweep.run.pack)
-    storage = Path(sweep.run.storage).resolve()
-    print(describe_plan(sweep, trials, packs, storage), flush=True)
-    folder = write_sweep(sweep, trials, storage)
-    todo = _incomplete(packs, folder.path)
+    folder = write_sweep(sweep, trials, storage.folder)
+    todo = _failed(packs, folder.path) if only_failed else _incomplete(packs, folder.path)
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
-    if missing < trainings:
+    if only_failed:
+        _tell(f"{missing} of {trainings} trainings have failed before and are run again")
+    elif missing < trainings:
         _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
-    mirror = mirror_for(sweep.run.tracking.uri, folder)
+    mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
     thread = MirrorThread(mirror, tell=_tell)
     thread.start()
     try:
         if todo:
-            with ProgressPrinter(folder, _tell):
+            with ProgressPrinter(folder, _tell), following(storage, folder.path):
                 if local:
-                    _run_here(todo, storage, folder.path, sweep.run)
+                    _run_here(todo, storage.folder, folder.path, sweep.run, fail_fast)
                 else:
                     from latent_sweep.backends.ray_tune import run_on_ray
 
-                    run_on_ray(todo, storage, folder.path, sweep.run)
+                    run_on_ray(todo, storage, sweep.name, sweep.run, fail_fast)
     finally:
         thread.stop()
     print(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    if storage.is_remote:
+        _tell(f"          a copy of what is below {storage.place}")
     if link := mirror.link():
         print(f"compare   {mirror.ui_command()}\n          {link}", flush=True)
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
@@ -71,11 +113,11 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFo
         | {axis: draw.written() for axis, draw in sweep.draws.items()},
         "run": sweep.run.model_dump(mode="json"),
     }
-    write_atomically(folder / "sweep.yaml", _yaml(resolved))
+    files = {folder / "sweep.yaml": yaml_text(resolved).encode()}
     entries = []
     for trial in trials:
         settings = trial.settings.model_dump(mode="json")
-        write_atomically(folder / "trials" / trial.trial_id / "trial.yaml", _yaml(settings))
+        files[folder / "trials" / trial.trial_id / "trial.yaml"] = yaml_text(settings).encode()
         entries.append(
             {
                 "trial_id": trial.trial_id,
@@ -93,6 +135,9 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFo
         "tracking_uri": sweep.run.tracking.uri,
         "trials": entries,
     }
+    changed = {path: text for path, text in files.items() if read_file(path) != text}
+    with ThreadPoolExecutor(16) as writers:  # each waits for its disk, or its object store
+        list(writers.map(write_atomically, changed, changed.values()))
     write_json(folder / "sweep.json", content)
     return SweepFolder(folder)
 
@@ -108,14 +153,33 @@ def _incomplete(packs: Sequence[Pack], folder: Path) -> list[Pack]:
     return [p for p in lacking if p.members]
 
 
-def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettings) -> None:
+def _failed(packs: Sequence[Pack], folder: Path) -> list[Pack]:
+    """The packs with those of their trials that have failed."""
+
+    def kept(member: Member) -> Member:
+        journals = {trial: Journal(folder / "trials" / trial.trial_id / JOURNAL) for trial in member.trials}
+        return replace(member, trials=tuple(t for t, journal in journals.items() if status(journal.read()) == "failed"))
+
+    left = [Pack(tuple(m for m in map(kept, p.members) if m.trials)) for p in packs]
+    return [p for p in left if p.members]
+
+
+def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettings, fail_fast: bool) -> None:
     """Run packs one after another in this process: for debuggers, tests, and machines without Ray."""
+    from latent_sweep.engine import engine_of
     from latent_sweep.packing import best_size, measure, split
     from latent_sweep.progress import ProgressWriter
+    from latent_sweep.retries import has_failed, journal_lengths, still_to_try
     from latent_sweep.trial import StageDone, Step, run_pack
 
+    if run.resources.workers > 1:
+        raise ConfigError(
+            f"run.resources.workers: found {run.resources.workers}, but --local runs in this process alone; leave "
+            "--local out, or add --set run.resources.workers=1"
+        )
     if run.pack == "auto":
         packs = [part for p in packs for part in split(p, best_size(measure(p, storage)), slots=1)]
+    launched = journal_lengths(packs, folder)
     for p in packs:
         progress = ProgressWriter(folder, p)
 
@@ -123,18 +187,21 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
             if isinstance(event, Step):
                 progress.write(event)
 
-        try:
-            run_pack(p, storage, folder, emit)
-        except Exception:
-            logging.getLogger(__name__).exception("pack %s failed; the others go on", p.pack_id)
+        while (left := still_to_try(p, folder, launched, run.max_failures)) is not None:
+            try:
+                run_pack(left, storage, folder, emit, engine=engine_of(run.engine))
+                break
+            except LatentSweepError as error:
+                logging.getLogger(__name__).error("pack %s failed: %s", p.pack_id, error)
+            except Exception:
+                logging.getLogger(__name__).exception("pack %s failed", p.pack_id)
+        if fail_fast and has_failed(p, folder, launched, run.max_failures):
+            _tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
+            return
 
 
 def _tell(line: str) -> None:
     print(line, flush=True)
-
-
-def _yaml(content: Any) -> bytes:
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,16 +1,23 @@
-"""The base of every group of settings, and the helpers that turn settings into identities.
+"""The base of every group of settings, how the files that hold them are read, and how settings become identities.
 
 Settings live beside the class they build (`RouterSettings` in `router.py`, ...). They are frozen, refuse unknown
-keys, and never coerce: a string where a number is expected is a fault, not a guess.
+keys, and never coerce: a string where a number is expected is a fault, not a guess. Their files are strict YAML of a
+bounded size, so that no file, however it came about, takes more than seconds or a few hundred megabytes to refuse.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from latent_sweep.errors import ConfigError
 
 INFERENCE_ONLY: Any = {"inference_only": True}
 """Mark of a field that training never reads: `Field(json_schema_extra=INFERENCE_ONLY)`. It may vary for free."""
@@ -56,3 +63,153 @@ def canonical_json(content: Any) -> str:
 def content_hash(content: Any, length: int = 16) -> str:
     """The first `length` hexadecimal digits of the SHA-256 of `content`'s canonical JSON."""
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:length]
+
+
+def _check_path(text: str) -> str:
+    try:
+        os.stat(Path(text).expanduser())
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"found {text!r:.80}; no file can have this path: {reason}") from error
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_check_path)]
+"""A path, or a name that may be one: whether something lies there or not, it can be asked for without an error."""
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+MOST_BYTES = 1 << 20
+"""Largest YAML file that is read; the longest packaged one has 8 KiB."""
+
+MOST_NODES = 20_000
+"""Most values of a YAML file, those behind an anchor counted as often as they are used."""
+
+DEEPEST = 100
+"""Deepest nesting of a YAML file, through its anchors too."""
+
+_FLOAT = "tag:yaml.org,2002:float"
+_EXPONENT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+"""3e-4, a number everywhere but in YAML 1.1."""
+
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""What no file name and no UTF-8 text can hold, and only an escape can bring in."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML of plain values: bounded, without duplicate keys, and 3e-4 is the number it looks like."""
+
+    yaml_constructors: ClassVar[dict[Any, Any]] = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] not in ("binary", "omap", "pairs", "set")
+    }
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._nodes = 0
+        self._extents: dict[int, tuple[int, int]] = {}  # of every finished node: how many nodes, and how deep
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        self._nodes += 1
+        node = super().compose_node(parent, index)
+        if not alias:
+            self._extents[id(node)] = self._extent(node)
+        elif id(node) not in self._extents:
+            raise yaml.MarkedYAMLError(problem="an anchor that holds itself", problem_mark=mark)
+        nodes, depth = self._extents[id(node)]
+        if max(nodes, self._nodes) > MOST_NODES or depth > DEEPEST:
+            limits = f"more than {MOST_NODES:,} values, or nested more than {DEEPEST} deep, anchors written out"
+            raise yaml.MarkedYAMLError(problem=limits, problem_mark=mark)
+        return node
+
+    def _extent(self, node: Any) -> tuple[int, int]:
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in children for part in pair]
+        below = [self._extents[id(child)] for child in children]
+        return 1 + sum(nodes for nodes, _ in below), 1 + max((depth for _, depth in below), default=0)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (dict, list)):
+                raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} appears twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        text = super().construct_scalar(node)
+        if _UNUSABLE.search(text):
+            raise yaml.MarkedYAMLError(
+                problem="a NUL character, or half of a surrogate pair", problem_mark=node.start_mark
+            )
+        return text
+
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        # the length first: what is refused here would take a minute to convert
+        number = self.construct_yaml_int(node) if len(node.value) <= 100 else None
+        if number is None or not -(2**63) <= number < 2**63:
+            raise yaml.MarkedYAMLError(problem="a whole number of more than 64 bits", problem_mark=node.start_mark)
+        return number
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_whole_number)
+_StrictLoader.add_implicit_resolver(_FLOAT, *_EXPONENT)
+
+
+class _StrictDumper(yaml.SafeDumper):
+    """Quotes what `_StrictLoader` would take for a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_StrictDumper.add_implicit_resolver(_FLOAT, *_EXPONENT)
+
+
+def read_yaml(path: Path) -> Any:
+    """Content of a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or is not YAML; the message has line and column.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so no file of settings; check the path")
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The content of YAML text.
+
+    Raises:
+        ConfigError: it is not YAML of plain values, or too large; the message begins with `source`.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    # beside YAML's own errors: impossible dates and numbers, tags that do not fit their values, endless nesting
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{source}: is not valid YAML: {error}") from error
+
+
+def yaml_text(content: Any, one_line: bool = False) -> str:
+    """Plain values as YAML that `parse_yaml` reads as equal ones; `one_line` as a sweep file writes a single value."""
+    text = yaml.dump(
+        content, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, default_flow_style=one_line, width=1 << 16
+    )
+    return text.removesuffix("\n").removesuffix("\n...") if one_line else text

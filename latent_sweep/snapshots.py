@@ -1,7 +1,8 @@
 """Snapshots: what learning one task leaves behind. Written once, named by lineage, committed by rename, never changed.
 
 Safetensors and JSON only: nothing is unpickled. Every read checks a digest; what does not check is set aside, reported
-and made again. Caches (factors, embeddings, router records) are single files that carry the digest of themselves.
+and made again. Caches (factors, embeddings, router records, answers) and checkpoints are single files that carry the
+digest of themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import logging
 import mmap
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from latent_sweep.files import committing
+from latent_sweep.storage import storage_of, write_atomically, write_json
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,39 +40,39 @@ class Snapshot:
     """JSON values that repeat with the training: task, steps, losses. Nothing about a machine, a clock or an order."""
 
 
-def write_atomically(path: Path, content: bytes | bytearray) -> None:
-    """Write under a temporary name, flush to disk, rename: a reader sees the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nodes may share a folder and a process id
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """`content` as indented JSON with sorted keys, written atomically."""
-    write_atomically(path, (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
-
-
 _SEAL = b'"sha256":"'
-"""How the header of a sealed file introduces the digest; quotes inside names are escaped, so nothing else looks so."""
+"""How a sealed file introduces its digest; quotes inside JSON's texts are escaped, so nothing else looks so."""
+_UNSEALED = {"sha256": "0" * 64}
+DAMAGED = ".damaged"
+"""Suffix of a sealed file that was set aside."""
 
 
 def write_sealed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
-    """Write arrays as one safetensors file, atomically; its metadata holds the sha256 of all bytes but its own 64."""
+    """Write arrays as one safetensors file, atomically, sealed in its metadata."""
     import numpy as np
     from safetensors.numpy import save
 
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    content = bytearray(save(in_order, metadata={"sha256": "0" * 64}))
-    start = content.index(_SEAL) + len(_SEAL)
-    content[start : start + 64] = _digest_without(content, start)
-    write_atomically(path, content)
+    write_atomically(path, _sealed(save(in_order, metadata=_UNSEALED)))
+
+
+def write_sealed_json(path: Path, content: Any) -> None:
+    """Write a JSON value as one file, atomically, sealed."""
+    text = json.dumps(_UNSEALED | {"content": content}, separators=(",", ":"), allow_nan=False)
+    write_atomically(path, _sealed(text.encode()))
+
+
+def read_sealed_json(path: Path) -> Any:
+    """What `write_sealed_json` has written, or None where there is none that is `intact`."""
+    return json.loads(path.read_bytes())["content"] if intact(path) else None
+
+
+def _sealed(content: bytes) -> bytearray:
+    """`content` with the sha256 of all bytes but its own 64 in the place that is left for it."""
+    sealed = bytearray(content)
+    start = sealed.index(_SEAL) + len(_SEAL)
+    sealed[start : start + 64] = _digest_without(sealed, start)
+    return sealed
 
 
 def intact(path: Path) -> bool:
@@ -85,9 +86,9 @@ def intact(path: Path) -> bool:
         return False
     if _checks(path, status.st_size, status.st_mtime_ns):
         return True
-    damaged = path.with_suffix(".damaged")
+    damaged = path.with_suffix(DAMAGED)
     log.warning("%s does not check against its digest; it is set aside as %s and made again", path, damaged.name)
-    with suppress(FileNotFoundError):  # another process has done so
+    with committing(damaged), suppress(FileNotFoundError):  # another process has done so
         os.replace(path, damaged)
     return False
 
@@ -95,7 +96,7 @@ def intact(path: Path) -> bool:
 @lru_cache(maxsize=4096)
 def _checks(path: Path, size: int, modified_ns: int) -> bool:
     """Whether the file is sealed and whole; size and time tell a file that was written again from the one checked."""
-    if size == 0:
+    if size == 0 or not path.is_file():
         return False  # nothing to map
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content.find(_SEAL) + len(_SEAL)
@@ -111,14 +112,18 @@ def _digest_without(content: bytearray | mmap.mmap, start: int) -> bytes:
 
 
 class SnapshotStore:
-    """Append-only, content-addressed snapshots in one folder, shared by all sweeps that use it."""
+    """Append-only, content-addressed snapshots in one folder of a storage, shared by all sweeps that use it.
+
+    Raises:
+        StoreError: the storage cannot be read or written; every method may.
+    """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self._storage = folder, storage_of(folder)
 
     def __contains__(self, lineage: str) -> bool:
         """Whether the snapshot was committed; its digest is checked when it is read."""
-        return self._facts_path(lineage).is_file() and self.path(lineage).is_file()
+        return self._storage.holds(self._facts_path(lineage)) and self._storage.holds(self.path(lineage))
 
     def path(self, lineage: str) -> Path:
         """The file of a snapshot's tensors."""
@@ -140,54 +145,62 @@ class SnapshotStore:
 
     def get(self, lineage: str) -> Snapshot | None:
         """A committed snapshot, or None where there is none; a damaged one is set aside and counts as none."""
+        files = self.path(lineage), self._facts_path(lineage)
+        for _ in range(2):  # an object store may have what was damaged here
+            if not all(map(self._storage.share, files)):
+                return None
+            if (found := self._read(lineage)) is not None:
+                return found
+            self._set_aside(lineage)
+        for path in reversed(files):  # without its facts it is not committed
+            self._storage.remove(path)
+        return None
+
+    def _read(self, lineage: str) -> Snapshot | None:
+        """The snapshot as it lies here, or None where it does not check against its digest."""
         from safetensors.torch import load
 
-        if lineage not in self:
-            return None
         content = self.path(lineage).read_bytes()
         try:
             facts = json.loads(self._facts_path(lineage).read_text(encoding="utf-8"))
-            intact = facts["lineage"] == lineage and facts["sha256"] == hashlib.sha256(content).hexdigest()
+            if facts["lineage"] == lineage and facts["sha256"] == hashlib.sha256(content).hexdigest():
+                return Snapshot(lineage, load(content), facts["facts"])
         except (ValueError, KeyError, TypeError):
-            intact = False
-        if not intact:
-            self._set_aside(lineage)
-            return None
-        return Snapshot(lineage, load(content), facts["facts"])
+            pass
+        return None
 
     def _set_aside(self, lineage: str) -> None:
         damaged = self.folder / "damaged"
-        damaged.mkdir(exist_ok=True)
         log.warning("snapshot %s does not check against its digest; it is moved to %s and made again", lineage, damaged)
-        for path in (self._facts_path(lineage), self.path(lineage)):
-            if path.is_file():
-                os.replace(path, damaged / path.name)
+        with committing(damaged):
+            damaged.mkdir(exist_ok=True)
+            for path in (self._facts_path(lineage), self.path(lineage)):
+                if path.is_file():
+                    os.replace(path, damaged / path.name)
 
     @contextmanager
     def leases(self, lineages: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[list[str]]:
         """The right to learn these snapshots, as far as nobody else has it: gives those that this process may learn.
 
         Where others learn all of them, it waits for one and gives that; whoever learned it may have committed by then.
-        No process waits while it holds a lease, so two that want the same snapshots cannot block each other. The locks
-        belong to the process: the operating system releases them when the process ends, however it ends.
+        No process waits while it holds a lease, so two that want the same snapshots cannot block each other. A lease
+        ends with the process that has it, however that ends: in a folder at once, in an object store when it expires.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        locks = {lineage: FileLock(str(self.folder / f"{lineage}.lock")) for lineage in lineages}
+        leases = {lineage: self._storage.lease(self.folder / f"{lineage}.lock") for lineage in lineages}
         held = []
         try:
-            for lineage, lock in locks.items():
-                with suppress(Timeout):
-                    lock.acquire(timeout=0)
+            for lineage, lease in leases.items():
+                if lease.take():
                     held.append(lineage)
             if not held:
                 first = lineages[0]
                 on_wait(first)
-                locks[first].acquire()
+                leases[first].take(wait=True)
                 held.append(first)
             yield held
         finally:
             for lineage in held:
-                locks[lineage].release()
+                leases[lineage].release()
 
     def checkpoint(self, lineage: str) -> TaskCheckpoint:
         """The checkpoint inside the task that will become this snapshot."""
@@ -201,26 +214,30 @@ class TaskCheckpoint:
         self.path = path
 
     def save(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Replace the checkpoint; facts are JSON values."""
-        write_atomically(self.path, _tensor_bytes(tensors, {"facts": json.dumps(facts)}))
+        """Replace the checkpoint; facts are JSON values.
+
+        Raises:
+            StoreError: the storage cannot be written.
+        """
+        write_atomically(self.path, _sealed(_tensor_bytes(tensors, _UNSEALED | {"facts": json.dumps(facts)})))
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Tensors and facts, or None where there is none; one that cannot be read counts as none and says so."""
-        from safetensors import SafetensorError, safe_open
+        """Tensors and facts, or None where there is none; one that is damaged is set aside, says so, counts as none."""
+        from safetensors import safe_open
 
-        if not self.path.is_file():
+        if not storage_of(self.path).sync(self.path):
             return None
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                facts = json.loads(file.metadata()["facts"])
-                return {name: file.get_tensor(name).clone() for name in file.keys()}, facts  # noqa: SIM118
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            log.warning("checkpoint %s cannot be read (%s); the task starts from its first step", self.path, error)
+        if not intact(self.path):
+            log.warning("checkpoint %s is damaged; the task starts from its first step", self.path)
             return None
+        with safe_open(self.path, framework="pt") as file:
+            facts = json.loads(file.metadata()["facts"])
+            return {name: file.get_tensor(name).clone() for name in file.keys()}, facts  # noqa: SIM118
 
     def remove(self) -> None:
-        """The snapshot is committed: nothing to resume."""
-        self.path.unlink(missing_ok=True)
+        """The snapshot is committed: nothing to resume, and nothing to learn from a damaged one that was set aside."""
+        storage_of(self.path).remove(self.path)
+        self.path.with_suffix(DAMAGED).unlink(missing_ok=True)
 
 
 def _tensor_bytes(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:

@@ -6,26 +6,36 @@ A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Uni
     stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number}
     finished  metrics
     failed    kind, message, task, step
+    lost      kind, message: the worker is gone; the trial is tried again, or `failed` follows
     stopped   tasks_seen, reason
 
-A trial may start several times; the disk is the truth, and trackers and reports only mirror it.
+A trial may start several times; the disk is the truth, and trackers and reports only mirror it. One driver at a time
+runs a sweep, and one worker at a time writes a trial: `driving` and `writing` see to it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from latent_sweep.errors import StoreError
+from latent_sweep.files import committing
+from latent_sweep.leases import held
+from latent_sweep.storage import JOURNAL, storage_of
+
+log = logging.getLogger(__name__)
 
 Event = dict[str, Any]
-EventName = Literal["started", "stage", "finished", "failed", "stopped"]
+EventName = Literal["started", "stage", "finished", "failed", "lost", "stopped"]
 Status = Literal["pending", "running", "finished", "failed", "stopped"]
 
 _STATUS_AFTER: Mapping[str, Status] = {
@@ -33,6 +43,7 @@ _STATUS_AFTER: Mapping[str, Status] = {
     "stage": "running",
     "finished": "finished",
     "failed": "failed",
+    "lost": "running",
     "stopped": "stopped",
 }
 
@@ -46,29 +57,35 @@ class Journal:
     def append(self, event: EventName, /, **fields: Any) -> Event:
         """Write one event durably and return it as `read` will give it.
 
-        A torn last line, left by a kill, is cut off first.
+        A torn last line, left by a kill, is cut off first. What another node has written is fetched first.
 
         Raises:
-            StoreError: a field is not plain JSON (finite numbers, strings, lists, mappings), or the journal is damaged.
+            StoreError: a field is not plain JSON (finite numbers, strings, lists, mappings), the journal is damaged, or
+                it cannot be written.
         """
-        earlier = self.read()
-        record = {"seq": earlier[-1]["seq"] + 1 if earlier else 0, "time": time.time(), "event": event, **fields}
         try:
-            line = json.dumps(record, allow_nan=False).encode() + b"\n"
+            content = json.dumps({"time": time.time(), "event": event, **fields}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise StoreError(
                 f"{self.path}: event {event!r} is not plain JSON ({error}). Give finite Python numbers, strings, "
                 f"lists and mappings; convert arrays and tensors first."
             ) from error
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.truncate(len(self._whole_lines()))
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        if not earlier:
-            _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
-        return json.loads(line)
+        storage = storage_of(self.path)
+        storage.sync(self.path)
+        with committing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # the driver too has something to say of a trial whose worker is lost
+                earlier = self.read()
+                record = {"seq": earlier[-1]["seq"] + 1 if earlier else 0, **json.loads(content)}
+                file.truncate(len(self._whole_lines()))
+                file.write(json.dumps(record).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if not earlier:
+                _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
+        storage.push(self.path)
+        return record
 
     def read(self) -> list[Event]:
         """Every event in order; empty where there is no journal yet.
@@ -90,15 +107,53 @@ class Journal:
     def _parse(self, number: int, line: bytes) -> Event:
         try:
             record = json.loads(line)
-            if isinstance(record, dict) and {"seq", "time", "event"} <= set(record):
+            if isinstance(record, dict) and _is_event(record):
                 return record
-            found = "an entry without seq, time and event"
-        except ValueError as error:
+            found = "an entry without seq, time and a known event"
+        except (ValueError, RecursionError) as error:
             found = str(error)
         raise StoreError(
             f"{self.path}, line {number}: {found}; expected one JSON object with seq, time and event. "
             f"Move the file aside and run the sweep again: stages in the store are not learned twice."
         )
+
+
+def _is_event(record: Mapping[str, Any]) -> bool:
+    seq, at, event = (record.get(name) for name in ("seq", "time", "event"))
+    return type(seq) is int and isinstance(at, (int, float)) and isinstance(event, str) and event in _STATUS_AFTER
+
+
+def driving(sweep_folder: Path, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
+    """The right to drive a sweep: to write what it is, to hand out its packs and to mirror it.
+
+    Args:
+        on_wait: told who drives it, where that has to be waited for.
+    """
+    return held(storage_of(sweep_folder).lease(sweep_folder / "locks" / "driver.lock"), on_wait)
+
+
+@contextmanager
+def writing(sweep_folder: Path, trials: Mapping[str, Iterable[str]]) -> Iterator[None]:
+    """The right to write these trials' folders, which are up to date then.
+
+    A worker whose driver was killed, or that Ray has given up, may still be at work when its successor comes.
+
+    Args:
+        sweep_folder: the trials' folders lie in its `trials/`.
+        trials: trial ids by training id; a training is what is waited for.
+    """
+
+    def say_waiting(holder: str) -> None:
+        log.warning("%s: waiting for %s, which is at work on the same trials", sweep_folder, holder)
+
+    storage = storage_of(sweep_folder)
+    with ExitStack() as stack:
+        for training_id in sorted(trials):  # all take them in the same order, so nobody waits in a circle
+            lease = storage.lease(sweep_folder / "locks" / f"{training_id}.lock")
+            stack.enter_context(held(lease, say_waiting))
+            for trial_id in trials[training_id]:
+                storage.sync_folder(sweep_folder / "trials" / trial_id)
+        yield
 
 
 def _sync_folder(folder: Path) -> None:
@@ -140,7 +195,7 @@ class TrialFolder:
 
     def events(self) -> list[Event]:
         """Everything in the trial's journal."""
-        return Journal(self.path / "journal.jsonl").read()
+        return Journal(self.path / JOURNAL).read()
 
     def read_json(self, name: str) -> Any:
         """The content of the trial's file `name`, or None where it is not there.

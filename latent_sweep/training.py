@@ -1,4 +1,4 @@
-"""Learning one task: the loop over optimizer steps, and the engine that owns the optimizer.
+"""Learning one task: the loop over optimizer steps.
 
 Everything random is derived from (seed, task, purpose), and the position in the task is its step number, so a task that
 is cut and resumed from its checkpoint ends with the same bits as one that was not (on CPU).
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from torch import Tensor
 from latent_sweep.adapters.bank import Adaptation, AdapterBank, side_by_side
 from latent_sweep.backbones import Backbone
 from latent_sweep.config import TrainingSettings
+from latent_sweep.engine import Optimizer
 from latent_sweep.errors import NonFiniteLoss
+from latent_sweep.gang import Gang
 from latent_sweep.methods.protocol import IGNORED, Example, Learner, Outputs
 from latent_sweep.snapshots import TaskCheckpoint
 
@@ -129,93 +131,6 @@ def epoch_batches(
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
-
-
-class Engine(Protocol):
-    """Owns the optimizer of one learner; the loop tells it when."""
-
-    def step(self) -> float:
-        """Clip and step; returns the gradient norm before clipping. The clipped gradients stay until `clear`."""
-        ...
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything needed to go on after a restart, as named tensors."""
-        ...
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        ...
-
-
-class TorchEngine:
-    """An optimizer on one device: the learning rate warms up, then stays or falls linearly to zero."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainingSettings, steps: int):
-        assert settings.learning_rate is not None
-        self._parameters = dict(parameters)
-        self._clip = settings.gradient_clip
-        self._optimizer = _optimizer(list(parameters.values()), settings)
-        warmup, falls = settings.warmup_steps or 0, settings.schedule == "linear"
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            return (steps - step) / max(1, steps - warmup) if falls else 1.0
-
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, factor)
-
-    def step(self) -> float:
-        """Clip and step."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip or math.inf)
-        self._optimizer.step()
-        self._schedule.step()
-        return float(norm)
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def state(self) -> dict[str, Tensor]:
-        """Parameters, the optimizer's moments and step counts."""
-        named = {f"parameter.{name}": parameter.detach() for name, parameter in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            moments = self._optimizer.state[parameter]
-            named |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in moments.items()}
-        return named | {"schedule": torch.tensor(self._schedule.last_epoch)}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there; the learning rate follows from the step."""
-        for name, parameter in self._parameters.items():
-            with torch.no_grad():
-                parameter.copy_(state[f"parameter.{name}"])
-            prefix = f"optimizer.{name}."
-            moments = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            self._optimizer.state[parameter] = {
-                # a step count stays where it was made, on the CPU
-                key: value.clone() if value.dim() == 0 else value.to(parameter.device).clone()
-                for key, value in moments.items()
-            }
-        self._schedule.last_epoch = int(state["schedule"])
-        for group, rate in zip(self._optimizer.param_groups, self._schedule.base_lrs, strict=True):
-            group["lr"] = rate * self._schedule.lr_lambdas[0](self._schedule.last_epoch)
-
-
-def _optimizer(parameters: list[Tensor], settings: TrainingSettings) -> torch.optim.Optimizer:
-    rate, decay = settings.learning_rate, settings.weight_decay or 0.0
-    assert rate is not None
-    if settings.optimizer != "adafactor":
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
-    from transformers.optimization import Adafactor
-
-    # torch's own Adafactor always scales the rate by the parameter's size and lets it decay
-    return Adafactor(parameters, lr=rate, weight_decay=decay, scale_parameter=False, relative_step=False)
-
-
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +146,7 @@ class TrainingSummary:
     seconds: float = field(compare=False)
     """Wall time; of members that train side by side, each has its share."""
     tokens: int = field(compare=False)
-    """Prompt and target tokens this process trained on, padding left out."""
+    """Prompt and target tokens trained on since this process took the task up, padding left out."""
 
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -257,13 +172,15 @@ class Lesson:
 def train_pack(lessons: Sequence[Lesson], backbone: Backbone, bank: AdapterBank) -> list[TrainingSummary | Exception]:
     """Train learners side by side: one forward pass of the shared backbone for all their batches.
 
-    Each has its own data order, optimizer, clipping, checkpoint and number of steps, and ends as it would alone (to
+    Every worker of the backbone's gang calls it with the same lessons and computes its share of every batch. Each
+    learner has its own data order, optimizer, clipping, checkpoint and number of steps, and ends as it would alone (to
     rounding: its batch is padded to the longest row of all). One that fails leaves; the others go on.
 
     Returns:
         In the order of the lessons, a summary, or what stopped it: NonFiniteLoss where its loss or gradient became NaN
         or infinite, RuntimeError where no gradient reaches the first adapted projection.
     """
+    backbone.engine.begin_learning()
     checkpointing = lessons[0].settings.gradient_checkpointing  # of the backbone, so all members agree
     backbone.model.train(checkpointing)
     if checkpointing:
@@ -296,13 +213,15 @@ class _Course:
         assert settings.batch_size is not None
         self.steps = settings.step_count(len(self.rows))
         self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
-        self.engine: Engine = TorchEngine(self.learner.parameters(), settings, self.steps)
+        self.optimizer = backbone.engine.optimizer(self.learner.parameters(), settings, self.steps)
         held_out = self.learner.examples(lesson.validation) if lesson.validation else ()
         self.selection = _BestOnValidation(self.learner, backbone, bank, held_out, settings) if held_out else None
         self.history = _History()
         self.failure: Exception | None = None
         self.seconds, self.tokens = 0.0, 0
-        self.step = _resume(lesson.checkpoint, self.engine, self.history, self.selection, self.learner)
+        self.gang = backbone.engine.gang
+        found = self.gang.first(lesson.checkpoint.load)
+        self.step = _resume(found, self.optimizer, self.history, self.selection, self.learner) if found else 0
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     @property
@@ -311,7 +230,8 @@ class _Course:
 
     @property
     def step_seed(self) -> int:
-        return derived_seed(*self.lesson.seed_parts, "step", self.step)
+        own = (self.gang.rank,) if self.gang.rank else ()  # workers have different rows, so they draw other masks
+        return derived_seed(*self.lesson.seed_parts, "step", self.step, *own)
 
     def batch(self) -> list[Example]:
         """The rows of the step to come."""
@@ -330,11 +250,11 @@ class _Course:
         try:
             if self.failure is None:
                 _check_losses(losses, self.step)
-                _check_gradient(self.engine.step(), self.step)
+                _check_gradient(self.optimizer.step(), self.step)
                 self.learner.after_step(self.step)
         except Exception as failure:
             self.failure = failure
-        self.engine.clear()
+        self.optimizer.clear()
         if self.failure is not None:
             return
         self.history.append(losses)
@@ -343,7 +263,9 @@ class _Course:
         if self.selection and (last or self.step % self.steps_per_epoch == 0):
             self.selection.consider()
         if self.step % self.lesson.settings.checkpoint_every == 0 and not last:
-            _save(self.lesson.checkpoint, self.step, self.engine, self.history, self.selection, self.learner)
+            tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
+            if self.gang.leads:
+                self.lesson.checkpoint.save(tensors, facts)
         self.lesson.on_step(self.step, self.steps, losses)
 
     def outcome(self) -> TrainingSummary | Exception:
@@ -359,13 +281,14 @@ class _Course:
 
 
 def _gradients(courses: Sequence[_Course], backbone: Backbone, bank: AdapterBank) -> list[dict[str, float]]:
-    """Accumulate the gradients of one step of each course; returns their loss terms.
+    """Accumulate the gradients of one step of each course, over all workers; returns their loss terms.
 
     The first step of a course must show that data reach its parameters.
     """
     batches = [course.batch() for course in courses]
     denominators = [_denominator(rows, c.lesson.settings) for rows, c in zip(batches, courses, strict=True)]
-    chunks = [_chunks(rows, c.lesson.settings.micro_batch_size) for rows, c in zip(batches, courses, strict=True)]
+    gang = backbone.engine.gang
+    chunks = [_passes(rows, c.lesson.settings.micro_batch_size, gang) for rows, c in zip(batches, courses, strict=True)]
     losses: list[dict[str, float]] = [{} for _ in courses]
 
     def add(terms: Sequence[Mapping[str, Tensor]]) -> None:
@@ -378,21 +301,61 @@ def _gradients(courses: Sequence[_Course], backbone: Backbone, bank: AdapterBank
         if total.requires_grad:
             total.backward()
 
-    for parts in itertools.zip_longest(*chunks, fillvalue=()):
-        adaptations = [c.learner.adaptation(part) for c, part in zip(courses, parts, strict=True) if part]
-        counts = [len(part) for part in parts]
-        batch = collate([row for part in parts for row in part], backbone)
+    for parts in itertools.zip_longest(*chunks, fillvalue=_Pass(())):
+        adaptations = [c.learner.adaptation(part.rows) for c, part in zip(courses, parts, strict=True) if part.rows]
+        counts = [len(part.rows) for part in parts]
+        batch = collate([row for part in parts for row in part.rows], backbone)
         # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
         with bank.active(side_by_side(adaptations, [count for count in counts if count])):
             logits = label_logits(backbone, batch).split(counts)
             labels = batch.labels.split(counts)
-            outputs = [Outputs(*found) for found in zip(parts, logits, labels, denominators, strict=True)]
-            add([c.learner.loss(o) if o.rows else {} for c, o in zip(courses, outputs, strict=True)])
+            outputs = [
+                Outputs(part.rows, *found) for part, *found in zip(parts, logits, labels, denominators, strict=True)
+            ]
+            terms = [c.learner.loss(o) if o.rows else {} for c, o in zip(courses, outputs, strict=True)]
+            add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
+    _add_up(courses, losses, gang)
     for course in courses:
         if course.step == 0:  # before the penalty, whose gradient needs no data
             course.failure = _no_signal(course.learner)
     add([course.learner.penalty() for course in courses])
     return losses
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Rows of one forward pass of a learner."""
+
+    rows: Sequence[Example]
+    counts: bool = True
+    """Otherwise they stand in: the worker has no rows left, but the others need it for theirs."""
+
+    def counted(self, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return terms if self.counts else {name: 0.0 * term for name, term in terms.items()}
+
+
+def _passes(rows: Sequence[Example], size: int | None, gang: Gang) -> list[_Pass]:
+    """This worker's share of a batch in passes of `size` rows, as many as every other worker has."""
+    largest = gang.largest_share(len(rows))
+    mine = [_Pass(chunk) for chunk in _chunks(gang.share(rows), size or largest)]
+    stand_in = _Pass(rows[:1], counts=False)
+    return mine + [stand_in] * (math.ceil(largest / (size or largest)) - len(mine))
+
+
+def _add_up(courses: Sequence[_Course], losses: Sequence[dict[str, float]], gang: Gang) -> None:
+    """Give every worker the gradients and losses of all workers' rows."""
+    if gang.size == 1:
+        return
+    parameters = [p for course in courses for p in course.learner.parameters().values()]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    found = torch.tensor([loss for mine in losses for loss in mine.values()], device=parameters[0].device)
+    gang.add_up([found, *(p.grad for p in parameters if p.grad is not None)])
+    total = iter(found.tolist())
+    for mine in losses:
+        for name in mine:
+            mine[name] = next(total)
 
 
 def _denominator(rows: Sequence[Example], settings: TrainingSettings) -> float:
@@ -484,41 +447,33 @@ class _BestOnValidation:
             parameter.copy_(self.parameters[name])
 
 
-def _save(
-    checkpoint: TaskCheckpoint,
-    step: int,
-    engine: Engine,
-    history: _History,
-    selection: _BestOnValidation | None,
-    learner: Learner,
-) -> None:
-    tensors = {f"engine.{name}": value for name, value in engine.state().items()}
+def _state(
+    step: int, optimizer: Optimizer, history: _History, selection: _BestOnValidation | None, learner: Learner
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a checkpoint inside the task."""
+    tensors = {f"engine.{name}": value for name, value in optimizer.state().items()}
     tensors |= {f"learner.{name}": value for name, value in learner.state().items()}
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
     if selection:
         tensors |= {f"best.{name}": value for name, value in selection.parameters.items()}
     best_loss = selection.loss if selection and selection.parameters else None
-    facts = {"step": step, "terms": history.names, "best_loss": best_loss}
-    checkpoint.save(tensors, facts)
+    return tensors, {"step": step, "terms": history.names, "best_loss": best_loss}
 
 
 def _resume(
-    checkpoint: TaskCheckpoint,
-    engine: Engine,
+    found: tuple[dict[str, Tensor], dict[str, Any]],
+    optimizer: Optimizer,
     history: _History,
     selection: _BestOnValidation | None,
     learner: Learner,
 ) -> int:
-    """Load the checkpoint, if there is one; returns the steps already done."""
-    found = checkpoint.load()
-    if found is None:
-        return 0
+    """Go on from a checkpoint; returns the steps already done."""
     tensors, facts = found
 
     def named(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    engine.load_state(named("engine."))
+    optimizer.load_state(named("engine."))
     learner.load_state(named("learner."))
     history.names, history.rows = facts["terms"], tensors["history"].tolist()
     if selection and facts["best_loss"] is not None:

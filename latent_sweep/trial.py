@@ -1,5 +1,7 @@
 """run_pack: learn task after task, score the tasks seen, leave snapshots and rows behind.
 
+With several workers the first of them runs the pack, and the others follow it in what needs the backbone (`gang.py`).
+
 A plain function that knows no Ray and no MLflow: a debugger, a test and a cluster call the same one. Disk is the truth:
 whatever the store and the trial folders already hold is read, the rest is done.
 """
@@ -24,20 +26,22 @@ from typing import Any, Literal
 import torch
 
 from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones import Backbone, load_backbone
+from latent_sweep.backbones import Backbone
 from latent_sweep.benchmarks.loaders import tokenised
 from latent_sweep.benchmarks.schema import BenchmarkSettings, scoring_metric
-from latent_sweep.errors import NonFiniteLoss
-from latent_sweep.evaluation import Evaluator
+from latent_sweep.engine import Engine
+from latent_sweep.errors import NonFiniteLoss, StoreError
+from latent_sweep.evaluation import Evaluator, answer
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Example, Method, TaskData, Workplace
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.mixing import Mixer, router_accuracy
 from latent_sweep.plan import Member, Pack, Trial
+from latent_sweep.redaction import redact
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, SnapshotStore, write_atomically, write_json
-from latent_sweep.tracking import Event, Journal, attempts, stages, status
+from latent_sweep.tracking import Event, Journal, attempts, stages, status, writing
 from latent_sweep.training import Lesson, Progress, TrainingSummary, derived_seed, train_pack
 
 log = logging.getLogger(__name__)
@@ -79,6 +83,10 @@ class StageDone:
     def forgetting(self) -> float:
         """FM so far, a mean over the pack's trials."""
         return sum(matrix.forgetting() for matrix in self.matrices) / len(self.matrices)
+
+    def measures(self) -> dict[str, float]:
+        """What a scheduler is told."""
+        return {"tasks_seen": self.tasks_seen, "AP": self.average_performance, "FM": self.forgetting}
 
 
 Emit = Callable[[Step | StageDone], None]
@@ -138,35 +146,91 @@ class TrialFiles:
         write_atomically(self.folder / "predictions" / f"{task}.jsonl", lines.encode())
 
 
-def run_pack(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, threads: int | None = None) -> None:
+def run_pack(
+    pack: Pack,
+    storage: Path,
+    sweep_folder: Path,
+    emit: Emit,
+    threads: int | None = None,
+    engine: Engine | None = None,
+) -> None:
     """Run what is missing of a pack's trials: learn each task once, score it for every trial.
 
-    A member that fails leaves the pack; the others go on to their end.
+    A member that fails leaves the pack; the others go on to their end. With several workers only a loss that is not
+    finite is the member's own end, because all workers see it alike: anything else ends the pack.
 
     Args:
         storage: snapshots, factors, embeddings and tokens lie here, shared by all sweeps.
         sweep_folder: the trials' folders lie in its `trials/`.
         emit: told of every optimizer step and every finished stage.
         threads: CPU threads; None leaves torch's own choice.
+        engine: what computes; None is plain torch in this process. Every worker of its gang calls this function with
+            the same pack.
 
     Raises:
         Exception: whatever stopped the first member that failed, after a `failed` event in the journal of each of its
             unfinished trials and after the end of the others.
     """
+    engine = engine or Engine()
     if threads is not None:
         torch.set_num_threads(threads)
+    if not engine.gang.leads:
+        _follow(pack, storage, engine)
+        return
+    trial_ids = {member.training_id: [trial.trial_id for trial in member.trials] for member in pack.members}
+    with writing(sweep_folder, trial_ids):
+        members = _lead(pack, storage, sweep_folder, emit, engine)
+    engine.gang.order("end")
+    if failures := [member.failure for member in members if member.failure is not None]:
+        raise failures[0]
+
+
+def _lead(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, engine: Engine) -> list[MemberRun]:
+    """Run what is missing; returns the members that had something to do."""
     folders = [(member, [TrialFiles(trial, sweep_folder) for trial in member.trials]) for member in pack.members]
     unfinished = [(member, [f for f in files if not f.complete]) for member, files in folders]
     if not any(files for _, files in unfinished):
-        return
-    desk = Desk(pack.trials[0], storage)
+        return []
+    desk = Desk(pack.trials[0], storage, engine)
     members = [MemberRun(member, files, desk) for member, files in unfinished if files]
     for f in (f for member in members for f in member.files):
         started = {"attempt": len(attempts(f.journal.read())) + 1, "node": socket.gethostname()}
-        f.journal.append("started", **started, versions=versions(), hardware=hardware(), pid=os.getpid())
+        started["micro_batch_size"] = f.trial.settings.training.micro_batch_size
+        f.journal.append("started", **started, versions=versions(), hardware=hardware(engine), pid=os.getpid())
     _PackRun(members, desk, emit).run(len(pack.tasks))
-    if failures := [member.failure for member in members if member.failure is not None]:
-        raise failures[0]
+    return members
+
+
+def _follow(pack: Pack, storage: Path, engine: Engine) -> None:
+    """Do this worker's share of what the gang's first worker orders, until it has no more."""
+    desk = Desk(pack.trials[0], storage, engine)
+    members = {member.training_id: MemberRun(member, [], desk) for member in pack.members}
+    run = _PackRun(list(members.values()), desk, emit=lambda event: None)
+    snapshots: dict[str, Snapshot] = {}
+
+    def snapshot(lineage: str) -> Snapshot:
+        found = snapshots.get(lineage) or desk.store.get(lineage)
+        if found is None:
+            raise StoreError(
+                f"worker {engine.gang.rank} of {engine.gang.size} on {socket.gethostname()} does not find snapshot "
+                f"{lineage} in {desk.store.folder}, where the first worker has it; run.storage must be shared by all "
+                "nodes"
+            )
+        return snapshots.setdefault(lineage, found)
+
+    while (order := engine.gang.next_order()) != ("end",):
+        what, *how = order
+        if what == "load":
+            _ = desk.backbone
+        elif what == "learn":
+            position, lineages = how
+            for member in members.values():
+                if member.method.reads_history(position):
+                    member.snapshots = [snapshot(lineage) for lineage in member.lineages[:position]]
+            run.train(position, lineages)
+        else:
+            training_id, batches = how
+            answer(batches, snapshot, members[training_id].method, desk.backbone, desk.bank)
 
 
 def failure_kind(error: BaseException) -> str:
@@ -179,8 +243,9 @@ def failure_kind(error: BaseException) -> str:
 class Desk:
     """What the members of a pack share. What is expensive (the backbone, tokens) is loaded when first needed."""
 
-    def __init__(self, trial: Trial, storage: Path):
+    def __init__(self, trial: Trial, storage: Path, engine: Engine | None = None):
         self.storage, self.spec, self.tasks = storage, trial.spec, trial.tasks
+        self.engine = engine or Engine()
         self.store = SnapshotStore(storage / "snapshots")
         self._backbone_settings = trial.settings.backbone
         self.folds: dict[str, PooledScatter] = {}
@@ -189,7 +254,14 @@ class Desk:
     @cached_property
     def backbone(self) -> Backbone:
         """The frozen model that all members share."""
-        return load_backbone(self._backbone_settings)
+        if self.engine.gang.leads:
+            self.engine.gang.order("load")
+        return self.engine.load(self._backbone_settings)
+
+    def order(self, *what: Any) -> None:
+        """Tell the other workers what all of them do now with the backbone, which all of them have by then."""
+        _ = self.backbone
+        self.engine.gang.order(*what)
 
     @cached_property
     def bank(self) -> AdapterBank:
@@ -287,9 +359,9 @@ class MemberRun:
         self.failure = error
         for f in self.files:
             if status(f.journal.read()) == "running":
-                kind, message = failure_kind(error), f"{error}"[:2000]
+                kind, message = failure_kind(error), redact(f"{error}")[:2000]
                 f.journal.append("failed", kind=kind, message=message, task=task, step=self.step)
-        log.error("%s failed at task %s, step %s: %s", self.files[0].trial.name, task, self.step, error)
+        log.error("%s failed at task %s, step %s: %s", self.member.trials[0].name, task, self.step, error)
 
 
 class _PackRun:
@@ -312,12 +384,14 @@ class _PackRun:
 
     @contextmanager
     def _leaving(self, members: Sequence[MemberRun], position: int) -> Iterator[None]:
-        """What goes wrong for these members within the block is their own end, not the pack's."""
+        """What goes wrong for these members within the block is their own end, not the pack's (see `run_pack`)."""
         try:
             yield
         except Exception as error:
             for member in members:
                 member.fail(error, self.desk.tasks[position].name)
+            if self.desk.engine.gang.size > 1 and not isinstance(error, NonFiniteLoss):
+                raise
 
     def _stage(self, position: int) -> None:
         """Learn one task where nobody has, and score the tasks seen for every trial that lacks the row."""
@@ -339,7 +413,10 @@ class _PackRun:
         while wanting := {m.lineages[position]: m for m in self.going if len(m.snapshots) == position}:
             with store.leases(list(wanting), _say_waiting) as mine:
                 found = {lineage: snapshot for lineage in mine if (snapshot := store.get(lineage))}
-                for lineage, (snapshot, summary) in self._train(position, [m for m in mine if m not in found]).items():
+                missing = [lineage for lineage in mine if lineage not in found]
+                if missing:
+                    self.desk.order("learn", position, missing)
+                for lineage, (snapshot, summary) in self.train(position, missing).items():
                     store.append(snapshot)
                     store.checkpoint(lineage).remove()
                     found[lineage], summaries[lineage] = snapshot, summary
@@ -348,7 +425,7 @@ class _PackRun:
                     member.snapshots.append(found[member.lineages[position]])
         return summaries
 
-    def _train(self, position: int, lineages: Sequence[str]) -> dict[str, tuple[Snapshot, TrainingSummary]]:
+    def train(self, position: int, lineages: Sequence[str]) -> dict[str, tuple[Snapshot, TrainingSummary]]:
         """Learn these snapshots side by side, each for all members that share it."""
         sharers = {lineage: [m for m in self.going if m.lineages[position] == lineage] for lineage in lineages}
         lessons: dict[str, Lesson] = {}
@@ -396,6 +473,7 @@ class _PackRun:
             desk.spec.stop,
             s.benchmark.references,
             desk.storage / "predictions",
+            lambda batches: desk.order("answer", member.member.training_id, batches),
         )
         row, generated, total, rouge_1 = [], 0, 0, {}
         for j in range(position + 1):
@@ -494,7 +572,7 @@ def _finish(f: TrialFiles, lineages: Sequence[str], desk: Desk) -> None:
         "snapshots": [str(path) for path in paths],
         "values": dict(f.trial.values),
         "versions": versions(),
-        "hardware": hardware(),
+        "hardware": hardware(desk.engine),
     }
     write_json(f.folder / "result.json", result)
     f.journal.append("finished", metrics=matrix_metrics(matrix))
@@ -514,7 +592,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in ("latent-sweep", *packages)}}
 
 
-def hardware() -> dict[str, Any]:
+def hardware(engine: Engine | None = None) -> dict[str, Any]:
     """What it runs on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+    found = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+    return found | (engine.facts() if engine else {})

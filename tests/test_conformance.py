@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from latent_sweep import trial as trial_module
 from latent_sweep.backbones import KNOWN, BackboneSettings, load_backbone, target_shapes
+from latent_sweep.engine import Engine
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.trial import StageDone, Step
 
@@ -128,11 +129,11 @@ def test_the_backbone_stays_bit_for_bit(finished, method, family, tmp_path, monk
     """The very backbone that was trained on and answered with, against one that was only loaded."""
     used = []
 
-    def remember(settings):
-        used.append(load_backbone(settings))
+    def remember(engine, settings):
+        used.append(load_backbone(settings, engine))
         return used[-1]
 
-    monkeypatch.setattr(trial_module, "load_backbone", remember)
+    monkeypatch.setattr(Engine, "load", remember)
     runs = Runs(tmp_path)
     runs.run(runs.packs(**changes(method, family)))
     (backbone,) = used

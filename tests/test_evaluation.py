@@ -9,13 +9,13 @@ from conftest import random_rows
 
 from latent_sweep import evaluation
 from latent_sweep.adapters.bank import Adaptation
-from latent_sweep.evaluation import Evaluator
+from latent_sweep.evaluation import DECODING_VERSION, Evaluator
 from latent_sweep.generation import answer_text, generate
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import Workplace
 from latent_sweep.router import prune
 from latent_sweep.settings import content_hash
-from latent_sweep.snapshots import Snapshot
+from latent_sweep.snapshots import Snapshot, read_sealed_json
 
 COUNT, LONGEST = 7, 6
 
@@ -236,6 +236,7 @@ def test_answers_are_known_by_what_gives_them(history, rows, evaluator, tmp_path
     used = [i for i in range(3) if weights[:, i].any()]
     order = sorted(range(COUNT), key=lambda row: (len(rows["prompt_ids"][row]), row))
     content = {
+        "decoding": DECODING_VERSION,
         "snapshots": [f"lineage {i}" for i in used],
         "weights": [[float(weights[row, i]).hex() for i in used] for row in order],
         "prompts": [rows["prompt_ids"][row] for row in order],
@@ -271,7 +272,7 @@ def test_a_damaged_answer_file_is_made_again(history, rows, evaluator, tmp_path,
     paths = sorted((tmp_path / "predictions").rglob("*.json"))
     before = [path.read_bytes() for path in paths]
     assert len(paths) == 3
-    largest = max(paths, key=lambda path: len(json.loads(path.read_text())))
+    largest = max(paths, key=lambda path: len(read_sealed_json(path)))
     largest.write_text(damage)
     again = evaluator().score(history, soft(), rows, "accuracy")
     assert again.generated == 3

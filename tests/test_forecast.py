@@ -215,10 +215,10 @@ def plan_of(storage, **changes):
 
 def test_a_profile_turns_work_into_hours(tmp_path):
     without, trials = plan_of(tmp_path)
-    assert "worker" not in without
+    assert "one worker" not in without
     write_profile(tmp_path)
     text, _ = plan_of(tmp_path)
-    (line,) = [line for line in text.splitlines() if "worker" in line]
+    (line,) = [line for line in text.splitlines() if "one worker" in line]
     hours = training_tokens(trials, tmp_path) / 0.5 / 3600
     # per seed: two passes with certainty, 12 rows each at four seconds; at most one more for each K
     least, most = 2 * 2 * 12 * 4 / 60, 2 * (1 + 2 * 2) * 12 * 4 / 60
@@ -230,7 +230,7 @@ def test_a_profile_turns_work_into_hours(tmp_path):
 
 def test_a_profile_of_another_precision_says_nothing(tmp_path):
     write_profile(tmp_path)
-    assert "worker" not in plan_of(tmp_path, trial__backbone={"name": "tiny-llama", "dtype": "bfloat16"})[0]
+    assert "one worker" not in plan_of(tmp_path, trial__backbone={"name": "tiny-llama", "dtype": "bfloat16"})[0]
 
 
 def test_a_damaged_profile_is_named(tmp_path):
@@ -254,6 +254,7 @@ def test_the_text_of_a_plan(tmp_path):
         "  4 to 10 distinct passes, 4 to 10 to answer: 48 to 120 answers",
         "    at least with a router that is always sure of the right task, at most with one that never is",
         "  each pack asks for 2 CPU, 0.5 GPU of type A100",
+        *[line for line in text.splitlines() if "a worker to learn" in line],
         "",
         "  training          trials",
         *text.splitlines()[-2:],
@@ -267,6 +268,63 @@ def test_trainings_of_one_pack_stand_together():
     lines = describe_plan(sweep, trials, pack(trials, 2), NOWHERE).splitlines()
     assert "3 trials, 3 distinct trainings in 2 packs" in "\n".join(lines)
     assert [line[:2] for line in lines[-3:]] == [" |", " |", "  "]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+LARGE = {
+    "trial__backbone": {"name": "llama-2-13b", "dtype": "bfloat16"},
+    "trial__training": {"batch_size": 4, "gradient_checkpointing": True, "learning_rate": 0.1},
+    "search": {},
+}
+
+
+def memory_of(**changes):
+    """The lines of a plan on memory."""
+    text, _ = plan_of(NOWHERE, **LARGE | changes)
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if "a worker to learn" in line)
+    return lines[first : lines.index("", first)]
+
+
+def test_memory_is_told_with_its_parts():
+    assert memory_of() == [
+        "  up to 26.9 GiB a worker to learn (weights 24.2, factors 0.024, earlier adapters 0.00023, activations 2.6, "
+        "logits 0.0031, adapter and optimizer 0.00031), 39.5 to answer with prompts of 1,024 tokens"
+    ]
+
+
+def test_memory_of_shards_names_engine_and_host():
+    def engine(**resources):
+        settings = {"name": "deepspeed", "offload": "cpu"} if "workers" not in resources else {"name": "deepspeed"}
+        return memory_of(run__engine=settings, run__resources={"gpus": 1, **resources})
+
+    (line,) = engine(workers=2)
+    assert "weights 12.1, gathered weights 1.0" in line and line.endswith("; ZeRO-3 over 2 workers")
+    (line,) = engine()
+    assert line.endswith("; ZeRO-3; 24.2 GiB more in host memory")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "rows", "warning"),
+    [
+        ("A100-80G", 16, None),
+        ("A100", 4, None),
+        ("A100", 16, "A100 has with 40 GB, though it fits 80 GB; see evaluation.batch_size and run.engine"),
+        ("V100", 1, "V100 has with 16 GB, though it fits 32 GB; see training.micro_batch_size, "),
+        ("V100", 16, "V100 has with 16 GB or 32 GB; see training.micro_batch_size, training.gradient_checkpointing, "),
+    ],
+)
+def test_a_card_that_is_too_small_is_named(accelerator, rows, warning):
+    run = {"gpus": 1, "accelerator": accelerator}
+    _, *warnings = memory_of(run__resources=run, trial__evaluation={"batch_size": rows})
+    assert [warning] == (warnings or [None]) or warning in warnings[0]
+
+
+def test_memory_is_told_for_each_backbone_and_what_the_hub_knows_alone_is_left_out():
+    search = {"backbone.name": ["tiny-llama", "tiny-t5", "somebody/a-model"]}
+    lines = memory_of(search=search)
+    assert [line.rpartition(" tokens, ")[2] for line in lines] == ["on tiny-llama (bfloat16)", "on tiny-t5 (bfloat16)"]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 import base64
 import contextlib
+import http.server
 import io
 import json
 import os
@@ -14,9 +15,13 @@ import pytest
 from matplotlib.figure import Figure
 from sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
 
+from latent_sweep import tracked
 from latent_sweep.backends import mlflow_mirror
-from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mask_secrets, mirror_for
+from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mirror_for
+from latent_sweep.cli import main
 from latent_sweep.errors import StoreError, TrackingError
+from latent_sweep.snapshots import Snapshot, SnapshotStore, write_json
+from latent_sweep.verify import verify_disk, verify_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -49,6 +54,13 @@ def client(uri):
     from mlflow import MlflowClient
 
     return MlflowClient(uri)
+
+
+@pytest.fixture
+def plain_pictures(monkeypatch):
+    """Drawing takes most of the time of a trial's end."""
+    monkeypatch.setattr(tracked, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
+    monkeypatch.setattr(tracked, "curve_figure", lambda name, values, series: Figure((1, 1)))
 
 
 def runs_of(client, sweep, kind):
@@ -165,8 +177,7 @@ class CrashingClient:
         return call
 
 
-def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch):
-    monkeypatch.setattr(mlflow_mirror, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
+def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch, plain_pictures):
     connect = mlflow_mirror._quiet_client
     crash_at, crashed = 0, True
     while crashed:
@@ -340,7 +351,7 @@ def dead_uri(monkeypatch):
 
 
 def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
-    with pytest.raises(TrackingError, match="latent-sweep sync") as caught:
+    with pytest.raises(TrackingError, match="Nothing on disk is lost") as caught:
         MlflowMirror(dead_uri, sweep).sync()
     assert "hunter2" not in str(caught.value)
     assert "127.0.0.1" in str(caught.value)
@@ -366,6 +377,42 @@ def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_u
     assert len(told) == 2
 
 
+@pytest.mark.parametrize("code", [403, 500, 503])
+def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(code)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    told = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}"
+        thread = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+        thread.start()
+        assert thread.stop(timeout_seconds=60) is False
+        server.shutdown()
+    behind, left = told
+    assert f"MLflow at {uri}: " in behind
+    assert str(code) in behind
+    assert f"When it is back: latent-sweep sync {sweep.path} --uri {uri}" in left
+
+
+def test_the_command_to_catch_up_holds_all_that_it_needs_but_no_password(sweep, monkeypatch):
+    assert MlflowMirror("sqlite:///x.db", sweep, allow_insecure=True).sync_command() == (
+        f"latent-sweep sync {sweep.path} --uri sqlite:///x.db --allow-insecure"
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker")
+    assert MlflowMirror(None, sweep).sync_command() == f"latent-sweep sync {sweep.path}"
+
+
 class FlakyMirror(NullMirror):
     """Fails a number of times, then works."""
 
@@ -389,7 +436,10 @@ def test_failures_are_told_once_and_so_is_recovery():
     thread.start()
     assert mirror.synced.wait(10)
     assert thread.stop(10) is True
-    assert told == ["tracking is behind and will be tried again: no route", "tracking has caught up"]
+    assert len(told) == 2
+    assert told[0].startswith("tracking is behind since 20")
+    assert "no route" in told[0]
+    assert told[1] == "tracking has caught up"
     assert mirror.opened == 1
 
 
@@ -423,17 +473,125 @@ def test_no_tracking_is_asked_for_by_name(sweep):
     assert isinstance(mirror_for(None, sweep), MlflowMirror)
 
 
-@pytest.mark.parametrize(
-    ("text", "masked"),
-    [
-        ("postgresql://me:word@db:5432/x failed", "postgresql://***@db:5432/x failed"),
-        ("https://token@host/a and http://b:c@d", "https://***@host/a and http://***@d"),
-        ("sqlite:////data/mlflow.db", "sqlite:////data/mlflow.db"),
-        ("mail me@host", "mail me@host"),
-    ],
-)
-def test_secrets_are_masked(text, masked):
-    assert mask_secrets(text) == masked
+def test_mirrors_of_one_sweep_take_turns_and_see_what_the_other_has_brought(uri, sweep, client, plain_pictures):
+    first, second = MlflowMirror(uri, sweep), MlflowMirror(uri, sweep)
+    faults = []
+
+    def close(mirror):
+        try:
+            mirror.close()
+        except Exception as error:
+            faults.append(error)
+
+    for trial in list(sweep)[:2]:
+        run_to_end(trial, 0.5, 0.1)
+        threads = [threading.Thread(target=close, args=(mirror,)) for mirror in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert faults == []
+    assert [len(runs_of(client, sweep, kind)) for kind in ("sweep", "trial", "summary")] == [1, 2, 1]
+    for run in runs_of(client, sweep, "trial"):
+        assert steps_of(client, run) == WHOLE_TRIAL
+    assert verify_tracker(sweep, first).faults == []
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
+    from mlflow.entities import Metric
+
+    for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
+        run_to_end(trial, average, 0.1)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    mirror.close()
+    verdict = verify_tracker(sweep, mirror)
+    assert verdict.faults == []
+    assert verdict.counts["runs"] == 4 + 2 + 1
+    assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 5 + 1
+    assert verdict.counts["artifacts"] == 4 * 8 + 3
+
+    changed, doubled, lost, failed = runs_of(client, sweep, "trial")
+    (parent,) = runs_of(client, sweep, "sweep")
+    summary = next(run for run in runs_of(client, sweep, "summary") if run.data.params["lambda"] == "0.1")
+    client.set_tag(changed.info.run_id, "training_id", "another")
+    client.log_text(changed.info.run_id, (sweep.path / "trials/trial0000/scores.json").read_text()[::-1], "scores.json")
+    client.log_text(changed.info.run_id, "", "snapshots/training0000.safetensors")
+    client.log_metric(doubled.info.run_id, "AP", 0.44, step=2)
+    client.log_batch(doubled.info.run_id, metrics=[Metric("FM", 0.9, 9_999_999_999_999, 1)])
+    client.delete_run(lost.info.run_id)
+    client.set_terminated(failed.info.run_id, "FAILED")
+    copied = client.create_run(parent.info.experiment_id, tags=dict(summary.data.tags))
+    stray_tags = {"kind": "trial", "sweep_id": sweep.sweep_id, "trial_id": "stray"}
+    client.create_run(parent.info.experiment_id, tags=stray_tags)
+    client.log_metric(parent.info.run_id, "best_AP", 0.99, step=4)
+    mirrored = "lambda=0.0 seed"
+    assert sorted(verify_tracker(sweep, mirror).faults) == sorted(
+        [
+            f"{mirrored}=0: tag training_id: found 'another'; expected 'training0000'",
+            f"{mirrored}=0: artifact scores.json: found another content than on disk",
+            f"{mirrored}=0: artifact snapshots/training0000.safetensors: found 0 bytes; expected 7",
+            f"{mirrored}=1: metric AP at step 2: found 0.44 1 times too often",
+            f"{mirrored}=1: metric FM at step 1: found 0.9 1 times too often",
+            f"{mirrored}=1: metric FM at step 1: found 0.9; expected 0.01",
+            "lambda=0.1 seed=0: found 0 runs; expected one",
+            "lambda=0.1 seed=1: found status FAILED; expected FINISHED",
+            "mean lambda=0.1: found 2 runs; expected one",
+            "trial stray: found 1 runs; expected none",
+            f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}: metric best_AP at step 4: found 0.99; expected 0.51",
+        ]
+    )
+    assert copied.info.run_id != summary.info.run_id
+
+
+def test_a_journal_that_went_on_differs_until_it_is_brought(uri, sweep, capsys):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    arguments = [str(sweep.path), "--uri", uri]
+    assert main(["sync", *arguments]) == 0
+    assert main(["verify", *arguments]) == 0
+    learn(trial, 2, 0.5)
+    learn(trial, 1, 0.75)  # scored again: the value before stays in the history
+    assert main(["verify", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "lambda=0.0 seed=0: metric AP at step 2: found None; expected 0.5" in printed
+    assert "lambda=0.0 seed=0: metric AP at step 1: found 0.5; expected 0.75" in printed
+    assert "tag mirrored_events: found '2'; expected '4'" in printed
+    assert main(["sync", *arguments]) == 0
+    assert main(["verify", *arguments]) == 0
+    assert "equal; looked at 2 runs" in capsys.readouterr().out
+
+
+def test_an_unreachable_tracker_cannot_be_verified(dead_uri, sweep, capsys):
+    assert main(["verify", str(sweep.path), "--uri", dead_uri]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "disk\nequal; looked at nothing\n"
+    assert "error: MLflow at http://***@127.0.0.1" in printed.err
+
+
+def test_a_disk_that_is_not_whole_differs(sweep, capsys):
+    store = SnapshotStore(sweep.storage / "snapshots")
+    whole, damaged, gone, torn = sweep
+    for trial in (whole, damaged):
+        store.append(Snapshot(trial.training_id, {}, {}))
+    for trial in (whole, damaged, gone):
+        start(trial)
+        write_json(trial.path / "result.json", {"snapshots": [f"snapshots/{trial.training_id}.safetensors"]})
+    assert len(verify_disk(sweep).faults) == 1
+    store.path(damaged.training_id).write_bytes(b"x")
+    start(torn)
+    with journal_of(torn).path.open("a") as file:
+        file.write("oops\n")
+    assert main(["verify", str(sweep.path), "--uri", "none"]) == 1
+    printed = capsys.readouterr().out
+    assert "line 2" in printed
+    assert "lambda=0.0 seed=1: its result names snapshot training0001, which is missing or does not check" in printed
+    assert "lambda=0.1 seed=0: its result names snapshot training0002, which is missing" in printed
+    assert "3 differences; looked at 3 journals, 3 snapshots" in printed
 
 
 def test_a_new_database_is_made_quietly_with_its_folder(first_use):

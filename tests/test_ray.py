@@ -154,4 +154,6 @@ def test_a_trial_whose_worker_is_lost_is_started_again(tmp_path):
         end(process, seen)
     assert process.returncode == 0, printed
     (trial,) = sweep_folder(tmp_path)
-    assert [event["event"] for event in trial.events()] == ["started", "started", "stage", "stage", "finished"]
+    assert [event["event"] for event in trial.events()] == ["started", "lost", "started", "stage", "stage", "finished"]
+    (lost,) = events(sweep_folder(tmp_path), "lost")
+    assert lost["kind"] == "worker_died"

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from latent_sweep.config import _parse_yaml as parse_yaml
 from latent_sweep.config import describe_settings, load_sweep, parse_sweep
 from latent_sweep.plan import expand
+from latent_sweep.settings import parse_yaml
 
 README = Path(__file__).parent.parent / "README.md"
 

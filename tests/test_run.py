@@ -152,7 +152,8 @@ def test_the_same_command_again_does_nothing(finished, capsys):
     rewritten = {
         str(file.relative_to(folder / "runs")) for file, time in modified(folder).items() if before.get(file) != time
     }
-    described = {file for file in rewritten if file.endswith(("trial.yaml", "sweep.yaml", "sweep.json"))}
+    again = ("trial.yaml", "sweep.yaml", "sweep.json", ".lock", ".last")
+    described = {file for file in rewritten if file.endswith(again)}
     assert rewritten == described  # what the sweep is may be written down again; nothing that was computed is
     assert {trial.trial_id: trial.events() for trial in sweep_folder(folder)} == journals
 

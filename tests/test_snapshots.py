@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from latent_sweep import snapshots
-from latent_sweep.snapshots import Snapshot, SnapshotStore, TaskCheckpoint, write_atomically, write_json
+from latent_sweep.errors import StoreError
+from latent_sweep.snapshots import Snapshot, SnapshotStore, TaskCheckpoint, read_sealed_json, write_sealed_json
+from latent_sweep.storage import write_atomically, write_json
 
 
 def snapshot(value=1.0, lineage="abc", **facts):
@@ -115,7 +117,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, mon
         raise OSError("no space left")
 
     monkeypatch.setattr(snapshots.os, "fsync", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(StoreError, match=r"file\.json: cannot be written: no space left"):
         write_atomically(path, b"new")
     assert json.loads(path.read_text()) == {"a": [2], "b": 1}
     assert [p.name for p in path.parent.iterdir()] == ["file.json"]
@@ -135,7 +137,7 @@ def test_writers_of_one_file_do_not_meet(tmp_path):
         while not stop.is_set():
             try:
                 write_atomically(path, byte * 4096)
-            except OSError as error:
+            except StoreError as error:
                 torn.append(error)
 
     writers = [threading.Thread(target=write, args=(byte,)) for byte in (b"a", b"b")]
@@ -272,13 +274,45 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
     checkpoint.remove()
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: b"", lambda data: b"\xff" * 100])
-def test_a_damaged_checkpoint_counts_as_none_and_says_so(tmp_path, damage, caplog):
+SPOILED = {
+    "a cut file": lambda data: data[:-3],
+    "an empty file": lambda data: b"",
+    "other bytes": lambda data: b"\xff" * 100,
+    "a flipped bit of a tensor": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "another step": lambda data: data.replace(b'\\"step\\": 1', b'\\"step\\": 2'),
+}
+
+
+@pytest.mark.parametrize("damage", SPOILED.values(), ids=SPOILED)
+def test_a_damaged_checkpoint_is_set_aside_counts_as_none_and_says_so(tmp_path, damage, caplog):
     checkpoint = TaskCheckpoint(tmp_path / "abc.safetensors")
     checkpoint.save({"R": torch.ones(3)}, {"step": 1})
-    checkpoint.path.write_bytes(damage(checkpoint.path.read_bytes()))
+    spoiled = damage(checkpoint.path.read_bytes())
+    assert spoiled != checkpoint.path.read_bytes()
+    checkpoint.path.write_bytes(spoiled)
     assert checkpoint.load() is None
     assert "the task starts from its first step" in caplog.text
+    assert (tmp_path / "abc.damaged").read_bytes() == spoiled
+    checkpoint.save({"R": torch.ones(3)}, {"step": 2})
+    assert checkpoint.load()[1] == {"step": 2}
+    checkpoint.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- sealed JSON -----------------------------------------------------------------------------------------------------
+
+
+def test_sealed_json_comes_back_and_only_whole(tmp_path, caplog):
+    path = tmp_path / "answers.json"
+    assert read_sealed_json(path) is None
+    texts = ['"sha256":"' + "f" * 64 + '"', "täglich", ""]
+    write_sealed_json(path, texts)
+    assert read_sealed_json(path) == texts
+    assert caplog.text == ""
+    path.write_bytes(path.read_bytes().replace(b"glich", b"glicH"))
+    assert read_sealed_json(path) is None
+    assert "answers.json does not check against its digest" in caplog.text
+    assert not path.exists()
 
 
 def test_a_checkpoint_lies_beside_the_snapshots_under_its_lineage(store):

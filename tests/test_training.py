@@ -8,11 +8,11 @@ from conftest import bank_of, learn, load_tiny, random_rows, task_data
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.config import TrainingSettings
+from latent_sweep.engine import TorchOptimizer
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import IGNORED, Workplace
 from latent_sweep.training import (
-    TorchEngine,
     collate,
     derived_seed,
     epoch_batches,
@@ -327,7 +327,7 @@ def engine_steps(engine, parameter, count):
 
 def engine_of(parameter, **settings):
     training = TrainingSettings(learning_rate=0.1, batch_size=1, epochs=1, **settings)
-    return TorchEngine({"p": parameter}, training, steps=8)
+    return TorchOptimizer({"p": parameter}, training, steps=8)
 
 
 def test_warm_up_is_linear_then_constant():

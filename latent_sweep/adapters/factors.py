@@ -11,12 +11,14 @@ in the type of `backbone.dtype`, however they were published.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from filelock import FileLock
@@ -24,7 +26,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.files import committing
 from latent_sweep.snapshots import intact, write_sealed
+
+log = logging.getLogger(__name__)
 
 GRAM_COLUMNS = 2048
 """Up to this smaller side, the eigenvectors of the Gram matrix are the fastest exact way (2 to 6 times an SVD)."""
@@ -36,6 +41,9 @@ SPARE_COLUMNS = 96
 MOST_ITERATIONS = 200
 TOLERANCE = 1e-6
 """Largest residual of a singular triplet, relative to its singular value, in float64."""
+
+_IDENTITY = "identity"
+"""The name under which a file of factors was written, inside it: copied or renamed, it is told apart."""
 
 Algorithm = Literal["exact", "randomized"]
 
@@ -161,6 +169,7 @@ def load_factors(
 
     Raises:
         ConfigError: rank exceeds the smallest side of a projection.
+        StoreError: the factors cannot be written.
     """
     largest = min(min(p.out_features, p.in_features) for p in projections.values())
     if rank > largest:
@@ -169,9 +178,11 @@ def load_factors(
             "so at most that is possible"
         )
     compute_rank = min(max(rank, compute_rank or 0), largest)
-    folder.mkdir(parents=True, exist_ok=True)
     stem = f"{weights_digest}-{algorithm}"
-    with FileLock(str(folder / f"{stem}.lock")):
+    with ExitStack() as stack:
+        with committing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(str(folder / f"{stem}.lock")))
         path = _cached(folder, stem, rank)
         if path is None:
             path = folder / f"{stem}-r{compute_rank}.safetensors"
@@ -184,13 +195,23 @@ def load_factors(
 
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:
     """The cached file of the smallest sufficient rank."""
-    ranks = {int(path.stem.rpartition("-r")[2]): path for path in folder.glob(f"{stem}-r*.safetensors")}
+    paths = {path.stem.rpartition("-r")[2]: path for path in folder.glob(f"{stem}-r*.safetensors")}
+    ranks = {int(text): path for text, path in paths.items() if text.isdecimal()}
     sufficient = (ranks[found] for found in sorted(ranks) if found >= rank)
-    return next((path for path in sufficient if intact(path)), None)
+    return next((path for path in sufficient if intact(path) and _holds_its_own(path)), None)
+
+
+def _holds_its_own(path: Path) -> bool:
+    """Whether a whole file holds what its name says: these weights, algorithm and rank, and not another file's."""
+    with safe_open(path, framework="np") as file:
+        found = bytes(file.get_tensor(_IDENTITY)).decode() if _IDENTITY in file.keys() else "no name"  # noqa: SIM118
+    if found != path.stem:
+        log.warning("%s holds the factors of another file (%s); they are computed again", path, found)
+    return found == path.stem
 
 
 def _compute(projections: Mapping[str, Projection], rank: int, path: Path, algorithm: Algorithm) -> None:
-    parts: dict[str, npt.NDArray[Any]] = {}
+    parts: dict[str, npt.NDArray[Any]] = {_IDENTITY: np.frombuffer(path.stem.encode(), np.uint8)}
     with single_thread():
         for name, projection in projections.items():
             factors = truncated_svd(projection.weight, rank, algorithm)

@@ -1,10 +1,12 @@
 """MLflow as a mirror of what lies on disk: one experiment per sweep, one run per trial.
 
 Only the driver writes here, from the journals; workers never talk to MLflow. A dead tracker delays the mirror and
-nothing else: `sync` brings whatever is missing, any number of times, into the same runs.
+nothing else: `sync` brings whatever is missing, any number of times, into the same runs. What should be there says
+`tracked`; this file brings it, and reads back what is there.
 
 Runs are found again by tag: `kind` (sweep, trial, summary) with `sweep_id`, `trial_id` or `configuration`. On a
-trial's run the tag `mirrored_events` is written last: it says how much of the journal has surely arrived.
+trial's run the tag `mirrored_events` is written last: it says how much of the journal has surely arrived. Points carry
+the journal's times, so that MLflow itself takes one that arrives twice for one.
 """
 
 from __future__ import annotations
@@ -15,54 +17,49 @@ import logging
 import os
 import re
 import shlex
+import tempfile
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from latent_sweep import report
+from latent_sweep.addresses import check_tracking_address
 from latent_sweep.errors import LatentSweepError, StoreError, TrackingError
-from latent_sweep.figures import curve_figure, score_matrix_figure
-from latent_sweep.settings import content_hash
-from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, stages, status
+from latent_sweep.leases import FileLease, held
+from latent_sweep.redaction import has_credentials, redact
+from latent_sweep.tracked import (
+    KEY_TAG,
+    Artifact,
+    Kind,
+    Point,
+    RunContent,
+    configuration_contents,
+    run_tags,
+    sweep_content,
+    trial_content,
+    trial_mark,
+)
+from latent_sweep.tracking import SweepFolder, TrialFolder
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 
 _logger = logging.getLogger(__name__)
 
-_KEY_TAG = {"sweep": "sweep_id", "trial": "trial_id", "summary": "configuration"}
-_CONTEXT = (
-    "method.name",
-    "method.rank",
-    "backbone.name",
-    "backbone.dtype",
-    "benchmark.name",
-    "benchmark.order",
-    "seed",
-)
-"""Settings shown as params of every run, whether they vary or not."""
-_RUN_STATUS: Mapping[Status, str] = {
-    "running": "RUNNING",
-    "finished": "FINISHED",
-    "failed": "FAILED",
-    "stopped": "KILLED",
+_MOST_METRICS = 1000  # what one MLflow call accepts
+_CLIENT_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-_TRIAL_FILES = ("trial.yaml", "scores.json", "result.json", "journal.jsonl")
-_MOST_METRICS, _LONGEST_PARAM, _LONGEST_TAG = 1000, 6000, 5000  # what one MLflow call accepts
-
-
-@dataclass(frozen=True)
-class Point:
-    """One value of one metric; `step` is the number of tasks seen, `time` is in Unix seconds."""
-
-    key: str
-    value: float
-    step: int
-    time: float
+"""For MLflow's client; what the environment sets stays. 15 seconds to wait for an answer and one more attempt: a
+tracker that hangs is noticed after half a minute, with MLflow's own limits after many."""
 
 
 @dataclass
@@ -79,17 +76,36 @@ class _Run:
     """Metrics that were there when the run was found, and whose steps are not in `logged` yet."""
 
 
+@dataclass(frozen=True)
+class FoundRun:
+    """One run of this sweep as MLflow holds it."""
+
+    run_id: str
+    kind: str
+    key: str
+    status: str
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    points: Sequence[Point]
+    """Every value of every metric, in order of time."""
+    artifacts: Mapping[str, int]
+    """Path -> size in bytes."""
+
+
 class MlflowMirror:
     """Brings one sweep into MLflow and keeps it current.
 
-    Not thread-safe: one thread at a time. Every method that talks to the tracker raises `TrackingError` when it cannot
-    be reached or refuses; nothing is lost by that, the next call starts from what has arrived.
+    Not thread-safe: one thread at a time. Several processes may mirror one sweep: they take turns. Every method that
+    talks to the tracker raises `TrackingError` when it cannot be reached or refuses; nothing is lost by that, the next
+    call starts from what has arrived.
     """
 
-    def __init__(self, uri: str | None, sweep: SweepFolder):
+    def __init__(self, uri: str | None, sweep: SweepFolder, allow_insecure: bool = False):
         """`uri` None means the environment's MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`."""
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
         self.sweep = sweep
+        self.allow_insecure = allow_insecure
+        self._id = uuid.uuid4().hex
         self._client: Any = None
         self._experiment_id = ""
         self._runs: dict[tuple[str, str], _Run] = {}
@@ -101,10 +117,10 @@ class MlflowMirror:
         Raises:
             TrackingError: the tracker cannot be reached or refuses.
         """
-        with self._tracker():
+        with self._connected():
             parent = self._parent()
             self._set_running(parent)
-            self._write(parent, tags={"launches": int(parent.tags.get("launches", 0)) + 1})
+            self._write(parent, tags={"launches": str(int(parent.tags.get("launches", 0)) + 1)})
             self._save_view()
 
     def sync(self) -> int:
@@ -117,7 +133,7 @@ class MlflowMirror:
             StoreError: `sweep.json` or a journal is damaged.
         """
         changed, faults = 0, []
-        with self._tracker():
+        with self._connected():
             self._parent()
             for trial in self.sweep:
                 try:
@@ -130,62 +146,100 @@ class MlflowMirror:
                 raise faults[0]
         return changed
 
-    def close(self) -> None:
+    def close(self) -> int:
         """Bring the rest, then what only the whole sweep can tell: summary runs, tables, the figure, the best AP.
+
+        Returns:
+            How many trial runs changed.
 
         Raises:
             TrackingError: the tracker cannot be reached, or refuses a write.
             StoreError: `sweep.json` or a journal is damaged.
         """
-        self.sync()
-        with self._tracker():
+        changed = self.sync()
+        with self._connected():
             summary = report.summarise(self.sweep)
-            trials = {trial.trial_id: trial for trial in self.sweep}
-            for configuration in summary.configurations:
-                if configuration.n_finished:
-                    self._mirror_configuration(configuration, trials[configuration.trial_ids[0]])
-            parent = self._parent()
-            best = {"best_AP": summary.best_average_performance}
-            self._write(parent, points=_summary_points(best, summary.counts.get("finished", 0)))
-            self._write_sweep_artifacts(parent, summary)
-            work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
-            self._set_ended(parent, "KILLED" if work_left else "FINISHED", time.time())
+            for content in (*configuration_contents(self.sweep, summary), sweep_content(self.sweep, summary)):
+                self._bring(content)
+            self._save_view()
+        return changed
+
+    def read(self) -> list[FoundRun]:
+        """All runs of this sweep as they are now; changes nothing.
+
+        Raises:
+            TrackingError: the tracker cannot be reached or refuses.
+        """
+        with self._explained():
+            client = _quiet_client(self.uri)
+            experiment = client.get_experiment_by_name(self.sweep.name)
+            runs = [] if experiment is None else _all_runs(client, experiment.experiment_id)
+            return [_read_run(client, run) for run in runs if run.data.tags.get("sweep_id") == self.sweep.sweep_id]
+
+    def read_artifact(self, run_id: str, path: str) -> bytes:
+        """The content of one artifact.
+
+        Raises:
+            TrackingError: the tracker cannot be reached or refuses.
+        """
+        with self._explained(), tempfile.TemporaryDirectory() as folder:
+            return Path(_quiet_client(self.uri).download_artifacts(run_id, path, folder)).read_bytes()
 
     def link(self) -> str:
         """The UI's address that opens this sweep's comparison; empty until the tracker was reached."""
         if not self._experiment_id:
             return ""
-        server = mask_secrets(self.uri).rstrip("/") if self._is_served() else "http://127.0.0.1:5000"
+        server = redact(self.uri).rstrip("/") if self._is_served() else "http://127.0.0.1:5000"
         page = f"{server}/#/experiments/{self._experiment_id}/runs?workflowType=machine_learning"
         return f"{page}&compareRunsMode=CHART&viewStateShareKey={self._view_key}" if self._view_key else page
 
     def ui_command(self) -> str:
         """The command that opens the UI on a local store, or the address of a server; passwords are masked."""
-        uri = mask_secrets(self.uri)
+        uri = redact(self.uri)
         if self._is_served():
             return uri
         return f"mlflow ui --backend-store-uri {shlex.quote(uri)} --port 5000"
+
+    def sync_command(self) -> str:
+        """The command that brings everything later; an address with a password stays in the environment."""
+        command = f"latent-sweep sync {shlex.quote(str(self.sweep.path))}"
+        if self.sweep.tracking_uri is None and not has_credentials(self.uri):
+            command += f" --uri {shlex.quote(self.uri)}"
+        return command + (" --allow-insecure" if self.allow_insecure else "")
 
     def _is_served(self) -> bool:
         return self.uri.startswith(("http://", "https://", "databricks"))
 
     @contextmanager
-    def _tracker(self) -> Iterator[None]:
-        """A connected client inside; any failure becomes an error without secrets, and the next call connects anew."""
+    def _explained(self) -> Iterator[None]:
+        """Any failure inside becomes an error of ours, without secrets."""
         try:
-            if self._client is None:
-                self._connect()
             yield
+        except LatentSweepError:
+            raise
         except Exception as error:
-            self._client = None  # what arrived is unknown now: read it back before writing more
-            if isinstance(error, LatentSweepError):
-                raise
             # The cause is cut off: its own message may hold the address with its password.
             raise TrackingError(
-                f"MLflow at {mask_secrets(self.uri)}: {type(error).__name__}: {mask_secrets(str(error))[:500]} "
-                f"Nothing on disk is lost; check the address and the server, then run "
-                f"`latent-sweep sync {self.sweep.path}`."
+                f"MLflow at {redact(self.uri)}: {type(error).__name__}: {redact(str(error))[:500]} "
+                f"Nothing on disk is lost; check the address, the credentials and the server."
             ) from None
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Alone on this sweep, with a client and with `_runs` as they are; after a failure they are read anew."""
+        locks = self.sweep.path / "locks"
+        with self._explained(), held(FileLease(locks / "mirror.lock"), _say_waiting):
+            last = locks / "mirror.last"
+            if not last.exists() or last.read_text() != self._id:
+                self._client = None  # another process has written since
+                last.write_text(self._id)
+            try:
+                if self._client is None:
+                    self._connect()
+                yield
+            except BaseException:
+                self._client = None  # what arrived is unknown now
+                raise
 
     def _connect(self) -> None:
         client = _quiet_client(self.uri)
@@ -194,12 +248,11 @@ class MlflowMirror:
         for found in sorted(
             _all_runs(client, self._experiment_id), key=lambda run: (run.info.start_time, run.info.run_id)
         ):
-            kind = found.data.tags.get("kind", "")
-            key = (kind, found.data.tags.get(_KEY_TAG.get(kind, ""), ""))
-            if key in self._runs:
+            kind, key = _identity(found)
+            if (kind, key) in self._runs:
                 client.delete_run(found.info.run_id)  # a creation that was retried after its answer got lost
-            elif kind in _KEY_TAG:
-                self._runs[key] = _Run(
+            elif kind in KEY_TAG:
+                self._runs[kind, key] = _Run(
                     run_id=found.info.run_id,
                     status=found.info.status,
                     tags=dict(found.data.tags),
@@ -216,7 +269,7 @@ class MlflowMirror:
             )
         if found.lifecycle_stage != "active":
             raise TrackingError(
-                f"MLflow at {mask_secrets(self.uri)}: the experiment {self.sweep.name!r} is deleted; expected an "
+                f"MLflow at {redact(self.uri)}: the experiment {self.sweep.name!r} is deleted; expected an "
                 f"active one. Run `mlflow experiments restore -x {found.experiment_id}`, or rename the sweep."
             )
         return found.experiment_id
@@ -225,93 +278,52 @@ class MlflowMirror:
         name = f"sweep {self.sweep.name} {time.strftime('%Y-%m-%d')}"
         return self._find_or_create("sweep", self.sweep.sweep_id, name, time.time())
 
-    def _find_or_create(self, kind: str, key: str, name: str, start: float) -> _Run:
+    def _find_or_create(self, kind: Kind, key: str, name: str, start: float) -> _Run:
         """The run with this `kind` and `key`, made if there is none and brought under this sweep's parent."""
-        tags = {"kind": kind, "sweep": self.sweep.name, "sweep_id": self.sweep.sweep_id, _KEY_TAG[kind]: key}
-        if kind != "sweep":
-            tags["mlflow.parentRunId"] = self._parent().run_id
+        tags = run_tags(self.sweep, kind, key) | self._parent_tag(kind)
         run = self._runs.get((kind, key))
         if run is None:
             made = self._client.create_run(
-                self._experiment_id, start_time=round(1000 * start), tags=tags, run_name=mask_secrets(name)
+                self._experiment_id, start_time=round(1000 * start), tags=tags, run_name=name
             )
             run = self._runs[kind, key] = _Run(made.info.run_id, made.info.status, tags=tags)
         return run
+
+    def _parent_tag(self, kind: Kind) -> dict[str, str]:
+        return {} if kind == "sweep" else {"mlflow.parentRunId": self._parent().run_id}
 
     def _mirror_trial(self, trial: TrialFolder) -> bool:
         """Bring one trial up to its journal; whether there was anything to bring."""
         events = trial.events()
         if not events:
             return False
-        names = report.short_names(self.sweep.axes)
-        name = report.label({names[axis]: trial.values[axis] for axis in self.sweep.axes}) or trial.trial_id
-        run = self._find_or_create("trial", trial.trial_id, name, events[0]["time"])
-        mirrored = {"sweep_id": self.sweep.sweep_id, "mirrored_events": str(len(events))}
-        if mirrored.items() <= run.tags.items():
+        run = self._runs.get(("trial", trial.trial_id))
+        if run is not None and trial_mark(self.sweep, events).items() <= run.tags.items():
             return False
-        self._set_running(run)
-        self._write(run, params=self._params(trial), tags=self._trial_tags(trial, events), points=_points(events))
-        if status(events) != "running":
-            self._write_trial_artifacts(run, trial)
-            self._set_ended(run, _RUN_STATUS[status(events)], events[-1]["time"])
-        self._write(run, tags=mirrored)
+        self._bring(trial_content(self.sweep, trial, events))
         return True
 
-    def _params(self, trial: TrialFolder) -> dict[str, Any]:
-        shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | dict(trial.values)
-        names = report.short_names(shown)
-        return {names[path]: value for path, value in shown.items()}
+    def _bring(self, content: RunContent) -> None:
+        """Write whatever of a run is not there yet, and its artifacts anew."""
+        run = self._find_or_create(content.kind, content.key, content.name, content.start)
+        if content.kind == "trial":
+            self._set_running(run)
+        tags = {**content.tags, **self._parent_tag(content.kind)}
+        self._write(run, params=content.params, tags=tags, points=content.points)
+        for path, artifact in content.artifacts.items():
+            self._write_artifact(run, PurePosixPath(path), artifact)
+        if content.status != "RUNNING":
+            self._set_ended(run, content.status, content.end)
+        self._write(run, tags=content.mark)
 
-    def _trial_tags(self, trial: TrialFolder, events: Sequence[Event]) -> dict[str, Any]:
-        starts = attempts(events)
-        return {
-            "training_id": trial.training_id,
-            "mlflow.parentRunId": self._parent().run_id,
-            "attempt": starts[-1]["attempt"] if starts else 0,
-            "node": starts[-1]["node"] if starts else "unknown",
-            "status": status(events),
-            "reason": report.end_reason(events),
-        }
-
-    def _write_trial_artifacts(self, run: _Run, trial: TrialFolder) -> None:
-        for name in _TRIAL_FILES:
-            if (trial.path / name).exists():
-                self._client.log_artifact(run.run_id, str(trial.path / name))
-        if (trial.path / "predictions").is_dir():
-            self._client.log_artifacts(run.run_id, str(trial.path / "predictions"), "predictions")
-        matrix = trial.read_json("scores.json")
-        if matrix and matrix["scores"]:
-            text = report.score_matrix_csv(matrix["tasks"], matrix["scores"])
-            self._client.log_text(run.run_id, text, "scores.csv")
-            figure = score_matrix_figure(matrix["tasks"], matrix["scores"])
-            self._client.log_figure(run.run_id, figure, "score_matrix.png")
-        for snapshot in (trial.read_json("result.json") or {}).get("snapshots", []):
-            if (path := self.sweep.storage / snapshot).exists():
-                self._client.log_artifact(run.run_id, str(path), "snapshots")
-
-    def _mirror_configuration(self, configuration: report.Configuration, trial: TrialFolder) -> None:
-        """Bring one configuration's summary run: its params and its mean, spread and count over seeds."""
-        name = f"mean {report.label(configuration.values)}".strip()
-        run = self._find_or_create("summary", content_hash(dict(configuration.values)), name, time.time())
-        seed_name = report.short_names(self.sweep.axes).get(self.sweep.seed_axis, "seed")
-        params = {key: value for key, value in self._params(trial).items() if key != seed_name}
-        values: dict[str, float | None] = {"n": float(configuration.n_finished)}
-        for metric, found in (("AP", configuration.average_performance), ("FM", configuration.forgetting)):
-            values |= {f"{metric}_mean": getattr(found, "mean", None), f"{metric}_std": getattr(found, "std", None)}
-        tags = {"sweep_id": self.sweep.sweep_id, "mlflow.parentRunId": self._parent().run_id}
-        self._write(run, params=params, tags=tags, points=_summary_points(values, configuration.n_finished))
-        self._set_ended(run, "FINISHED", time.time())
-
-    def _write_sweep_artifacts(self, parent: _Run, summary: report.Summary) -> None:
-        rows = report.records(summary)
-        table = {"columns": list(rows[0]) if rows else [], "data": [list(row.values()) for row in rows]}
-        # Not log_table: it appends to the table already there, and closing a resumed sweep would double the rows.
-        self._client.log_text(parent.run_id, json.dumps(table), "sweep_table.json")
-        self._write(parent, tags={"mlflow.loggedArtifacts": '[{"path": "sweep_table.json", "type": "table"}]'})
-        self._client.log_text(parent.run_id, report.render(summary, "markdown"), "report.md")
-        if (curves := report.curves(summary)) is not None:
-            figure = curve_figure(curves.x_name, curves.x_values, curves.series)
-            self._client.log_figure(parent.run_id, figure, f"{curves.x_name}_vs_AP.png")
+    def _write_artifact(self, run: _Run, path: PurePosixPath, artifact: Artifact) -> None:
+        if isinstance(artifact, Path):
+            folder = None if path.parent == PurePosixPath(".") else str(path.parent)
+            self._client.log_artifact(run.run_id, str(artifact), folder)
+        elif isinstance(artifact, str):
+            self._client.log_text(run.run_id, artifact, str(path))
+        else:
+            self._client.log_figure(run.run_id, artifact(), str(path))
 
     def _save_view(self) -> None:
         """Keep a view that opens on this sweep's comparison. A convenience: without it there is a plainer link."""
@@ -324,7 +336,7 @@ class MlflowMirror:
             self._client.set_experiment_tag(self._experiment_id, tag, json.dumps(view))
             self._view_key = self.sweep.sweep_id
         except Exception as error:
-            _logger.info("no saved view in MLflow: %s", mask_secrets(str(error)))
+            _logger.info("no saved view in MLflow: %s", redact(str(error)))
 
     def _set_running(self, run: _Run) -> None:
         if run.status != "RUNNING":
@@ -340,15 +352,15 @@ class MlflowMirror:
         self,
         run: _Run,
         *,
-        params: Mapping[str, Any] | None = None,
-        tags: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
         points: Iterable[Point] = (),
     ) -> None:
         """Log whatever of these the run does not hold yet; no param and no point is logged twice."""
         from mlflow.entities import Metric, Param, RunTag
 
-        new_params = {key: value for key, value in _texts(params, _LONGEST_PARAM).items() if key not in run.params}
-        new_tags = {key: value for key, value in _texts(tags, _LONGEST_TAG).items() if run.tags.get(key) != value}
+        new_params = {key: value for key, value in (params or {}).items() if key not in run.params}
+        new_tags = {key: value for key, value in (tags or {}).items() if run.tags.get(key) != value}
         if new_params or new_tags:
             self._client.log_batch(
                 run.run_id,
@@ -367,9 +379,8 @@ class MlflowMirror:
     def _is_logged(self, run: _Run, point: Point) -> bool:
         """Whether MLflow holds this value; a stage scored again, because its data changed, has another one."""
         if point.key in run.unread_metrics:
-            history = self._client.get_metric_history(run.run_id, point.key)
-            in_time = sorted(history, key=lambda metric: metric.timestamp)
-            run.logged |= {(point.key, metric.step): metric.value for metric in in_time}
+            history = _history(self._client, run.run_id, point.key)
+            run.logged |= {(found.key, found.step): found.value for found in history}
             run.unread_metrics.remove(point.key)
         return run.logged.get((point.key, point.step)) == point.value
 
@@ -384,8 +395,9 @@ class NullMirror:
         """Do nothing; no run changed."""
         return 0
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> int:
+        """Do nothing; no run changed."""
+        return 0
 
     def link(self) -> str:
         """No link."""
@@ -395,16 +407,29 @@ class NullMirror:
         """No command."""
         return ""
 
+    def sync_command(self) -> str:
+        """No command."""
+        return ""
 
-def mirror_for(uri: str | None, sweep: SweepFolder) -> MlflowMirror | NullMirror:
-    """The mirror that the sweep file's `tracking: {uri: ...}` asks for; `none` asks for no tracking."""
-    return NullMirror() if uri == "none" else MlflowMirror(uri, sweep)
+
+def mirror_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False) -> MlflowMirror | NullMirror:
+    """The mirror that the sweep file's `tracking: {uri: ...}` asks for; `none` asks for no tracking.
+
+    Raises:
+        ConfigError: the server is on another machine, and TLS or credentials are missing.
+    """
+    if uri == "none":
+        return NullMirror()
+    mirror = MlflowMirror(uri, sweep, allow_insecure)
+    check_tracking_address(mirror.uri, allow_insecure)
+    return mirror
 
 
 class MirrorThread:
     """Keeps a mirror current from one background thread, so that a slow or dead tracker never holds up training.
 
-    A failure is reported once, then tried again with growing pauses until it passes; the next sync brings everything.
+    `start` returns at once; `stop` is the only place that waits. A failure is reported once, then tried again with
+    growing pauses until it passes; the next sync brings everything.
     """
 
     def __init__(
@@ -412,16 +437,17 @@ class MirrorThread:
         mirror: MlflowMirror | NullMirror,
         *,
         interval_seconds: float = 5.0,
-        longest_pause_seconds: float = 300.0,
+        longest_pause_seconds: float = 60.0,
         tell: Callable[[str], None] = _logger.warning,
     ):
         """`tell` receives one message when the mirror falls behind and one when it has caught up."""
         self.mirror = mirror
+        self._later = mirror.sync_command()
         self.interval_seconds = interval_seconds
         self.longest_pause_seconds = longest_pause_seconds
         self.tell = tell
         self._opened = False
-        self._behind = False
+        self._behind_since = ""
         self._delivered = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -430,14 +456,19 @@ class MirrorThread:
         """Open the mirror and begin to sync, in the background."""
         self._thread.start()
 
-    def stop(self, timeout_seconds: float = 120.0) -> bool:
-        """Ask for a last sync and the closing of the mirror; whether both were done within the time given."""
+    def stop(self, timeout_seconds: float = 120.0, away_seconds: float = 10.0) -> bool:
+        """Ask for a last sync and the closing of the mirror; whether both were done within the time given.
+
+        Args:
+            timeout_seconds: to wait for a tracker that has answered so far.
+            away_seconds: to wait for one that has not answered the last time it was asked.
+        """
         self._stopping.set()
-        self._thread.join(timeout_seconds)
+        self._thread.join(min(away_seconds, timeout_seconds) if self._behind_since else timeout_seconds)
+        tell, self.tell = self.tell, lambda line: None  # whatever still runs in the background is silent from now on
         if not self._delivered:
-            self.tell(
-                "the tracker has not taken everything; run `latent-sweep sync` on the sweep's folder when it is back"
-            )
+            away = f"; it is away since {self._behind_since}" if self._behind_since else " in time"
+            tell(f"the tracker has not taken everything{away}. When it is back: {self._later}")
         return self._delivered
 
     def _run(self) -> None:
@@ -445,6 +476,8 @@ class MirrorThread:
         while not self._stopping.wait(pause):
             if self._attempt(self.mirror.sync):
                 pause = self.interval_seconds
+            elif self._stopping.is_set():
+                return  # it was asked a moment ago
             else:
                 pause = min(max(2 * pause, self.interval_seconds), self.longest_pause_seconds)
         self._delivered = self._attempt(self.mirror.close)
@@ -456,19 +489,17 @@ class MirrorThread:
                 self._opened = True
             action()
         except Exception as error:  # whatever the tracker does, training goes on
-            if not self._behind:
-                self.tell(f"tracking is behind and will be tried again: {error}")
-            self._behind = True
+            if not self._behind_since:
+                self._behind_since = time.strftime("%Y-%m-%d %H:%M:%S")
+                self.tell(
+                    f"tracking is behind since {self._behind_since}: {redact(str(error))} Training goes on and the "
+                    f"tracker is tried again; to catch up later: {self._later}"
+                )
             return False
-        if self._behind:
+        if self._behind_since:
             self.tell("tracking has caught up")
-        self._behind = False
+        self._behind_since = ""
         return True
-
-
-def mask_secrets(text: str) -> str:
-    """`text` with the user part of every address in it replaced: `http://user:word@host` -> `http://***@host`."""
-    return re.sub(r"://[^/\s]+@", "://***@", text)
 
 
 def view_state(summary: report.Summary, sweep_id: str) -> dict[str, Any]:
@@ -520,37 +551,20 @@ def _charts(x_name: str | None, axes: Sequence[str]) -> list[dict[str, Any]]:
     return [{"uuid": f"chart{number}", **shared, **chart} for number, chart in enumerate(charts)]
 
 
-def _points(events: Sequence[Event]) -> list[Point]:
-    """Every metric value of a journal, one for each (metric, tasks seen)."""
-    found: dict[tuple[str, int], Point] = {}
-    for stage in stages(events):
-        scores = {f"score/{task}": score for task, score in stage["scores"].items()}
-        for key, value in {**stage["metrics"], **scores}.items():
-            found[key, stage["tasks_seen"]] = Point(key, value, stage["tasks_seen"], stage["time"])
-    if found and events[-1]["event"] == "finished":
-        last_step = max(step for _, step in found)
-        for key, value in events[-1]["metrics"].items():
-            found.setdefault((key, last_step), Point(key, value, last_step, events[-1]["time"]))
-    return list(found.values())
-
-
-def _summary_points(values: Mapping[str, float | None], n_finished: int) -> list[Point]:
-    """Values that change as trials finish: their step is how many have, so a closed sweep closes again unchanged."""
-    return [Point(key, value, n_finished, time.time()) for key, value in values.items() if value is not None]
-
-
-def _texts(values: Mapping[str, Any] | None, longest: int) -> dict[str, str]:
-    return {key: mask_secrets(report.format_value(value))[:longest] for key, value in (values or {}).items()}
-
-
 def _quiet_client(uri: str) -> Any:
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    for name, value in _CLIENT_SETTINGS.items():
+        os.environ.setdefault(name, value)
     from mlflow import MlflowClient  # not at the top: it takes seconds, which the mirror's own thread can spare
 
     logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it would warn at every attempt
     if (database := _sqlite_file(uri)) is not None:
         database.parent.mkdir(parents=True, exist_ok=True)
     return MlflowClient(tracking_uri=uri)
+
+
+def _say_waiting(holder: str) -> None:
+    _logger.warning("%s is bringing this sweep into MLflow; waiting for it", holder)
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -568,6 +582,42 @@ def _all_runs(client: Any, experiment_id: str) -> Iterator[Any]:
         page_token = page.token
         if not page_token:
             return
+
+
+def _identity(run: Any) -> tuple[str, str]:
+    """A run's kind and key; empty for runs that are not ours."""
+    kind = run.data.tags.get("kind", "")
+    return kind, run.data.tags.get(KEY_TAG.get(kind, ""), "")
+
+
+def _read_run(client: Any, run: Any) -> FoundRun:
+    run_id = run.info.run_id
+    kind, key = _identity(run)
+    points = [point for metric in run.data.metrics for point in _history(client, run_id, metric)]
+    return FoundRun(
+        run_id=run_id,
+        kind=kind,
+        key=key,
+        status=run.info.status,
+        params=dict(run.data.params),
+        tags=dict(run.data.tags),
+        points=points,
+        artifacts=dict(_all_artifacts(client, run_id)),
+    )
+
+
+def _history(client: Any, run_id: str, key: str) -> list[Point]:
+    """Every value of one metric, in order of time."""
+    found = sorted(client.get_metric_history(run_id, key), key=lambda metric: metric.timestamp)
+    return [Point(key, metric.value, metric.step, metric.timestamp / 1000) for metric in found]
+
+
+def _all_artifacts(client: Any, run_id: str, folder: str | None = None) -> Iterator[tuple[str, int]]:
+    for entry in client.list_artifacts(run_id, folder):
+        if entry.is_dir:
+            yield from _all_artifacts(client, run_id, entry.path)
+        else:
+            yield entry.path, entry.file_size
 
 
 def _sqlite_file(uri: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Ray Tune runs packs wherever there is room. The only importer of ray.
+"""Ray Tune runs packs wherever there is room. With `ray_gang`, the only importer of ray.
 
 Tune places packs, caps their number, stops configurations early, and starts a pack again whose worker was lost. It
 keeps no state of ours: what a restarted pack has to do follows from the store.
@@ -9,38 +9,65 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from latent_sweep.config import ResourceSettings, RunSettings
-from latent_sweep.errors import ConfigError
-from latent_sweep.plan import Pack
-from latent_sweep.tracking import Journal, stages, status
+from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
+from latent_sweep.plan import Pack, Trial
+from latent_sweep.redaction import log_without_secrets, redact
+from latent_sweep.retries import LossKind, has_failed, journal_lengths, still_to_try
+from latent_sweep.storage import JOURNAL, Storage, has_answer, question, sees, unseen_message
+from latent_sweep.tracking import Event, Journal, stages, status
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 5.0
+"""How often to look whether trials that wait can be placed at all."""
+TELL_SECONDS = 60.0
+"""How often to say what they wait for."""
 
-def run_on_ray(packs: Sequence[Pack], storage: Path, sweep_folder: Path, run: RunSettings) -> None:
+ANSWER_SECONDS = 180.0
+"""How long a node may take to say whether it sees the storage; it may have to unpack the job's working folder first."""
+
+
+def run_on_ray(
+    packs: Sequence[Pack], storage: Storage, sweep_name: str, run: RunSettings, fail_fast: bool = False
+) -> None:
     """Run packs on the cluster this process belongs to, or on one started here for as long as it takes.
 
     A pack that fails says so in its trials' journals and does not disturb the others.
 
     Raises:
-        ConfigError: no node of the cluster can ever hold a pack.
+        ConfigError: no node of the cluster can ever hold a pack, or a node does not see the storage.
     """
     started_here = _connect()
     import ray
     from ray import tune
 
+    sweep_folder, asking = storage.folder / sweep_name, ExitStack()
     try:
         _check_fits(run.resources, started_here)
+        asked = asking.enter_context(question(storage))
+        _check_every_node_sees(storage, asked)
         if run.pack == "auto":
             packs = _measured(packs, storage, run.resources)
         by_id = {pack.pack_id: pack for pack in packs}
+        launched = journal_lengths(packs, sweep_folder)
+        stopper = _failure_stopper(packs, sweep_folder, launched, run.max_failures) if fail_fast else None
         trainable = tune.with_parameters(
-            _run_in_worker, packs=by_id, storage=storage, sweep_folder=sweep_folder, cpus=run.resources.cpus
+            _run_in_worker,
+            packs=by_id,
+            storage=storage,
+            asked=asked,
+            sweep_name=sweep_name,
+            run=run,
+            launched=launched,
         )
         tuner = tune.Tuner(
             tune.with_resources(trainable, _placement(run.resources)),
@@ -55,65 +82,192 @@ def run_on_ray(packs: Sequence[Pack], storage: Path, sweep_folder: Path, run: Ru
             ),
             run_config=tune.RunConfig(
                 name="ray",
-                storage_path=str(sweep_folder.resolve()),
-                failure_config=tune.FailureConfig(max_failures=run.max_failures),
+                storage_path=str(sweep_folder),
+                failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
+                callbacks=[_placement_watch(run.resources), _loss_recorder(by_id, storage, sweep_folder)],
+                stop=stopper,
                 verbose=0,
             ),
         )
-        results = tuner.fit()
+        results = _fit(tuner)
+        storage.pull(sweep_folder)
+        if stopper is not None and stopper.stop_all():
+            log.warning("a trial has failed, and the sweep ends here; run it again for the others")
+            return
         for result in results:
             if result.config is not None:
                 _close(by_id[result.config["pack_id"]], sweep_folder, result.error)
     finally:
+        asking.close()
         if started_here:
             ray.shutdown()
 
 
+def _fit(tuner: Any) -> Any:
+    """Tune's results; a fault of ours that it has wrapped is raised as it was."""
+    try:
+        return tuner.fit()
+    except Exception as error:
+        ours: BaseException | None = error
+        while ours is not None and not isinstance(ours, LatentSweepError):
+            ours = ours.__cause__ or ours.__context__
+        if ours is None:
+            raise
+        raise ours from None
+
+
+def _check_every_node_sees(storage: Storage, asked: str) -> None:
+    """Read on every other node what was written on this one, and here what they answer."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    mine = ray.get_runtime_context().get_node_id()
+    others = {n["NodeID"]: n["NodeName"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != mine}
+    answer = ray.remote(sees).options(num_cpus=0, max_retries=0)
+    answers = {
+        node: answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            storage, asked, node
+        )
+        for node in others
+    }
+    unseen = []
+    for node, reference in answers.items():
+        try:
+            if not (ray.get(reference, timeout=ANSWER_SECONDS) and has_answer(storage, asked, node)):
+                unseen.append(others[node])
+        except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError):
+            log.warning("node %s left the cluster before it could say whether it sees %s", others[node], storage.place)
+        except ray.exceptions.RayError as error:
+            unseen.append(f"{others[node]} ({type(error).__name__}: {error})")
+    if unseen:
+        raise ConfigError(unseen_message(storage, unseen))
+
+
 def _run_in_worker(
-    config: dict[str, Any], packs: dict[str, Pack], storage: Path, sweep_folder: Path, cpus: float
+    config: dict[str, Any],
+    packs: dict[str, Pack],
+    storage: Storage,
+    asked: str,
+    sweep_name: str,
+    run: RunSettings,
+    launched: Mapping[str, int],
 ) -> None:
-    """One Tune trial: a pack."""
+    """One Tune trial: a pack, or what is left of it to be tried again."""
     from ray import tune
+    from ray.exceptions import RayActorError
 
+    from latent_sweep.backends.ray_gang import run_gang
+    from latent_sweep.engine import engine_of
     from latent_sweep.progress import ProgressWriter
-    from latent_sweep.trial import StageDone, Step, run_pack
+    from latent_sweep.trial import StageDone, Step, failure_kind, run_pack
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    pack = packs[config["pack_id"]]
+    log_without_secrets()
+    if not sees(storage, asked):  # a node that has joined since the start
+        raise ConfigError(unseen_message(storage, [socket.gethostname()]))
+    sweep_folder = storage.folder / sweep_name
+    storage.pull(sweep_folder)
+    pack = still_to_try(packs[config["pack_id"]], sweep_folder, launched, run.max_failures)
+    if pack is None:
+        return
     progress = ProgressWriter(sweep_folder, pack)
 
     def emit(event: Step | StageDone) -> None:
         if isinstance(event, Step):
             progress.write(event)
         else:
-            measures = {"AP": event.average_performance, "FM": event.forgetting}
-            tune.report({"tasks_seen": event.tasks_seen, **measures})
+            tune.report(event.measures())
 
     try:
-        run_pack(pack, storage, sweep_folder, emit, threads=max(1, int(cpus)))
-    except Exception:
-        # journaled by run_pack. A fault of the trial itself would happen again: only a lost worker, which never gets
-        # here, is worth a retry
-        log.exception("pack %s failed", pack.pack_id)
+        if run.resources.workers > 1:
+            run_gang(pack, storage, sweep_name, run, tune.report)
+        else:
+            threads = max(1, int(run.resources.cpus))
+            run_pack(pack, storage.folder, sweep_folder, emit, threads, engine_of(run.engine))
+    except (RayActorError, StoreError):
+        raise  # a worker was lost, or its storage is full or away: worth another try
+    except Exception as error:
+        log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
+        cause = getattr(error, "cause", error)  # of a remote error, which has the worker's traceback as its text
+        if run.resources.workers > 1:  # it may have been another worker than the one that writes
+            storage.pull(sweep_folder)
+            _journal_failure(pack, sweep_folder, failure_kind(cause), f"{type(cause).__name__}: {cause}")
+        if still_to_try(pack, sweep_folder, launched, run.max_failures) is not None:
+            raise
 
 
-def _measured(packs: Sequence[Pack], storage: Path, resources: ResourceSettings) -> list[Pack]:
+def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mapping[str, int], max_failures: int) -> Any:
+    """A Tune stopper that ends the sweep when a trial has failed for good."""
+    from ray.tune import Stopper
+
+    class FailureStopper(Stopper):
+        looked, stopped = 0.0, False
+
+        def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            if not self.stopped and time.monotonic() - self.looked > 1.0:
+                self.looked = time.monotonic()
+                self.stopped = any(has_failed(pack, sweep_folder, launched, max_failures) for pack in packs)
+            return self.stopped
+
+    return FailureStopper()
+
+
+def _loss_recorder(packs: Mapping[str, Pack], storage: Storage, sweep_folder: Path) -> Any:
+    """A Tune callback that says in the journals why a worker was lost, before its trials are tried again."""
+    from ray.tune import Callback
+
+    class LossRecorder(Callback):
+        def on_trial_recover(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            error = trial.get_error()
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, ConfigError):
+                raise cause  # it holds for every trial
+            storage.pull(sweep_folder)
+            for journal, events in _unfinished(packs[trial.config["pack_id"]], sweep_folder):
+                if events[-1:] and events[-1]["event"] != "lost":
+                    journal.append("lost", kind=_loss_kind(cause), message=redact(str(cause))[-2000:])
+
+    return LossRecorder()
+
+
+def _loss_kind(cause: Exception | None) -> LossKind:
+    """Why a worker was lost, from what Ray says of it."""
+    text = str(cause)
+    if getattr(cause, "preempted", False):
+        return "preempted"
+    if "node has died" in text or "node was terminated" in text or "NodeDiedError" in text:
+        return "node_lost"
+    if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:
+        return "out_of_memory"
+    return "worker_died"
+
+
+def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettings) -> list[Pack]:
     """Packs of the size that is fastest where they will run, as far as there are slots for no more of them."""
     import ray
 
-    from latent_sweep.packing import best_size, measure, split
+    from latent_sweep.packing import best_size, split
 
     options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
     if resources.accelerator:
         options["accelerator_type"] = resources.accelerator
     threads = max(1, int(resources.cpus))
-    remote = ray.remote(measure).options(**options)
+    remote = ray.remote(_measure_there).options(**options)
     timings = ray.get([remote.remote(pack, storage, threads) for pack in packs])
     have = ray.cluster_resources()
     slots = have.get("CPU", 0) // resources.cpus
     if resources.gpus:
         slots = min(slots, have.get("GPU", 0) // resources.gpus)
     return [part for p, found in zip(packs, timings, strict=True) for part in split(p, best_size(found), int(slots))]
+
+
+def _measure_there(pack: Pack, storage: Storage, threads: int) -> Sequence[Any]:
+    """`packing.measure` on a node, which has a folder of its own for an object store."""
+    from latent_sweep.packing import measure
+
+    return measure(pack, storage.folder, threads)
 
 
 def _connect() -> bool:
@@ -150,39 +304,108 @@ def _connect() -> bool:
 
 
 def _placement(resources: ResourceSettings) -> Any:
+    """A trial's own bundle, or one for every worker of its gang: placed together, or not at all."""
     from ray import tune
 
-    bundle: dict[str, float] = {"CPU": resources.cpus, "GPU": resources.gpus}
+    bundles = [_bundle(resources)] * resources.workers
+    if resources.workers == 1:
+        return tune.PlacementGroupFactory(bundles)
+    # the trial's own process only watches: its bundle is empty
+    return tune.PlacementGroupFactory([{}, *bundles], strategy="PACK")
+
+
+def _bundle(resources: ResourceSettings) -> dict[str, float]:
+    """What one worker asks for."""
+    bundle = {"CPU": resources.cpus, "GPU": resources.gpus}
     if resources.accelerator:
         bundle[f"accelerator_type:{resources.accelerator}"] = 0.001
-    return tune.PlacementGroupFactory([bundle])
+    return bundle
 
 
 def _check_fits(resources: ResourceSettings, started_here: bool) -> None:
-    """Say at once that a pack cannot be placed here, or, on a cluster that may grow, what it is waiting for."""
-    import ray
-
-    accelerator = f"accelerator_type:{resources.accelerator}" if resources.accelerator else None
-    fits = any(
-        node["Alive"]
-        and node["Resources"].get("CPU", 0) >= resources.cpus
-        and node["Resources"].get("GPU", 0) >= resources.gpus
-        and (accelerator is None or accelerator in node["Resources"])
-        for node in ray.nodes()
-    )
-    if fits:
+    """Say at once that a trial cannot be placed here, or, on a cluster that may grow, what it is waiting for."""
+    if _fits(resources):
         return
-    total = ray.cluster_resources()
-    wanted = f"{resources.cpus:g} CPU and {resources.gpus:g} GPU" + (
-        f" ({resources.accelerator})" if accelerator else ""
-    )
-    have = f"{total.get('CPU', 0):g} CPU and {total.get('GPU', 0):g} GPU"
-    message = f"run.resources: a trial asks for {wanted} on one node; the cluster has {have}"
+    message = f"{_wanted_text(resources)}; {_have_text()}"
     if started_here:
         raise ConfigError(
             f"{message}. Ask for less, e.g. --set run.resources.gpus=0, or submit to a cluster that has them"
         )
-    log.warning("%s. Waiting for a node to join; if the cluster does not scale up, ask for less", message)
+    log.warning("%s. Waiting for nodes to join", message)
+
+
+def _fits(resources: ResourceSettings) -> bool:
+    """Whether the cluster as it is could hold a trial, if nothing else ran."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(_workers_on(node, resources) for node in nodes) >= resources.workers
+
+
+def _workers_on(node: Mapping[str, float], resources: ResourceSettings) -> int:
+    """How many of a trial's workers fit on an empty node."""
+    if resources.accelerator and f"accelerator_type:{resources.accelerator}" not in node:
+        return 0
+    rooms = [node.get("CPU", 0) / resources.cpus]
+    if resources.gpus:
+        rooms.append(node.get("GPU", 0) / resources.gpus)
+    return int(min(rooms))
+
+
+def _wanted_text(resources: ResourceSettings) -> str:
+    each = f"{resources.cpus:g} CPU and {resources.gpus:g} GPU"
+    each += f" ({resources.accelerator})" if resources.accelerator else ""
+    if resources.workers == 1:
+        return f"run.resources: a trial asks for {each} on one node"
+    return f"run.resources: a trial asks for {resources.workers} workers at once, each with {each}"
+
+
+def _have_text() -> str:
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    total = {kind: sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
+    types = sorted({key.partition(":")[2] for node in nodes for key in node if key.startswith("accelerator_type:")})
+    found = f"the cluster has {total['CPU']:g} CPU and {total['GPU']:g} GPU on {len(nodes)} nodes"
+    return f"{found}, of type {', '.join(types)}" if types else found
+
+
+def _placement_watch(resources: ResourceSettings) -> Any:
+    """A Tune callback that says what trials wait for, and ends the sweep where they would wait for ever."""
+    from ray.tune import Callback
+
+    class PlacementWatch(Callback):
+        looked = told = time.monotonic()
+
+        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
+            now = time.monotonic()
+            if now - self.looked < LOOK_SECONDS or any(trial.status == "RUNNING" for trial in trials):
+                return
+            self.looked = now
+            if _is_infeasible(_bundle(resources)):
+                raise ConfigError(
+                    f"{_wanted_text(resources)}; {_have_text()}, and its autoscaler has no node type that could add "
+                    "it. Ask for less, or add such a node type to the cluster's configuration"
+                )
+            if now - self.told > TELL_SECONDS and not _fits(resources):
+                self.told = now
+                log.warning("%s; %s. Still waiting for nodes", _wanted_text(resources), _have_text())
+
+    return PlacementWatch()
+
+
+def _is_infeasible(bundle: Mapping[str, float]) -> bool:
+    """Whether the cluster's autoscaler has said that it can never add room for such a bundle."""
+    import ray
+    from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+
+    reply = GetClusterStatusReply()
+    reply.ParseFromString(ray._raylet.GcsClient(ray.get_runtime_context().gcs_address).get_cluster_status())
+    state = reply.autoscaling_state
+    gangs = [request for gang in state.infeasible_gang_resource_requests for request in gang.requests]
+    wanted = {kind: amount for kind, amount in bundle.items() if amount}
+    found = [dict(request.resources_bundle) for request in [*state.infeasible_resource_requests, *gangs]]
+    return any({kind: bundle.get(kind, 0) for kind in wanted} == wanted for bundle in found)
 
 
 def _scheduler(run: RunSettings, n_tasks: int) -> Any:
@@ -201,14 +424,25 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
 
 def _close(pack: Pack, sweep_folder: Path, error: Exception | None) -> None:
     """Say in the journals what only Tune knows: a trial was stopped early, or its worker was lost too often."""
-    for trial in pack.trials:
-        journal = Journal(sweep_folder / "trials" / trial.trial_id / "journal.jsonl")
-        events = journal.read()
-        if status(events) not in ("running", "pending"):
-            continue
-        seen = len(stages(events))
+    for journal, events in _unfinished(pack, sweep_folder):
         if error is None and events:
-            journal.append("stopped", tasks_seen=seen, reason="stopped early by the scheduler: others had a higher AP")
-        else:
-            message = "the worker was lost more often than run.max_failures allows" if error is None else str(error)
-            journal.append("failed", kind="lost", message=message[-2000:], task=None, step=None)
+            seen, reason = len(stages(events)), "stopped early by the scheduler: others had a higher AP"
+            journal.append("stopped", tasks_seen=seen, reason=reason)
+    message = "the worker was lost more often than run.max_failures allows" if error is None else str(error)
+    _journal_failure(pack, sweep_folder, "lost", message)
+
+
+def _journal_failure(pack: Pack, sweep_folder: Path, kind: str, message: str) -> None:
+    """Say in the journals of a pack's unfinished trials what ended them."""
+    for journal, _ in _unfinished(pack, sweep_folder):
+        journal.append("failed", kind=kind, message=redact(message)[-2000:], task=None, step=None)
+
+
+def _unfinished(pack: Pack, sweep_folder: Path) -> list[tuple[Journal, list[Event]]]:
+    journals = [_journal(sweep_folder, trial) for trial in pack.trials]
+    found = [(journal, journal.read()) for journal in journals]
+    return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]
+
+
+def _journal(sweep_folder: Path, trial: Trial) -> Journal:
+    return Journal(sweep_folder / "trials" / trial.trial_id / JOURNAL)

@@ -254,11 +254,14 @@ def _measure_train(subject: Subject) -> None:
 
 
 def _print_peak(subject: Subject) -> None:
+    print(json.dumps({"peak_gib": peak_bytes(subject) / 2**30}))
+
+
+def peak_bytes(subject: Subject) -> int:
     """The most memory this process has held: of the GPU, else resident."""
     import torch
 
-    peak = torch.cuda.max_memory_allocated() if subject.device == "cuda" else _peak_resident()
-    print(json.dumps({"peak_gib": peak / 2**30}))
+    return torch.cuda.max_memory_allocated() if subject.device == "cuda" else _peak_resident()
 
 
 def _peak_resident() -> int:

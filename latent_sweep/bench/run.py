@@ -20,6 +20,7 @@ from latent_sweep.bench.methods import methods
 from latent_sweep.bench.processes import memory, start, sweep, threads
 from latent_sweep.bench.profile import Profile, profile_path, write_profile
 from latent_sweep.bench.rows import Report, Row, Table
+from latent_sweep.bench.shards import shards
 from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
@@ -39,7 +40,7 @@ PARTS: Mapping[str, Callable[[Workbench], list[Row]]] = {
     "sweep": sweep,
 }
 
-ON_REQUEST: Mapping[str, Callable[[Workbench], list[Row]]] = {"methods": methods}
+ON_REQUEST: Mapping[str, Callable[[Workbench], list[Row]]] = {"methods": methods, "shards": shards}
 """Parts that run only where they are named, because they take long."""
 
 WITH_PEFT = ("step", "generate", "sweep")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.bank import AdapterBank
     from latent_sweep.backbones import Backbone
     from latent_sweep.bench.usual_way import Config
+    from latent_sweep.engine import Engine
     from latent_sweep.methods.protocol import Example, Method
     from latent_sweep.mixing import Array, Gates, Mixer
     from latent_sweep.plan import Trial
@@ -166,8 +167,9 @@ class Subject:
 class Workbench:
     """A subject with its backbone loaded, and what the parts do with it."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: Subject, engine: Engine | None = None):
         self.subject, self.sizes = subject, subject.sizes
+        self._engine = engine
         self._methods: dict[str, Method] = {}
 
     @cached_property
@@ -185,9 +187,15 @@ class Workbench:
     @cached_property
     def backbone(self) -> Backbone:
         """The frozen model."""
-        from latent_sweep.backbones import load_backbone
+        from latent_sweep.engine import Engine
 
-        return load_backbone(self.trial.settings.backbone)
+        return (self._engine or Engine()).load(self.trial.settings.backbone)
+
+    def free(self) -> None:
+        """Forget the backbone and all that hangs on it; it is loaded again when it is needed."""
+        for name in ("backbone", "bank"):
+            self.__dict__.pop(name, None)
+        self._methods.clear()
 
     @cached_property
     def bank(self) -> AdapterBank:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
+from latent_sweep.files import committing
 from latent_sweep.settings import canonical_json, content_hash
 
 if TYPE_CHECKING:
@@ -133,6 +135,10 @@ def tokenised(
         tokenizer_name: Names the tokenizer and its revision; part of the cache's name.
         max_source_length: Longest prompt, in tokens.
         folder: Where caches of all tasks lie.
+
+    Raises:
+        DataError: The data is missing or malformed.
+        StoreError: The cache cannot be written.
     """
     max_target_length = settings.max_target_length or spec.max_target_length
     content = {
@@ -145,8 +151,7 @@ def tokenised(
         "bos": settings.bos,
     }
     target = folder / content_hash(content)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):
+    with committing(target), _locked(target):
         if not _is_intact(target):
             rows = load_rows(spec, task, split, settings, carve_validation)
             encode = partial(
@@ -230,7 +235,7 @@ def _source_rows(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Be
     if spec.layout == "builtin":
         pairs = _generated(task, split)
         return [Row(_row_id(task, split, i), text, (answer,)) for i, (text, answer) in enumerate(pairs)]
-    rows = _read_rows(_data_file(spec, task, split, settings), task, split)
+    rows = _read_rows(_data_file(spec, task, split, settings), task, split, _own_labels(spec, task))
     return [row for row in rows if _is_labelled(row)] if _drops_unlabelled(task, split, settings) else rows
 
 
@@ -240,7 +245,7 @@ def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
         return len(_generated(task, split))
     path = _find_file(spec, task, split, settings)
     if path is not None:
-        counts = _count_rows(path, _file_state(path), task, split)
+        counts = _count_rows(path, _file_state(path), task, split, _own_labels(spec, task))
         return counts.labelled if _drops_unlabelled(task, split, settings) else counts.all
     published = task.test_rows if split == "test" else task.train_rows
     if published is None:
@@ -304,21 +309,28 @@ def _file_state(path: Path) -> tuple[int, int]:
 
 @cache
 def _file_digest(path: Path, state: tuple[int, int]) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
 @cache
-def _count_rows(path: Path, state: tuple[int, int], task: TaskSpec, split: Split) -> _Counts:
-    rows = _read_rows(path, task, split)
+def _count_rows(
+    path: Path, state: tuple[int, int], task: TaskSpec, split: Split, labels: tuple[str, ...] | None
+) -> _Counts:
+    rows = _read_rows(path, task, split, labels)
     return _Counts(len(rows), sum(map(_is_labelled, rows)))
 
 
-def _read_rows(path: Path, task: TaskSpec, split: Split) -> list[Row]:
-    """The checked rows of a file; at least one, with ids that differ."""
+def _read_rows(path: Path, task: TaskSpec, split: Split, labels: tuple[str, ...] | None) -> list[Row]:
+    """The checked rows of a file; at least one, with ids that differ, and no answer beside `labels`."""
     rows: list[Row] = []
     places: dict[str, str] = {}
     for position, (place, record) in enumerate(_read_records(path)):
         row = _check_row(f"{path}, {place}", record, _row_id(task, split, position))
+        if labels is not None:
+            _check_labels(f"{path}, {place}", row, labels)
         if row.id in places:
             raise DataError(f"{path}, {place}: id {row.id!r} is also that of {places[row.id]}; expected unique ids.")
         places[row.id] = place
@@ -332,6 +344,8 @@ def _read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Each record of a file with its place in it."""
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; save the file in UTF-8.") from error
     if path.suffix == ".jsonl":
@@ -355,6 +369,8 @@ def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise DataError(f"{path}, line {line}, column {error.colno}: not valid JSON: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
+        raise DataError(f"{path}: not JSON that can be read: {error}.") from error
 
 
 def _check_row(where: str, record: Any, default_id: str) -> Row:
@@ -372,7 +388,27 @@ def _check_row(where: str, record: Any, default_id: str) -> Row:
         raise DataError(f"{where}: `{answer_key}` is {_kind(answer)}: {answer!r:.60}; expected a string or strings.")
     if type(row_id) not in (str, int):
         raise DataError(f"{where}: `id` is {_kind(row_id)}; expected a string or a whole number.")
+    if any(_HALF_PAIR.search(part) for part in (str(row_id), text, *references)):
+        raise DataError(f"{where}: found half of a surrogate pair, which UTF-8 cannot hold; expected whole characters.")
     return Row(str(row_id), text, tuple(references))
+
+
+def _own_labels(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...] | None:
+    """What a task's answers must be. Published files come in several editions, so theirs are taken as they are."""
+    return task.labels if spec.layout == "folder" else None
+
+
+def _check_labels(where: str, row: Row, labels: tuple[str, ...]) -> None:
+    unknown = [reference for reference in row.references if reference not in labels]
+    if unknown and _is_labelled(row):
+        known = ", ".join(map(repr, labels))
+        raise DataError(
+            f"{where}: the answer {unknown[0]!r:.60} is none of the task's labels: {known:.200}. "
+            "Correct the row, or `labels` in the benchmark's file."
+        )
+
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def _kind(value: Any) -> str:
@@ -393,7 +429,7 @@ def _write(columns: dict[str, list[Any]], target: Path) -> None:
     kinds = {"prompt_ids": ids, "input_ids": ids, "target_ids": ids, "references": List(Value("string"))}
     features = Features({"id": Value("string"), **kinds})
     partial = target.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     with _no_progress_bars():
         Dataset.from_dict(columns, features=features).save_to_disk(str(partial))
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(partial.iterdir())}
@@ -402,18 +438,35 @@ def _write(columns: dict[str, list[Any]], target: Path) -> None:
 
 
 def _is_intact(target: Path) -> bool:
-    """Whether a cache folder is complete and unchanged; a damaged one is reported and removed."""
+    """Whether a cache folder is complete and unchanged; a damaged one is reported and set aside."""
     if not target.exists():
         return False
     try:
         digests = json.loads((target / _DIGESTS).read_text(encoding="utf-8"))
-        if all(hashlib.sha256((target / name).read_bytes()).hexdigest() == digest for name, digest in digests.items()):
+        found = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in digests}
+        if found and found == digests:
             return True
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         pass
-    logger.warning("The token cache %s is damaged; it is built again.", target)
-    shutil.rmtree(target)
+    damaged = target.with_suffix(".damaged")
+    logger.warning("The token cache %s is damaged; it is set aside as %s and built again.", target, damaged.name)
+    _remove(damaged)
+    target.rename(damaged)
     return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_suffix(".lock")):
+        yield
 
 
 def _open(target: Path) -> Dataset:

@@ -10,11 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings
+from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, read_yaml
 
 Metric = Literal["accuracy", "rouge_l"]
 Split = Literal["train", "validation", "test"]
@@ -22,7 +21,7 @@ Split = Literal["train", "validation", "test"]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A tuple of strings that a YAML list may fill."""
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 """A name that is safe in file names and in names of logged metrics."""
 
 BENCHMARK_FILE = "benchmark.yaml"
@@ -42,8 +41,8 @@ class TaskSpec(Settings):
     instruction: str = ""
     """Text that precedes every input; may be empty."""
     labels: Strings | None = None
-    """Every answer that a classification task knows."""
-    folder: str = ""
+    """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
+    folder: PathText = ""
     """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
     train_rows: int | None = Field(None, ge=1)
     """Published number of training rows; read only where the data is not at hand."""
@@ -71,7 +70,7 @@ class BenchmarkSpec(Settings):
     """Format of the prompt, see `benchmarks/prompts.py`."""
     layout: Literal["cl_benchmark", "builtin", "folder"] = "folder"
     """Where rows come from: the data folder, the package's own generator, or the folder of the benchmark's file."""
-    folder: str = Field(".", json_schema_extra=NOT_IDENTITY)
+    folder: PathText = Field(".", json_schema_extra=NOT_IDENTITY)
     """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
     stop: Strings = ()
     """Strings at which generation ends; no target holds one."""
@@ -111,7 +110,7 @@ class BenchmarkSpec(Settings):
 class BenchmarkSettings(Settings):
     """The `benchmark:` group of a sweep file: which benchmark, which part of it, and how it is read and scored."""
 
-    name: str = Field(min_length=1)
+    name: PathText = Field(min_length=1)
     """`superni`, `long_sequence`, `builtin`, or the path of a benchmark's folder or YAML file."""
     order: int | str | None = None
     """Task order: its key (`1`), or `<first task>_first`; left out, the benchmark's first order."""
@@ -123,7 +122,7 @@ class BenchmarkSettings(Settings):
     """Score at most this many test rows of each task."""
     subset_seed: int = Field(0, ge=0)
     """Which rows a subset takes; apart from the trial's seed, so that all trials see the same rows."""
-    data_dir: str | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
+    data_dir: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
     """Folder that contains `CL_Benchmark`; left out, the environment variable LATENT_SWEEP_DATA."""
     max_source_length: int | None = Field(None, ge=8)
     """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024."""
@@ -226,9 +225,9 @@ def _benchmark_file(name: str) -> Path:
 
 def _parse(path: Path) -> BenchmarkSpec:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a YAML file in UTF-8: {error}") from error
+        content = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"benchmark.name: not a YAML file of a benchmark: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: found {type(content).__name__}; expected keys such as `tasks:`")
     try:

@@ -1,0 +1,381 @@
+"""DeepSpeed ZeRO: backbone and optimizer state in shards over a trial's workers. The only importer of deepspeed.
+
+Two things are sharded apart. The frozen backbone is loaded in shards at stage 3, one weight at a time, and gathered
+layer by layer as it is used. What is trained, about a megabyte, is whole in every worker, as the methods want it; the
+optimizer's side of it is a DeepSpeed engine over one flat vector, which is handed the gradients that the workers have
+added up. AdamW treats every number alike, so the vector's shards step as the whole would. Nothing is saved by
+DeepSpeed: a checkpoint has the names and shapes of plain torch's, gathered, and fits every stage and number of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from latent_sweep.backbones import (
+    Backbone,
+    BackboneSettings,
+    assemble,
+    empty_model,
+    local_folder,
+    stored_backbone,
+    stored_weight,
+    tensor_files,
+)
+from latent_sweep.config import EngineSettings, TrainingSettings
+from latent_sweep.engine import Engine, Optimizer, TorchOptimizer, learning_rate, optimizer_of, set_learning_rate
+from latent_sweep.errors import ConfigError
+from latent_sweep.gang import Gang
+
+log = logging.getLogger(__name__)
+
+OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+"""DeepSpeed settings that `training:` decides."""
+
+ALLOWED = ("zero_optimization", "communication_data_type", "comms_logger", "memory_breakdown", "wall_clock_breakdown")
+"""DeepSpeed's groups and settings that `run.engine.config` may hold; the others are ours or have nothing to act on."""
+
+ROOM = 1.25
+"""Weights are gathered to answer where so many times their size is free: keys and values of prompts need some too."""
+
+
+def deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
+    """DeepSpeed's JSON for these settings, with `config` merged over it.
+
+    Raises:
+        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
+    """
+    zero: dict[str, Any] = {"stage": settings.zero_stage}
+    if settings.offload == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if settings.zero_stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    _check(settings)
+    merged = {"zero_optimization": zero | dict(settings.config.get("zero_optimization", {}))}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # batches are not DeepSpeed's to count, but it wants a number
+        "gradient_clipping": 0.0,  # done before it sees them
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own Adam for the CPU would have to be compiled
+        **{key: value for key, value in settings.config.items() if key != "zero_optimization"},
+        **merged,
+    }
+
+
+def _check(settings: EngineSettings) -> None:
+    from pydantic import ValidationError
+
+    where = "run.engine.config"
+    for key in settings.config:
+        if key in OURS:
+            raise ConfigError(f"{where}.{key}: `trial.training` decides it; leave it out")
+        if key not in ALLOWED:
+            raise ConfigError(f"{where}.{key}: unknown or without effect here; allowed: {', '.join(ALLOWED)}")
+    zero = settings.config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ConfigError(f"{where}.zero_optimization: found {zero!r:.80}; expected a mapping")
+    for key in ("stage", "offload_param", "offload_optimizer"):
+        if key in zero:
+            instead = "zero_stage" if key == "stage" else "offload"
+            raise ConfigError(f"{where}.zero_optimization.{key}: say it as run.engine.{instead}")
+    try:
+        _deepspeed().runtime.zero.config.DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        faults = [f"{where}.zero_optimization.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("\n".join(faults)) from None
+
+
+def _deepspeed() -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its optional parts
+        import deepspeed
+
+    # it calls names of torch.distributed that were given new ones
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # on CPUs it would compile an operation that only its inference kernels call, and a process killed while it
+    # compiles leaves a lock behind that the next ones wait for
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO over the workers of a gang.
+
+    Args:
+        gang: the workers, which have met already.
+        settings: `run.engine`.
+
+    Raises:
+        ConfigError: DeepSpeed does not know a key of `config`.
+    """
+
+    def __init__(self, gang: Gang, settings: EngineSettings):
+        super().__init__(gang)
+        self._settings, self._config = settings, deepspeed_config(settings)
+        self._deepspeed = _deepspeed()
+        self._deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+        self.holds_whole_weights = self.answers_apart = settings.zero_stage < 3
+        self._zero: Any = None
+        self._gathered = ExitStack()
+        self._is_gathered = False
+
+    def facts(self) -> dict[str, Any]:
+        """What a result says of its engine."""
+        s = self._settings
+        return {
+            "engine": "deepspeed",
+            "workers": self.gang.size,
+            "zero_stage": s.zero_stage,
+            "offload": s.offload,
+            "deepspeed": self._deepspeed.__version__,
+        }
+
+    def optimizer(self, parameters: Mapping[str, Tensor], settings: TrainingSettings, steps: int) -> Optimizer:
+        """AdamW in shards. Adafactor's moments are of whole matrices, so there is nothing to shard: plain torch's."""
+        if settings.optimizer == "adafactor":
+            return TorchOptimizer(parameters, settings, steps)
+        return DeepSpeedOptimizer(parameters, settings, steps, self.gang, self._deepspeed, self._config)
+
+    # --- the backbone ---
+
+    def load(self, settings: BackboneSettings) -> Backbone:
+        """The whole backbone in every worker below stage 3; at stage 3 a shard of every weight.
+
+        Weights are read one at a time, by the first worker, and sharded before the next is read: no worker ever holds
+        more than its shards and one weight.
+        """
+        if self._settings.zero_stage < 3:
+            return super().load(settings)
+        folder = local_folder(settings)
+        stored = stored_backbone(settings.model_copy(update={"name": str(folder), "revision": None}))
+        if stored is None:
+            raise ConfigError(
+                f"run.engine.zero_stage: 3 reads the backbone weight by weight, but {folder} has no safetensors files "
+                "with all weights; convert the checkpoint with transformers' save_pretrained"
+            )
+        model = empty_model(folder)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype), device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+        model.requires_grad_(False)  # before DeepSpeed looks for what to optimize
+        engine, *_ = self._deepspeed.initialize(model=model, config=self._config)
+        self._zero = engine.optimizer
+        self._model = model
+        self.answers_apart = self._whole_weights_fit(model)
+        if not self.answers_apart:
+            gibibytes = sum(p.ds_numel * p.element_size() for p in model.parameters()) / 2**30
+            log.warning(
+                "answers are generated with sharded weights: every new token moves %.1f GiB between the workers. Use "
+                "fewer, larger devices, or run.engine.zero_stage 0 to 2 where a device holds the weights",
+                gibibytes,
+            )
+        return assemble(settings, model, self, stored)
+
+    def _shard(self, model: Any, files: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        """Put the weights of the files into a model without any, each in shards."""
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        made: dict[Tensor, nn.Parameter] = {}
+        for module in model.modules():
+            for name, empty in list(module.named_parameters(recurse=False)):
+                if empty not in made:
+                    made[empty] = nn.Parameter(self._weight(names[empty], empty, files, dtype, device), False)
+                    module._parameters[name] = made[empty]
+                    self._deepspeed.zero.Init(
+                        module=_Holding(made[empty]),
+                        config_dict_or_path=self._config,
+                        dtype=dtype,
+                        remote_device="cpu" if self._settings.offload == "cpu" else None,
+                    )
+                module._parameters[name] = made[empty]  # tied weights are one parameter
+
+    def _weight(
+        self, names: Sequence[str], empty: Tensor, files: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A weight at the first worker; at the others room for it, because sharding begins with the first one's."""
+        stored = [name for name in names if name in files]
+        if not stored:
+            raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
+        if not self.gang.leads:
+            return torch.empty(empty.shape, dtype=dtype, device=device)
+        return stored_weight(files[stored[0]], stored[0]).to(device, dtype, copy=True)
+
+    def _whole_weights_fit(self, model: Any) -> bool:
+        """Whether every worker can hold all weights while it answers; one that cannot decides for all."""
+        if self._settings.gather != "auto":
+            return self._settings.gather == "always"
+        wanted = sum(p.ds_numel * p.element_size() for p in model.parameters())
+        if torch.cuda.is_available():
+            fits = torch.cuda.mem_get_info()[0] > ROOM * wanted
+        else:
+            fits = _available_memory() > ROOM * wanted * self.gang.size  # workers may share the machine
+        does_not = torch.tensor([0.0 if fits else 1.0], device="cuda" if torch.cuda.is_available() else "cpu")
+        self.gang.add_up([does_not])
+        return not bool(does_not)
+
+    def begin_learning(self) -> None:
+        """Give back what was gathered for answering."""
+        self._gathered.close()
+
+    def begin_answering(self) -> None:
+        """Gather the weights once for all answers until the next task is learned, where they fit."""
+        if self._zero is not None and self.answers_apart and not self._is_gathered:
+            self._gathered.enter_context(self._whole_weights())
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        # as libraries do that generate inside of training: without its hooks DeepSpeed leaves gathered weights alone
+        self._zero.partition_all_parameters()
+        self._zero._remove_module_hooks()
+        with self._deepspeed.zero.GatheredParameters(list(self._model.parameters())):
+            self._is_gathered = True
+            yield
+            self._is_gathered = False
+        self._zero.setup_zero_stage3_hooks()
+
+
+class _Holding(nn.Module):
+    """A module of one parameter: what DeepSpeed shards at a time."""
+
+    def __init__(self, parameter: nn.Parameter):
+        super().__init__()
+        self.parameter = parameter
+
+
+def _available_memory() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
+class _Flat(nn.Module):
+    """All trained numbers as one vector, whose gradient is what `forward` is given."""
+
+    def __init__(self, numbers: Tensor):
+        super().__init__()
+        self.numbers = nn.Parameter(numbers)
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return self.numbers @ gradient
+
+
+class DeepSpeedOptimizer:
+    """AdamW on a learner's parameters, its moments sharded over the workers as the stage says.
+
+    Args:
+        parameters: the learner's, whole in every worker; every step puts the new values there.
+        settings: rate, decay and clipping.
+        steps: how many there will be.
+        gang: the workers.
+        deepspeed: the package.
+        config: its JSON.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        settings: TrainingSettings,
+        steps: int,
+        gang: Gang,
+        deepspeed: Any,
+        config: Mapping[str, Any],
+    ):
+        self._parameters, self._settings, self._steps, self._deepspeed = dict(parameters), settings, steps, deepspeed
+        count = sum(p.numel() for p in parameters.values())
+        self._padding = -count % gang.size  # stage 3 sets moments in shards of equal length
+        flat = _Flat(self._flat([p.detach() for p in parameters.values()]))
+        self._adamw = optimizer_of([flat.numbers], settings)
+        self._numbers = flat.numbers
+        self._stage = config["zero_optimization"]["stage"]
+        self._engine, *_ = deepspeed.initialize(model=flat, optimizer=self._adamw, config=dict(config))
+        self._taken = 0
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return nn.functional.pad(torch.cat([tensor.float().flatten() for tensor in tensors]), (0, self._padding))
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Parts of a vector by the parameters' names, in their shapes."""
+        sizes = [p.numel() for p in self._parameters.values()]
+        parts = flat[: sum(sizes)].split(sizes)
+        return {name: part.view_as(p) for (name, p), part in zip(self._parameters.items(), parts, strict=True)}
+
+    def step(self) -> float:
+        """Clip and step; all workers have the same gradients."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.gradient_clip or math.inf)
+        rate = learning_rate(self._settings, self._taken, self._steps)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
+        self._step(self._flat(found), rate)
+        self._taken += 1
+        self._read()
+        return float(norm)
+
+    def _step(self, gradient: Tensor, rate: float) -> None:
+        set_learning_rate(self._adamw, rate)
+        set_learning_rate(self._engine.optimizer, rate)
+        self._engine.backward(self._engine(gradient))
+        self._engine.step()
+
+    def _read(self) -> None:
+        with self._whole(), torch.no_grad():
+            for name, part in self._named(self._numbers).items():
+                self._parameters[name].copy_(part)
+
+    @contextmanager
+    def _whole(self, changing: bool = False) -> Iterator[None]:
+        rank = 0 if changing else None
+        with self._deepspeed.zero.GatheredParameters([self._numbers], modifier_rank=rank, enabled=self._stage == 3):
+            yield
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """As plain torch's; every worker calls it, and every worker gets the whole state."""
+        named = {f"parameter.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        moments = {key: self._named(self._moment(key)) for key in ("exp_avg", "exp_avg_sq")}
+        for name in self._parameters:
+            named[f"optimizer.{name}.step"] = torch.tensor(float(self._taken))
+            named |= {f"optimizer.{name}.{key}": of[name] for key, of in moments.items()}
+        return named | {"schedule": torch.tensor(self._taken)}
+
+    def _moment(self, key: str) -> Tensor:
+        if self._stage == 0:
+            return self._adamw.state[self._numbers][key]
+        return self._deepspeed.utils.safe_get_full_optimizer_state(self._numbers, key)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there, whatever engine it is of."""
+        device = self._numbers.device
+        for name, parameter in self._parameters.items():
+            with torch.no_grad():
+                parameter.copy_(state[f"parameter.{name}"])
+        self._step(torch.zeros_like(self._flat(list(self._parameters.values()))), rate=0.0)  # makes room for moments
+        numbers = self._flat([p.detach() for p in self._parameters.values()])
+        if self._stage == 0:
+            self._numbers.data.copy_(numbers)
+        else:
+            self._deepspeed.utils.safe_set_full_fp32_param(self._numbers, numbers)
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = self._flat([state[f"optimizer.{name}.{key}"].to(device) for name in self._parameters])
+            if self._stage == 0:
+                self._adamw.state[self._numbers][key].copy_(moment)
+            else:
+                self._deepspeed.utils.safe_set_full_optimizer_state(self._numbers, moment, key)
+        self._taken = int(state["schedule"])
+        for of_part in self._adamw.state.values():
+            of_part["step"].fill_(float(self._taken))

@@ -1,0 +1,133 @@
+"""Workers that share a trial: what each of them holds, and how fast they are together, by what the engine shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.bench.processes import peak_bytes
+from latent_sweep.bench.rows import Row
+from latent_sweep.bench.workbench import Subject, Workbench
+from latent_sweep.errors import LatentSweepError
+
+WHOLE = "whole in every worker"
+ENGINES: Mapping[str, Mapping[str, Any]] = {
+    WHOLE: {"name": "deepspeed", "zero_stage": 0},
+    "ZeRO-3": {"name": "deepspeed", "zero_stage": 3},
+    "ZeRO-3 with offload": {"name": "deepspeed", "zero_stage": 3, "offload": "cpu"},
+}
+
+
+def shards(bench: Workbench) -> list[Row]:
+    """Memory of each worker and speed of all, whole and sharded: two workers on a CPU, one on each GPU."""
+    import torch
+
+    cuda = bench.subject.device == "cuda"
+    workers = torch.cuda.device_count() if cuda else 2
+    # host memory is the only one there is without a GPU
+    engines = {name: engine for name, engine in ENGINES.items() if cuda or "offload" not in engine}
+    bench.free()
+    rows: list[Row] = []
+    for name, engine in engines.items():
+        found = _run_gang(bench.subject, engine, workers)
+        rows += _rows(name, found, _predicted(bench, engine, workers), workers)
+    return rows
+
+
+def _rows(name: str, found: Sequence[Mapping[str, float]], predicted: Mapping[str, float], workers: int) -> list[Row]:
+    where = f"the largest of {workers} workers" if workers > 1 else "one worker"
+    seconds = max(worker["seconds"] for worker in found)
+    return [
+        Row(f"{name}: loaded", max(w["loaded_gib"] for w in found), "GiB", None, None, where),
+        Row(f"{name}: loaded, predicted", predicted["weights"], "GiB"),
+        Row(f"{name}: peak while learning", max(w["peak_gib"] for w in found), "GiB", None, None, where),
+        Row(f"{name}: peak, predicted", predicted["learning"], "GiB"),
+        Row(f"{name}: step", seconds, "s"),
+        Row(f"{name}: speed", found[0]["tokens"] / seconds, "tokens/s"),
+    ]
+
+
+def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dict[str, float]:
+    """What the memory model of `plan` says, in GiB."""
+    from latent_sweep.config import RunSettings
+    from latent_sweep.memory import predict
+
+    gpus = 1 if bench.subject.device == "cuda" else 0
+    run = RunSettings.model_validate({"engine": dict(engine), "resources": {"workers": workers, "gpus": gpus}})
+    memory = predict(bench.trial, run)
+    if memory is None:
+        return {"weights": float("nan"), "learning": float("nan")}
+    return {"weights": memory.weights / 2**30, "learning": memory.learning / 2**30}
+
+
+def _run_gang(subject: Subject, engine: Mapping[str, Any], workers: int) -> list[dict[str, float]]:
+    """What each worker of a gang measured."""
+    from latent_sweep.gang import listen
+
+    meeting = listen("127.0.0.1")
+    port = str(meeting.getsockname()[1])
+    meeting.close()  # the first worker takes it at once
+    processes = []
+    for rank in range(workers):
+        arguments = [str(rank), str(workers), port, json.dumps(asdict(subject)), json.dumps(dict(engine))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if subject.device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = str(rank)
+        command = [sys.executable, "-m", "latent_sweep.bench.shards", *arguments]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        said = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes):
+        raise LatentSweepError("a worker of the gang failed; its messages stand above")
+    return [json.loads(text.strip().splitlines()[-1]) for text in said]
+
+
+def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[str, Any]) -> None:
+    """One worker: load, take steps, and print what that took."""
+    import torch
+
+    from latent_sweep.config import EngineSettings
+    from latent_sweep.engine import engine_of
+    from latent_sweep.gang import join
+
+    cuda = subject.device == "cuda"
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    gang = join(rank, size, "127.0.0.1", port)
+    bench = Workbench(subject, engine_of(EngineSettings.model_validate(engine), gang))
+    before = 0 if cuda else _own_bytes()
+    _ = bench.backbone
+    loaded = torch.cuda.memory_allocated() if cuda else _own_bytes() - before
+    moments: list[float] = []
+    rows = bench.one_batch()
+    lesson = bench.lesson(rows, bench.sizes.steps + 1, lambda *step: moments.append(time.perf_counter()))
+    bench.train([lesson])
+    found = {
+        "loaded_gib": loaded / 2**30,
+        "peak_gib": (peak_bytes(subject) - before) / 2**30,
+        "seconds": (moments[-1] - moments[0]) / (len(moments) - 1),
+        "tokens": float(sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows)),
+    }
+    print(json.dumps(found), flush=True)
+    gang.collect(None)  # no worker leaves while another needs it
+    os._exit(0)  # gloo's threads now and then abort an interpreter that ends
+
+
+def _own_bytes() -> int:
+    """Resident memory of this process that no file stands behind."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    rank, size, port = map(int, sys.argv[1:4])
+    _measure(rank, size, port, Subject(**json.loads(sys.argv[4])), json.loads(sys.argv[5]))

@@ -1,0 +1,137 @@
+"""Heads of real Ray clusters for the tests: on the loopback interface, with a home, ports and a token of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from sweeps_for_tests import end, family, wait_until
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running head; `environment` is what a process needs to belong to its cluster."""
+
+    process: subprocess.Popen[str]
+    environment: dict[str, str]
+    dashboard: str
+
+    def workers(self) -> int:
+        """Nodes beside the head, as the machine's processes show."""
+        names = [name_of(member) for member in family(self.process)]
+        return names.count("raylet") - 1
+
+
+def name_of(process: psutil.Process) -> str:
+    """A process's name; empty once it has ended."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def head(
+    *options: str,
+    dashboard: bool = True,
+    prepare: Callable[[int], Sequence[str]] = lambda port: (),
+    **environment: str,
+) -> Iterator[Head]:
+    """A head started by cluster/local.sh, with everything below it gone at the end.
+
+    Args:
+        options: further ones of `ray start`.
+        dashboard: whether it takes jobs.
+        prepare: gets the head's port and returns options that need it.
+        environment: further variables.
+    """
+    port, dashboard_port, agent_port, client_port = free_ports(4)
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:  # short, for names of sockets
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        own = {
+            "HOME": home,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "RAY_AUTH_MODE": "token",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: every socket on 127.0.0.1
+        }
+        ports = {
+            "port": port,
+            "dashboard-port": dashboard_port,
+            "dashboard-agent-listen-port": agent_port,
+            "ray-client-server-port": client_port,
+        }
+        arguments = [f"--{name}={number}" for name, number in ports.items()]
+        arguments += [f"--include-dashboard={str(dashboard).lower()}", f"--temp-dir={home}/ray", "--block"]
+        with (Path(home) / "head.log").open("w+") as log:
+            process = subprocess.Popen(
+                [ROOT / "cluster" / "local.sh", "head", *arguments, *options, *prepare(port)],
+                env=inherited | own | environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            address = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+            found = Head(process, inherited | own | address, f"http://127.0.0.1:{dashboard_port}")
+            try:
+                wait_until(lambda: answers(found) if dashboard else listens(port), process, seconds=60)
+                yield found
+            finally:
+                members = family(process)
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(15)
+                end(process, members)
+
+
+def answers(of: Head) -> bool:
+    """Whether the dashboard of a head is up, for somebody with the token."""
+    token = Path(of.environment["HOME"]) / ".ray" / "auth_token"
+    if not token.exists():
+        return False
+    headers = {"Authorization": f"Bearer {token.read_text()}"}
+    request = urllib.request.Request(f"{of.dashboard}/api/version", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def listens(port: int) -> bool:
+    """Whether somebody listens on a port of the loopback interface."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether `condition` comes true within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

@@ -1,0 +1,564 @@
+"""Bad input of every kind, given the way a user gives it: refused in seconds with the reason, or mended with a warning.
+
+Sweep files, benchmarks and backbones go through the command line in this process, so that an exception that nobody
+expected fails the test as the traceback it would be for a user.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import load_tiny
+from sweeps_for_tests import TINY, results, sweep_folder, tiny, write, write_benchmark
+
+from latent_sweep import settings
+from latent_sweep.adapters.factors import load_factors
+from latent_sweep.cli import main
+from latent_sweep.config import STORAGE_FOLDERS
+from latent_sweep.tracking import status
+
+pytestmark = pytest.mark.timeout(60)  # what would hang fails here
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def refusal(capsys, *arguments):
+    """What a command prints that cannot be carried out."""
+    assert main([str(argument) for argument in arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert "Traceback" not in printed
+    return printed
+
+
+def sweep(rest="", **trial):
+    """A sweep file that would run, and more lines."""
+    groups = {"backbone": "{name: tiny-llama}", "benchmark": "{name: builtin}", "method": "{rank: 4}", **trial}
+    return f"name: a\ntrial: {{{', '.join(f'{name}: {group}' for name, group in groups.items())}}}\n{rest}".encode()
+
+
+# --- sweep files -----------------------------------------------------------------------------------------------------
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 31))
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 200))
+HUNDRED = list(range(1, 101))
+
+FILES = {
+    "empty": (b"", "a sweep file is a mapping with name, trial, search and run; found None"),
+    "only a comment": (b"# later\n", "a sweep file is a mapping with name, trial, search and run; found None"),
+    "a list": (b"- a\n", "a sweep file is a mapping with name, trial, search and run; found ['a']"),
+    "a number": (b"3\n", "a sweep file is a mapping with name, trial, search and run; found 3"),
+    "two documents": (sweep() + b"---\n" + sweep(), "line 3, column 1"),
+    "tabs": (b"name: a\ntrial:\n\tseed: 1\n", "line 3, column 1"),
+    "unclosed quote": (b'name: a\ntrial: {seed: "1}\n', "line 2, column 15"),
+    "unclosed bracket": (b"name: a\nsearch: {seed: [0, 1\n", "line 3, column 1"),
+    "duplicate key": (sweep("run: {storage: a, storage: b}\n"), "key 'storage' appears twice\n  in"),
+    "nine to the thirtieth": (BOMB.encode(), "more than 20,000 values"),
+    "the same as an axis": (f"name: a\n{BOMB}search: {{seed: *a30}}\n".encode(), "more than 20,000 values"),
+    "anchors in a long chain": (CHAIN.encode(), "nested more than 100 deep"),
+    "an anchor in itself": (sweep("search: &a {seed: [*a]}\n"), "an anchor that holds itself"),
+    "merged keys": (sweep("run: {<<: {storage: x}}\n"), "could not determine a constructor for the tag"),
+    "nested without end": (b"name: " + b"[" * 3_000, "is not valid YAML"),
+    "many values": (b"search: {seed: [" + b"1," * 30_000 + b"]}", "more than 20,000 values"),
+    "a call": (b"name: !!python/object/apply:os.system ['exit 1']\n", "python/object/apply:os.system"),
+    "a Python name": (b"name: !!python/name:os.system\n", "python/name:os.system"),
+    "a set": (sweep("search: {benchmark.tasks: [!!set {mood}]}\n"), "tag:yaml.org,2002:set"),
+    "bytes": (sweep(seed="!!binary aGVsbG8="), "tag:yaml.org,2002:binary"),
+    "a whole number without digits": (sweep(seed='!!int ""'), "is not valid YAML"),
+    "a truth value that is none": (sweep(seed="!!bool maybe"), "is not valid YAML"),
+    "not UTF-8": (b"name: \xff\n", "is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 6"),
+    "UTF-16": ("name: a\n".encode("utf-16"), "is not UTF-8 text"),
+    "a NUL character": (sweep(backbone='{name: "a\\0b"}'), "a NUL character"),
+    "half a surrogate pair": (sweep('search: {"\\ud800": [1]}\n'), "half of a surrogate pair"),
+    "not a number": (sweep(training="{learning_rate: .nan}"), "trial.training.learning_rate: found nan"),
+    "minus infinity": (sweep(training="{learning_rate: -.inf}"), "trial.training.learning_rate: found -inf"),
+    "a fraction beyond all bounds": (sweep(training="{learning_rate: 1e999}"), "learning_rate: found inf"),
+    "400 digits": (sweep(seed="9" * 400), "a whole number of more than 64 bits"),
+    "a hundred thousand digits": (sweep(seed="1:" * 50_000 + "1"), "a whole number of more than 64 bits"),
+    "a draw of 400 digits": (
+        sweep(f"search: {{training.learning_rate: {{uniform: [1, {'9' * 400}]}}}}\n"),
+        "a whole number of more than 64 bits",
+    ),
+    "true for a number": (sweep(seed="true"), "trial.seed: found True; expected a whole number"),
+    "a number in quotes": (sweep(training="{epochs: '3'}"), "trial.training.epochs: found '3'; Input should be"),
+    "unknown key at the top": (sweep("sarch: {seed: [0]}\n"), "sarch: unknown key; did you mean 'search'?"),
+    "unknown group": (sweep(rooter="{mode: sum}"), "trial.rooter: unknown key; did you mean 'router'?"),
+    "unknown setting": (sweep(training="{epoch: 1}"), "unknown key 'epoch' (did you mean 'epochs'?)"),
+    "unknown setting of a setting": (sweep(router="{pool: {trunkate: true}}"), "(did you mean 'truncate'?)"),
+    "a key that is no text": (sweep(training="{1: 2}"), "Keys should be strings"),
+    "no seed": (sweep(seed="null"), "trial.seed: found None; expected a whole number"),
+    "nothing but a name": (b"name: a\ntrial: null\n", "trial.benchmark.name: missing; it has no default"),
+    "axis into nowhere": (sweep("search: {method.rnk: [4]}\n"), "method.rnk: unknown key 'rnk' (did you mean 'rank'?)"),
+    "axis without values": (sweep("search: {seed: []}\n"), "search.seed: found []; expected a list"),
+    "axis without a name": (sweep("search: {'': [1]}\n"), "search.: expected a dotted path below `trial`"),
+    "axis with a hole": (sweep("search: {method..rank: [1]}\n"), "search.method..rank: expected a dotted path"),
+    "axis of the wrong type": (sweep("search: {seed: [1, true]}\n"), "search.seed[1]: seed: found True"),
+    "axis of dates": (sweep("search: {seed: [2024-01-01]}\n"), "search.seed[0]: seed: found datetime.date"),
+    "one setting, two axes": (
+        sweep("search: {method: [{rank: 1}, {rank: 2}], method.rank: [3]}\n"),
+        "search.method.rank: method.rank is also set by the axis method",
+    ),
+    "ten million points": (
+        sweep(f"search: {{seed: {list(range(1000))}, router.components: {HUNDRED}, method.alpha: {HUNDRED}}}\n"),
+        "search: 10,000,000 points; at most 10,000 are possible",
+    ),
+    "ten million draws": (
+        sweep("search: {seed: {randint: [0, 9]}}\nrun: {num_samples: 10000000}\n"),
+        "search: 10,000,000 points; at most 10,000 are possible",
+    ),
+    "a long axis": (sweep(f"search: {{seed: {list(range(10_001))}}}\n"), "search.seed: found 10,001 values; at most"),
+    "a backbone misspelt": (sweep(backbone="{name: tiny-lama}"), "did you mean 'tiny-llama'?"),
+    "a benchmark misspelt": (sweep(benchmark="{name: superno}"), "did you mean 'superni'?"),
+    "a benchmark of 5000 letters": (
+        sweep(benchmark=f"{{name: {'a' * 5000}}}"),
+        "no file can have this path: File name",
+    ),
+    "data of nobody": (sweep(benchmark="{name: superni, data_dir: ~nobody-at-all/x}"), "no file can have this path"),
+    "a rank above every projection": (sweep(method="{rank: 17}"), "method.rank: found 17; tiny-llama's"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), FILES.values(), ids=list(FILES))
+def test_a_sweep_file_that_is_none_is_refused_with_the_reason(tmp_path, capsys, content, words):
+    path = tmp_path / "sweep.yaml"
+    path.write_bytes(content)
+    printed = refusal(capsys, "plan", path)
+    assert printed.startswith(f"error: {path}: ")
+    assert words in printed
+    assert len(printed) < 2000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+NAMES = ["a/b", "a\\b", "..", ".a", "-a", "", "a" * 300, "a b", "naïve", "日本", "a\n", "TOKENS"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *sorted(STORAGE_FOLDERS)])
+def test_a_name_that_is_no_folders_is_refused(tmp_path, capsys, name):
+    path = write(tmp_path, tiny(name=name))
+    assert f"name: found {name!r:.80}" in refusal(capsys, "plan", path)
+    assert refusal(capsys, "run", path, "--local")
+    assert [file.name for file in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+OVERRIDES = {
+    "no value": ("trial.seed", "--set trial.seed: expected path=value"),
+    "nothing": ("", "--set : expected path=value"),
+    "a hole": ("trial..seed=1", "--set trial..seed=1: expected path=value"),
+    "no YAML": ("trial.seed={", "--set trial.seed={: is not valid YAML"),
+    "a control character": ("trial.seed=\a", "is not valid YAML: unacceptable character"),
+    "a NUL character": ('name="a\\0"', "a NUL character"),
+    "an axis that is not there": ("search.method.alpha=null", "search has no axis 'method.alpha' to remove"),
+    "below a number": ("trial.seed.first=1", "trial.seed is a plain value, not a group"),
+    "a long number": ("trial.seed=" + "9" * 30, "a whole number of more than 64 bits"),
+}
+
+
+@pytest.mark.parametrize(("override", "words"), OVERRIDES.values(), ids=list(OVERRIDES))
+def test_an_override_that_is_none_is_refused_with_the_reason(tmp_path, capsys, override, words):
+    path = write(tmp_path, tiny(trial__seed=0, search={}))
+    assert words in refusal(capsys, "plan", path, "--set", override)
+
+
+@pytest.mark.parametrize("search", [["seed"], "seed", 5])
+def test_an_axis_is_not_removed_from_what_is_no_search(tmp_path, capsys, search):
+    printed = refusal(capsys, "plan", write(tmp_path, tiny(search=search)), "--set", "search.seed=null")
+    assert "search has no axis 'seed' to remove" in printed
+    assert f"search: found {search!r}; expected a mapping" in printed
+
+
+def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, capsys):
+    path = tmp_path / "sweep.yaml"
+    with path.open("wb") as file:
+        file.write(b"name: a\n")
+        file.truncate(50 << 20)
+    for endless in (path, "/dev/zero"):
+        assert f"error: {endless}: is larger than 1 MiB, so no file of settings" in refusal(capsys, "plan", endless)
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Within the block this process may do what any user may, and no more."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder(tmp_path):
+    """A folder that every user can reach."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.geteuid():
+            folder.chmod(folder.stat().st_mode | 0o711)
+    return tmp_path
+
+
+def test_files_that_may_not_be_read_are_refused(open_folder, capsys):
+    own = write_benchmark(open_folder / "own")
+    path = Path(write(open_folder, tiny(trial__benchmark={"name": str(own)})))
+    for file in (path, own / "benchmark.yaml", own / "left" / "train.json"):
+        mode = file.stat().st_mode
+        file.chmod(0)
+        with as_nobody():
+            assert f"{file}: cannot be read: Permission denied" in refusal(capsys, "plan", path)
+        file.chmod(mode)
+
+
+def test_what_looks_hostile_and_is_not(tmp_path, capsys):
+    """A byte order mark, groups without content, anchors, and names and paths in any script."""
+    path = tmp_path / "späth.yaml"
+    own = write_benchmark(tmp_path / "数据")
+    lines = [
+        "name: a.b-C_9",
+        "trial:",
+        f"  benchmark: {{name: '{own}'}}",
+        "  backbone: {name: tiny-llama}",
+        "  method: {rank: &four 4}",
+        "  router: null",
+        "search: {method.rank: [*four, 8]}",
+        "run: null",
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
+    assert main(["plan", str(path)]) == 0
+    assert "2 trials" in capsys.readouterr().out
+    path.write_bytes(sweep(method="null", router="null").replace(b"tiny-llama", b"t5-large"))
+    assert main(["plan", str(path)]) == 0
+
+
+def test_text_that_looks_like_a_number_is_written_so_that_it_stays_text():
+    for text in ("1e5", "8e12345", "3.e-4", "+.5E3", "1:30", "010", "yes", "null", "2024-01-01", "~", "=", "<<", ""):
+        for value in (text, {text: [text]}):
+            assert settings.parse_yaml(settings.yaml_text(value), "test") == value
+            assert settings.parse_yaml(settings.yaml_text(value, one_line=True), "test") == value
+
+
+# --- where things are stored -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_a_storage_that_is_a_file_is_refused(tmp_path, capsys, below):
+    (tmp_path / "file").write_text("mine")
+    path = write(tmp_path, tiny(run__storage=f"{tmp_path / 'file'}{below}"))
+    for command in (["plan", path], ["run", path, "--local"]):
+        assert f"expected a folder, but {tmp_path / 'file'} is a file" in refusal(capsys, *command)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_storage_that_may_not_be_written_is_refused(open_folder, capsys):
+    (open_folder / "runs").mkdir(mode=0o755)
+    path = write(open_folder, TINY)
+    with as_nobody():
+        printed = refusal(capsys, "run", path, "--local")
+    assert str(open_folder / "runs") in printed
+    assert "Permission denied" in printed
+    assert list((open_folder / "runs").iterdir()) == []
+
+
+# --- benchmarks ------------------------------------------------------------------------------------------------------
+
+
+def rows(*rows):
+    return lambda own: (own / "left" / "train.json").write_text(json.dumps(rows))
+
+
+def raw(content, file="train.json"):
+    return lambda own: (own / "left" / file).write_bytes(content)
+
+
+def described(**changes):
+    """The benchmark's file with some keys changed; those of its first task begin with `task_`."""
+
+    def change(own):
+        content = yaml.safe_load((own / "benchmark.yaml").read_text())
+        first = {key.removeprefix("task_"): value for key, value in changes.items() if key.startswith("task_")}
+        content["tasks"][0] |= first
+        content |= {key: value for key, value in changes.items() if not key.startswith("task_")}
+        (own / "benchmark.yaml").write_text(yaml.safe_dump(content))
+
+    return change
+
+
+ROW = {"input": "a", "output": "ax"}
+BENCHMARKS = {
+    "no training split": (
+        lambda own: (own / "left" / "train.json").unlink(),
+        "own/left/train.json (or .jsonl): there is no such file. Put the task's rows there",
+    ),
+    "no test split": (lambda own: (own / "left" / "test.json").unlink(), "own/left/test.json (or .jsonl): there is no"),
+    "no task": (lambda own: shutil.rmtree(own / "left"), "own/left/train.json (or .jsonl): there is no such file"),
+    "a folder for a split": (
+        lambda own: ((own / "left" / "train.json").unlink(), (own / "left" / "train.json").mkdir()),
+        "own/left/train.json (or .jsonl): there is no such file",
+    ),
+    "no file that describes it": (lambda own: (own / "benchmark.yaml").unlink(), "there is no file"),
+    "broken JSON": (raw(b'[{"input": "a",\n "output" "b"}]'), "train.json, line 2, column 11: not valid JSON"),
+    "JSON cut off": (raw(b'[{"input": "a", "out'), "train.json, line 1"),
+    "not UTF-8": (raw(b'[{"input": "\xff", "output": "b"}]'), "train.json: byte 12 is not UTF-8"),
+    "an empty file": (raw(b""), "train.json, line 1, column 1: not valid JSON"),
+    "an empty split": (raw(b"[]"), "train.json: found no rows; expected at least one row for split 'train'"),
+    "nested without end": (raw(b"[" * 100_000), "train.json: not JSON that can be read"),
+    "5000 digits": (
+        raw(b'[{"input": "a", "output": "b", "id": ' + b"9" * 5000 + b"}]"),
+        "train.json: not JSON that can",
+    ),
+    "half a surrogate pair": (
+        raw(b'[{"input": "\\ud800", "output": "b"}]'),
+        "train.json, [0]: found half of a surrogate",
+    ),
+    "ids twice": (rows(ROW | {"id": 1}, ROW | {"id": "1"}), "train.json, [1]: id '1' is also that of [0]"),
+    "rows that are text": (rows("a"), "train.json, [0]: found a string; expected an object"),
+    "no rows in the object": (raw(b'{"rows": []}'), "expected a list of rows, or an object with `Instances`"),
+    "a row without an answer": (
+        rows(ROW, {"input": "a"}),
+        "train.json, [1]: `output` missing; found the keys ['input']",
+    ),
+    "a row without references": (raw(b'[{"input": "a", "output": []}]'), "train.json, [0]: `output` is a list"),
+    "an answer that is no label": (
+        lambda own: (described(task_labels=["ax", "bx"])(own), rows(ROW, ROW | {"output": "cx"})(own)),
+        "train.json, [1]: the answer 'cx' is none of the task's labels: 'ax', 'bx'",
+    ),
+    "two files for a split": (raw(b"{}", "train.jsonl"), "train.jsonl lies beside it"),
+    "a task that climbs": (described(task_name="../left"), "tasks[0].name: found '../left'; String should match"),
+    "a task with a separator": (described(task_name="a/b"), "tasks[0].name: found 'a/b'; String should match"),
+    "a task of 300 letters": (described(task_name="a" * 300), "String should have at most 100 characters"),
+    "a task listed twice": (described(task_name="right"), "task 'right' is listed twice"),
+    "an unknown key": (described(promt="plain"), "promt: unknown key 'promt' (did you mean 'prompt'?)"),
+    "an unknown key of a task": (described(task_metrik="f1"), "tasks[0].metrik: unknown key 'metrik' (did you mean"),
+    "an order of unknown tasks": (described(orders={"1": ["lefd"]}), "unknown task 'lefd' (did you mean 'left'?)"),
+    "a folder of 5000 letters": (described(task_folder="a" * 5000), "no file can have this path: File name too long"),
+    "a bomb": (lambda own: (own / "benchmark.yaml").write_text(BOMB), "more than 20,000 values"),
+    "a key twice": (lambda own: (own / "benchmark.yaml").write_text("name: a\nname: b\n"), "key 'name' appears twice"),
+    "a huge file": (lambda own: os.truncate(own / "benchmark.yaml", 50 << 20), "is larger than 1 MiB"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), BENCHMARKS.values(), ids=list(BENCHMARKS))
+def test_a_benchmark_that_is_none_is_refused_with_the_reason(tmp_path, capsys, change, words):
+    own = write_benchmark(tmp_path / "own", rows=4)
+    change(own)
+    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}))
+    printed = refusal(capsys, "run", path, "--local")
+    assert words in printed
+    assert str(own) in printed
+
+
+TEST_ROWS = {
+    "none": (b"[]", "test.json: found no rows; expected at least one row for split 'test'"),
+    "without references": (b'[{"input": "a", "output": []}]', "test.json, [0]: `output` is a list: []"),
+    "cut off": (b'[{"input": "a", "out', "test.json, line 1, column 16: not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), TEST_ROWS.values(), ids=list(TEST_ROWS))
+def test_test_rows_that_are_none_are_refused_before_anything_is_learned(tmp_path, capsys, content, words):
+    own = write_benchmark(tmp_path / "own", rows=4)
+    raw(content, "test.json")(own)
+    assert words in refusal(capsys, "plan", write(tmp_path, tiny(trial__benchmark={"name": str(own)})))
+
+
+def test_data_that_is_not_there_is_asked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+    path = write(tmp_path, tiny(trial__benchmark={"name": "superni", "data_dir": str(tmp_path / "nowhere")}))
+    printed = refusal(capsys, "run", path, "--local")
+    assert f"Looked for {tmp_path / 'nowhere' / 'SuperNI'}" in printed
+    assert "Set benchmark.data_dir, or the environment variable LATENT_SWEEP_DATA" in printed
+
+
+# --- backbones -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny checkpoint in several shards; copied before it is damaged."""
+    folder = tmp_path_factory.mktemp("backbone") / "checkpoint"
+    tiny_llama = load_tiny("tiny-llama")
+    tiny_llama.model.save_pretrained(folder, max_shard_size="20KB")
+    tiny_llama.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def configured(change):
+    def damage(folder):
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(change(content)))
+
+    return damage
+
+
+BACKBONES = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "config cut off": (lambda folder: os.truncate(folder / "config.json", 40), "config.json is not JSON"),
+    "config of another family": (
+        configured(lambda c: c | {"model_type": "gpt2"}),
+        "says model_type 'gpt2'; supported are",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), BACKBONES.values(), ids=list(BACKBONES))
+def test_a_backbone_that_is_none_is_refused_with_the_reason(checkpoint, tmp_path, capsys, damage, words):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    damage(folder)
+    path = write(tmp_path, tiny(trial__backbone={"name": str(folder), "dtype": "float32"}))
+    printed = refusal(capsys, "plan", path)
+    assert words in printed
+    assert str(folder) in printed
+
+
+MORE_BACKBONES = {
+    "config that is a list": (configured(lambda c: [c]), "config.json"),
+    "config without sizes": (configured(lambda c: {"model_type": "llama"}), "hidden_size"),
+    "config with text for a size": (configured(lambda c: c | {"hidden_size": "32"}), "hidden_size"),
+    "config that is not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b'"\xff"'), "is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), MORE_BACKBONES.values(), ids=list(MORE_BACKBONES))
+def test_a_backbone_of_unknown_shapes_is_refused_with_the_reason(checkpoint, tmp_path, capsys, damage, words):
+    test_a_backbone_that_is_none_is_refused_with_the_reason(checkpoint, tmp_path, capsys, damage, words)
+
+
+def test_a_backbone_of_5000_letters_is_refused(tmp_path, capsys):
+    path = write(tmp_path, tiny(trial__backbone={"name": "a" * 5000}))
+    assert "backbone.name" in refusal(capsys, "plan", path)
+
+
+WEIGHTS = {
+    "a shard cut off": lambda shard: os.truncate(shard, 100),
+    "a shard missing": lambda shard: shard.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", WEIGHTS.values(), ids=list(WEIGHTS))
+def test_weights_that_are_none_fail_their_trials_with_the_reason(checkpoint, tmp_path, capsys, caplog, damage):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    damage(sorted(folder.glob("*-of-*.safetensors"))[1])
+    path = write(tmp_path, tiny(trial__backbone={"name": str(folder), "dtype": "float32"}, search={}))
+    assert main(["run", path, "--local"]) == 1
+    (trial,) = sweep_folder(tmp_path)
+    assert status(trial.events()) == "failed"
+    assert f"backbone.name: '{folder}' could not be loaded" in trial.events()[-1]["message"]
+    assert str(folder) in caplog.text
+    assert "1 trials (1 failed)" in capsys.readouterr().out
+
+
+# --- what was stored and is damaged ----------------------------------------------------------------------------------
+
+SMALL = tiny(trial__training__epochs=2, trial__benchmark__train_per_task=16, search={"seed": [0]})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A small sweep, run to its end, and every file that says what came out."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(["run", write(folder, SMALL), "--local"]) == 0
+    return folder / "runs", results(sweep_folder(folder))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def replace_by_a_folder(path):
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+DAMAGES = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+    "flipped": flip,
+    "emptied": lambda path: os.truncate(path, 0),
+    "a folder": replace_by_a_folder,
+}
+STORED = [
+    "snapshots/*.safetensors",
+    "factors/*.safetensors",
+    "embeddings/*.safetensors",
+    "router/*.safetensors",
+    "tokens/*/*.arrow",
+]
+
+
+@pytest.mark.parametrize("damage", ["cut", *(pytest.param(name, marks=pytest.mark.slow) for name in list(DAMAGES)[1:])])
+def test_what_is_damaged_is_reported_and_made_again_with_the_same_results(undisturbed, tmp_path, caplog, damage):
+    runs, expected = undisturbed
+    shutil.copytree(runs, tmp_path / "runs")
+    patterns = STORED[1:] if damage == "a folder" else STORED  # nothing says that a folder was a snapshot
+    damaged = [path for pattern in patterns for path in (tmp_path / "runs").glob(pattern)]
+    assert {path.relative_to(tmp_path / "runs").parts[0] for path in damaged} == {p.partition("/")[0] for p in patterns}
+    for path in damaged:
+        DAMAGES[damage](path)
+    for trial in sweep_folder(tmp_path):
+        (trial.path / "scores.json").unlink()  # so that somebody reads them
+    shutil.rmtree(tmp_path / "runs" / "predictions")
+    assert main(["run", write(tmp_path, SMALL), "--local"]) == 0
+    assert results(sweep_folder(tmp_path)) == expected
+    for path in damaged:
+        name = path.stem if path.parent.name == "snapshots" else path.parent if path.suffix == ".arrow" else path
+        assert str(name) in caplog.text
+
+
+@pytest.mark.parametrize("other", ["tiny-t5", "tiny-llama"], ids=["another backbone", "another rank"])
+def test_factors_under_another_name_are_told_apart(tmp_path, caplog, other):
+    llama = load_tiny("tiny-llama")
+    expected = load_factors(llama.targets, "llama", 8, tmp_path / "expected")
+    load_factors(load_tiny(other).targets, "t5" if other == "tiny-t5" else "llama", 4, tmp_path)
+    (written,) = tmp_path.glob("*.safetensors")
+    written.rename(tmp_path / "llama-exact-r8.safetensors")
+    found = load_factors(llama.targets, "llama", 8, tmp_path)
+    assert "llama-exact-r8.safetensors holds the factors of another file" in caplog.text
+    assert all(torch.equal(found[name].U, factors.U) for name, factors in expected.items())
+    assert "another file" not in caplog.text.partition("computed again")[2]
+
+
+def test_a_file_that_only_looks_like_factors_is_left_alone(tmp_path):
+    stray = tmp_path / "llama-exact-r8 (copy).safetensors"
+    stray.write_bytes(b"mine")
+    load_factors(load_tiny("tiny-llama").targets, "llama", 8, tmp_path)
+    assert stray.read_bytes() == b"mine"
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+LIMITED = """
+import resource, sys
+import torch
+from latent_sweep.cli import main
+torch.set_num_threads(1)
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+sys.exit(main(["run", sys.argv[2], "--local"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [500, 3_000])
+def test_a_full_disk_damages_nothing_and_the_run_goes_on_when_there_is_room(undisturbed, tmp_path, limit):
+    """The operating system refuses writes beyond a size, as it does on a full disk: earlier or later in the run."""
+    path = write(tmp_path, SMALL)
+    command = [sys.executable, "-c", LIMITED, str(limit), path]
+    full = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert full.returncode in (1, 2), full.stderr
+    assert "cannot be written: File too large" in full.stdout + full.stderr
+    assert main(["run", path, "--local"]) == 0
+    assert results(sweep_folder(tmp_path)) == undisturbed[1]
+    assert not list((tmp_path / "runs").rglob("*.damaged"))

@@ -1,0 +1,102 @@
+"""Trials of several workers on Ray: placed together, ended together, and resumed with nothing lost but a few steps."""
+
+import psutil
+import pytest
+from gang_of_processes import run_jobs
+from sweeps_for_tests import end, events, family, start, sweep_folder, tiny, wait_until, write
+
+pytestmark = pytest.mark.slow
+
+ZERO_3 = {
+    "name": "deepspeed",
+    "zero_stage": 3,
+    "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
+
+
+def together(**changes):
+    """A sweep whose trials have two workers each."""
+    settings = {
+        "search": {"router.components": [1]},
+        "trial__training__learning_rate": 0.01,
+        "trial__training__epochs": 16,
+        "trial__training__checkpoint_every": 5,
+        "run__resources": {"workers": 2, "cpus": 1},
+        "run__engine": ZERO_3,
+    }
+    return tiny(**settings | changes)
+
+
+def run(content, folder, timeout_seconds=240):
+    process, seen = start(write(folder, content)), set()
+    try:
+        printed, _ = process.communicate(timeout=timeout_seconds)
+        return process.returncode, printed
+    finally:
+        end(process, seen)
+
+
+def gang_of(process):
+    """The Ray workers that run a trial's parts."""
+    return [member for member in family(process) if "_Worker" in " ".join(member.cmdline())]
+
+
+def test_a_killed_worker_changes_nothing_in_the_result(tmp_path):
+    content = together()
+    folder = tmp_path / "undisturbed" / "runs"
+    folder.mkdir(parents=True)
+    run_jobs([{"sweep": content, "engine": ZERO_3, "folder": str(folder)}], 2, tmp_path, timeout_seconds=120)
+
+    process, seen = start(write(tmp_path, content)), set()
+    try:
+        checkpoints = tmp_path / "runs" / "checkpoints"
+        wait_until(lambda: list(checkpoints.glob("*.safetensors")), process)
+        seen |= set(family(process))
+        first = gang_of(process)
+        assert len(first) == 2
+        first[-1].kill()  # not the one that writes
+        wait_until(lambda: len(events(sweep_folder(tmp_path), "started")) == 2, process)
+        assert not any(psutil.pid_exists(member.pid) and member.is_running() for member in first), "no half gang stays"
+        seen |= set(family(process))
+        printed, _ = process.communicate(timeout=240)
+    finally:
+        end(process, seen)
+    assert process.returncode == 0, printed
+    (trial,) = sweep_folder(tmp_path)
+    assert [event["event"] for event in trial.events()] == ["started", "lost", "started", "stage", "stage", "finished"]
+    (lost,) = events(sweep_folder(tmp_path), "lost")
+    assert lost["kind"] == "worker_died"
+    (scores,) = folder.glob("tiny/trials/*/scores.json")
+    assert (trial.path / "scores.json").read_bytes() == scores.read_bytes()
+    snapshots = {path.name: path.read_bytes() for path in folder.glob("snapshots/*.safetensors")}
+    assert snapshots == {path.name: path.read_bytes() for path in (tmp_path / "runs/snapshots").glob("*.safetensors")}
+
+
+def test_more_workers_than_can_ever_come_are_refused_at_once(tmp_path):
+    code, printed = run(together(run__resources={"workers": 4096, "cpus": 1}), tmp_path)
+    assert code == 2
+    assert (
+        "error: run.resources: a trial asks for 4096 workers at once, each with 1 CPU and 0 GPU; the cluster" in printed
+    )
+    assert events(sweep_folder(tmp_path), "started") == []
+
+
+def test_a_gang_that_fails_says_why_and_ends(tmp_path, checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "elsewhere.safetensors")
+    code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path)
+    assert code == 1, printed
+    (failed,) = events(sweep_folder(tmp_path), "failed")
+    assert "ConfigError" in failed["message"]
+    assert "no safetensors files" in failed["message"]
+    assert "Traceback" in printed, "the worker's own, in the log"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A tiny backbone as a folder of its own."""
+    from latent_sweep.backbones import BackboneSettings, byte_tokenizer, load_backbone
+
+    folder = tmp_path / "checkpoint"
+    load_backbone(BackboneSettings(name="tiny-llama", dtype="float32")).model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,690 @@
+"""Storages: what is committed on one node is found on another, in order and whole, and one process at a time works."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+from sweeps_for_tests import TINY, end, events, results, start, sweep_folder, tiny, wait_until, write
+
+from latent_sweep import leases, objects, storage
+from latent_sweep.cli import main
+from latent_sweep.config import parse_sweep
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.files import write_file
+from latent_sweep.leases import FileLease, ObjectLease, held
+from latent_sweep.objects import Bucket
+from latent_sweep.snapshots import Snapshot, SnapshotStore, write_sealed
+from latent_sweep.storage import (
+    Storage,
+    has_answer,
+    open_storage,
+    open_sweep,
+    question,
+    sees,
+    storage_of,
+    unseen_message,
+    write_atomically,
+    write_json,
+)
+from latent_sweep.tracking import Journal, SweepFolder, driving, stages, status, writing
+
+URI = "s3://bucket/sweeps"
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """A folder in the place of a bucket, behind pyarrow's interface; what is put there, in order."""
+    put, real = [], Bucket.put
+
+    def recording_put(self, key, content):
+        put.append(key)
+        real(self, key, content)
+
+    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
+    monkeypatch.setattr(Bucket, "put", recording_put)
+    return put
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch, bucket):
+    """Go to a node: `node("a")` is the storage there; each node has a cache of its own."""
+
+    def go(name):
+        monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "node" / name))
+        return open_storage(URI)
+
+    return go
+
+
+def snapshot(value=1.0):
+    return Snapshot("abc", {"R": torch.full((2, 2), value)}, {"task": "mood"})
+
+
+def store(place):
+    return SnapshotStore(place.folder / "snapshots")
+
+
+def journal(place):
+    return Journal(place.folder / "tiny" / "trials" / "t" / "journal.jsonl")
+
+
+def away(monkeypatch):
+    """The object store cannot be reached."""
+
+    def refuse(*arguments):
+        raise OSError("curlCode: 7, Could not connect to server")
+
+    monkeypatch.setattr(FSSpecHandler, "open_output_stream", refuse)
+
+
+# --- which storage ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("s4://bucket/x", "one of s3://"),
+        ("file:///tmp/runs", "expected a path"),
+        ("s3://", "expected a bucket"),
+        ("s3://key:word@bucket/x", "holds credentials"),
+        ("s3://bucket/x?session_token=abc", "holds credentials"),
+        ("", "at least 1 character"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_when_the_file_is_read(place, words):
+    with pytest.raises(ConfigError, match=rf"run\.storage: .*{words}"):
+        parse_sweep(tiny(run__storage=place), "sweep.yaml")
+
+
+@pytest.mark.parametrize(
+    "place", ["runs", "/data/runs", "s3://bucket", "gs://b/c?endpoint_override=x", "s3://b?region=r"]
+)
+def test_paths_and_object_stores_are_places(place):
+    assert parse_sweep(tiny(run__storage=place), "sweep.yaml").run.storage == place
+
+
+def test_a_path_is_a_plain_storage_wherever_its_files_are(tmp_path):
+    plain = open_storage(str(tmp_path / "runs"))
+    assert (plain.folder, plain.is_remote) == (tmp_path / "runs", False)
+    assert not storage_of(tmp_path / "runs" / "snapshots" / "abc.json").is_remote
+
+
+def test_a_storage_that_travels_to_another_node_has_its_folder_there(node):
+    here = node("a")
+    sent = pickle.dumps(here)
+    assert node("b").folder == pickle.loads(sent).folder != here.folder
+    assert storage_of(pickle.loads(sent).folder / "tiny" / "sweep.json").place == URI
+
+
+def test_a_copy_of_a_working_folder_is_a_plain_folder(node, tmp_path, bucket):
+    shutil.copytree(node("a").folder, tmp_path / "copy")
+    write_json(tmp_path / "copy" / "tiny" / "sweep.json", {})
+    assert not storage_of(tmp_path / "copy").is_remote
+    assert bucket == []
+
+
+def test_a_sweep_is_opened_by_its_path_or_its_uri(node, tmp_path, monkeypatch):
+    write_json(node("a").folder / "tiny" / "sweep.json", {"name": "tiny"})
+    node("b")
+    assert SweepFolder(open_sweep(f"{URI}/tiny")).name == "tiny"
+    monkeypatch.chdir(tmp_path)
+    assert open_sweep("runs/tiny") == tmp_path / "runs" / "tiny"
+
+
+# --- what is committed here is found there ---------------------------------------------------------------------------
+
+
+def test_a_snapshot_of_one_node_is_found_on_another(node, bucket):
+    store(node("a")).append(snapshot())
+    assert bucket == ["snapshots/abc.safetensors", "snapshots/abc.json"]  # the facts commit
+    there = store(node("b"))
+    assert "abc" in there
+    assert not there.path("abc").exists(), "whether it is there can be told without bringing it"
+    assert torch.equal(there.get("abc").tensors["R"], snapshot().tensors["R"])
+    there.append(snapshot(2.0))
+    assert len(bucket) == 2
+    assert "abd" not in there
+    assert there.get("abd") is None
+
+
+def test_a_snapshot_whose_facts_were_not_pushed_is_none_elsewhere(node, monkeypatch):
+    here, real = node("a"), Bucket.put
+
+    def cut(self, key, content):
+        if key.endswith(".json"):
+            raise StoreError("connection reset")
+        real(self, key, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "put", cut)
+        with pytest.raises(StoreError, match="connection reset"):
+            store(here).append(snapshot())
+    assert store(node("b")).get("abc") is None
+    assert store(node("a")).get("abc") is not None  # which pushes the rest
+    assert store(node("b")).get("abc") is not None
+
+
+def test_a_copy_that_is_damaged_here_is_fetched_again(node, caplog, bucket):
+    store(node("a")).append(snapshot())
+    there = store(node("b"))
+    there.get("abc")
+    there.path("abc").write_bytes(b"spoiled")
+    assert torch.equal(there.get("abc").tensors["R"], snapshot().tensors["R"])
+    assert "abc does not check against its digest" in caplog.text
+    assert len(bucket) == 2, "what was damaged is never pushed"
+
+
+def test_what_is_damaged_in_the_object_store_is_removed_and_made_again(node, tmp_path):
+    store(node("a")).append(snapshot())
+    (tmp_path / "bucket" / "snapshots" / "abc.safetensors").write_bytes(b"spoiled")
+    there = store(node("b"))
+    assert there.get("abc") is None
+    assert "abc" not in there
+    there.append(snapshot())
+    assert store(node("c")).get("abc") is not None
+
+
+def test_a_checkpoint_goes_on_on_another_node(node, tmp_path):
+    for name, step in (("a", 5), ("b", 10)):
+        store(node(name)).checkpoint("abc").save({"R": torch.full((3,), float(step))}, {"step": step})
+    found, facts = store(node("a")).checkpoint("abc").load()  # where an older one lies
+    assert facts == {"step": 10}
+    assert torch.equal(found["R"], torch.full((3,), 10.0))
+    store(node("a")).checkpoint("abc").remove()
+    assert store(node("c")).checkpoint("abc").load() is None
+
+
+def test_caches_stay_on_their_node(node, bucket):
+    for name in storage.NODE_LOCAL:
+        write_sealed(node("a").folder / name / "x.safetensors", {"x": [1.0]})
+    assert bucket == []
+
+
+def test_an_object_store_that_is_away_is_named_and_nothing_is_lost(node, monkeypatch):
+    here = node("a")
+    with monkeypatch.context() as patch:
+        away(patch)
+        with pytest.raises(StoreError, match=r"object store, .*tiny/sweep\.json: curlCode: 7.*credentials"):
+            write_json(here.folder / "tiny" / "sweep.json", {"name": "tiny"})
+    here.sync_folder(here.folder / "tiny")
+    assert SweepFolder(open_sweep(f"{URI}/tiny")).name == "tiny"
+
+
+def test_pulling_brings_what_is_newer_and_never_goes_back(node, tmp_path, bucket):
+    path = lambda place: place.folder / "tiny" / "trials" / "t" / "scores.json"  # noqa: E731
+    a = node("a")
+    write_json(path(a), [1])
+    b = node("b")
+    b.pull(b.folder / "tiny")
+    assert path(b).read_bytes() == path(a).read_bytes()
+    node("a")
+    write_json(path(a), [2])
+    node("b")
+    b.pull(b.folder / "tiny")
+    assert json.loads(path(b).read_text()) == [2]
+    put = len(bucket)
+    write_file(path(b), b"[3]")  # written, and about to be pushed; this node's clock may be behind
+    b.pull(b.folder / "tiny")
+    assert path(b).read_bytes() == b"[3]"
+    b.sync_folder(b.folder / "tiny")
+    assert (len(bucket), bucket[-1]) == (put + 1, "tiny/trials/t/scores.json")
+
+
+# --- journals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_goes_on_on_another_node(node):
+    assert journal(node("a")).append("started", attempt=1)["seq"] == 0
+    assert journal(node("b")).append("started", attempt=2)["seq"] == 1
+    assert journal(node("a")).append("failed", kind="lost")["seq"] == 2
+    last = journal(node("c"))
+    storage_of(last.path).sync(last.path)
+    assert [event["event"] for event in last.read()] == ["started", "started", "failed"]
+
+
+def test_an_event_that_was_not_pushed_is_pushed_when_its_node_goes_on(node, monkeypatch):
+    here = node("a")
+    journal(here).append("started", attempt=1)
+    with monkeypatch.context() as patch:
+        away(patch)
+        with pytest.raises(StoreError, match="Could not connect"):
+            journal(here).append("finished", metrics={})
+    with writing(here.folder / "tiny", {"training": ["t"]}):
+        pass
+    assert [event["event"] for event in journal(here).read()] == ["started", "finished"]
+    there = node("b")
+    there.pull(there.folder / "tiny")
+    assert journal(there).read() == journal(here).read()
+
+
+def test_an_event_that_was_not_pushed_gives_way_to_a_journal_that_went_on_elsewhere(node, monkeypatch):
+    here = node("a")
+    journal(here).append("started", attempt=1)
+    with monkeypatch.context() as patch:
+        away(patch)
+        with pytest.raises(StoreError, match="Could not connect"):
+            journal(here).append("failed", kind="error")
+    journal(node("b")).append("started", attempt=2)
+    assert journal(node("a")).append("stage", tasks_seen=1)["seq"] == 2
+    assert [event["event"] for event in journal(here).read()] == ["started", "started", "stage"]
+
+
+def test_a_driver_sees_an_event_only_with_the_files_it_speaks_of(node, monkeypatch):
+    """Although the worker finishes the trial between the driver's look and its reading."""
+    worker = node("worker")
+    result = worker.folder / "tiny" / "trials" / "t" / "result.json"
+    journal(worker).append("started", attempt=1)
+    driver, real = node("driver"), storage.ObjectStorage._get
+
+    def finish_first(self, path):
+        if path.name == "journal.jsonl" and self is driver:
+            node("worker")
+            write_json(result, {"status": "finished"})
+            journal(worker).append("finished", metrics={})
+            node("driver")
+        return real(self, path)
+
+    monkeypatch.setattr(storage.ObjectStorage, "_get", finish_first)
+    driver.pull(driver.folder / "tiny")
+    assert status(journal(driver).read()) == "finished"
+    assert (journal(driver).path.parent / "result.json").is_file()
+
+
+def test_appends_from_two_sides_do_not_tear_a_journal(tmp_path):
+    """A driver that closes a trial, and the worker that it took for lost."""
+    path = tmp_path / "journal.jsonl"
+    sides = [threading.Thread(target=lambda: [Journal(path).append("started") for _ in range(40)]) for _ in range(2)]
+    for side in sides:
+        side.start()
+    for side in sides:
+        side.join()
+    assert [event["seq"] for event in Journal(path).read()] == list(range(80))
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    for name, seconds in (("EXPIRY_SECONDS", 0.6), ("RENEWAL_SECONDS", 0.1), ("SETTLING_SECONDS", 0.02)):
+        monkeypatch.setattr(leases, name, seconds)
+
+
+@pytest.fixture(params=["folder", "object store"])
+def place(request, tmp_path, quick):
+    """A storage of each kind."""
+    if request.param == "folder":
+        return Storage(tmp_path / "runs")
+    return request.getfixturevalue("node")("a")
+
+
+def test_a_lease_belongs_to_one_at_a_time_and_says_to_whom(place):
+    path = place.folder / "snapshots" / "abc.lock"
+    mine, other = place.lease(path), place.lease(path)
+    assert mine.take()
+    assert not other.take()
+    assert f"process {os.getpid()} on " in other.holder()
+    time.sleep(0.8)  # longer than it would live without being renewed
+    assert not other.take()
+    mine.release()
+    assert other.take()
+    other.release()
+
+
+def test_work_under_a_lease_never_overlaps(place):
+    path, inside, most = place.folder / "x.lock", [], []
+
+    def work():
+        with held(place.lease(path), lambda holder: None):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert most == [1, 1, 1, 1]
+
+
+def test_a_lease_whose_holder_is_silent_is_taken_over(node, quick, caplog):
+    place = node("a")
+    dead, heir = (place.lease(place.folder / "x.lock") for _ in range(2))
+    assert isinstance(dead, ObjectLease)
+    dead._renew = lambda: None
+    assert dead.take()
+    assert not heir.take()
+    began = time.monotonic()
+    assert heir.take(wait=True)
+    assert time.monotonic() - began > 0.3
+    dead.release()  # it wakes up, and leaves the lease to its heir
+    assert not place.lease(place.folder / "x.lock").take()
+    heir.release()
+
+
+def test_a_lease_that_nobody_can_read_expires_too(node, quick, tmp_path):
+    place = node("a")
+    write_atomically(tmp_path / "bucket" / "x.lock", b"\xff{")
+    lease = place.lease(place.folder / "x.lock")
+    assert not lease.take()
+    assert lease.holder() == "another process"
+    assert lease.take(wait=True)
+    lease.release()
+
+
+def test_the_second_driver_waits_and_says_for_whom(place):
+    folder, waits, order = place.folder / "tiny", threading.Event(), []
+
+    def second():
+        with driving(folder, lambda driver: (order.append(driver), waits.set())):
+            order.append("second")
+
+    with driving(folder, lambda driver: pytest.fail("it waits")):
+        with driving(place.folder / "other", lambda driver: pytest.fail("another sweep waits")):
+            thread = threading.Thread(target=second)
+            thread.start()
+            assert waits.wait(10)
+        order.append("first ends")
+    thread.join(10)
+    assert order[0].startswith(f"process {os.getpid()} on ")
+    assert order[1:] == ["first ends", "second"]
+
+
+def test_workers_of_one_trial_write_one_after_the_other(tmp_path, caplog):
+    folder, order, begun = tmp_path / "tiny", [], threading.Event()
+
+    def second():
+        begun.set()
+        with writing(folder, {"two": ["b"], "one": ["a"]}):
+            order.append("second")
+
+    with writing(folder, {"one": ["a"]}):
+        thread = threading.Thread(target=second)
+        thread.start()
+        begun.wait(10)
+        time.sleep(0.2)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert "at work on the same trials" in caplog.text
+
+
+# --- what can go wrong with a folder ---------------------------------------------------------------------------------
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from latent_sweep.errors import StoreError
+from latent_sweep.storage import write_json
+from latent_sweep.tracking import Journal
+folder = Path(sys.argv[1])
+for tries in range(2):
+    if tries == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for what in (
+        lambda: write_json(folder / "scores.json", ["x"] * 500),
+        lambda: Journal(folder / "journal.jsonl").append("stage", metrics={"x" * 600: 1}),
+    ):
+        try:
+            what()
+            print("written")
+        except StoreError as error:
+            print(error)
+"""
+
+
+def test_a_disk_that_is_full_damages_nothing_and_the_same_command_goes_on(tmp_path):
+    """A limit on the size of files gives the same kind of error as a full disk, from the system itself."""
+    write_json(tmp_path / "scores.json", [1])
+    before = Journal(tmp_path / "journal.jsonl").append("started", attempt=1)
+    run = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    no_scores, no_event, *after = run.stdout.splitlines()
+    for message, name in ((no_scores, "scores.json"), (no_event, "journal.jsonl")):
+        assert f"{name}: cannot be written: File too large" in message
+        assert "run the same command again" in message
+    assert after == ["written", "written"]
+    assert [event["event"] for event in Journal(tmp_path / "journal.jsonl").read()] == ["started", "stage"]
+    assert Journal(tmp_path / "journal.jsonl").read()[0] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "scores.json"]
+
+
+def test_a_storage_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "runs").write_text("")
+    for write_there in (
+        lambda: write_json(tmp_path / "runs" / "tiny" / "sweep.json", {}),
+        lambda: Journal(tmp_path / "runs" / "tiny" / "journal.jsonl").append("started"),
+        lambda: FileLease(tmp_path / "runs" / "tiny" / "driver.lock").take(),
+    ):
+        with pytest.raises(StoreError, match=r"runs/tiny/.*: cannot be written: (Not a directory|File exists)"):
+            write_there()
+
+
+# --- do all nodes see it? --------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_sees_the_storage_answers(place):
+    with question(place) as asked:
+        assert not has_answer(place, asked, "node-b")
+        assert sees(place, asked, "node-b")
+        assert has_answer(place, asked, "node-b")
+    assert not sees(place, asked)
+
+
+def test_a_node_with_a_folder_of_its_own_does_not_see_it(tmp_path):
+    shared, own = Storage(tmp_path / "node a" / "runs"), Storage(tmp_path / "node b" / "runs")
+    with question(shared) as asked:
+        assert not sees(own, asked, "node-b")
+        assert not has_answer(shared, asked, "node-b")
+    message = unseen_message(shared, ["node-b"])
+    assert "this node does not see" in message
+    assert "node-b. All nodes need the same storage" in message
+    assert "s3://" in message
+
+
+# --- a real protocol -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """The URI of a bucket on a server of its own in this process; nothing is asked of the outside."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    patch = pytest.MonkeyPatch()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        patch.setenv(name, "testing")
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options = f"endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
+    FileSystem.from_uri(f"s3://sweeps?{options}")[0].create_dir("sweeps")
+    yield lambda prefix: f"s3://sweeps/{prefix}?{options}"
+    server.stop()
+    patch.undo()
+
+
+@pytest.fixture
+def on_node(tmp_path, monkeypatch):
+    """Go to a node with a cache of its own."""
+    return lambda name: monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache" / name))
+
+
+LONG = tiny(trial__training__epochs=10, trial__training__checkpoint_every=5, search={"router.components": [1, 2]})
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What the sweep gives in a plain folder, undisturbed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("plain")
+    assert main(["run", write(folder, LONG), "--local"]) == 0
+    torch.set_num_threads(threads)
+    return results(sweep_folder(folder))
+
+
+def at(tmp_path, place, content=LONG):
+    """A sweep file with this storage."""
+    return write(tmp_path / "sweep", content | {"run": content["run"] | {"storage": place}})
+
+
+def inside_the_second_task(folder):
+    """Whether the first task is scored in both trials and the second has left a checkpoint."""
+    return (
+        (folder / "tiny" / "sweep.json").is_file()
+        and len(events(SweepFolder(folder / "tiny"), "stage")) == 2
+        and list((folder / "checkpoints").glob("*.safetensors"))
+    )
+
+
+def journals(uri):
+    """The sweep's folder as it is in the object store now."""
+    return SweepFolder(open_sweep(uri.replace("?", "/tiny?", 1)))
+
+
+def everything(uri):
+    """All results of the sweep, brought here."""
+    place = open_storage(uri)
+    place.pull(place.folder / "snapshots")
+    return results(journals(uri))
+
+
+@pytest.mark.slow
+def test_a_run_killed_on_one_node_goes_on_on_another(s3, tmp_path, on_node, plain):
+    uri = s3("killed")
+    path = at(tmp_path, uri)
+    on_node("first")
+    folder = open_storage(uri).folder
+    process = start(path, "--local")
+    try:
+        wait_until(lambda: inside_the_second_task(folder), process, 300)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    shutil.rmtree(tmp_path / "cache" / "first")  # with everything that it knew
+    on_node("second")
+    process = start(path, "--local")
+    try:
+        printed, _ = process.communicate(timeout=200)
+    finally:
+        end(process)
+    assert process.returncode == 0, printed
+    assert "tiny is being run by process" in printed  # until its lease expires
+    assert everything(uri) == plain
+    for trial in journals(uri):
+        assert [e["event"] for e in trial.events()] == ["started", "stage", "started", "stage", "finished"]
+        assert [e["reused"] for e in stages(trial.events())] == [False, False]
+    assert open_storage(uri)._list(open_storage(uri).folder / "checkpoints") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "object store"])
+def test_two_drivers_of_one_sweep_do_everything_once(request, tmp_path, on_node, plain, kind):
+    uri = request.getfixturevalue("s3")("twice") if kind == "object store" else str(tmp_path / "runs")
+    path = at(tmp_path, uri)
+    drivers = []
+    try:
+        for name in ("one", "two"):
+            on_node(name)
+            drivers.append(start(path, "--local"))
+        printed = [driver.communicate(timeout=200)[0] for driver in drivers]
+    finally:
+        for driver in drivers:
+            end(driver)
+    assert [driver.returncode for driver in drivers] == [0, 0], printed
+    waited = ["waiting for its end" in text for text in printed]
+    assert sorted(waited) == [False, True]
+    assert "1 of 1 trainings are complete" in printed[waited.index(True)]
+    on_node("three")
+    if kind == "object store":
+        assert everything(uri) == plain
+        sweep = journals(uri)
+    else:
+        sweep = SweepFolder(tmp_path / "runs" / "tiny")
+        assert results(sweep) == plain
+    for trial in sweep:
+        assert [event["event"] for event in trial.events()] == ["started", "stage", "stage", "finished"]
+
+
+@pytest.mark.slow
+def test_a_sweep_on_ray_leaves_on_an_object_store_what_it_leaves_in_a_folder(s3, tmp_path, on_node):
+    uri = s3("ray")
+    on_node("driver")
+    process = start(at(tmp_path, uri, TINY))
+    try:
+        printed, _ = process.communicate(timeout=240)
+    finally:
+        end(process)
+    assert process.returncode == 0, printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed
+    assert main(["run", write(tmp_path, TINY), "--local"]) == 0
+    on_node("another")
+    assert everything(uri) == results(sweep_folder(tmp_path))
+
+
+@pytest.fixture
+def two_nodes(monkeypatch):
+    """A cluster of two nodes with one CPU each; gives the environment of a driver on the first one."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:  # paths of sockets are short
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder, "object_store_memory": 80_000_000}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+        cluster.wait_for_nodes()
+        yield {**os.environ, "RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
+        cluster.shutdown()
+
+
+def drive(command, environment):
+    """Run a driver to its end; its exit code and what it printed."""
+    run = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False
+    )
+    return run.returncode, run.stdout
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_share_a_folder_are_refused_before_anything_starts(two_nodes, tmp_path):
+    path = write(tmp_path, tiny(search={"seed": [0, 1]}))
+    (tmp_path / "runs").mkdir()
+    command = [sys.executable, "-m", "latent_sweep.run", path]
+    # the driver alone has another file system in the place of the folder, as on a machine of its own
+    alone = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path / "runs"} && exec "$@"', "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a file system for one process is not allowed here")
+    code, printed = drive([*alone, *command], two_nodes)
+    assert code == 2, printed
+    assert "this node does not see what" in printed
+    assert f"run.storage: {tmp_path / 'runs'}" in printed
+    assert "s3://bucket/prefix" in printed
+    assert "Traceback" not in printed
+    assert list((tmp_path / "runs").iterdir()) == []
+    code, printed = drive(command, two_nodes)
+    assert code == 0, printed
+    assert "2 trials (2 finished)" in printed
+    assert list((tmp_path / "runs" / ".preflight").iterdir()) == []
