@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup quickstart test test-slow lint types check clean
+.PHONY: setup quickstart test test-slow faults lint types check clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# injects every fault into a real sweep and prints what each one costs, as a table
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

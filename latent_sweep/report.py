@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, stages, status
+from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, restarts, stages, status
 
 _READS_BETTER = {"ortho_lambda": "lambda", "components": "K"}
 
@@ -73,6 +73,8 @@ class Summary:
     """Short names of all axes but the seed."""
     configurations: tuple[Configuration, ...]
     ended_early: tuple[Ended, ...]
+    started_again: tuple[str, ...]
+    """A line for every trial that was tried more than once: why, and what was changed."""
     counts: Mapping[Status, int]
 
     @property
@@ -160,8 +162,23 @@ def summarise(sweep: SweepFolder) -> Summary:
             for trial, events in trials
             if status(events) in ("failed", "stopped")
         ),
+        started_again=tuple(
+            f"{label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id} {line}"
+            for trial, events in trials
+            if (line := _restart_line(events))
+        ),
         counts=Counter(status(events) for _, events in trials),
     )
+
+
+def _restart_line(events: Sequence[Event]) -> str:
+    """Why a trial was started again, with the size of its forward passes where they were halved."""
+    why = restarts(events)
+    if not why:
+        return ""
+    rows = attempts(events)[-1].get("micro_batch_size")
+    halved = f"; now {rows} rows in a forward pass" if "out_of_memory" in why else ""
+    return f"started again after {', '.join(why)}{halved}"
 
 
 def _configuration(
@@ -292,6 +309,8 @@ def _render_text(summary: Summary) -> str:
         ]
     if summary.ended_early:
         parts += ["Ended early", "\n".join(_ended_lines(summary))]
+    if summary.started_again:
+        parts += ["Started again", "\n".join(summary.started_again)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -309,6 +328,8 @@ def _render_markdown(summary: Summary) -> str:
         ]
     if summary.ended_early:
         parts += ["## Ended early", "\n".join(f"- {line}" for line in _ended_lines(summary))]
+    if summary.started_again:
+        parts += ["## Started again", "\n".join(f"- {line}" for line in summary.started_again)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,7 +8,6 @@ anything else                             never: it would happen again
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,12 +116,3 @@ def journal_lengths(packs: Sequence[Pack], sweep_folder: Path) -> dict[str, int]
     """Number of events in each trial's journal, by trial id."""
     trials = [trial.trial_id for pack in packs for trial in pack.trials]
     return {trial: len(Journal(sweep_folder / "trials" / trial / JOURNAL).read()) for trial in trials}
-
-
-def retries(events: Sequence[Event]) -> list[str]:
-    """Why a trial was started again, in order, over all its launches: for tags and tables."""
-    found = []
-    for event, following in itertools.pairwise(events):
-        if event["event"] in ("lost", "failed") and following["event"] == "started":
-            found.append(event["kind"])
-    return found

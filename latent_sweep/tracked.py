@@ -19,7 +19,7 @@ from latent_sweep.figures import curve_figure, score_matrix_figure
 from latent_sweep.redaction import redact
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import storage_of
-from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, status
+from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, restarts, status
 
 Kind = Literal["sweep", "trial", "summary"]
 RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
@@ -99,6 +99,7 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         "node": starts[-1]["node"] if starts else "unknown",
         "status": status(events),
         "reason": report.end_reason(events),
+        "restarts": ", ".join(restarts(events)),
     }
     return RunContent(
         kind="trial",

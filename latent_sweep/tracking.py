@@ -16,6 +16,7 @@ runs a sweep, and one worker at a time writes a trial: `driving` and `writing` s
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -178,6 +179,16 @@ def status(events: Sequence[Event]) -> Status:
 def attempts(events: Sequence[Event]) -> list[Event]:
     """The started events, one for each time that a worker took the trial up."""
     return [event for event in events if event["event"] == "started"]
+
+
+def restarts(events: Sequence[Event]) -> list[str]:
+    """Why the trial was started again each time, in order: the kind of the loss or failure before."""
+    pairs = itertools.pairwise(events)
+    return [
+        before["kind"]
+        for before, after in pairs
+        if before["event"] in ("lost", "failed") and after["event"] == "started"
+    ]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ def hand_over(gang: Any) -> dict[str, float]:
     from latent_sweep.engine import Engine, engine_of
 
     settings = TrainingSettings(learning_rate=0.01, weight_decay=0.1, warmup_steps=2, schedule="linear")
-    kinds = [{"zero_stage": stage} for stage in (0, 1, 2, 3)] + [{"zero_stage": 2, "offload": "cpu"}]
+    kinds = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
+    kinds += [{"zero_stage": stage, "offload": "cpu"} for stage in (2, 3)]
     engines = {"torch": Engine(gang)}
     for kind in kinds:
         engines[json.dumps(kind)] = engine_of(EngineSettings.model_validate({"name": "deepspeed", **kind}), gang)

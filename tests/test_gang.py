@@ -142,7 +142,7 @@ def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(tmp_path):
 @pytest.mark.slow
 def test_every_engine_goes_on_from_every_others_checkpoint(tmp_path):
     found = asked("hand_over", tmp_path)
-    assert len(found) == 36
+    assert len(found) == 49
     assert {pair: difference for pair, difference in found.items() if difference > 1e-6} == {}
 
 

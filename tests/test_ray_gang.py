@@ -1,5 +1,7 @@
 """Trials of several workers on Ray: placed together, ended together, and resumed with nothing lost but a few steps."""
 
+import os
+
 import psutil
 import pytest
 from gang_of_processes import run_jobs
@@ -89,6 +91,37 @@ def test_a_gang_that_fails_says_why_and_ends(tmp_path, checkpoint):
     assert "ConfigError" in failed["message"]
     assert "no safetensors files" in failed["message"]
     assert "Traceback" in printed, "the worker's own, in the log"
+
+
+@pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
+def test_the_real_backbone_on_real_data_scores_as_with_one_worker(tmp_path):
+    """Two trials of SmolLM2 in shards over two workers, one trial after the other, against one whole worker each."""
+    content = {
+        "name": "tiny",
+        "trial": {
+            "backbone": {"name": "smollm2-135m", "dtype": "float32"},
+            "benchmark": {
+                "name": "superni",
+                "order": 1,
+                "tasks": ["task1687", "task875"],
+                "train_per_task": 16,
+                "test_per_task": 6,
+                "max_source_length": 160,
+            },
+            "training": {"epochs": 1, "batch_size": 4},
+        },
+        "search": {"seed": [0, 1]},
+        "run": {"tracking": {"uri": "none"}},
+    }
+    code, printed = run(content, tmp_path / "one", timeout_seconds=400)
+    assert code == 0, printed
+    shared = {"resources": {"workers": 2, "cpus": 1}, "engine": {"name": "deepspeed", "zero_stage": 3}}
+    code, printed = run({**content, "run": {**content["run"], **shared}}, tmp_path / "two", timeout_seconds=400)
+    assert code == 0, printed
+    for alone, together in zip(sweep_folder(tmp_path / "one"), sweep_folder(tmp_path / "two"), strict=True):
+        assert together.trial_id == alone.trial_id
+        assert (together.path / "scores.json").read_bytes() == (alone.path / "scores.json").read_bytes()
+        assert together.read_json("result.json")["hardware"]["workers"] == 2
 
 
 @pytest.fixture

@@ -178,3 +178,19 @@ def test_the_x_axis_is_symlog_where_it_fits(x_values, scale):
     assert axes.get_xscale() == scale
     assert [tick.get_text() for tick in axes.get_xticklabels()] == [f"{x:g}" for x in x_values]
     assert axes.get_legend() is None
+
+
+@pytest.mark.parametrize("format", ["text", "markdown"])
+def test_trials_that_were_started_again_say_why(tmp_path, format):
+    sweep = write_sweep(tmp_path, {"seed": [0, 1]})
+    first, second = sweep
+    start(first)
+    journal_of(first).append("lost", kind="node_lost", message="its node has died")
+    start(first, attempt=2)
+    journal_of(first).append("failed", kind="out_of_memory", message="no memory", task=None, step=None)
+    journal_of(first).append("started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4)
+    start(second)
+    summary = report.summarise(sweep)
+    line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"
+    assert summary.started_again == (line,)
+    assert line in report.render(summary, format)

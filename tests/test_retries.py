@@ -1,8 +1,12 @@
 """Which trials are tried again, and how: from what their journals say."""
 
 import pytest
+from sweeps_for_tests import events, sweep_folder, tiny, write
 
-from latent_sweep.retries import Attempt, GivenUp, next_attempt, retries
+from latent_sweep import training
+from latent_sweep.cli import main
+from latent_sweep.retries import Attempt, GivenUp, next_attempt
+from latent_sweep.tracking import restarts, status
 
 STARTED, STAGE = {"event": "started"}, {"event": "stage", "tasks_seen": 1}
 
@@ -60,5 +64,69 @@ def test_a_fault_of_the_trial_is_not_tried_again(kind):
 
 def test_retries_are_told_with_their_reasons():
     events = [STARTED, lost("preempted"), STARTED, failed("out_of_memory"), STARTED, STAGE, failed("error")]
-    assert retries(events) == ["preempted", "out_of_memory"], "the last end was not tried again"
-    assert retries([]) == []
+    assert restarts(events) == ["preempted", "out_of_memory"], "the last end was not tried again"
+    assert restarts([]) == []
+
+
+def short(**changes):
+    """A sweep of two trainings that takes moments."""
+    return tiny(trial__training__epochs=1, trial__benchmark__train_per_task=8, **changes)
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch):
+    """A machine whose memory suffices for forward passes of so many rows only; the sizes that were tried."""
+    tried = []
+
+    def limit(rows):
+        def gradients(courses, backbone, bank):
+            size = courses[0].lesson.settings.micro_batch_size or courses[0].lesson.settings.batch_size
+            tried.append(size)
+            if size > rows:
+                raise MemoryError("no memory for so many rows")
+            return original(courses, backbone, bank)
+
+        original = training._gradients
+        monkeypatch.setattr(training, "_gradients", gradients)
+        return tried
+
+    return limit
+
+
+def test_a_trial_that_runs_out_of_memory_ends_as_with_enough_of_it(tmp_path, capsys, out_of_memory):
+    content = short(search={"router.components": [1]})
+    assert main(["run", write(tmp_path / "enough", content), "--local"]) == 0
+    tried = out_of_memory(2)
+    assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
+    assert (tried[0], set(tried[1:])) == (4, {2})
+    (trial,) = sweep_folder(tmp_path / "less")
+    kinds = [event["event"] for event in trial.events()]
+    assert kinds == ["started", "failed", "started", "stage", "stage", "finished"]
+    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path / "less"), "started")] == [None, 2]
+    assert "started again after out_of_memory; now 2 rows in a forward pass" in capsys.readouterr().out
+    (enough,) = sweep_folder(tmp_path / "enough")
+    assert trial.trial_id == enough.trial_id, "the same optimisation"
+
+
+def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
+    tried = out_of_memory(1)
+    path = write(tmp_path, short(search={"router.components": [1]}))
+    assert main(["run", path, "--local"]) == 1
+    assert tried == [4, 2]
+    tried.clear()
+    assert main(["run", path, "--local"]) == 1
+    assert tried == [4, 2], "launched again, it is tried afresh"
+
+
+def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
+    path = write(tmp_path, short(search={"training.learning_rate": [0.1, 1e30, 0.05]}))
+    assert main(["run", path, "--local", "--fail-fast"]) == 1
+    assert "the sweep ends here" in capsys.readouterr().out
+    states = [status(trial.events()) for trial in sweep_folder(tmp_path)]
+    assert states == ["finished", "failed", "pending"], "what came after the failure was not begun"
+    assert main(["run", path, "--local", "--failed"]) == 1
+    assert "1 of 3 trainings have failed before and are run again" in capsys.readouterr().out
+    starts = [len([e for e in trial.events() if e["event"] == "started"]) for trial in sweep_folder(tmp_path)]
+    assert starts == [1, 2, 0]
+    assert main(["run", path, "--local"]) == 1
+    assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]

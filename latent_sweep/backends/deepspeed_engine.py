@@ -9,6 +9,7 @@ DeepSpeed: a checkpoint has the names and shapes of plain torch's, gathered, and
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -42,6 +43,9 @@ OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumula
 
 ALLOWED = ("zero_optimization", "communication_data_type", "comms_logger", "memory_breakdown", "wall_clock_breakdown")
 """DeepSpeed's groups and settings that `run.engine.config` may hold; the others are ours or have nothing to act on."""
+
+M_MMAP_THRESHOLD = -3
+"""glibc: blocks of at least so many bytes are mapped one by one, and unmapped when they are freed."""
 
 ROOM = 1.25
 """Weights are gathered to answer where so many times their size is free: keys and values of prompts need some too."""
@@ -166,11 +170,14 @@ class DeepSpeedEngine(Engine):
             )
         model = empty_model(folder)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype), device)
+        with _large_blocks_given_back():
+            self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype), device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
         model.requires_grad_(False)  # before DeepSpeed looks for what to optimize
+        # it remembers every module that it was ever given, and so an earlier pack's backbone
+        self._deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
         engine, *_ = self._deepspeed.initialize(model=model, config=self._config)
         self._zero = engine.optimizer
         self._model = model
@@ -248,6 +255,17 @@ class DeepSpeedEngine(Engine):
         self._zero.setup_zero_stage3_hooks()
 
 
+@contextmanager
+def _large_blocks_given_back() -> Iterator[None]:
+    """glibc keeps freed blocks of megabytes for later, and so all weights would stay, one after another, as holes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries give back by themselves
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    yield
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # what it would have grown to
+
+
 class _Holding(nn.Module):
     """A module of one parameter: what DeepSpeed shards at a time."""
 
@@ -323,21 +341,15 @@ class DeepSpeedOptimizer:
         return float(norm)
 
     def _step(self, gradient: Tensor, rate: float) -> None:
-        set_learning_rate(self._adamw, rate)
         set_learning_rate(self._engine.optimizer, rate)
         self._engine.backward(self._engine(gradient))
         self._engine.step()
 
     def _read(self) -> None:
-        with self._whole(), torch.no_grad():
+        whole = self._deepspeed.zero.GatheredParameters([self._numbers], enabled=self._stage == 3)
+        with whole, torch.no_grad():
             for name, part in self._named(self._numbers).items():
                 self._parameters[name].copy_(part)
-
-    @contextmanager
-    def _whole(self, changing: bool = False) -> Iterator[None]:
-        rank = 0 if changing else None
-        with self._deepspeed.zero.GatheredParameters([self._numbers], modifier_rank=rank, enabled=self._stage == 3):
-            yield
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -84,7 +84,10 @@ def run_on_ray(
                 name="ray",
                 storage_path=str(sweep_folder),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
-                callbacks=[_placement_watch(run.resources), _loss_recorder(by_id, storage, sweep_folder)],
+                callbacks=[
+                    _placement_watch(run.resources),
+                    _loss_recorder(by_id, storage, sweep_folder, launched, run.max_failures),
+                ],
                 stop=stopper,
                 verbose=0,
             ),
@@ -214,7 +217,9 @@ def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mappin
     return FailureStopper()
 
 
-def _loss_recorder(packs: Mapping[str, Pack], storage: Storage, sweep_folder: Path) -> Any:
+def _loss_recorder(
+    packs: Mapping[str, Pack], storage: Storage, sweep_folder: Path, launched: Mapping[str, int], max_failures: int
+) -> Any:
     """A Tune callback that says in the journals why a worker was lost, before its trials are tried again."""
     from ray.tune import Callback
 
@@ -225,9 +230,11 @@ def _loss_recorder(packs: Mapping[str, Pack], storage: Storage, sweep_folder: Pa
             if isinstance(cause, ConfigError):
                 raise cause  # it holds for every trial
             storage.pull(sweep_folder)
-            for journal, events in _unfinished(packs[trial.config["pack_id"]], sweep_folder):
-                if events[-1:] and events[-1]["event"] != "lost":
-                    journal.append("lost", kind=_loss_kind(cause), message=redact(str(cause))[-2000:])
+            pack = packs[trial.config["pack_id"]]
+            for journal, _ in _unfinished(pack, sweep_folder):
+                journal.append("lost", kind=_loss_kind(cause), message=redact(str(cause))[-2000:])
+            if still_to_try(pack, sweep_folder, launched, max_failures) is None:
+                trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 
     return LossRecorder()
 
