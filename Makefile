@@ -32,8 +32,9 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
+# two at a time: they mostly wait for clusters and servers
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist loadgroup
 
 # injects every fault into a real sweep and prints what each one costs, as a table
 faults: $(STAMP)

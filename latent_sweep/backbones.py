@@ -180,7 +180,9 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
             "the checkpoint again"
         ) from error
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ConfigError(f"backbone.name: {path}: sizes are no positive whole numbers; copy the checkpoint again")
+        raise ConfigError(
+            f"backbone.name: {path}: sizes such as hidden_size are no positive whole numbers; copy the checkpoint again"
+        )
     return KnownBackbone(kind, str(folder), config)
 
 

@@ -369,8 +369,6 @@ def _faults(trial: Trial) -> list[str]:
     if s.router.mode not in trial.method().mixings:
         possible = ", ".join(trial.method().mixings)
         faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
-    for task in trial.tasks:  # rows that cannot be scored are better found before anything is learned
-        row_count(trial.spec, task, "test", s.benchmark)
     if s.router.mode in ("soft", "hard"):
         for task in trial.tasks:
             rows = row_count(trial.spec, task, "train", s.benchmark)
@@ -379,4 +377,6 @@ def _faults(trial: Trial) -> list[str]:
                     f"router.components: found {s.router.components}, but task {task.name} has {rows} training rows; "
                     f"use at most {rows}, or raise benchmark.train_per_task"
                 )
+    for task in trial.tasks:  # rows that cannot be scored are better found before anything is learned
+        row_count(trial.spec, task, "test", s.benchmark)
     return faults

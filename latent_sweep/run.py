@@ -156,9 +156,11 @@ def _incomplete(packs: Sequence[Pack], folder: Path) -> list[Pack]:
 def _failed(packs: Sequence[Pack], folder: Path) -> list[Pack]:
     """The packs with those of their trials that have failed."""
 
+    def failed(trial: Trial) -> bool:
+        return status(Journal(folder / "trials" / trial.trial_id / JOURNAL).read()) == "failed"
+
     def kept(member: Member) -> Member:
-        journals = {trial: Journal(folder / "trials" / trial.trial_id / JOURNAL) for trial in member.trials}
-        return replace(member, trials=tuple(t for t, journal in journals.items() if status(journal.read()) == "failed"))
+        return replace(member, trials=tuple(filter(failed, member.trials)))
 
     left = [Pack(tuple(m for m in map(kept, p.members) if m.trials)) for p in packs]
     return [p for p in left if p.members]
@@ -187,7 +189,8 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
             if isinstance(event, Step):
                 progress.write(event)
 
-        while (left := still_to_try(p, folder, launched, run.max_failures)) is not None:
+        left, tried = still_to_try(p, folder, launched, run.max_failures), None
+        while left is not None and left != tried:  # tried again as it was, it would fail again
             try:
                 run_pack(left, storage, folder, emit, engine=engine_of(run.engine))
                 break
@@ -195,6 +198,7 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
                 logging.getLogger(__name__).error("pack %s failed: %s", p.pack_id, error)
             except Exception:
                 logging.getLogger(__name__).exception("pack %s failed", p.pack_id)
+            left, tried = still_to_try(p, folder, launched, run.max_failures), left
         if fail_fast and has_failed(p, folder, launched, run.max_failures):
             _tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
             return

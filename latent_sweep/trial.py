@@ -197,7 +197,14 @@ def _lead(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, engine: Eng
         started = {"attempt": len(attempts(f.journal.read())) + 1, "node": socket.gethostname()}
         started["micro_batch_size"] = f.trial.settings.training.micro_batch_size
         f.journal.append("started", **started, versions=versions(), hardware=hardware(engine), pid=os.getpid())
-    _PackRun(members, desk, emit).run(len(pack.tasks))
+    try:
+        _PackRun(members, desk, emit).run(len(pack.tasks))
+    except Exception as error:  # of all members: the backbone cannot be loaded, a worker of the gang has failed
+        if not isinstance(error, StoreError):  # which cannot be journaled, and may pass
+            for member in members:
+                if member.failure is None:
+                    member.fail(error, None)
+        raise
     return members
 
 
@@ -354,7 +361,7 @@ class MemberRun:
         }
         return Snapshot(self.lineages[position], tensors, facts)
 
-    def fail(self, error: Exception, task: str) -> None:
+    def fail(self, error: Exception, task: str | None) -> None:
         """Say in the journals what stopped this member."""
         self.failure = error
         for f in self.files:

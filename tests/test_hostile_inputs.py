@@ -362,7 +362,7 @@ def test_a_benchmark_that_is_none_is_refused_with_the_reason(tmp_path, capsys, c
 TEST_ROWS = {
     "none": (b"[]", "test.json: found no rows; expected at least one row for split 'test'"),
     "without references": (b'[{"input": "a", "output": []}]', "test.json, [0]: `output` is a list: []"),
-    "cut off": (b'[{"input": "a", "out', "test.json, line 1, column 16: not valid JSON"),
+    "cut off": (b'[{"input": "a", "out', "test.json, line 1, column 17: not valid JSON"),
 }
 
 

@@ -14,7 +14,7 @@ from scipy.special import logsumexp, softmax
 from scipy.stats import multivariate_normal
 
 from latent_sweep import snapshots
-from latent_sweep.errors import LatentSweepError
+from latent_sweep.errors import LatentSweepError, StoreError
 from latent_sweep.router import (
     GaussianRouter,
     PooledScatter,
@@ -558,7 +558,7 @@ def test_failed_save_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("no space left on device")
 
     monkeypatch.setattr("latent_sweep.snapshots.os.fsync", full_disk)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(StoreError, match="no space left"):
         scatter_of(TASKS[1]).save(path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
