@@ -47,6 +47,7 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
     store = SnapshotStore(sweep.storage / "snapshots")
     faults: list[str] = []
     users: dict[str, str] = {}
+    trial_scores: dict[str, Path] = {}
     counts = Counter(journals=0, snapshots=0)
     for trial in sweep:
         try:
@@ -56,12 +57,13 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
             faults.append(str(error))
             continue
         users |= {Path(path).stem: trial_name(sweep, trial) for path in named}
+        trial_scores[trial_name(sweep, trial)] = trial.path / "scores.json"
     for lineage, user in users.items():
         counts["snapshots"] += 1
         if store.get(lineage) is None:
             faults.append(
                 f"{user}: its result names snapshot {lineage}, which is missing or does not check against its digest; "
-                f"run the sweep again to make it again"
+                f"remove {trial_scores[user]} and run the sweep again: only what is missing is learned"
             )
     return Verdict(faults, counts)
 

@@ -126,7 +126,7 @@ def _check_every_node_sees(storage: Storage, asked: str) -> None:
 
     mine = ray.get_runtime_context().get_node_id()
     others = {n["NodeID"]: n["NodeName"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != mine}
-    answer = ray.remote(sees).options(num_cpus=0, max_retries=0)
+    answer = ray.remote(num_cpus=0, max_retries=0)(sees)
     answers = {
         node: answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
             storage, asked, node
@@ -225,7 +225,7 @@ def _loss_recorder(
 
     class LossRecorder(Callback):
         def on_trial_recover(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            error = trial.get_error()
+            error = _error_of(trial)
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ConfigError):
                 raise cause  # it holds for every trial
@@ -239,11 +239,23 @@ def _loss_recorder(
     return LossRecorder()
 
 
+def _error_of(trial: Any) -> Exception | None:
+    """What ended a Tune trial's worker. Tune's own `get_error` looks in the storage, where it is copied to later."""
+    from ray import cloudpickle
+
+    path = trial.pickled_error_file
+    return cloudpickle.loads(Path(path).read_bytes()) if path and Path(path).is_file() else None
+
+
 def _loss_kind(cause: Exception | None) -> LossKind:
     """Why a worker was lost, from what Ray says of it."""
+    from ray.exceptions import ActorUnavailableError
+
     text = str(cause)
     if getattr(cause, "preempted", False):
         return "preempted"
+    if isinstance(cause, ActorUnavailableError):  # of a worker's own death its node would have told
+        return "node_lost"
     if "node has died" in text or "node was terminated" in text or "NodeDiedError" in text:
         return "node_lost"
     if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:
