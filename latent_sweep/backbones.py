@@ -329,6 +329,7 @@ def load_backbone(settings: BackboneSettings, engine: Engine | None = None) -> B
 
     from latent_sweep.engine import Engine
 
+    _hide_progress_bars()
     dtype, device, known = getattr(torch, settings.dtype), _device(settings), describe(settings)
     if known is not None and known.source == "config":
         model = random_model(known.family, known.config, dtype, device=device)
@@ -341,12 +342,17 @@ def load_backbone(settings: BackboneSettings, engine: Engine | None = None) -> B
     return assemble(settings, model, engine or Engine(), stored_backbone(settings))
 
 
+def _hide_progress_bars() -> None:
+    """A job's log is no place for them."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
 def assemble(settings: BackboneSettings, model: Any, engine: Engine, stored: StoredBackbone | None) -> Backbone:
     """A model that its engine holds, frozen and with dropout off, with its tokenizer."""
     import torch
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # a job's log is no place for bars
     _switch_off_dropout(model)
     model.requires_grad_(False)
     model.eval()
@@ -536,6 +542,7 @@ def local_folder(settings: BackboneSettings) -> Path:
     Raises:
         ConfigError: it is neither known nor a folder, and the hub does not give it.
     """
+    _hide_progress_bars()
     known = describe(settings)
     if known is not None and known.source == "config":
         return _made_once(f"random-{content_hash([settings.identity(), dict(known.config)])}", _draw, known, settings)

@@ -16,7 +16,8 @@ import torch
 
 from latent_sweep.plan import Pack
 from latent_sweep.settings import content_hash
-from latent_sweep.snapshots import TaskCheckpoint, write_json
+from latent_sweep.snapshots import TaskCheckpoint
+from latent_sweep.storage import write_json
 from latent_sweep.training import Lesson, Progress, train_pack
 from latent_sweep.trial import Desk, MemberRun, hardware
 

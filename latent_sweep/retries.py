@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from latent_sweep.plan import Member, Pack, Trial
-from latent_sweep.storage import JOURNAL
-from latent_sweep.tracking import Event, Journal, status
+from latent_sweep.tracking import Event, status, trial_journal
 
 LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
 """How a worker was lost."""
-
-FREE: tuple[LossKind, ...] = ("preempted", "node_lost")
-"""Losses that say nothing about the trial."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def still_to_try(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], ma
     for member in pack.members:
         trials = []
         for trial in member.trials:
-            journal = Journal(sweep_folder / "trials" / trial.trial_id / JOURNAL)
+            journal = trial_journal(sweep_folder, trial.trial_id)
             events = journal.read()
             attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], max_failures)
             if isinstance(attempt, Attempt):
@@ -106,7 +102,7 @@ def _with_half_the_rows(member: Member) -> Member:
 def has_failed(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], max_failures: int) -> bool:
     """Whether a trial of the pack has failed since the launch and is not tried again."""
     for trial in pack.trials:
-        events = Journal(sweep_folder / "trials" / trial.trial_id / JOURNAL).read()[launched.get(trial.trial_id, 0) :]
+        events = trial_journal(sweep_folder, trial.trial_id).read()[launched.get(trial.trial_id, 0) :]
         if status(events) == "failed" and isinstance(next_attempt(events, max_failures), GivenUp):
             return True
     return False
@@ -115,4 +111,4 @@ def has_failed(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], max_
 def journal_lengths(packs: Sequence[Pack], sweep_folder: Path) -> dict[str, int]:
     """Number of events in each trial's journal, by trial id."""
     trials = [trial.trial_id for pack in packs for trial in pack.trials]
-    return {trial: len(Journal(sweep_folder / "trials" / trial / JOURNAL).read()) for trial in trials}
+    return {trial: len(trial_journal(sweep_folder, trial).read()) for trial in trials}

@@ -20,8 +20,8 @@ from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
 from latent_sweep.plan import Member, Pack, Trial, expand, pack
 from latent_sweep.settings import content_hash, yaml_text
-from latent_sweep.storage import JOURNAL, Storage, following, open_storage, write_atomically, write_json
-from latent_sweep.tracking import Journal, SweepFolder, driving, status
+from latent_sweep.storage import Storage, following, open_storage, write_atomically, write_json
+from latent_sweep.tracking import SweepFolder, driving, status, trial_journal
 
 
 def run_sweep(
@@ -157,7 +157,7 @@ def _failed(packs: Sequence[Pack], folder: Path) -> list[Pack]:
     """The packs with those of their trials that have failed."""
 
     def failed(trial: Trial) -> bool:
-        return status(Journal(folder / "trials" / trial.trial_id / JOURNAL).read()) == "failed"
+        return status(trial_journal(folder, trial.trial_id).read()) == "failed"
 
     def kept(member: Member) -> Member:
         return replace(member, trials=tuple(filter(failed, member.trials)))

@@ -171,6 +171,12 @@ class _StrictDumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def analyze_scalar(self, scalar: str) -> Any:
+        """Single quotes would fold the line break NEL into a space; double quotes escape it."""
+        analysis = super().analyze_scalar(scalar)
+        analysis.allow_single_quoted &= "\x85" not in scalar
+        return analysis
+
 
 _StrictDumper.add_implicit_resolver(_FLOAT, *_EXPONENT)
 

@@ -119,6 +119,11 @@ class Journal:
         )
 
 
+def trial_journal(sweep_folder: Path, trial_id: str) -> Journal:
+    """The journal of a sweep's trial."""
+    return Journal(sweep_folder / "trials" / trial_id / JOURNAL)
+
+
 def _is_event(record: Mapping[str, Any]) -> bool:
     seq, at, event = (record.get(name) for name in ("seq", "time", "event"))
     return type(seq) is int and isinstance(at, (int, float)) and isinstance(event, str) and event in _STATUS_AFTER

@@ -40,8 +40,9 @@ from latent_sweep.plan import Member, Pack, Trial
 from latent_sweep.redaction import redact
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import content_hash
-from latent_sweep.snapshots import Snapshot, SnapshotStore, write_atomically, write_json
-from latent_sweep.tracking import Event, Journal, attempts, stages, status, writing
+from latent_sweep.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage import write_atomically, write_json
+from latent_sweep.tracking import Event, attempts, stages, status, trial_journal, writing
 from latent_sweep.training import Lesson, Progress, TrainingSummary, derived_seed, train_pack
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class TrialFiles:
     def __init__(self, trial: Trial, sweep_folder: Path):
         self.trial = trial
         self.folder = sweep_folder / "trials" / trial.trial_id
-        self.journal = Journal(self.folder / "journal.jsonl")
+        self.journal = trial_journal(sweep_folder, trial.trial_id)
         self.keys = trial.row_keys()
         self.rows = self._valid_rows()
 

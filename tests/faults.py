@@ -30,10 +30,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
-from sweeps_for_tests import end, events, family, results, sweep_folder, tiny, wait_until, write
+from mlflow_server import Server, empty_database
+from ray_heads import node, nodes
+from sweeps_for_tests import end, events, family, results, start, sweep_folder, tiny, wait_until, write
 
 from latent_sweep.cli import main as latent_sweep
 from latent_sweep.tracking import SweepFolder, attempts
@@ -152,17 +153,8 @@ class Disturbed:
         return sweep_folder(self.folder)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """The main job, on one thread, which reports its steps; `environment` says which cluster it belongs to."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        own = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", **self.steps.environment}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "latent_sweep.run", self.path, *arguments],
-            env=inherited | own | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        """The main job, which reports its steps; `environment` says which cluster it belongs to."""
+        process = start(self.path, *arguments, **self.steps.environment, **environment)
         self.started.append(process)
         return process
 
@@ -227,7 +219,7 @@ def _worker(sweep: Disturbed) -> str:
 
 
 def _raylet(sweep: Disturbed) -> str:
-    with cluster(2, sweep.steps) as (_, environment):
+    with nodes(0, 1, 1, **sweep.steps.environment) as (_, environment):
         process = sweep.start(**environment)
         raylet = sweep.worker_of(sweep.reach_the_middle(process)).parent()
         assert raylet is not None
@@ -239,12 +231,12 @@ def _raylet(sweep: Disturbed) -> str:
 
 
 def _node(sweep: Disturbed) -> str:
-    with cluster(1, sweep.steps) as (nodes, environment):
+    with nodes(0, 1, **sweep.steps.environment) as (cluster, environment):
         process = sweep.start(**environment)
         sweep.reach_the_middle(process)
-        nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
+        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
         wait_until(lambda: events(sweep.sweep, "lost"), process)
-        _add_node(nodes)
+        cluster.add_node(**node(1))
         sweep.finish(process)
     return sweep.losses()
 
@@ -329,46 +321,9 @@ SHORT = ("raylet", "disk")
 
 
 @contextlib.contextmanager
-def cluster(workers: int, steps: StepsTaken) -> Iterator[tuple[Any, Mapping[str, str]]]:
-    """A cluster with a head and so many worker nodes of one CPU; gives it, and what a driver needs to belong to it."""
-    own = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,  # the same for all clusters of a process, which reads it once
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: every socket on 127.0.0.1
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    with (
-        mock.patch.dict(os.environ, own | steps.environment),
-        tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder,  # paths of sockets are short
-    ):
-        from ray.cluster_utils import Cluster
-
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, "object_store_memory": 80_000_000}
-        nodes = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for _ in range(workers):
-                _add_node(nodes)
-            nodes.wait_for_nodes()
-            yield nodes, own | {"RAY_ADDRESS": nodes.address}
-        finally:
-            nodes.shutdown()
-
-
-def _add_node(nodes: Any) -> None:
-    nodes.add_node(num_cpus=1, object_store_memory=80_000_000)
-
-
-@contextlib.contextmanager
-def tracker(sweep: Disturbed) -> Iterator[Any]:
+def tracker(sweep: Disturbed) -> Iterator[Server]:
     """An MLflow server that is not running yet, and that the sweep's file names."""
-    from test_tracker_outage import Server
-
-    from latent_sweep.backends import mlflow_mirror
-
-    database = sweep.folder / "mlflow.db"
-    mlflow_mirror._quiet_client(f"sqlite:///{database}").search_experiments()
-    server = Server(sweep.folder / "server", database)
+    server = Server(sweep.folder / "server", empty_database(sweep.folder))
     sweep.describe(server.uri)
     try:
         yield server

@@ -1,9 +1,10 @@
-"""Heads of real Ray clusters for the tests: on the loopback interface, with a home, ports and a token of their own."""
+"""Real Ray clusters for the tests: on the loopback interface, with ports and a token of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 from sweeps_for_tests import end, family, wait_until
@@ -105,6 +108,38 @@ def head(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(15)
                 end(process, members)
+
+
+@contextlib.contextmanager
+def nodes(*cpus: int, **environment: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    """A cluster of nodes with so many CPUs each, the head first; its nodes and what a driver needs to belong to it."""
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: every socket on 127.0.0.1
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    from ray._private.authentication_test_utils import reset_auth_token_state
+    from ray.cluster_utils import Cluster
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(reset_auth_token_state)  # a process reads mode and token once, unless it is told
+        stack.enter_context(mock.patch.dict(os.environ, own | environment))
+        reset_auth_token_state()
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True))  # short
+        head_only = {"include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head_only | node(cpus[0]))
+        stack.callback(cluster.shutdown)
+        for count in cpus[1:]:
+            cluster.add_node(**node(count))
+        cluster.wait_for_nodes()
+        yield cluster, own | {"RAY_ADDRESS": cluster.address}
+
+
+def node(cpus: int) -> dict[str, int]:
+    """What a cluster of `nodes` needs to add another one."""
+    return {"num_cpus": cpus, "object_store_memory": 80_000_000}
 
 
 def answers(of: Head) -> bool:

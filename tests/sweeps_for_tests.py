@@ -94,12 +94,12 @@ def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), ro
     return folder
 
 
-def start(path: str, *arguments: str) -> subprocess.Popen[str]:
-    """The main job in a process group of its own, on one thread, with nothing of Ray's in its environment."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+def start(path: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The main job in a process group of its own, on one thread; of Ray it knows what `environment` says."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-m", "latent_sweep.run", path, *arguments],
-        env=environment | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+        env=inherited | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

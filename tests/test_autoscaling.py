@@ -2,12 +2,10 @@
 imitated machines, each a real Ray node on this one."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from ray_heads import ROOT, eventually, head
-from sweeps_for_tests import end, events, sweep_folder, tiny, write
+from ray_heads import eventually, head
+from sweeps_for_tests import end, events, start, sweep_folder, tiny, write
 
 pytestmark = pytest.mark.slow
 
@@ -71,19 +69,6 @@ def cluster(tmp_path_factory):
         yield found
 
 
-def run(cluster, path):
-    """The main job as a driver of the cluster."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "latent_sweep.run", path],
-        env=cluster.environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def test_workers_come_for_the_trials_and_go_after_them(cluster, tmp_path):
     content = tiny(
         trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cpu"},
@@ -91,7 +76,7 @@ def test_workers_come_for_the_trials_and_go_after_them(cluster, tmp_path):
         run__resources={"cpus": 1, "gpus": 1, "accelerator": "A100"},
     )
     counts = [cluster.workers()]
-    process = run(cluster, write(tmp_path, content))
+    process = start(write(tmp_path, content), **cluster.environment)
     try:
         assert eventually(lambda: counts.append(cluster.workers()) or process.poll() is not None, 240)
         printed = process.communicate()[0]
@@ -111,7 +96,7 @@ def test_workers_come_for_the_trials_and_go_after_them(cluster, tmp_path):
 )
 def test_what_no_machine_could_ever_hold_is_said_and_starts_nothing(cluster, tmp_path, resources):
     """Ray's autoscaler keeps to itself what it can never place, so the driver says what is missing, and waits."""
-    process, printed = run(cluster, write(tmp_path, tiny(run__resources=resources))), ""
+    process, printed = start(write(tmp_path, tiny(run__resources=resources)), **cluster.environment), ""
     try:
         while "Waiting for nodes to join" not in printed:
             line = process.stdout.readline()

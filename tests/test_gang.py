@@ -81,7 +81,7 @@ def of_two(tmp_path_factory):
             "engine": ENGINES[engine][0],
             "folder": str(place(method, family, engine)),
         }
-        for method, family, engine in (case.values for case in CASES)
+        for method, family, engine in CASES
     ]
     run_jobs(jobs, 2, folder, timeout_seconds=500)
     return place

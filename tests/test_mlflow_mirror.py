@@ -20,7 +20,8 @@ from latent_sweep.backends import mlflow_mirror
 from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mirror_for
 from latent_sweep.cli import main
 from latent_sweep.errors import StoreError, TrackingError
-from latent_sweep.snapshots import Snapshot, SnapshotStore, write_json
+from latent_sweep.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage import write_json
 from latent_sweep.verify import verify_disk, verify_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"

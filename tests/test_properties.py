@@ -1,4 +1,4 @@
-"""What holds for every sweep file and every journal: generated ones, the same in every run."""
+"""What holds for every sweep file and every journal: generated ones."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sweeps_for_tests import TINY, tiny
 
@@ -22,7 +22,7 @@ from latent_sweep.tracking import Journal, status
 
 
 def examples(count):
-    """The same examples in every run, and none that earlier runs have kept; the machine may be slow."""
+    """The same examples wherever the same modules are loaded, none of earlier runs; the machine may be slow."""
     slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
     return settings(max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=slow)
 
@@ -104,6 +104,7 @@ def alike(one, other):
 
 @examples(100)
 @given(TREES)
+@example("a\x85b")  # a line break that YAML folds
 def test_plain_values_written_are_read_as_equal_ones(value):
     for one_line in (False, True):
         assert alike(parse_yaml(yaml_text(value, one_line), "test"), value)

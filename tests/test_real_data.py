@@ -64,7 +64,7 @@ def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(tmp_path, 
     assert shares == [1.0, 0.5], "the second stage knows the first task's answers"
     shutil.rmtree(tmp_path / "runs" / "tiny")
     shutil.rmtree(tmp_path / "runs" / "predictions")
-    monkeypatch.setattr(evaluation, "_read_answers", lambda path, count: None)
+    monkeypatch.setattr(evaluation, "read_sealed_json", lambda path: None)
     generated, shares = run()
     assert shares == [1.0, 1.0]
     assert generated == cached

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+from ray_heads import nodes
 from sweeps_for_tests import TINY, end, events, results, start, sweep_folder, tiny, wait_until, write
 
 from latent_sweep import leases, objects, storage
@@ -643,21 +643,10 @@ def test_a_sweep_on_ray_leaves_on_an_object_store_what_it_leaves_in_a_folder(s3,
 
 
 @pytest.fixture
-def two_nodes(monkeypatch):
-    """A cluster of two nodes with one CPU each; gives the environment of a driver on the first one."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:  # paths of sockets are short
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder, "object_store_memory": 80_000_000}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
-        cluster.wait_for_nodes()
-        yield {**os.environ, "RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
-        cluster.shutdown()
+def two_nodes():
+    """The environment of a driver on the first of two nodes with one CPU each."""
+    with nodes(1, 1) as (_, environment):
+        yield os.environ | environment
 
 
 def drive(command, environment):

@@ -1,8 +1,6 @@
 """A real MLflow server is down, dies, comes back, hangs: training takes no notice, and `sync` brings everything."""
 
-import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -10,9 +8,9 @@ import sys
 import time
 
 import pytest
+from mlflow_server import Server, empty_database
 from sweeps_for_tests import end, events, results, start, sweep_folder, tiny, wait_until, write
 
-from latent_sweep.backends import mlflow_mirror
 from latent_sweep.cli import main
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -23,57 +21,10 @@ AWAY_SECONDS = 10.0
 """What an absent tracker may cost at a run's end."""
 
 
-class Server:
-    """An MLflow server on a port of its own; stopped and started again, it is the same one."""
-
-    def __init__(self, folder, database):
-        folder.mkdir()
-        shutil.copy(database, folder / "mlflow.db")
-        self.folder, self.process = folder, None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-
-    def start(self):
-        options = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--workers", "1"]
-        options += ["--artifacts-destination", str(self.folder / "artifacts"), "--port", str(self.port)]
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", *options],
-                env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        wait_until(self.listens, self.process, seconds=60)
-
-    def listens(self):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-            return True
-        return False
-
-    def kill(self):
-        if self.process is not None:
-            end(self.process)
-        self.process = None
-
-    def client(self):
-        return mlflow_mirror._quiet_client(self.uri)
-
-    def runs(self, kind):
-        experiment = self.client().get_experiment_by_name("tiny")
-        if experiment is None:
-            return []
-        return self.client().search_runs([experiment.experiment_id], f"tags.kind = '{kind}'")
-
-
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
     """An empty database: making one takes seconds."""
-    path = tmp_path_factory.mktemp("database") / "mlflow.db"
-    mlflow_mirror._quiet_client(f"sqlite:///{path}").search_experiments()
-    return path
+    return empty_database(tmp_path_factory.mktemp("database"))
 
 
 @pytest.fixture

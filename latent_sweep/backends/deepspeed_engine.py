@@ -128,7 +128,9 @@ class DeepSpeedEngine(Engine):
         super().__init__(gang)
         self._settings, self._config = settings, deepspeed_config(settings)
         self._deepspeed = _deepspeed()
-        self._deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        self._deepspeed.init_distributed(dist_backend=backend, verbose=False)
         self.holds_whole_weights = self.answers_apart = settings.zero_stage < 3
         self._zero: Any = None
         self._gathered = ExitStack()
@@ -169,12 +171,11 @@ class DeepSpeedEngine(Engine):
                 "with all weights; convert the checkpoint with transformers' save_pretrained"
             )
         model = empty_model(folder)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with _large_blocks_given_back():
-            self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype), device)
+            self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(self._device)
         model.requires_grad_(False)  # before DeepSpeed looks for what to optimize
         # it remembers every module that it was ever given, and so an earlier pack's backbone
         self._deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
@@ -183,15 +184,14 @@ class DeepSpeedEngine(Engine):
         self._model = model
         self.answers_apart = self._whole_weights_fit(model)
         if not self.answers_apart:
-            gibibytes = sum(p.ds_numel * p.element_size() for p in model.parameters()) / 2**30
             log.warning(
                 "answers are generated with sharded weights: every new token moves %.1f GiB between the workers. Use "
                 "fewer, larger devices, or run.engine.zero_stage 0 to 2 where a device holds the weights",
-                gibibytes,
+                _whole_bytes(model) / 2**30,
             )
         return assemble(settings, model, self, stored)
 
-    def _shard(self, model: Any, files: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def _shard(self, model: Any, files: Mapping[str, Any], dtype: torch.dtype) -> None:
         """Put the weights of the files into a model without any, each in shards."""
         names: dict[Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -200,8 +200,7 @@ class DeepSpeedEngine(Engine):
         for module in model.modules():
             for name, empty in list(module.named_parameters(recurse=False)):
                 if empty not in made:
-                    made[empty] = nn.Parameter(self._weight(names[empty], empty, files, dtype, device), False)
-                    module._parameters[name] = made[empty]
+                    made[empty] = nn.Parameter(self._weight(names[empty], empty, files, dtype), False)
                     self._deepspeed.zero.Init(
                         module=_Holding(made[empty]),
                         config_dict_or_path=self._config,
@@ -210,27 +209,25 @@ class DeepSpeedEngine(Engine):
                     )
                 module._parameters[name] = made[empty]  # tied weights are one parameter
 
-    def _weight(
-        self, names: Sequence[str], empty: Tensor, files: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def _weight(self, names: Sequence[str], empty: Tensor, files: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
         """A weight at the first worker; at the others room for it, because sharding begins with the first one's."""
         stored = [name for name in names if name in files]
         if not stored:
             raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
         if not self.gang.leads:
-            return torch.empty(empty.shape, dtype=dtype, device=device)
-        return stored_weight(files[stored[0]], stored[0]).to(device, dtype, copy=True)
+            return torch.empty(empty.shape, dtype=dtype, device=self._device)
+        return stored_weight(files[stored[0]], stored[0]).to(self._device, dtype, copy=True)
 
     def _whole_weights_fit(self, model: Any) -> bool:
         """Whether every worker can hold all weights while it answers; one that cannot decides for all."""
         if self._settings.gather != "auto":
             return self._settings.gather == "always"
-        wanted = sum(p.ds_numel * p.element_size() for p in model.parameters())
-        if torch.cuda.is_available():
+        wanted = _whole_bytes(model)
+        if self._device.type == "cuda":
             fits = torch.cuda.mem_get_info()[0] > ROOM * wanted
         else:
             fits = _available_memory() > ROOM * wanted * self.gang.size  # workers may share the machine
-        does_not = torch.tensor([0.0 if fits else 1.0], device="cuda" if torch.cuda.is_available() else "cpu")
+        does_not = torch.tensor([0.0 if fits else 1.0], device=self._device)
         self.gang.add_up([does_not])
         return not bool(does_not)
 
@@ -272,6 +269,11 @@ class _Holding(nn.Module):
     def __init__(self, parameter: nn.Parameter):
         super().__init__()
         self.parameter = parameter
+
+
+def _whole_bytes(model: Any) -> int:
+    """Bytes of a sharded model's weights, gathered."""
+    return sum(p.ds_numel * p.element_size() for p in model.parameters())
 
 
 def _available_memory() -> int:

@@ -19,11 +19,11 @@ from typing import Any
 
 from latent_sweep.config import ResourceSettings, RunSettings
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
-from latent_sweep.plan import Pack, Trial
+from latent_sweep.plan import Pack
 from latent_sweep.redaction import log_without_secrets, redact
 from latent_sweep.retries import LossKind, has_failed, journal_lengths, still_to_try
-from latent_sweep.storage import JOURNAL, Storage, has_answer, question, sees, unseen_message
-from latent_sweep.tracking import Event, Journal, stages, status
+from latent_sweep.storage import Storage, has_answer, question, sees, unseen_message
+from latent_sweep.tracking import Event, Journal, stages, status, trial_journal
 
 log = logging.getLogger(__name__)
 
@@ -424,7 +424,7 @@ def _is_infeasible(bundle: Mapping[str, float]) -> bool:
     gangs = [request for gang in state.infeasible_gang_resource_requests for request in gang.requests]
     wanted = {kind: amount for kind, amount in bundle.items() if amount}
     found = [dict(request.resources_bundle) for request in [*state.infeasible_resource_requests, *gangs]]
-    return any({kind: bundle.get(kind, 0) for kind in wanted} == wanted for bundle in found)
+    return any({kind: other.get(kind, 0) for kind in wanted} == wanted for other in found)
 
 
 def _scheduler(run: RunSettings, n_tasks: int) -> Any:
@@ -458,10 +458,6 @@ def _journal_failure(pack: Pack, sweep_folder: Path, kind: str, message: str) ->
 
 
 def _unfinished(pack: Pack, sweep_folder: Path) -> list[tuple[Journal, list[Event]]]:
-    journals = [_journal(sweep_folder, trial) for trial in pack.trials]
+    journals = [trial_journal(sweep_folder, trial.trial_id) for trial in pack.trials]
     found = [(journal, journal.read()) for journal in journals]
     return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]
-
-
-def _journal(sweep_folder: Path, trial: Trial) -> Journal:
-    return Journal(sweep_folder / "trials" / trial.trial_id / JOURNAL)

@@ -50,6 +50,6 @@ def read_profile(path: Path) -> Profile | None:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile where `read_profile` finds it."""
-    from latent_sweep.snapshots import write_json
+    from latent_sweep.storage import write_json
 
     write_json(path, asdict(profile))
