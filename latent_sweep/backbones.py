@@ -330,7 +330,7 @@ def load_backbone(settings: BackboneSettings, engine: Engine | None = None) -> B
     from latent_sweep.engine import Engine
 
     _hide_progress_bars()
-    dtype, device, known = getattr(torch, settings.dtype), _device(settings), describe(settings)
+    dtype, device, known = getattr(torch, settings.dtype), device_of(settings), describe(settings)
     if known is not None and known.source == "config":
         model = random_model(known.family, known.config, dtype, device=device)
     elif settings.name == EMBEDDED:
@@ -368,7 +368,7 @@ def assemble(settings: BackboneSettings, model: Any, engine: Engine, stored: Sto
         model=model,
         tokenizer=tokenizer,
         targets=targets,
-        device=torch.device(_device(settings)),
+        device=torch.device(device_of(settings)),
         engine=engine,
         stored=stored,
         tokenizer_digest=content_hash(tokenizer.backend_tokenizer.to_str()),
@@ -387,7 +387,12 @@ def _tokenizer(settings: BackboneSettings) -> Any:
     return _load_tokenizer(known.source if known else settings.name, settings.revision)
 
 
-def _device(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
+def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
+    """Where `backbone.device` puts a model on this machine.
+
+    Raises:
+        ConfigError: a GPU was asked for, and there is none.
+    """
     import torch
 
     if settings.device == "auto":
@@ -654,7 +659,7 @@ def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
     if missing := [name for name in wanted if name not in files]:
         log.info("%s holds no %s in its safetensors files; weights are read from the loaded model", source, missing[0])
         return None
-    dtype, device = getattr(torch, settings.dtype), _device(settings)
+    dtype, device = getattr(torch, settings.dtype), device_of(settings)
     projections = {
         name: StoredProjection(files[f"{name}.weight"], f"{name}.weight", *shape, dtype, device)
         for name, shape in shapes.items()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from latent_sweep.config import RunSettings
+from latent_sweep.gang import Gang
 from latent_sweep.plan import Member, Pack, Trial
 from latent_sweep.tracking import Event, status, trial_journal
 
@@ -61,7 +63,7 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
     return Attempt(halved=bool(out_of_memory), because=last["kind"])
 
 
-def still_to_try(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], max_failures: int) -> Pack | None:
+def still_to_try(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], run: RunSettings) -> Pack | None:
     """What is left of a pack for its next try; the journals of trials that are given up say so.
 
     Args:
@@ -74,7 +76,7 @@ def still_to_try(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], ma
         for trial in member.trials:
             journal = trial_journal(sweep_folder, trial.trial_id)
             events = journal.read()
-            attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], max_failures)
+            attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], run.max_failures)
             if isinstance(attempt, Attempt):
                 trials.append(trial)
                 halved = halved or attempt.halved
@@ -84,26 +86,27 @@ def still_to_try(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], ma
             members.append(replace(member, trials=tuple(trials)))
     if not members:
         return None
-    return Pack(tuple(_with_half_the_rows(m) for m in members) if halved else tuple(members))
+    return Pack(tuple(_with_half_the_rows(m, run.resources.workers) for m in members) if halved else tuple(members))
 
 
-def _with_half_the_rows(member: Member) -> Member:
+def _with_half_the_rows(member: Member, workers: int) -> Member:
     """A member whose forward passes have half as many rows; its optimizer steps, and so its identity, stay."""
 
     def changed(trial: Trial) -> Trial:
         training = trial.settings.training
-        rows = training.micro_batch_size or training.batch_size or 1
+        share = Gang(size=workers).largest_share(training.batch_size or 1)
+        rows = min(share, training.micro_batch_size or share)
         smaller = training.model_copy(update={"micro_batch_size": max(1, rows // 2)})
         return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))
 
     return replace(member, trials=tuple(map(changed, member.trials)))
 
 
-def has_failed(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], max_failures: int) -> bool:
+def has_failed(pack: Pack, sweep_folder: Path, launched: Mapping[str, int], run: RunSettings) -> bool:
     """Whether a trial of the pack has failed since the launch and is not tried again."""
     for trial in pack.trials:
         events = trial_journal(sweep_folder, trial.trial_id).read()[launched.get(trial.trial_id, 0) :]
-        if status(events) == "failed" and isinstance(next_attempt(events, max_failures), GivenUp):
+        if status(events) == "failed" and isinstance(next_attempt(events, run.max_failures), GivenUp):
             return True
     return False
 

@@ -189,7 +189,7 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
             if isinstance(event, Step):
                 progress.write(event)
 
-        left, tried = still_to_try(p, folder, launched, run.max_failures), None
+        left, tried = still_to_try(p, folder, launched, run), None
         while left is not None and left != tried:  # tried again as it was, it would fail again
             try:
                 run_pack(left, storage, folder, emit, engine=engine_of(run.engine))
@@ -198,8 +198,8 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
                 logging.getLogger(__name__).error("pack %s failed: %s", p.pack_id, error)
             except Exception:
                 logging.getLogger(__name__).exception("pack %s failed", p.pack_id)
-            left, tried = still_to_try(p, folder, launched, run.max_failures), left
-        if fail_fast and has_failed(p, folder, launched, run.max_failures):
+            left, tried = still_to_try(p, folder, launched, run), left
+        if fail_fast and has_failed(p, folder, launched, run):
             _tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
             return
 

@@ -100,7 +100,8 @@ def head(
             address = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
             found = Head(process, inherited | own | address, f"http://127.0.0.1:{dashboard_port}")
             try:
-                wait_until(lambda: answers(found) if dashboard else listens(port), process, seconds=60)
+                ready = (lambda: answers(found)) if dashboard else (lambda: listens(port) and found.workers() == 0)
+                wait_until(ready, process, seconds=60)
                 yield found
             finally:
                 members = family(process)

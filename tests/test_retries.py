@@ -5,8 +5,10 @@ from sweeps_for_tests import events, sweep_folder, tiny, write
 
 from latent_sweep import training
 from latent_sweep.cli import main
-from latent_sweep.retries import Attempt, GivenUp, next_attempt
-from latent_sweep.tracking import restarts, status
+from latent_sweep.config import parse_sweep
+from latent_sweep.plan import expand, pack
+from latent_sweep.retries import Attempt, GivenUp, next_attempt, still_to_try
+from latent_sweep.tracking import restarts, status, trial_journal
 
 STARTED, STAGE = {"event": "started"}, {"event": "stage", "tasks_seen": 1}
 
@@ -116,6 +118,19 @@ def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
     tried.clear()
     assert main(["run", path, "--local"]) == 1
     assert tried == [4, 2], "launched again, it is tried afresh"
+
+
+@pytest.mark.parametrize(("workers", "micro_batch_size", "halved"), [(1, None, 4), (2, None, 2), (2, 6, 2), (3, 2, 1)])
+def test_half_the_rows_are_half_of_what_a_worker_had(tmp_path, workers, micro_batch_size, halved):
+    training = {"batch_size": 8, "micro_batch_size": micro_batch_size, "learning_rate": 0.1}
+    sweep = parse_sweep(tiny(trial__training=training, run__resources={"workers": workers}), "test")
+    (whole, *_) = pack(expand(sweep))
+    journal = trial_journal(tmp_path, whole.trials[0].trial_id)
+    for event in (STARTED, failed("out_of_memory")):
+        journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
+    left = still_to_try(whole, tmp_path, {}, sweep.run)
+    assert {trial.settings.training.micro_batch_size for trial in left.trials} == {halved}
+    assert [trial.trial_id for trial in left.trials] == [trial.trial_id for trial in whole.trials]
 
 
 def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):

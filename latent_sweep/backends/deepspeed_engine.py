@@ -25,6 +25,7 @@ from latent_sweep.backbones import (
     Backbone,
     BackboneSettings,
     assemble,
+    device_of,
     empty_model,
     local_folder,
     stored_backbone,
@@ -161,6 +162,11 @@ class DeepSpeedEngine(Engine):
         Weights are read one at a time, by the first worker, and sharded before the next is read: no worker ever holds
         more than its shards and one weight.
         """
+        if device_of(settings) != self._device.type:
+            raise ConfigError(
+                "backbone.device: found cpu, but with run.engine.name: deepspeed a worker uses the GPU that it sees; "
+                "leave the device out, or give workers none with run.resources.gpus: 0"
+            )
         if self._settings.zero_stage < 3:
             return super().load(settings)
         folder = local_folder(settings)

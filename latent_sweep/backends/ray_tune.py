@@ -59,7 +59,7 @@ def run_on_ray(
             packs = _measured(packs, storage, run.resources)
         by_id = {pack.pack_id: pack for pack in packs}
         launched = journal_lengths(packs, sweep_folder)
-        stopper = _failure_stopper(packs, sweep_folder, launched, run.max_failures) if fail_fast else None
+        stopper = _failure_stopper(packs, sweep_folder, launched, run) if fail_fast else None
         trainable = tune.with_parameters(
             _run_in_worker,
             packs=by_id,
@@ -86,7 +86,7 @@ def run_on_ray(
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
                 callbacks=[
                     _placement_watch(run.resources),
-                    _loss_recorder(by_id, storage, sweep_folder, launched, run.max_failures),
+                    _loss_recorder(by_id, storage, sweep_folder, launched, run),
                 ],
                 stop=stopper,
                 verbose=0,
@@ -169,7 +169,7 @@ def _run_in_worker(
         raise ConfigError(unseen_message(storage, [socket.gethostname()]))
     sweep_folder = storage.folder / sweep_name
     storage.pull(sweep_folder)
-    pack = still_to_try(packs[config["pack_id"]], sweep_folder, launched, run.max_failures)
+    pack = still_to_try(packs[config["pack_id"]], sweep_folder, launched, run)
     if pack is None:
         return
     progress = ProgressWriter(sweep_folder, pack)
@@ -194,11 +194,11 @@ def _run_in_worker(
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
             storage.pull(sweep_folder)
             _journal_failure(pack, sweep_folder, failure_kind(cause), f"{type(cause).__name__}: {cause}")
-        if still_to_try(pack, sweep_folder, launched, run.max_failures) is not None:
+        if still_to_try(pack, sweep_folder, launched, run) is not None:
             raise
 
 
-def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mapping[str, int], max_failures: int) -> Any:
+def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mapping[str, int], run: RunSettings) -> Any:
     """A Tune stopper that ends the sweep when a trial has failed for good."""
     from ray.tune import Stopper
 
@@ -211,14 +211,14 @@ def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mappin
         def stop_all(self) -> bool:
             if not self.stopped and time.monotonic() - self.looked > 1.0:
                 self.looked = time.monotonic()
-                self.stopped = any(has_failed(pack, sweep_folder, launched, max_failures) for pack in packs)
+                self.stopped = any(has_failed(pack, sweep_folder, launched, run) for pack in packs)
             return self.stopped
 
     return FailureStopper()
 
 
 def _loss_recorder(
-    packs: Mapping[str, Pack], storage: Storage, sweep_folder: Path, launched: Mapping[str, int], max_failures: int
+    packs: Mapping[str, Pack], storage: Storage, sweep_folder: Path, launched: Mapping[str, int], run: RunSettings
 ) -> Any:
     """A Tune callback that says in the journals why a worker was lost, before its trials are tried again."""
     from ray.tune import Callback
@@ -233,7 +233,7 @@ def _loss_recorder(
             pack = packs[trial.config["pack_id"]]
             for journal, _ in _unfinished(pack, sweep_folder):
                 journal.append("lost", kind=_loss_kind(cause), message=redact(str(cause))[-2000:])
-            if still_to_try(pack, sweep_folder, launched, max_failures) is None:
+            if still_to_try(pack, sweep_folder, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 
     return LossRecorder()
@@ -395,13 +395,16 @@ def _placement_watch(resources: ResourceSettings) -> Any:
 
     class PlacementWatch(Callback):
         looked = told = time.monotonic()
+        hopeless = 0
+        """Looks in a row that found no way: a single one may fall between a node's launch and its arrival."""
 
         def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
             now = time.monotonic()
             if now - self.looked < LOOK_SECONDS or any(trial.status == "RUNNING" for trial in trials):
                 return
             self.looked = now
-            if _is_infeasible(_bundle(resources)):
+            self.hopeless = self.hopeless + 1 if _can_never_come(resources) else 0
+            if self.hopeless == 2:
                 raise ConfigError(
                     f"{_wanted_text(resources)}; {_have_text()}, and its autoscaler has no node type that could add "
                     "it. Ask for less, or add such a node type to the cluster's configuration"
@@ -413,16 +416,21 @@ def _placement_watch(resources: ResourceSettings) -> Any:
     return PlacementWatch()
 
 
-def _is_infeasible(bundle: Mapping[str, float]) -> bool:
-    """Whether the cluster's autoscaler has said that it can never add room for such a bundle."""
+def _can_never_come(resources: ResourceSettings) -> bool:
+    """Whether no node has room for a trial, none is on its way, and the autoscaler says that it can add none.
+
+    It says so of every trial beyond its largest cluster, too; that one waits for another's end.
+    """
     import ray
     from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
     reply = GetClusterStatusReply()
     reply.ParseFromString(ray._raylet.GcsClient(ray.get_runtime_context().gcs_address).get_cluster_status())
     state = reply.autoscaling_state
+    if _fits(resources) or state.pending_instance_requests or state.pending_instances:
+        return False
     gangs = [request for gang in state.infeasible_gang_resource_requests for request in gang.requests]
-    wanted = {kind: amount for kind, amount in bundle.items() if amount}
+    wanted = {kind: amount for kind, amount in _bundle(resources).items() if amount}
     found = [dict(request.resources_bundle) for request in [*state.infeasible_resource_requests, *gangs]]
     return any({kind: other.get(kind, 0) for kind in wanted} == wanted for other in found)
 
@@ -442,13 +450,14 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
 
 
 def _close(pack: Pack, sweep_folder: Path, error: Exception | None) -> None:
-    """Say in the journals what only Tune knows: a trial was stopped early, or its worker was lost too often."""
+    """Say in the journals what only Tune knows: what ended a trial before its end."""
+    if error is not None:
+        _journal_failure(pack, sweep_folder, "lost", str(error))
+        return
     for journal, events in _unfinished(pack, sweep_folder):
-        if error is None and events:
+        if events:
             seen, reason = len(stages(events)), "stopped early by the scheduler: others had a higher AP"
             journal.append("stopped", tasks_seen=seen, reason=reason)
-    message = "the worker was lost more often than run.max_failures allows" if error is None else str(error)
-    _journal_failure(pack, sweep_folder, "lost", message)
 
 
 def _journal_failure(pack: Pack, sweep_folder: Path, kind: str, message: str) -> None:
