@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import traceback
 
 _USER_PART = re.compile(r'://[^/\s"]+@')
 _SECRET_FIELD = re.compile(r"(?i)([?&;][^=&;\s]*(?:token|secret|password|signature|key)[^=&;\s]*=)[^&;\s\"']+")
@@ -24,6 +25,12 @@ def redact(text: str) -> str:
     for secret in _environment_secrets():
         text = text.replace(secret, "***")
     return _without_credentials(text)
+
+
+def traceback_text(error: BaseException) -> str:
+    """Where an error was raised, at its own worker where Ray has brought it, without secrets; the end if it is long."""
+    text = getattr(error, "traceback_str", None) or "".join(traceback.format_exception(error))
+    return redact(re.sub("\x1b\\[[0-9;]*m", "", text))[-20_000:]
 
 
 def has_credentials(address: str) -> bool:

@@ -30,14 +30,14 @@ from latent_sweep.backbones import Backbone
 from latent_sweep.benchmarks.loaders import tokenised
 from latent_sweep.benchmarks.schema import BenchmarkSettings, scoring_metric
 from latent_sweep.engine import Engine
-from latent_sweep.errors import NonFiniteLoss, StoreError
+from latent_sweep.errors import LatentSweepError, NonFiniteLoss, StoreError
 from latent_sweep.evaluation import Evaluator, answer
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Example, Method, TaskData, Workplace
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.mixing import Mixer, router_accuracy
 from latent_sweep.plan import Member, Pack, Trial
-from latent_sweep.redaction import redact
+from latent_sweep.redaction import redact, traceback_text
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, SnapshotStore
@@ -170,7 +170,8 @@ def run_pack(
 
     Raises:
         Exception: whatever stopped the first member that failed, after a `failed` event in the journal of each of its
-            unfinished trials and after the end of the others.
+            unfinished trials and after the end of the others. Where a worker of a gang fails or is lost: at once, and
+            the journals are the caller's.
     """
     engine = engine or Engine()
     if threads is not None:
@@ -201,7 +202,9 @@ def _lead(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, engine: Eng
     try:
         _PackRun(members, desk, emit).run(len(pack.tasks))
     except Exception as error:  # of all members: the backbone cannot be loaded, a worker of the gang has failed
-        if not isinstance(error, StoreError):  # which cannot be journaled, and may pass
+        # a fault of the storage cannot be journaled, and may pass; who has started a gang learns which worker failed
+        # first, or was lost, and what this one says may only follow from it
+        if engine.gang.size == 1 and not isinstance(error, StoreError):
             for member in members:
                 if member.failure is None:
                     member.fail(error, None)
@@ -241,11 +244,16 @@ def _follow(pack: Pack, storage: Path, engine: Engine) -> None:
             answer(batches, snapshot, members[training_id].method, desk.backbone, desk.bank)
 
 
-def failure_kind(error: BaseException) -> str:
-    """The class of a failure, which decides whether it is worth trying again."""
-    if isinstance(error, NonFiniteLoss):
-        return "non_finite"
-    return "out_of_memory" if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) else "error"
+def failure_facts(error: BaseException) -> dict[str, str]:
+    """What a journal says of what stopped a trial; its `kind` decides whether another try is worth it."""
+    cause = getattr(error, "cause", None) or error  # of a remote error
+    kind = "error"
+    if isinstance(cause, NonFiniteLoss):
+        kind = "non_finite"
+    elif isinstance(cause, (MemoryError, torch.cuda.OutOfMemoryError)):
+        kind = "out_of_memory"
+    message = f"{cause}" if isinstance(cause, LatentSweepError) else f"{type(cause).__name__}: {cause}"
+    return {"kind": kind, "message": redact(message)[:2000], "traceback": traceback_text(error)}
 
 
 class Desk:
@@ -367,8 +375,7 @@ class MemberRun:
         self.failure = error
         for f in self.files:
             if status(f.journal.read()) == "running":
-                kind, message = failure_kind(error), redact(f"{error}")[:2000]
-                f.journal.append("failed", kind=kind, message=message, task=task, step=self.step)
+                f.journal.append("failed", **failure_facts(error), task=task, step=self.step)
         log.error("%s failed at task %s, step %s: %s", self.member.trials[0].name, task, self.step, error)
 
 
@@ -396,10 +403,12 @@ class _PackRun:
         try:
             yield
         except Exception as error:
-            for member in members:
-                member.fail(error, self.desk.tasks[position].name)
+            task = self.desk.tasks[position].name
             if self.desk.engine.gang.size > 1 and not isinstance(error, NonFiniteLoss):
+                log.error("a worker of the gang failed at task %s: %s", task, error)
                 raise
+            for member in members:
+                member.fail(error, task)
 
     def _stage(self, position: int) -> None:
         """Learn one task where nobody has, and score the tasks seen for every trial that lacks the row."""

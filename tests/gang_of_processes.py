@@ -2,8 +2,9 @@
 
     python tests/gang_of_processes.py RANK SIZE PORT JOBS
 
-JOBS is a JSON list of {sweep, engine, folder}: sweeps that the gang runs one after another, each in its folder; or of
-{question, file}: what the function of this name answers at the first worker goes into the file.
+JOBS is a JSON list of {sweep, engine, folder}: sweeps that the gang runs one after another, each in its folder, where
+losses.json then has the terms of the loss at every step; or of {question, file}: what the function of this name answers
+at the first worker goes into the file.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(rank: int, size: int, port: int, jobs: Path) -> None:
     from latent_sweep.engine import engine_of
     from latent_sweep.gang import join
     from latent_sweep.plan import expand, pack
-    from latent_sweep.trial import run_pack
+    from latent_sweep.trial import Step, run_pack
 
     torch.set_num_threads(1)
     gang = join(rank, size, "127.0.0.1", port)
@@ -65,8 +66,12 @@ def main(rank: int, size: int, port: int, jobs: Path) -> None:
             continue
         engine = engine_of(EngineSettings.model_validate(job["engine"]), gang)
         sweep, folder = parse_sweep(job["sweep"], "test"), Path(job["folder"])
+        seen: list[Any] = []
         for each in pack(expand(sweep), sweep.run.pack):
-            run_pack(each, folder, folder / sweep.name, lambda event: None, engine=engine)
+            run_pack(each, folder, folder / sweep.name, seen.append, engine=engine)
+        if gang.leads:
+            losses = [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
+            (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # gloo's threads now and then abort an interpreter that ends
 

@@ -78,7 +78,7 @@ def of_two(tmp_path_factory):
     jobs = [
         {
             "sweep": tiny(**gentle(method, family)),
-            "engine": ENGINES[engine][0],
+            "engine": ENGINES[engine],
             "folder": str(place(method, family, engine)),
         }
         for method, family, engine in CASES
@@ -119,6 +119,32 @@ def test_every_method_ends_with_two_workers_as_with_one(of_one, of_two, method, 
         for name, tensor in mine.items():
             # a hundredth of an optimizer step: AdamW steps as far for the smallest gradient as for the largest
             torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_those_of_one_worker_at_every_step(tmp_path, family):
+    training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
+    content = tiny(search={}, trial__backbone__name=family, trial__training=training)
+    engines = {f"zero-{stage}": ZERO_3 | {"zero_stage": stage} for stage in range(4)} | {"torch": {"name": "torch"}}
+    places = {(name, size): tmp_path / f"{name}-{size}" for name in engines for size in (1, 2)}
+    for size in (1, 2):
+        jobs = [
+            {"sweep": content, "engine": engine, "folder": str(places[name, size])} for name, engine in engines.items()
+        ]
+        run_jobs(jobs, size, tmp_path, timeout_seconds=300)
+
+    def read(name, size, pattern):
+        (path,) = places[name, size].glob(pattern)
+        return json.loads(path.read_text())
+
+    expected = read("torch", 1, "losses.json")
+    assert len(expected) == 2 * 32
+    for name, size in places:
+        losses = read(name, size, "losses.json")
+        differences = [abs(a[term] - b[term]) for a, b in zip(losses, expected, strict=True) for term in a]
+        assert max(differences) < 1e-5, (name, size)
+        assert read(name, size, "tiny/trials/*/scores.json") == read("torch", 1, "tiny/trials/*/scores.json")
 
 
 def asked(question, folder):

@@ -89,7 +89,8 @@ def test_a_gang_that_fails_says_why_and_ends(tmp_path, checkpoint):
     assert code == 1, printed
     (failed,) = events(sweep_folder(tmp_path), "failed")
     assert "no safetensors files" in failed["message"]
-    assert "Traceback" in printed, "the worker's own, in the log"
+    assert "Traceback" in failed["traceback"]
+    assert "deepspeed_engine.py" in failed["traceback"], "the worker's own"
 
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")

@@ -115,6 +115,8 @@ def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
     path = write(tmp_path, short(search={"router.components": [1]}))
     assert main(["run", path, "--local"]) == 1
     assert tried == [4, 2]
+    tracebacks = [event["traceback"] for event in events(sweep_folder(tmp_path), "failed")]
+    assert all("MemoryError: no memory for so many rows" in text.splitlines()[-1] for text in tracebacks)
     tried.clear()
     assert main(["run", path, "--local"]) == 1
     assert tried == [4, 2], "launched again, it is tried afresh"

@@ -20,7 +20,7 @@ from typing import Any
 from latent_sweep.config import ResourceSettings, RunSettings
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.plan import Pack
-from latent_sweep.redaction import log_without_secrets, redact
+from latent_sweep.redaction import log_without_secrets, redact, traceback_text
 from latent_sweep.retries import LossKind, has_failed, journal_lengths, still_to_try
 from latent_sweep.storage import Storage, has_answer, question, sees, unseen_message
 from latent_sweep.tracking import Event, Journal, stages, status, trial_journal
@@ -162,7 +162,7 @@ def _run_in_worker(
     from latent_sweep.backends.ray_gang import run_gang
     from latent_sweep.engine import engine_of
     from latent_sweep.progress import ProgressWriter
-    from latent_sweep.trial import StageDone, Step, failure_kind, run_pack
+    from latent_sweep.trial import StageDone, Step, failure_facts, run_pack
 
     log_without_secrets()
     if not sees(storage, asked):  # a node that has joined since the start
@@ -190,10 +190,9 @@ def _run_in_worker(
         raise  # a worker was lost, or its storage is full or away: worth another try
     except Exception as error:
         log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
-        cause = getattr(error, "cause", error)  # of a remote error, which has the worker's traceback as its text
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
             storage.pull(sweep_folder)
-            _journal_failure(pack, sweep_folder, failure_kind(cause), f"{type(cause).__name__}: {cause}")
+            _journal_failure(pack, sweep_folder, **failure_facts(error))
         if still_to_try(pack, sweep_folder, launched, run) is not None:
             raise
 
@@ -452,7 +451,7 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
 def _close(pack: Pack, sweep_folder: Path, error: Exception | None) -> None:
     """Say in the journals what only Tune knows: what ended a trial before its end."""
     if error is not None:
-        _journal_failure(pack, sweep_folder, "lost", str(error))
+        _journal_failure(pack, sweep_folder, "lost", redact(str(error))[-2000:], traceback_text(error))
         return
     for journal, events in _unfinished(pack, sweep_folder):
         if events:
@@ -460,10 +459,10 @@ def _close(pack: Pack, sweep_folder: Path, error: Exception | None) -> None:
             journal.append("stopped", tasks_seen=seen, reason=reason)
 
 
-def _journal_failure(pack: Pack, sweep_folder: Path, kind: str, message: str) -> None:
+def _journal_failure(pack: Pack, sweep_folder: Path, kind: str, message: str, traceback: str) -> None:
     """Say in the journals of a pack's unfinished trials what ended them."""
     for journal, _ in _unfinished(pack, sweep_folder):
-        journal.append("failed", kind=kind, message=redact(message)[-2000:], task=None, step=None)
+        journal.append("failed", kind=kind, message=message, traceback=traceback, task=None, step=None)
 
 
 def _unfinished(pack: Pack, sweep_folder: Path) -> list[tuple[Journal, list[Event]]]:
