@@ -102,25 +102,9 @@ def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
 
 
 @pytest.mark.slow
-def test_a_ray_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, uninterrupted):
+def test_an_interrupted_ray_run_is_not_taken_for_stopped_early_and_goes_on(tmp_path, uninterrupted):
     path = write(tmp_path, LONG)
     process = start(path)
-    try:
-        wait_until(lambda: inside_the_second_task(tmp_path), process)
-    finally:
-        end(process)
-    again = start(path)
-    try:
-        printed, _ = again.communicate(timeout=240)
-    finally:
-        end(again)
-    assert again.returncode == 0, printed
-    assert_resumed(tmp_path, uninterrupted)
-
-
-@pytest.mark.slow
-def test_an_interrupted_ray_run_is_not_taken_for_stopped_early(tmp_path):
-    process = start(write(tmp_path, LONG))
     try:
         wait_until(lambda: inside_the_second_task(tmp_path), process)
         process.send_signal(signal.SIGINT)
@@ -130,3 +114,10 @@ def test_an_interrupted_ray_run_is_not_taken_for_stopped_early(tmp_path):
     assert process.returncode == 130, printed
     assert "run the same command again" in printed
     assert events(sweep_folder(tmp_path), "stopped") == []
+    again = start(path)
+    try:
+        printed, _ = again.communicate(timeout=240)
+    finally:
+        end(again)
+    assert again.returncode == 0, printed
+    assert_resumed(tmp_path, uninterrupted)
