@@ -177,8 +177,8 @@ class DeepSpeedEngine(Engine):
                 "with all weights; convert the checkpoint with transformers' save_pretrained"
             )
         model = empty_model(folder)
-        with _large_blocks_given_back():
-            self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype))
+        _give_large_blocks_back()
+        self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self._device)
@@ -258,15 +258,11 @@ class DeepSpeedEngine(Engine):
         self._zero.setup_zero_stage3_hooks()
 
 
-@contextmanager
-def _large_blocks_given_back() -> Iterator[None]:
-    """glibc keeps freed blocks of megabytes for later, and so all weights would stay, one after another, as holes."""
+def _give_large_blocks_back() -> None:
+    """glibc keeps freed blocks of megabytes for later, and so whole weights would stay, one after another, as holes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries give back by themselves
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
-    yield
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # what it would have grown to
 
 
 class _Holding(nn.Module):
