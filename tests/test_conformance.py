@@ -159,6 +159,8 @@ CUTS = {
 }
 QUICK = ("inside the second task", "while the second row is scored")
 """Cuts of every method, on one family, in the default selection; the first method is cut everywhere, on both."""
+SECOND_FAMILY = (*QUICK, "after the first task")
+"""Cuts of the other methods on the second family: where they go on does not depend on it."""
 
 CUT_CASES = [
     case(method, family, *CUTS[name], name=f"cut {name}", marks=() if quick else (pytest.mark.slow,))
@@ -166,7 +168,9 @@ CUT_CASES = [
     for family in FAMILIES
     for name in CUTS
     if CUTS[name][0] != "learning" or CUTS[name][1] in learned_positions(method)
-    for quick in [method == next(iter(METHODS)) or (name in QUICK and family == FAMILIES[0])]
+    for first in [method == next(iter(METHODS))]
+    for quick in [first or (name in QUICK and family == FAMILIES[0])]
+    if first or family == FAMILIES[0] or name in SECOND_FAMILY
 ]
 
 

@@ -1,5 +1,6 @@
 """Several workers of one trial: shares of a batch, and that every method ends as it does with one worker."""
 
+import itertools
 import json
 
 import pytest
@@ -124,30 +125,32 @@ def test_every_method_ends_with_two_workers_as_with_one(of_one, of_two, method, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_are_those_of_one_worker_at_every_step(tmp_path, family):
+def test_losses_are_those_of_one_worker_at_every_step(tmp_path):
     training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
-    content = tiny(search={}, trial__backbone__name=family, trial__training=training)
-    content["trial"]["benchmark"] |= {"tasks": ["mood"], "test_per_task": 4}
     engines = {f"zero-{stage}": ZERO_3 | {"zero_stage": stage} for stage in range(4)} | {"torch": {"name": "torch"}}
-    places = {(name, size): tmp_path / f"{name}-{size}" for name in engines for size in (1, 2)}
+
+    def place(family, engine, size):
+        return tmp_path / f"{family}-{engine}-{size}"
+
+    def read(path, pattern):
+        (found,) = path.glob(pattern)
+        return json.loads(found.read_text())
+
     for size in (1, 2):
-        jobs = [
-            {"sweep": content, "engine": engine, "folder": str(places[name, size])} for name, engine in engines.items()
-        ]
+        jobs = []
+        for family in FAMILIES:
+            content = tiny(search={}, trial__backbone__name=family, trial__training=training)
+            content["trial"]["benchmark"] |= {"tasks": ["mood"], "test_per_task": 4}
+            for name, engine in engines.items():
+                jobs.append({"sweep": content, "engine": engine, "folder": str(place(family, name, size))})
         run_jobs(jobs, size, tmp_path, timeout_seconds=300)
-
-    def read(name, size, pattern):
-        (path,) = places[name, size].glob(pattern)
-        return json.loads(path.read_text())
-
-    expected = read("torch", 1, "losses.json")
-    assert len(expected) == 32
-    for name, size in places:
-        losses = read(name, size, "losses.json")
+    for family, name, size in itertools.product(FAMILIES, engines, (1, 2)):
+        alone, found = place(family, "torch", 1), place(family, name, size)
+        expected, losses = read(alone, "losses.json"), read(found, "losses.json")
+        assert len(expected) == 32
         differences = [abs(a[term] - b[term]) for a, b in zip(losses, expected, strict=True) for term in a]
-        assert max(differences) < 1e-5, (name, size)
-        assert read(name, size, "tiny/trials/*/scores.json") == read("torch", 1, "tiny/trials/*/scores.json")
+        assert max(differences) < 1e-5, (family, name, size)
+        assert read(found, "tiny/trials/*/scores.json") == read(alone, "tiny/trials/*/scores.json")
 
 
 def asked(question, folder):
