@@ -201,7 +201,7 @@ def _lead(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, engine: Eng
         f.journal.append("started", **started, versions=versions(), hardware=hardware(engine), pid=os.getpid())
     try:
         _PackRun(members, desk, emit).run(len(pack.tasks))
-    except Exception as error:  # of all members: the backbone cannot be loaded, a worker of the gang has failed
+    except Exception as error:  # of all members, such as a backbone that cannot be loaded
         # a fault of the storage cannot be journaled, and may pass; who has started a gang learns which worker failed
         # first, or was lost, and what this one says may only follow from it
         if engine.gang.size == 1 and not isinstance(error, StoreError):

@@ -23,7 +23,7 @@ from latent_sweep.tracked import (
     trial_content,
     trial_name,
 )
-from latent_sweep.tracking import SweepFolder
+from latent_sweep.tracking import SweepFolder, TrialFolder
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
     """Whether every journal can be read, and every snapshot that a result names checks against its digest."""
     store = SnapshotStore(sweep.storage / "snapshots")
     faults: list[str] = []
-    users: dict[str, str] = {}
-    trial_scores: dict[str, Path] = {}
+    users: dict[str, TrialFolder] = {}
     counts = Counter(journals=0, snapshots=0)
     for trial in sweep:
         try:
@@ -56,14 +55,14 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
         except StoreError as error:
             faults.append(str(error))
             continue
-        users |= {Path(path).stem: trial_name(sweep, trial) for path in named}
-        trial_scores[trial_name(sweep, trial)] = trial.path / "scores.json"
+        users |= {Path(path).stem: trial for path in named}
     for lineage, user in users.items():
         counts["snapshots"] += 1
         if store.get(lineage) is None:
             faults.append(
-                f"{user}: its result names snapshot {lineage}, which is missing or does not check against its digest; "
-                f"remove {trial_scores[user]} and run the sweep again: only what is missing is learned"
+                f"{trial_name(sweep, user)}: its result names snapshot {lineage}, which is missing or does not check "
+                "against its digest; "
+                f"remove {user.path / 'scores.json'} and run the sweep again: only what is missing is learned"
             )
     return Verdict(faults, counts)
 
