@@ -146,13 +146,11 @@ def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.explain import explain_plan
     from latent_sweep.forecast import describe_plan
     from latent_sweep.plan import expand, pack
+    from latent_sweep.run import check_engine
     from latent_sweep.storage import open_storage
 
     sweep = load_sweep(options.sweep, options.overrides)
-    if sweep.run.engine.config:  # DeepSpeed has to be asked
-        from latent_sweep.engine import check_engine
-
-        check_engine(sweep.run.engine)
+    check_engine(sweep.run.engine)
     trials = expand(sweep)
     storage = open_storage(sweep.run.storage).folder
     print(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage))

@@ -76,18 +76,6 @@ class Engine:
         """Every worker is about to generate answers, possibly to different rows."""
 
 
-def check_engine(settings: EngineSettings) -> None:
-    """Find what DeepSpeed would not accept before anything starts; importing it takes seconds, so only if needed.
-
-    Raises:
-        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
-    """
-    if settings.name == "deepspeed" and settings.config:
-        from latent_sweep.backends.deepspeed_engine import deepspeed_config
-
-        deepspeed_config(settings)
-
-
 def engine_of(settings: EngineSettings, gang: Gang = ALONE) -> Engine:
     """The engine that `run.engine` asks for, on this worker of a gang.
 

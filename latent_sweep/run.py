@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.addresses import check_ray_address
-from latent_sweep.config import RunSettings, Sweep, load_sweep
+from latent_sweep.config import EngineSettings, RunSettings, Sweep, load_sweep
 from latent_sweep.errors import ConfigError, LatentSweepError
 from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
@@ -22,6 +22,7 @@ from latent_sweep.plan import Member, Pack, Trial, expand, pack
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.storage import Storage, following, open_storage, write_atomically, write_json
 from latent_sweep.tracking import SweepFolder, driving, status, trial_journal
+from latent_sweep.trial_files import TrialFiles
 
 
 def run_sweep(
@@ -43,8 +44,6 @@ def run_sweep(
     Raises:
         LatentSweepError: the sweep cannot be started; the message says what to change.
     """
-    from latent_sweep.engine import check_engine
-
     sweep = load_sweep(path, overrides)
     if not local:
         check_ray_address(sweep.run.allow_insecure)
@@ -103,6 +102,18 @@ def _drive(
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
 
 
+def check_engine(settings: EngineSettings) -> None:
+    """Find what DeepSpeed would not accept before anything starts; importing it takes seconds, so only if needed.
+
+    Raises:
+        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
+    """
+    if settings.config:
+        from latent_sweep.backends.deepspeed_engine import deepspeed_config
+
+        deepspeed_config(settings)
+
+
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFolder:
     """Write what the sweep is: the file as resolved, and each trial's complete settings."""
     folder = storage / sweep.name
@@ -144,7 +155,6 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFo
 
 def _incomplete(packs: Sequence[Pack], folder: Path) -> list[Pack]:
     """The packs with those of their members that have something missing."""
-    from latent_sweep.trial import TrialFiles
 
     def lacks(member: Member) -> bool:
         return not all(TrialFiles(trial, folder).complete for trial in member.trials)

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any, Literal
 
 from latent_sweep import report
-from latent_sweep.figures import curve_figure, score_matrix_figure
 from latent_sweep.redaction import redact
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import storage_of
 from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, restarts, status
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Kind = Literal["sweep", "trial", "summary"]
 RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
-Artifact = Path | str | Callable[[], Figure]
+Artifact = Path | str | Callable[[], "Figure"]
 """A file as it lies on disk, a text, or a picture that is drawn when it is needed."""
 
 KEY_TAG: Mapping[Kind, str] = {"sweep": "sweep_id", "trial": "trial_id", "summary": "configuration"}
@@ -156,6 +156,8 @@ def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Itera
 
 def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
     """The parent run: tables, the figure, the best AP."""
+    from latent_sweep.figures import curve_figure  # with matplotlib, which a sweep without a tracker never needs
+
     work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
     n_finished, end = summary.counts.get("finished", 0), _last_finish(list(sweep))
     rows = report.records(summary)
@@ -221,6 +223,8 @@ def _last_finish(trials: Sequence[TrialFolder]) -> float:
 
 
 def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder) -> dict[str, Artifact]:
+    from latent_sweep.figures import score_matrix_figure
+
     found: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
     found |= {f"predictions/{path.name}": path for path in sorted((trial.path / "predictions").glob("*"))}
     matrix = trial.read_json("scores.json")

@@ -33,16 +33,17 @@ class Head:
 
     def workers(self) -> int:
         """Nodes beside the head, as the machine's processes show."""
-        names = [name_of(member) for member in family(self.process)]
-        return names.count("raylet") - 1
+        parents = dict(filter(None, map(raylet_and_parent, family(self.process))))
+        # what a raylet has just forked, to become a worker, still bears its name
+        return sum(parent not in parents for parent in parents.values()) - 1
 
 
-def name_of(process: psutil.Process) -> str:
-    """A process's name; empty once it has ended."""
+def raylet_and_parent(process: psutil.Process) -> tuple[int, int] | None:
+    """The process ids of a raylet and of its parent; None for any other process and for one that has ended."""
     try:
-        return process.name()
+        return (process.pid, process.ppid()) if process.name() == "raylet" else None
     except psutil.NoSuchProcess:
-        return ""
+        return None
 
 
 def free_ports(count: int) -> list[int]:

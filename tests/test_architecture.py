@@ -38,6 +38,7 @@ WITHOUT_TORCH = [
     "tracked",
 ]
 WITHOUT_TORCH += ["report", "cli", "progress", "bench.profile"]
+WITHOUT_TORCH += ["run", "trial_files", "verify", "backends.ray_tune", "backends.ray_gang", "backends.mlflow_mirror"]
 
 
 def imports_of(tree):

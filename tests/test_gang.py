@@ -180,8 +180,8 @@ def test_every_engine_goes_on_from_every_others_checkpoint(tmp_path):
 
 def test_deepspeed_settings_that_would_be_ignored_are_refused():
     from latent_sweep.config import EngineSettings
-    from latent_sweep.engine import check_engine
     from latent_sweep.errors import ConfigError
+    from latent_sweep.run import check_engine
 
     def refusal(**config):
         with pytest.raises(ConfigError) as found:

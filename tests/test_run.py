@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -21,6 +23,14 @@ from latent_sweep.tracking import SweepFolder, stages, status
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 TASKS = ("mood", "ticket")
+
+
+WITHOUT_TORCH = """
+import sys
+from latent_sweep.cli import main
+assert main(["run", sys.argv[1], "--set", "run.tracking.uri=none"]) == 0
+assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +216,12 @@ def test_a_trial_that_diverges_fails_alone(tmp_path, capsys):
     assert "2 trials (1 finished, 1 failed)" in table
     assert "non_finite at task mood" in table
     assert not (bad.path / "result.json").exists()
+
+
+def test_a_driver_that_has_only_to_look_loads_no_torch(finished, tmp_path):
+    shutil.copytree(finished[0] / "runs", tmp_path / "runs")
+    command = [sys.executable, "-c", WITHOUT_TORCH, write(tmp_path, TINY)]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
 def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(tmp_path, capsys):
