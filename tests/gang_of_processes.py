@@ -9,6 +9,7 @@ at the first worker goes into the file.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -72,6 +73,7 @@ def main(rank: int, size: int, port: int, jobs: Path) -> None:
         if gang.leads:
             losses = [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
             (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
+        gc.freeze()  # DeepSpeed collects garbage for every optimizer; through all modules that is slow
     sys.stdout.flush()
     os._exit(0)  # gloo's threads now and then abort an interpreter that ends
 

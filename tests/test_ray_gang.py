@@ -21,7 +21,7 @@ def together(**changes):
     settings = {
         "search": {"router.components": [1]},
         "trial__training__learning_rate": 0.01,
-        "trial__training__epochs": 16,
+        "trial__training__epochs": 8,
         "trial__training__checkpoint_every": 5,
         "run__resources": {"workers": 2, "cpus": 1},
         "run__engine": ZERO_3,
@@ -29,13 +29,13 @@ def together(**changes):
     return tiny(**settings | changes)
 
 
-def run(content, folder, timeout_seconds=240):
-    process, seen = start(write(folder, content)), set()
+def run(content, folder, *arguments, timeout_seconds=240):
+    process = start(write(folder, content), *arguments)
     try:
         printed, _ = process.communicate(timeout=timeout_seconds)
         return process.returncode, printed
     finally:
-        end(process, seen)
+        end(process)
 
 
 def gang_of(process):
@@ -104,7 +104,7 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(tmp_path):
                 "name": "superni",
                 "order": 1,
                 "tasks": ["task1687", "task875"],
-                "train_per_task": 12,
+                "train_per_task": 8,
                 "test_per_task": 3,
                 "max_source_length": 160,
                 "max_target_length": 12,
@@ -114,7 +114,7 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(tmp_path):
         "search": {"seed": [0, 1]},
         "run": {"tracking": {"uri": "none"}},
     }
-    code, printed = run(content, tmp_path / "one", timeout_seconds=400)
+    code, printed = run(content, tmp_path / "one", "--local", timeout_seconds=400)
     assert code == 0, printed
     shared = {"resources": {"workers": 2, "cpus": 1}, "engine": {"name": "deepspeed", "zero_stage": 3}}
     code, printed = run({**content, "run": {**content["run"], **shared}}, tmp_path / "two", timeout_seconds=400)

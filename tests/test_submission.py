@@ -18,7 +18,7 @@ from latent_sweep.cli import main
 pytestmark = pytest.mark.slow
 
 LONG = tiny(
-    trial__training__epochs=30, trial__training__checkpoint_every=5, search={"router.components": [1, 2]}, name="long"
+    trial__training__epochs=16, trial__training__checkpoint_every=5, search={"router.components": [1, 2]}, name="long"
 )
 """One pack of two trials whose tasks take long enough to be cut inside one."""
 
