@@ -14,12 +14,26 @@ from pathlib import Path
 from typing import Literal
 
 from latent_sweep.config import RunSettings
+from latent_sweep.errors import LatentSweepError, NonFiniteLoss
 from latent_sweep.gang import Gang
 from latent_sweep.plan import Member, Pack, Trial
+from latent_sweep.redaction import redact, traceback_text
 from latent_sweep.tracking import Event, status, trial_journal
 
 LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
 """How a worker was lost."""
+
+
+def failure_facts(error: BaseException) -> dict[str, str]:
+    """What a journal says of what stopped a trial; its `kind` decides whether another try is worth it."""
+    cause = getattr(error, "cause", None) or error  # of a remote error
+    kind = "error"
+    if isinstance(cause, NonFiniteLoss):
+        kind = "non_finite"
+    elif isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":  # torch's, not loaded here
+        kind = "out_of_memory"
+    message = f"{cause}" if isinstance(cause, LatentSweepError) else f"{type(cause).__name__}: {cause}"
+    return {"kind": kind, "message": redact(message)[:2000], "traceback": traceback_text(error)}
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,14 @@ from latent_sweep.backbones import Backbone
 from latent_sweep.benchmarks.loaders import tokenised
 from latent_sweep.benchmarks.schema import BenchmarkSettings, scoring_metric
 from latent_sweep.engine import Engine
-from latent_sweep.errors import LatentSweepError, NonFiniteLoss, StoreError
+from latent_sweep.errors import NonFiniteLoss, StoreError
 from latent_sweep.evaluation import Evaluator, answer
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Example, Method, TaskData, Workplace
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.mixing import Mixer, router_accuracy
 from latent_sweep.plan import Member, Pack, Trial
-from latent_sweep.redaction import redact, traceback_text
+from latent_sweep.retries import failure_facts
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, SnapshotStore
@@ -188,18 +188,6 @@ def _follow(pack: Pack, storage: Path, engine: Engine) -> None:
         else:
             training_id, batches = how
             answer(batches, snapshot, members[training_id].method, desk.backbone, desk.bank)
-
-
-def failure_facts(error: BaseException) -> dict[str, str]:
-    """What a journal says of what stopped a trial; its `kind` decides whether another try is worth it."""
-    cause = getattr(error, "cause", None) or error  # of a remote error
-    kind = "error"
-    if isinstance(cause, NonFiniteLoss):
-        kind = "non_finite"
-    elif isinstance(cause, (MemoryError, torch.cuda.OutOfMemoryError)):
-        kind = "out_of_memory"
-    message = f"{cause}" if isinstance(cause, LatentSweepError) else f"{type(cause).__name__}: {cause}"
-    return {"kind": kind, "message": redact(message)[:2000], "traceback": traceback_text(error)}
 
 
 class Desk:
