@@ -1,81 +1,107 @@
-"""Gangs of plain processes, without Ray: what two workers do together, for tests to look at.
+"""Gangs of plain processes, without Ray: what several workers do together, for tests to look at.
 
-    python tests/gang_of_processes.py RANK SIZE PORT JOBS
+    python tests/gang_of_processes.py RANK SIZE PORT
 
-JOBS is a JSON list of {sweep, engine, folder}: sweeps that the gang runs one after another, each in its folder, where
-losses.json then has the terms of the loss at every step; or of {question, file}: what the function of this name answers
-at the first worker goes into the file.
+is one worker. It reads jobs from its input, one JSON object a line, and answers each with a line of JSON: to a sweep,
+{sweep, engine, folder}, the terms of the loss at every optimizer step; to {question}, what the function of this name
+returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+ANSWER_SECONDS = 120.0
+"""How long a job may take."""
 
-def run_jobs(jobs: Sequence[Mapping[str, Any]], size: int, folder: Path, timeout_seconds: float) -> None:
-    """Run jobs with a gang of this size; raises AssertionError with what its workers said where one fails."""
+
+@contextlib.contextmanager
+def gang_of(size: int, folder: Path) -> Iterator[Callable[..., Any]]:
+    """A gang of so many processes; a function that gives it a job, by its fields, and returns the first one's answer.
+
+    It raises AssertionError with what the workers said where one of them fails.
+    """
     from latent_sweep.gang import listen
 
     listening = listen("127.0.0.1")
     port = listening.getsockname()[1]
     listening.close()  # the first worker takes it at once
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(list(jobs)), encoding="utf-8")
-    command = [sys.executable, __file__]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(port), str(path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [worker.communicate(timeout=timeout_seconds)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * size, "\n".join(said)
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context((folder / f"worker {rank}.log").open("w")) for rank in range(size)]
+        workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(size), str(port)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            for rank, log in enumerate(logs)
+        ]
+
+        def answer_of(worker: subprocess.Popen[str]) -> Any:
+            line = worker.stdout.readline() if select.select([worker.stdout], [], [], ANSWER_SECONDS)[0] else ""
+            assert line, "\n".join(Path(log.name).read_text() for log in logs)
+            return json.loads(line)
+
+        def ask(**job: Any) -> Any:
+            for worker in workers:
+                with contextlib.suppress(BrokenPipeError):  # it has failed, and its log says why
+                    worker.stdin.write(json.dumps(job) + "\n")
+                    worker.stdin.flush()
+            first, *_ = [answer_of(worker) for worker in workers]
+            return first
+
+        try:
+            yield ask
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.communicate()
 
 
-def main(rank: int, size: int, port: int, jobs: Path) -> None:
+def main(rank: int, size: int, port: int) -> None:
     import torch
 
+    from latent_sweep.gang import join
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    torch.set_num_threads(1)
+    gang = join(rank, size, "127.0.0.1", port)
+    for line in sys.stdin:
+        job = json.loads(line)
+        question = job.pop("question", None)
+        answer = {"hand_over": hand_over, "shards": shards, None: run}[question](gang, **job)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        gc.freeze()  # DeepSpeed collects garbage for every optimizer; through all modules that is slow
+    os._exit(0)  # gloo's threads now and then abort an interpreter that ends
+
+
+def run(gang: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) -> list[dict[str, float]]:
+    """Run a sweep in a folder; the terms of the loss at every step."""
     from latent_sweep.config import EngineSettings, parse_sweep
     from latent_sweep.engine import engine_of
-    from latent_sweep.gang import join
     from latent_sweep.plan import expand, pack
     from latent_sweep.trial import Step, run_pack
 
-    torch.set_num_threads(1)
-    gang = join(rank, size, "127.0.0.1", port)
-    for job in json.loads(jobs.read_text(encoding="utf-8")):
-        if "question" in job:
-            answer = {"hand_over": hand_over, "shards": shards}[job["question"]](gang)
-            if gang.leads:
-                Path(job["file"]).write_text(json.dumps(answer), encoding="utf-8")
-            continue
-        engine = engine_of(EngineSettings.model_validate(job["engine"]), gang)
-        sweep, folder = parse_sweep(job["sweep"], "test"), Path(job["folder"])
-        seen: list[Any] = []
-        for each in pack(expand(sweep), sweep.run.pack):
-            run_pack(each, folder, folder / sweep.name, seen.append, engine=engine)
-        if gang.leads:
-            losses = [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
-            (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
-        gc.freeze()  # DeepSpeed collects garbage for every optimizer; through all modules that is slow
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort an interpreter that ends
+    parsed, storage, seen = parse_sweep(sweep, "test"), Path(folder), []
+    for each in pack(expand(parsed), parsed.run.pack):
+        engine_here = engine_of(EngineSettings.model_validate(engine), gang)
+        run_pack(each, storage, storage / parsed.name, seen.append, engine=engine_here)
+    return [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
 
 
 def hand_over(gang: Any) -> dict[str, float]:
@@ -148,4 +174,4 @@ def shards(gang: Any) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))
+    main(*map(int, sys.argv[1:]))

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import FAMILIES, Runs
-from gang_of_processes import run_jobs
+from gang_of_processes import gang_of
 from safetensors.torch import load_file
 from sweeps_for_tests import tiny
 from test_conformance import changes
@@ -71,23 +71,10 @@ def gentle(method, family):
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
-    """Every case run by one gang of two processes; a function that gives a case's folder."""
-    folder = tmp_path_factory.mktemp("gang")
-
-    def place(method, family, engine):
-        return folder / f"{method}-{family}-{engine}"
-
-    jobs = [
-        {
-            "sweep": tiny(**gentle(method, family)),
-            "engine": ENGINES[engine],
-            "folder": str(place(method, family, engine)),
-        }
-        for method, family, engine in CASES
-    ]
-    run_jobs(jobs, 2, folder, timeout_seconds=500)
-    return place
+def ask_two(tmp_path_factory):
+    """A gang of two processes, which does what it is asked."""
+    with gang_of(2, tmp_path_factory.mktemp("gang")) as ask:
+        yield ask
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +94,9 @@ def of_one(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "family", "engine"), CASES)
-def test_every_method_ends_with_two_workers_as_with_one(of_one, of_two, method, family, engine):
-    alone, together = of_one(method, family), of_two(method, family, engine)
+def test_every_method_ends_with_two_workers_as_with_one(of_one, ask_two, tmp_path, method, family, engine):
+    alone, together = of_one(method, family), tmp_path
+    ask_two(sweep=tiny(**gentle(method, family)), engine=ENGINES[engine], folder=str(together))
     (scores,) = alone.glob("tiny/trials/*/scores.json")
     path = together / scores.relative_to(alone)
     assert json.loads(path.read_text()) == json.loads(scores.read_text()), "the same identity, and the same answers"
@@ -125,43 +113,29 @@ def test_every_method_ends_with_two_workers_as_with_one(of_one, of_two, method, 
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_one_worker_at_every_step(tmp_path):
-    training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
+def test_losses_are_those_of_one_worker_at_every_step(ask_two, tmp_path):
     engines = {f"zero-{stage}": ZERO_3 | {"zero_stage": stage} for stage in range(4)} | {"torch": {"name": "torch"}}
-
-    def place(family, engine, size):
-        return tmp_path / f"{family}-{engine}-{size}"
-
-    def read(path, pattern):
-        (found,) = path.glob(pattern)
-        return json.loads(found.read_text())
-
-    for size in (1, 2):
-        jobs = []
-        for family in FAMILIES:
+    training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
+    losses, scores = {}, {}
+    with gang_of(1, tmp_path) as ask_one:
+        for family, name, (size, ask) in itertools.product(FAMILIES, engines, ((1, ask_one), (2, ask_two))):
             content = tiny(search={}, trial__backbone__name=family, trial__training=training)
             content["trial"]["benchmark"] |= {"tasks": ["mood"], "test_per_task": 4}
-            for name, engine in engines.items():
-                jobs.append({"sweep": content, "engine": engine, "folder": str(place(family, name, size))})
-        run_jobs(jobs, size, tmp_path, timeout_seconds=300)
-    for family, name, size in itertools.product(FAMILIES, engines, (1, 2)):
-        alone, found = place(family, "torch", 1), place(family, name, size)
-        expected, losses = read(alone, "losses.json"), read(found, "losses.json")
+            folder = tmp_path / f"{family}-{name}-{size}"
+            losses[family, name, size] = ask(sweep=content, engine=engines[name], folder=str(folder))
+            (path,) = folder.glob("tiny/trials/*/scores.json")
+            scores[family, name, size] = json.loads(path.read_text())
+    for case in losses:
+        expected = losses[case[0], "torch", 1]
         assert len(expected) == 32
-        differences = [abs(a[term] - b[term]) for a, b in zip(losses, expected, strict=True) for term in a]
-        assert max(differences) < 1e-5, (family, name, size)
-        assert read(found, "tiny/trials/*/scores.json") == read(alone, "tiny/trials/*/scores.json")
-
-
-def asked(question, folder):
-    """What a gang of two answers."""
-    run_jobs([{"question": question, "file": str(folder / "found.json")}], 2, folder, timeout_seconds=120)
-    return json.loads((folder / "found.json").read_text())
+        differences = [abs(a[term] - b[term]) for a, b in zip(losses[case], expected, strict=True) for term in a]
+        assert max(differences) < 1e-5, case
+        assert scores[case] == scores[case[0], "torch", 1], case
 
 
 @pytest.mark.slow
-def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(tmp_path):
-    found = asked("shards", tmp_path)
+def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(ask_two):
+    found = ask_two(question="shards")
     whole = found["whole"][1]
     assert found == {
         "whole": [0, whole],
@@ -172,8 +146,8 @@ def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_engine_goes_on_from_every_others_checkpoint(tmp_path):
-    found = asked("hand_over", tmp_path)
+def test_every_engine_goes_on_from_every_others_checkpoint(ask_two):
+    found = ask_two(question="hand_over")
     assert len(found) == 49
     assert {pair: difference for pair, difference in found.items() if difference > 1e-6} == {}
 

@@ -4,7 +4,7 @@ import os
 
 import psutil
 import pytest
-from gang_of_processes import run_jobs
+from gang_of_processes import gang_of
 from sweeps_for_tests import end, events, family, start, sweep_folder, tiny, wait_until, write
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def run(content, folder, *arguments, timeout_seconds=240):
         end(process)
 
 
-def gang_of(process):
+def workers_of(process):
     """The Ray workers that run a trial's parts."""
     return [member for member in family(process) if "_Worker" in " ".join(member.cmdline())]
 
@@ -47,14 +47,15 @@ def test_a_killed_worker_changes_nothing_in_the_result(tmp_path):
     content = together()
     folder = tmp_path / "undisturbed" / "runs"
     folder.mkdir(parents=True)
-    run_jobs([{"sweep": content, "engine": ZERO_3, "folder": str(folder)}], 2, tmp_path, timeout_seconds=120)
+    with gang_of(2, tmp_path) as ask:
+        ask(sweep=content, engine=ZERO_3, folder=str(folder))
 
     process, seen = start(write(tmp_path, content)), set()
     try:
         checkpoints = tmp_path / "runs" / "checkpoints"
         wait_until(lambda: list(checkpoints.glob("*.safetensors")), process)
         seen |= set(family(process))
-        first = gang_of(process)
+        first = workers_of(process)
         assert len(first) == 2
         first[-1].kill()  # not the one that writes
         wait_until(lambda: len(events(sweep_folder(tmp_path), "started")) == 2, process)
