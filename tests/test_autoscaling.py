@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 HEAD_ID = "f" * 51 + "00000"
 HEAD_TYPE = "ray.head.default"  # which the imitation takes for granted
-MOST_WORKERS = 3
+MOST_WORKERS = 2
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 
 
@@ -73,7 +73,7 @@ def cluster(tmp_path_factory):
 def test_workers_come_for_the_trials_and_go_after_them(cluster, tmp_path):
     content = tiny(
         trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cpu"},
-        search={"seed": [0, 1, 2, 3]},
+        search={"seed": [0, 1, 2]},
         run__resources={"cpus": 1, "gpus": 1, "accelerator": "A100"},
     )
     counts = [cluster.workers()]
@@ -84,10 +84,10 @@ def test_workers_come_for_the_trials_and_go_after_them(cluster, tmp_path):
     finally:
         end(process)
     assert process.returncode == 0, printed
-    assert "sweep tiny: 4 trials (4 finished)" in printed
+    assert "sweep tiny: 3 trials (3 finished)" in printed
     assert eventually(lambda: counts.append(cluster.workers()) or counts[-1] == 0, 60), counts
     assert counts[0] == 0, "a worker came before there was work"
-    assert set(counts) == set(range(MOST_WORKERS + 1))
+    assert max(counts) == MOST_WORKERS
 
 
 def test_what_no_machine_could_ever_hold_is_said_and_starts_nothing(cluster, tmp_path):

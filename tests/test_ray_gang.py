@@ -5,7 +5,8 @@ import os
 import psutil
 import pytest
 from gang_of_processes import gang_of
-from sweeps_for_tests import end, events, family, start, sweep_folder, tiny, wait_until, write
+from ray_heads import nodes
+from sweeps_for_tests import end, events, start, sweep_folder, tiny, wait_until, write
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +30,15 @@ def together(**changes):
     return tiny(**settings | changes)
 
 
-def run(content, folder, *arguments, timeout_seconds=240):
-    process = start(write(folder, content), *arguments)
+@pytest.fixture(scope="module")
+def cluster():
+    """What a driver needs to belong to a cluster with two CPUs that is there already."""
+    with nodes(2) as (_, environment):
+        yield environment
+
+
+def run(content, folder, *arguments, timeout_seconds=240, **environment):
+    process = start(write(folder, content), *arguments, **environment)
     try:
         printed, _ = process.communicate(timeout=timeout_seconds)
         return process.returncode, printed
@@ -38,32 +46,30 @@ def run(content, folder, *arguments, timeout_seconds=240):
         end(process)
 
 
-def workers_of(process):
-    """The Ray workers that run a trial's parts."""
-    return [member for member in family(process) if "_Worker" in " ".join(member.cmdline())]
+def workers():
+    """The Ray workers that run a trial's parts, below the cluster's nodes, which are below this process."""
+    return [m for m in psutil.Process().children(recursive=True) if "_Worker" in " ".join(m.cmdline())]
 
 
-def test_a_killed_worker_changes_nothing_in_the_result(tmp_path):
+def test_a_killed_worker_changes_nothing_in_the_result(cluster, tmp_path):
     content = together()
     folder = tmp_path / "undisturbed" / "runs"
     folder.mkdir(parents=True)
     with gang_of(2, tmp_path) as ask:
         ask(sweep=content, engine=ZERO_3, folder=str(folder))
 
-    process, seen = start(write(tmp_path, content)), set()
+    process = start(write(tmp_path, content), **cluster)
     try:
         checkpoints = tmp_path / "runs" / "checkpoints"
         wait_until(lambda: list(checkpoints.glob("*.safetensors")), process)
-        seen |= set(family(process))
-        first = workers_of(process)
+        first = workers()
         assert len(first) == 2
         first[-1].kill()  # not the one that writes
         wait_until(lambda: len(events(sweep_folder(tmp_path), "started")) == 2, process)
         assert not any(psutil.pid_exists(member.pid) and member.is_running() for member in first), "no half gang stays"
-        seen |= set(family(process))
         printed, _ = process.communicate(timeout=240)
     finally:
-        end(process, seen)
+        end(process)
     assert process.returncode == 0, printed
     (trial,) = sweep_folder(tmp_path)
     assert [event["event"] for event in trial.events()] == ["started", "lost", "started", "stage", "stage", "finished"]
@@ -84,9 +90,9 @@ def test_more_workers_than_can_ever_come_are_refused_at_once(tmp_path):
     assert events(sweep_folder(tmp_path), "started") == []
 
 
-def test_a_gang_that_fails_says_why_and_ends(tmp_path, checkpoint):
+def test_a_gang_that_fails_says_why_and_ends(cluster, tmp_path, checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "elsewhere.safetensors")
-    code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path)
+    code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **cluster)
     assert code == 1, printed
     (failed,) = events(sweep_folder(tmp_path), "failed")
     assert "no safetensors files" in failed["message"]
@@ -95,7 +101,7 @@ def test_a_gang_that_fails_says_why_and_ends(tmp_path, checkpoint):
 
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
-def test_the_real_backbone_on_real_data_scores_as_with_one_worker(tmp_path):
+def test_the_real_backbone_on_real_data_scores_as_with_one_worker(cluster, tmp_path):
     """Two trials of SmolLM2 in shards over two workers, one trial after the other, against one whole worker each."""
     content = {
         "name": "tiny",
@@ -118,7 +124,8 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(tmp_path):
     code, printed = run(content, tmp_path / "one", "--local", timeout_seconds=400)
     assert code == 0, printed
     shared = {"resources": {"workers": 2, "cpus": 1}, "engine": {"name": "deepspeed", "zero_stage": 3}}
-    code, printed = run({**content, "run": {**content["run"], **shared}}, tmp_path / "two", timeout_seconds=400)
+    in_shards = {**content, "run": {**content["run"], **shared}}
+    code, printed = run(in_shards, tmp_path / "two", timeout_seconds=400, **cluster)
     assert code == 0, printed
     for alone, together in zip(sweep_folder(tmp_path / "one"), sweep_folder(tmp_path / "two"), strict=True):
         assert together.trial_id == alone.trial_id
