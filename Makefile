@@ -34,7 +34,7 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 $(BY_FILE)
 
-# two at a time: they mostly wait for clusters and servers
+# two at a time: most start clusters, servers and workers of their own
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 $(BY_FILE)
 

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 from sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
 
-from latent_sweep import tracked
+from latent_sweep import figures
 from latent_sweep.backends import mlflow_mirror
 from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mirror_for
 from latent_sweep.cli import main
@@ -60,8 +60,8 @@ def client(uri):
 @pytest.fixture
 def plain_pictures(monkeypatch):
     """Drawing takes most of the time of a trial's end."""
-    monkeypatch.setattr(tracked, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
-    monkeypatch.setattr(tracked, "curve_figure", lambda name, values, series: Figure((1, 1)))
+    monkeypatch.setattr(figures, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
+    monkeypatch.setattr(figures, "curve_figure", lambda name, values, series: Figure((1, 1)))
 
 
 def runs_of(client, sweep, kind):

@@ -19,7 +19,7 @@ from latent_sweep.snapshots import TaskCheckpoint
 from latent_sweep.tracking import Journal, status
 from latent_sweep.training import Lesson, train_pack
 
-STEPS = 20
+STEPS = 12
 LATENT = [
     {"rank": 8, "alpha": 32.0, "ortho_lambda": 0.0},
     {"rank": 4, "alpha": 8.0, "ortho_lambda": 1e-3},
