@@ -61,8 +61,8 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
         if store.get(lineage) is None:
             faults.append(
                 f"{trial_name(sweep, user)}: its result names snapshot {lineage}, which is missing or does not check "
-                "against its digest; "
-                f"remove {user.path / 'scores.json'} and run the sweep again: only what is missing is learned"
+                f"against its digest; remove {user.path / 'scores.json'} and run the sweep again: only what is missing "
+                "is learned"
             )
     return Verdict(faults, counts)
 

@@ -146,3 +146,12 @@ class Runs:
 def runs(tmp_path):
     """Tiny packs, run below the test's folder."""
     return Runs(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def two_cpus():
+    """What a driver needs to belong to a cluster with two CPUs that is there already."""
+    from ray_heads import nodes
+
+    with nodes(2) as (_, environment):
+        yield environment

@@ -30,11 +30,9 @@ def gang_of(size: int, folder: Path) -> Iterator[Callable[..., Any]]:
 
     It raises AssertionError with what the workers said where one of them fails.
     """
-    from latent_sweep.gang import listen
+    from ray_heads import free_ports
 
-    listening = listen("127.0.0.1")
-    port = listening.getsockname()[1]
-    listening.close()  # the first worker takes it at once
+    (port,) = free_ports(1)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context((folder / f"worker {rank}.log").open("w")) for rank in range(size)]
@@ -98,9 +96,9 @@ def run(gang: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) -
     from latent_sweep.trial import Step, run_pack
 
     parsed, storage, seen = parse_sweep(sweep, "test"), Path(folder), []
+    runs_on = engine_of(EngineSettings.model_validate(engine), gang)
     for each in pack(expand(parsed), parsed.run.pack):
-        engine_here = engine_of(EngineSettings.model_validate(engine), gang)
-        run_pack(each, storage, storage / parsed.name, seen.append, engine=engine_here)
+        run_pack(each, storage, storage / parsed.name, seen.append, engine=runs_on)
     return [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
 
 

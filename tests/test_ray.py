@@ -9,7 +9,6 @@ from collections import Counter
 import psutil
 import pytest
 import torch
-from ray_heads import nodes
 from sweeps_for_tests import TINY, end, events, family, results, start, sweep_folder, tiny, wait_until, write
 
 from latent_sweep.cli import main
@@ -87,15 +86,8 @@ def test_too_large_a_wish_is_refused_at_once(tmp_path):
     assert events(sweep_folder(tmp_path), "started") == []
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """What a driver needs to belong to a cluster with two CPUs that is there already."""
-    with nodes(2) as (_, environment):
-        yield environment
-
-
 @pytest.mark.slow
-def test_asha_stops_the_worse_configurations_with_all_their_seeds(cluster, tmp_path):
+def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_path):
     content = tiny(
         trial__benchmark__tasks=["mood", "ticket", "past"],
         search={"seed": [0, 1], "training.learning_rate": [0.1, 1e-6, 1e-7]},
@@ -103,7 +95,7 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(cluster, tmp_p
         run__pack=["seed"],
         run__max_concurrent=2,
     )
-    code, printed, _ = run_on_ray(content, tmp_path, **cluster)
+    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0, printed
     by_rate = {tuple(trial.values.values()): trial for trial in sweep_folder(tmp_path)}
     states = {values: status(trial.events()) for values, trial in by_rate.items()}
@@ -116,16 +108,16 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(cluster, tmp_p
         assert last["tasks_seen"] == len(stages(trial.events())) < 3
         assert "stopped early by the scheduler" in last["reason"]
     before = {rate: trial.events() for rate, trial in by_rate.items()}
-    code, printed, _ = run_on_ray(content, tmp_path, **cluster)
+    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0
     assert "6 of 6 trainings are complete" in printed
     assert {rate: trial.events() for rate, trial in by_rate.items()} == before
 
 
 @pytest.mark.slow
-def test_the_size_of_packs_is_measured_on_the_cluster(cluster, tmp_path):
+def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
     content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
-    code, printed, _ = run_on_ray(content, tmp_path, **cluster)
+    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0, printed
     assert "sweep tiny: 4 trials (4 finished)" in printed
     (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")
@@ -136,14 +128,14 @@ def test_the_size_of_packs_is_measured_on_the_cluster(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_not(cluster, tmp_path):
+def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_not(two_cpus, tmp_path):
     content = tiny(
         trial__training__epochs=40,
         trial__training__checkpoint_every=5,
         trial__router={"components": 1},
         search={"training.learning_rate": [0.1, 1e30]},
     )
-    process = start(write(tmp_path, content), **cluster)
+    process = start(write(tmp_path, content), **two_cpus)
     try:
         checkpoints = tmp_path / "runs" / "checkpoints"
         wait_until(lambda: list(checkpoints.glob("*.safetensors")), process)

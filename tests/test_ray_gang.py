@@ -5,16 +5,10 @@ import os
 import psutil
 import pytest
 from gang_of_processes import gang_of
-from ray_heads import nodes
 from sweeps_for_tests import end, events, start, sweep_folder, tiny, wait_until, write
+from test_gang import ZERO_3
 
 pytestmark = pytest.mark.slow
-
-ZERO_3 = {
-    "name": "deepspeed",
-    "zero_stage": 3,
-    "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
-}
 
 
 def together(**changes):
@@ -28,13 +22,6 @@ def together(**changes):
         "run__engine": ZERO_3,
     }
     return tiny(**settings | changes)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """What a driver needs to belong to a cluster with two CPUs that is there already."""
-    with nodes(2) as (_, environment):
-        yield environment
 
 
 def run(content, folder, *arguments, timeout_seconds=240, **environment):
@@ -51,14 +38,14 @@ def workers():
     return [m for m in psutil.Process().children(recursive=True) if "_Worker" in " ".join(m.cmdline())]
 
 
-def test_a_killed_worker_changes_nothing_in_the_result(cluster, tmp_path):
+def test_a_killed_worker_changes_nothing_in_the_result(two_cpus, tmp_path):
     content = together()
     folder = tmp_path / "undisturbed" / "runs"
     folder.mkdir(parents=True)
     with gang_of(2, tmp_path) as ask:
         ask(sweep=content, engine=ZERO_3, folder=str(folder))
 
-    process = start(write(tmp_path, content), **cluster)
+    process = start(write(tmp_path, content), **two_cpus)
     try:
         checkpoints = tmp_path / "runs" / "checkpoints"
         wait_until(lambda: list(checkpoints.glob("*.safetensors")), process)
@@ -90,9 +77,9 @@ def test_more_workers_than_can_ever_come_are_refused_at_once(tmp_path):
     assert events(sweep_folder(tmp_path), "started") == []
 
 
-def test_a_gang_that_fails_says_why_and_ends(cluster, tmp_path, checkpoint):
+def test_a_gang_that_fails_says_why_and_ends(two_cpus, tmp_path, checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "elsewhere.safetensors")
-    code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **cluster)
+    code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **two_cpus)
     assert code == 1, printed
     (failed,) = events(sweep_folder(tmp_path), "failed")
     assert "no safetensors files" in failed["message"]
@@ -101,7 +88,7 @@ def test_a_gang_that_fails_says_why_and_ends(cluster, tmp_path, checkpoint):
 
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
-def test_the_real_backbone_on_real_data_scores_as_with_one_worker(cluster, tmp_path):
+def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, tmp_path):
     """Two trials of SmolLM2 in shards over two workers, one trial after the other, against one whole worker each."""
     content = {
         "name": "tiny",
@@ -125,7 +112,7 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(cluster, tmp_p
     assert code == 0, printed
     shared = {"resources": {"workers": 2, "cpus": 1}, "engine": {"name": "deepspeed", "zero_stage": 3}}
     in_shards = {**content, "run": {**content["run"], **shared}}
-    code, printed = run(in_shards, tmp_path / "two", timeout_seconds=400, **cluster)
+    code, printed = run(in_shards, tmp_path / "two", timeout_seconds=400, **two_cpus)
     assert code == 0, printed
     for alone, together in zip(sweep_folder(tmp_path / "one"), sweep_folder(tmp_path / "two"), strict=True):
         assert together.trial_id == alone.trial_id

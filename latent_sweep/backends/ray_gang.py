@@ -1,6 +1,7 @@
-"""Several Ray workers that run one trial together, placed all at once in the trial's own placement group.
+"""A trial in its own Ray process, or in several Ray workers together, placed all at once in its placement group.
 
-The trial's process starts them, passes on what the first of them reports, and ends them all when one is lost or fails.
+The trial's process then starts them, passes on what the first of them reports, and ends them all when one is lost or
+fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from latent_sweep.config import RunSettings
+from latent_sweep.gang import ALONE, Gang, join, listen
 from latent_sweep.plan import Pack
 from latent_sweep.redaction import log_without_secrets
 from latent_sweep.storage import Storage
@@ -19,6 +21,31 @@ PATIENCE_SECONDS = 20.0
 """How long to look for the cause when a worker says no more than that another one is gone."""
 
 Measures = dict[str, float]
+
+
+def run_part(
+    pack: Pack,
+    storage: Storage,
+    sweep_name: str,
+    run: RunSettings,
+    report: Callable[[Measures], None],
+    gang: Gang = ALONE,
+) -> None:
+    """Run a pack in this process, alone or with the others of its gang; `report` gets the measures of every stage."""
+    from latent_sweep.engine import engine_of  # not at the top: who only watches a gang needs no torch
+    from latent_sweep.progress import ProgressWriter
+    from latent_sweep.trial import StageDone, Step, run_pack
+
+    sweep_folder = storage.folder / sweep_name
+    progress = ProgressWriter(sweep_folder, pack)
+
+    def emit(event: Step | StageDone) -> None:
+        if isinstance(event, StageDone):
+            report(event.measures())
+        else:
+            progress.write(event)
+
+    run_pack(pack, storage.folder, sweep_folder, emit, max(1, int(run.resources.cpus)), engine_of(run.engine, gang))
 
 
 def run_gang(
@@ -98,8 +125,6 @@ class _Worker:
         """Where the workers meet: an address of this node and a free port."""
         import ray
 
-        from latent_sweep.gang import listen
-
         host = ray.util.get_node_ip_address()
         self._listening = listen(host)
         return host, self._listening.getsockname()[1]
@@ -110,21 +135,6 @@ class _Worker:
 
     def run(self, host: str, port: int, pack: Pack, storage: Storage, sweep_name: str, run: RunSettings) -> None:
         """This worker's part of the pack."""
-        from latent_sweep.engine import engine_of
-        from latent_sweep.gang import join
-        from latent_sweep.progress import ProgressWriter
-        from latent_sweep.trial import StageDone, Step, run_pack
-
         log_without_secrets()
-        sweep_folder = storage.folder / sweep_name
-        progress = ProgressWriter(sweep_folder, pack)
-
-        def emit(event: Step | StageDone) -> None:
-            if isinstance(event, StageDone):
-                self._reports.append(event.measures())
-            else:
-                progress.write(event)
-
         gang = join(self._rank, self._size, host, port, self._listening)
-        engine = engine_of(run.engine, gang)
-        run_pack(pack, storage.folder, sweep_folder, emit, max(1, int(run.resources.cpus)), engine)
+        run_part(pack, storage, sweep_name, run, self._reports.append, gang)

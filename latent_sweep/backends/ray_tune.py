@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def _run_in_worker(
     from ray import tune
     from ray.exceptions import RayActorError
 
-    from latent_sweep.backends.ray_gang import run_gang
+    from latent_sweep.backends.ray_gang import run_gang, run_part
 
     log_without_secrets()
     if not sees(storage, asked):  # a node that has joined since the start
@@ -169,11 +169,9 @@ def _run_in_worker(
     pack = still_to_try(packs[config["pack_id"]], sweep_folder, launched, run)
     if pack is None:
         return
+    run_here = run_gang if run.resources.workers > 1 else run_part
     try:
-        if run.resources.workers > 1:
-            run_gang(pack, storage, sweep_name, run, tune.report)
-        else:
-            _run_alone(pack, storage, sweep_folder, run, tune.report)
+        run_here(pack, storage, sweep_name, run, tune.report)
     except (RayActorError, StoreError):
         raise  # a worker was lost, or its storage is full or away: worth another try
     except Exception as error:
@@ -183,25 +181,6 @@ def _run_in_worker(
             _journal_failure(pack, sweep_folder, **failure_facts(error))
         if still_to_try(pack, sweep_folder, launched, run) is not None:
             raise
-
-
-def _run_alone(
-    pack: Pack, storage: Storage, sweep_folder: Path, run: RunSettings, report: Callable[[dict[str, float]], None]
-) -> None:
-    """Run a pack in this process; `report` gets the measures of every stage."""
-    from latent_sweep.engine import engine_of  # not before: who only watches a gang needs no torch
-    from latent_sweep.progress import ProgressWriter
-    from latent_sweep.trial import StageDone, Step, run_pack
-
-    progress = ProgressWriter(sweep_folder, pack)
-
-    def emit(event: Step | StageDone) -> None:
-        if isinstance(event, Step):
-            progress.write(event)
-        else:
-            report(event.measures())
-
-    run_pack(pack, storage.folder, sweep_folder, emit, max(1, int(run.resources.cpus)), engine_of(run.engine))
 
 
 def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mapping[str, int], run: RunSettings) -> Any:
