@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -49,9 +50,12 @@ class BackboneSettings(Settings):
     folder. With `random:` before a known name its shapes get random weights and a tokenizer of bytes: for measuring
     speed and memory."""
     revision: str | None = None
-    """Hub revision (commit, tag or branch); None is the default branch."""
+    """Hub revision (commit, tag or branch); None is the default branch. A branch or tag becomes the commit that this
+    machine has in its cache, or else the hub's newest, when the sweep is planned."""
     tokenizer: str | None = None
     """Hub name or folder of another tokenizer; None is the backbone's own."""
+    tokenizer_revision: str | None = None
+    """Hub revision of that other tokenizer, as `revision`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the frozen weights and of the computation; adapters are trained in float32 whatever it is (A28)."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra={"not_identity": True})
@@ -219,9 +223,65 @@ def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
     """What distinguishes this backbone's weights and tokenizer from another's, without loading either."""
     return {
         "weights": _source_identity(settings.name, settings.revision),
-        "tokenizer": None if settings.tokenizer is None else _source_identity(settings.tokenizer, None),
+        "tokenizer": settings.tokenizer and _source_identity(settings.tokenizer, settings.tokenizer_revision),
         "dtype": settings.dtype,
     }
+
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+HUB_SECONDS = 10.0
+"""How long the hub may take to say what a branch or tag is."""
+
+
+def pinned(settings: BackboneSettings) -> BackboneSettings:
+    """The same backbone with the commit in the place of a branch, a tag or nothing, as far as it can be known here."""
+    update = {"revision": _commit(_source(settings.name), settings.revision)}
+    if settings.tokenizer is not None:
+        update |= {"tokenizer_revision": _commit(_source(settings.tokenizer), settings.tokenizer_revision)}
+    return settings.model_copy(update=update)
+
+
+def unpinned(settings: BackboneSettings) -> list[str]:
+    """What of a backbone comes from a hub in a version that nothing says."""
+    sources = [("backbone.name", _source(settings.name), settings.revision)]
+    if settings.tokenizer is not None:
+        sources += [("backbone.tokenizer", _source(settings.tokenizer), settings.tokenizer_revision)]
+    return [
+        f"{path}: no commit of {source} can be found: it is not in this machine's cache, and the hub did not answer. "
+        f"Expected one, because the default branch may change under a sweep. Download it (`hf download {source}`), or "
+        "name a commit as revision"
+        for path, source, revision in sources
+        if source is not None and not _COMMIT.fullmatch(revision or "")
+    ]
+
+
+def _source(name: str) -> str | None:
+    """The hub's name of a backbone or tokenizer; None where it comes from somewhere else."""
+    known = _known(name)
+    if name == EMBEDDED or (known is not None and known.source == "config") or Path(name).is_dir():
+        return None
+    return known.source if known else name
+
+
+@lru_cache(maxsize=256)
+def _commit(source: str | None, revision: str | None) -> str | None:
+    """The commit that a revision of a hub model is: as it lies in the cache, else as the hub says, else unchanged."""
+    if source is None or _COMMIT.fullmatch(revision or ""):
+        return revision
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            found = try_to_load_from_cache(source, name, revision=revision)
+        except ValueError:  # no name that a hub could have
+            return revision
+        if isinstance(found, str):
+            return Path(found).parent.name
+    try:
+        return HfApi().model_info(source, revision=revision, timeout=HUB_SECONDS).sha or revision
+    except Exception as error:  # whatever the network says
+        log.info("the hub does not say what %s is: %s", source, error)
+        return revision
 
 
 def _source_identity(name: str, revision: str | None) -> Any:
@@ -286,7 +346,7 @@ class Backbone:
     stored: StoredBackbone | None
     """The checkpoint's files; None where there are none, and the engine holds the whole model."""
     tokenizer_digest: str
-    """Content hash of the tokenizer: what token caches are keyed by."""
+    """Content hash of the tokenizer and its special tokens: what token caches and answers are keyed by."""
     weights_digest: str
     """Content hash of the embedding table and the adapted projections: what factors and embeddings are keyed by."""
 
@@ -371,15 +431,20 @@ def assemble(settings: BackboneSettings, model: Any, engine: Engine, stored: Sto
         device=torch.device(device_of(settings)),
         engine=engine,
         stored=stored,
-        tokenizer_digest=content_hash(tokenizer.backend_tokenizer.to_str()),
+        tokenizer_digest=_tokenizer_digest(tokenizer),
         weights_digest=digest,
     )
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.all_special_ids]
+    return content_hash([tokenizer.backend_tokenizer.to_str(), special])
 
 
 def _tokenizer(settings: BackboneSettings) -> Any:
     known = describe(settings)
     if settings.tokenizer is not None:
-        return _load_tokenizer(settings.tokenizer, None)
+        return _load_tokenizer(settings.tokenizer, settings.tokenizer_revision)
     if known is not None and known.source == "config":
         return byte_tokenizer()
     if settings.name == EMBEDDED:
@@ -402,6 +467,13 @@ def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
             "backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`"
         )
     return settings.device
+
+
+def device_name(device: torch.device) -> str:
+    """What computes: `cpu`, or the GPU's name."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def model_config(family: Family, config: Mapping[str, Any]) -> Any:

@@ -63,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="go on with the other trials when one has failed (default)",
     )
+    run.add_argument(
+        "--replace",
+        action="store_true",
+        help="run it although another sweep of this name has started trials that this one lacks; they leave its table",
+    )
     run.add_argument("--failed", action="store_true", help="run the trials that have failed before, and no others")
     run.set_defaults(carry_out=_run)
 
@@ -138,7 +143,10 @@ def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from latent_sweep.run import run_sweep
 
-    return 1 if run_sweep(options.sweep, options.overrides, options.local, options.fail_fast, options.failed) else 0
+    unfinished = run_sweep(
+        options.sweep, options.overrides, options.local, options.fail_fast, options.failed, options.replace
+    )
+    return 1 if unfinished else 0
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Scoring the tasks seen so far: one row of the score matrix, with every generation that is already known reused.
 
-Greedy answers depend only on the prompt, the blend of snapshots and the decoding settings, so they are cached under
+Greedy answers depend only on the prompt, the blend of snapshots, what the method and decoding make of them, the
+backbone and, where two tokens are next to equally likely, on the device and the libraries: they are cached under
 exactly that. In bfloat16 they also depend on which rows share a batch: batches are fixed by the test set alone, and a
 batch is the unit of the cache, so a score never depends on what else was computed before.
 """
@@ -15,17 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from latent_sweep import versions
 from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones import Backbone
+from latent_sweep.backbones import Backbone, device_name
 from latent_sweep.generation import answer_text, generate
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics import Metric, RefsPolicy, score_rows
 from latent_sweep.mixing import Array
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, read_sealed_json, write_sealed_json
-
-DECODING_VERSION = 1
-"""Raised when `generate` or `answer_text` would give other answers for the same prompts, snapshots and settings."""
 
 
 @dataclass(frozen=True)
@@ -174,18 +173,25 @@ class Evaluator:
         return [texts or [] for texts in answers], sum(len(batches[i].prompts) for i in missing)
 
     def _path(self, batch: Batch) -> Path:
-        key = content_hash(
-            {
-                "decoding": DECODING_VERSION,
-                "snapshots": batch.lineages,
-                "weights": [[float(w).hex() for w in row] for row in batch.weights],
-                "prompts": batch.prompts,
-                "max_new_tokens": batch.max_new_tokens,
-                "stop": batch.stop,
-            },
-            length=32,
-        )
+        key = answers_name(batch, self.method, self.backbone)
         return self.cache / key[:2] / f"{key}.json"
+
+
+def answers_name(batch: Batch, method: Method, backbone: Backbone) -> str:
+    """Names the answers to a batch: a hash of all that they depend on."""
+    content = {
+        "decoding": versions.DECODING,
+        "libraries": [versions.library("torch"), versions.library("transformers")],
+        "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
+        "computed": [device_name(backbone.device), str(backbone.model.dtype)],
+        "method": [method.settings.name, method.settings.inference_identity()],
+        "snapshots": batch.lineages,
+        "weights": [[float(w).hex() for w in row] for row in batch.weights],
+        "prompts": batch.prompts,
+        "max_new_tokens": batch.max_new_tokens,
+        "stop": batch.stop,
+    }
+    return content_hash(content, length=32)
 
 
 def _nonzero(weights: Array) -> Mapping[str, float]:

@@ -21,7 +21,7 @@ from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.config import RunSettings, Sweep
 from latent_sweep.errors import DataError
 from latent_sweep.memory import GIB, RESERVE, Memory, cards, predict
-from latent_sweep.plan import Member, Pack, Trial, router_identity
+from latent_sweep.plan import ROUTED, Member, Pack, Trial, router_identity
 from latent_sweep.report import label, short_names
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.snapshots import SnapshotStore
@@ -29,7 +29,6 @@ from latent_sweep.snapshots import SnapshotStore
 CHARACTERS_PER_TOKEN = 4.0
 """Of the tokenizers of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
 
-ROUTED = ("soft", "hard")
 """The mixtures whose weights are a router's."""
 
 
@@ -177,7 +176,8 @@ class _Pass(NamedTuple):
 def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_Pass]:
     s, mode = trial.settings, trial.settings.router.mode
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, trial.spec.stop]
-    digests = [data_digest(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
+    decoding += [s.method.inference_identity()]
+    digests = [data_digest(trial.spec, t, "test", s.benchmark, source=trial.source(t, "test")) for t in trial.tasks]
     tests = [content_hash([digest, *decoding]) for digest in digests]
     rows = [row_count(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
     blend = _blend(trial, lineages)

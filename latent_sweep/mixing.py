@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file
 
+from latent_sweep import versions
 from latent_sweep.backbones import Backbone
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.router import (
@@ -101,8 +102,7 @@ class Mixer:
 
     def _mixture(self, task: int) -> TaskMixture:
         """The task's components, fitted once and stored."""
-        key = {"router": self.settings.record_identity(), "seed": self.seed, "pooled": self._key(task, "train")}
-        path = self._record_path(content_hash(key))
+        path = self._record_path(self.mixture_name(task))
         record = TaskMixture.load(path)
         if record is None:
             record = fit_mixture(self._embeddings(task, "train"), self.settings, self.seed)
@@ -111,10 +111,7 @@ class Mixer:
 
     def _pooled(self, tasks: int) -> PooledScatter:
         """The summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
-        names = [
-            content_hash({"scatter": self.settings.scatter_identity(), "pooled": self._key(task, "train")})
-            for task in range(tasks)
-        ]
+        names = [self.scatter_name(task) for task in range(tasks)]
         fold = self.folds.setdefault(f"{names[0]}-{self.settings.cov.refresh}", PooledScatter())
         fold.extend(names, lambda task: self._scatter(task, self._record_path(names[task])))
         return fold
@@ -132,7 +129,7 @@ class Mixer:
 
     def _embeddings(self, task: int, split: str) -> npt.NDArray[Any]:
         """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (11); pooled once and stored."""
-        path = self.storage / "embeddings" / f"{self._key(task, split)}.safetensors"
+        path = self.storage / "embeddings" / f"{self.pooled_name(task, split)}.safetensors"
         if intact(path):
             pooled = load_file(path)["pooled"]
         else:
@@ -145,10 +142,21 @@ class Mixer:
     def _table_std(self) -> float:
         return float(self.backbone.embedding_table.float().std())
 
-    def _key(self, task: int, split: str) -> str:
+    def pooled_name(self, task: int, split: str) -> str:
+        """Names a task's pooled embeddings: a hash of all that they depend on."""
         tokens = Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
-        pooling = self.settings.pool.identity()
+        pooling = [self.settings.pool.identity(), versions.POOLING]
         return content_hash({"tokens": tokens, "weights": self.backbone.weights_digest, "pool": pooling})
+
+    def mixture_name(self, task: int) -> str:
+        """Names a task's components: a hash of all that they depend on, scikit-learn among it, whose K-means it is."""
+        fit = [self.settings.record_identity(), self.seed, versions.RECORDS, versions.library("scikit-learn")]
+        return content_hash({"mixture": fit, "pooled": self.pooled_name(task, "train")})
+
+    def scatter_name(self, task: int) -> str:
+        """Names a task's scatter: a hash of all that it depends on."""
+        fit = [self.settings.scatter_identity(), versions.RECORDS]
+        return content_hash({"scatter": fit, "pooled": self.pooled_name(task, "train")})
 
 
 @torch.inference_mode()

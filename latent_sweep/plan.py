@@ -2,9 +2,13 @@
 
 Three identities, all hashes of content and none of position in a file:
 
-    trial id      everything that can change a trial's scores
+    trial id      every setting that can change a trial's scores, of the sweep file and of the benchmark's own
     training id   the part that training reads: trials that share it form one pack and train once
     lineage       one snapshot: the settings, data and seed of its stage, and its ancestors where it reads them
+
+and a key for every row of scores, which adds the test data and all that answering and scoring read. What lies outside
+the settings (data files, a backbone's folder, a hub's newest commit) is looked at once, when a trial is planned;
+whoever reads it later holds it against that.
 """
 
 from __future__ import annotations
@@ -19,14 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from latent_sweep.backbones import EMBEDDED, KNOWN, backbone_identity, describe, family_of, target_shapes
-from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count
+from latent_sweep import versions
+from latent_sweep.backbones import EMBEDDED, KNOWN, backbone_identity, describe, family_of, pinned, target_shapes
+from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count, source_digest
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
+    Split,
     TaskSpec,
     load_benchmark,
     order_key,
+    scoring_metric,
     task_sequence,
 )
 from latent_sweep.config import Sweep, TrialSettings, fault_report, flatten, trial_settings
@@ -36,9 +43,6 @@ from latent_sweep.methods.protocol import Method
 from latent_sweep.report import label, short_names
 from latent_sweep.settings import content_hash
 
-ENGINE_VERSION = 2
-"""Raised when the training loop or the evaluation would give other numbers for the same settings."""
-
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
     "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30, max_source_length=512),
     "llama": dict(learning_rate=5e-5, batch_size=4, epochs=15, max_source_length=1024),
@@ -47,6 +51,12 @@ PROTOCOL: Mapping[str, Mapping[str, Any]] = {
 }
 """What a sweep file may leave out: the paper's appendix "Training", by backbone family (A27, A29, A30)."""
 
+
+SPLITS: tuple[Split, ...] = ("train", "test")
+"""What data files there are; validation rows are taken out of the training rows."""
+
+ROUTED = ("soft", "hard")
+"""Modes whose weights are the router's posterior."""
 
 COMMON: dict[str, Any] = dict(optimizer="adamw", schedule="constant", warmup_steps=0, weight_decay=0.0)
 """What holds for every backbone (A28)."""
@@ -63,6 +73,12 @@ class Trial:
     """The settings that vary in this sweep and matter to this trial, by dotted path."""
     tasks: tuple[TaskSpec, ...]
     """In the order they are learned."""
+    spec: BenchmarkSpec
+    """The benchmark, as its file was when the trial was planned."""
+    backbone: Mapping[str, Any]
+    """What the backbone was then, see `backbone_identity`."""
+    sources: Mapping[tuple[str, str], str | None]
+    """`source_digest` of the data then, by task and split (`train` or `test`); None where it was not at hand."""
 
     @property
     def name(self) -> str:
@@ -70,11 +86,6 @@ class Trial:
         names = short_names(self.values)
         values = label({names[path]: value for path, value in self.values.items()})
         return f"{values} [{self.trial_id}]" if values else self.trial_id
-
-    @property
-    def spec(self) -> BenchmarkSpec:
-        """The benchmark."""
-        return load_benchmark(self.settings.benchmark.name)
 
     def method(self) -> Method:
         """The method, for asking what it reads; it cannot train."""
@@ -96,11 +107,12 @@ class Trial:
         """
         s, method = self.settings, self.method()
         carve = s.training.select == "best_validation"
-        data = [data_digest(self.spec, task, "train", s.benchmark, carve) for task in self.tasks]
+        data = [self._data_digest(task, "train", carve) for task in self.tasks]
         common = {
-            "engine": ENGINE_VERSION,
+            "engine": versions.TRAINING,
+            "tokens": versions.TOKENS,
             "method": {"name": s.method.name, "version": method.version},
-            "backbone": backbone_identity(s.backbone),
+            "backbone": self.backbone,
             "training": s.training.training_identity(),
             "max_source_length": s.benchmark.max_source_length,
             "max_target_length": s.benchmark.max_target_length,
@@ -127,14 +139,18 @@ class Trial:
         """What identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
         s = self.settings
         lineages = self.lineages()
-        tests = [data_digest(self.spec, task, "test", s.benchmark) for task in self.tasks]
+        tests = [
+            [self._data_digest(task, "test"), scoring_metric(s.benchmark, task), s.benchmark.references]
+            for task in self.tasks
+        ]
         common = {
-            "engine": ENGINE_VERSION,
+            "decoding": versions.DECODING,
+            "scoring": versions.SCORING,
             "router": router_identity(s),
+            "routing": [versions.POOLING, versions.RECORDS] if s.router.mode in ROUTED else None,
+            "method": s.method.inference_identity(),
             "seed": s.seed,
             "evaluation": s.evaluation.identity(),
-            "references": s.benchmark.references,
-            "classification_metric": s.benchmark.classification_metric,
             "stop": list(self.spec.stop),
             # a covariance of all tasks reads those that are still to come (A16)
             "tasks": lineages if s.router.cov.refresh == "final" else None,
@@ -142,6 +158,14 @@ class Trial:
         return tuple(
             content_hash(common | {"snapshots": lineages[: i + 1], "tests": tests[: i + 1]}) for i in range(len(tests))
         )
+
+    def source(self, task: TaskSpec, split: Split) -> str | None:
+        """`source_digest` of a split when the trial was planned; validation rows are taken out of the training rows."""
+        return self.sources[task.name, "test" if split == "test" else "train"]
+
+    def _data_digest(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
+        s = self.settings.benchmark
+        return data_digest(self.spec, task, split, s, carve_validation, self.source(task, split))
 
 
 @dataclass(frozen=True)
@@ -183,7 +207,7 @@ class Pack:
 
 def router_identity(settings: TrialSettings) -> dict[str, Any]:
     """What inference reads of the router: nothing but the mode where no posterior is asked for."""
-    if settings.router.mode in ("soft", "hard"):
+    if settings.router.mode in ROUTED:
         return settings.router.identity()
     return {"mode": settings.router.mode}
 
@@ -267,6 +291,7 @@ def resolve(settings: TrialSettings) -> TrialSettings:
     return settings.model_copy(
         update={
             "method": method,
+            "backbone": pinned(settings.backbone),
             "router": _fill(settings.router, {"mode": kind.mixings[0]}),
             "benchmark": _fill(
                 settings.benchmark.model_copy(update=_located(settings.benchmark, spec)),
@@ -325,24 +350,38 @@ def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
     settings = resolve(written)
     spec = load_benchmark(settings.benchmark.name)
     tasks = task_sequence(settings.benchmark, spec)
-    named = {"name": spec.name, "tasks": [task.name for task in tasks]}  # a folder may lie anywhere
+    backbone = backbone_identity(settings.backbone)
+    # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
+    named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
+    named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
+    scored = {"metrics": [scoring_metric(settings.benchmark, task) for task in tasks], "stop": list(spec.stop)}
     training = {
         "method": settings.method.training_identity(),
-        "backbone": backbone_identity(settings.backbone),
+        "backbone": backbone,
         "benchmark": settings.benchmark.training_identity() | named,
         "training": settings.training.training_identity(),
         "seed": settings.seed,
     }
     inference = {
+        "method": settings.method.inference_identity(),
         "router": router_identity(settings),
-        "benchmark": settings.benchmark.identity() | named,
+        "benchmark": settings.benchmark.identity() | named | scored,
         "evaluation": settings.evaluation.identity(),
     }
-    unread = settings.router.mode not in ("soft", "hard")
+    unread = settings.router.mode not in ROUTED
     # the values as resolved; what the router would not read says nothing about the trial
     read = [path for path in point if not (unread and path.startswith("router.") and path != "router.mode")]
     values = {path: _setting(settings, path) for path in read}
-    return Trial(content_hash([training, inference]), content_hash(training), settings, values, tasks)
+    return Trial(
+        trial_id=content_hash([training, inference]),
+        training_id=content_hash(training),
+        settings=settings,
+        values=values,
+        tasks=tasks,
+        spec=spec,
+        backbone=backbone,
+        sources={(t.name, split): source_digest(spec, t, split, settings.benchmark) for t in tasks for split in SPLITS},
+    )
 
 
 def _setting(settings: Any, path: str) -> Any:
@@ -369,7 +408,7 @@ def _faults(trial: Trial) -> list[str]:
     if s.router.mode not in trial.method().mixings:
         possible = ", ".join(trial.method().mixings)
         faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
-    if s.router.mode in ("soft", "hard"):
+    if s.router.mode in ROUTED:
         for task in trial.tasks:
             rows = row_count(trial.spec, task, "train", s.benchmark)
             if rows is not None and s.router.components > rows:

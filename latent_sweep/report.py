@@ -10,7 +10,7 @@ import io
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,8 @@ class Configuration:
     forgetting: Statistic | None
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
+    computed_with: Mapping[str, tuple[str, ...]]
+    """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
 
     @property
     def n_trials(self) -> int:
@@ -75,6 +77,8 @@ class Summary:
     ended_early: tuple[Ended, ...]
     started_again: tuple[str, ...]
     """A line for every trial that was tried more than once: why, and what was changed."""
+    mixed: Mapping[str, Mapping[str, tuple[str, ...]]]
+    """What was not the same for all trials: library, `device` or `dtype` -> value -> the trials computed with it."""
     counts: Mapping[Status, int]
 
     @property
@@ -167,8 +171,35 @@ def summarise(sweep: SweepFolder) -> Summary:
             for trial, events in trials
             if (line := _restart_line(events))
         ),
+        mixed=_mixed(
+            {
+                label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id: computed_with(events)
+                for trial, events in trials
+            }
+        ),
         counts=Counter(status(events) for _, events in trials),
     )
+
+
+def computed_with(events: Sequence[Event]) -> dict[str, tuple[str, ...]]:
+    """Library, `device` or `dtype` -> every value that a trial's stages were learned or scored with, sorted."""
+    sources = [event.get(name) or {} for event in stages(events) for name in ("learned_with", "scored_with")]
+    found: dict[str, set[str]] = {}
+    for name, value in (item for source in sources for item in source.items()):
+        found.setdefault(name, set()).add(value)
+    return {name: tuple(sorted(values)) for name, values in found.items()}
+
+
+def _mixed(trials: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, dict[str, tuple[str, ...]]]:
+    users: dict[str, dict[str, list[str]]] = {}
+    for trial, computed in trials.items():
+        for name, value in ((name, value) for name, values in computed.items() for value in values):
+            users.setdefault(name, {}).setdefault(value, []).append(trial)
+    return {
+        name: {value: tuple(found) for value, found in sorted(values.items())}
+        for name, values in users.items()
+        if len(values) > 1
+    }
 
 
 def _restart_line(events: Sequence[Event]) -> str:
@@ -197,6 +228,7 @@ def _configuration(
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
         task_scores={task: found for task, found in per_task.items() if found is not None},
+        computed_with=computed_with([event for _, events in members for event in events]),
     )
 
 
@@ -241,6 +273,10 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             "FM_std": _percent(configuration.forgetting, "std"),
             "best_AP": summary.is_best(configuration),
             **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
+            **{
+                f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
+                for name in summary.mixed
+            },
         }
         for configuration in summary.configurations
     ]
@@ -311,6 +347,8 @@ def _render_text(summary: Summary) -> str:
         parts += ["Ended early", "\n".join(_ended_lines(summary))]
     if summary.started_again:
         parts += ["Started again", "\n".join(summary.started_again)]
+    if summary.mixed:
+        parts += [_NOT_ALIKE, "\n".join(_mixed_lines(summary))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -330,11 +368,28 @@ def _render_markdown(summary: Summary) -> str:
         parts += ["## Ended early", "\n".join(f"- {line}" for line in _ended_lines(summary))]
     if summary.started_again:
         parts += ["## Started again", "\n".join(f"- {line}" for line in summary.started_again)]
+    if summary.mixed:
+        parts += [f"## {_NOT_ALIKE}", "\n".join(f"- {line}" for line in _mixed_lines(summary))]
     return "\n\n".join(parts) + "\n"
+
+
+_NOT_ALIKE = "Not all trials were computed alike"
+
+
+def _mixed_lines(summary: Summary) -> Iterator[str]:
+    for name, values in summary.mixed.items():
+        users = (f"{value} ({_counted(trials)})" for value, trials in values.items())
+        yield f"{name}: {'; '.join(users)}"
+
+
+def _counted(trials: Sequence[str], shown: int = 4) -> str:
+    listed = ", ".join([*trials[:shown], *(["..."] if len(trials) > shown else [])])
+    return f"{len(trials)} trial{'s' if len(trials) > 1 else ''}: {listed}"
 
 
 def _render_latex(summary: Summary) -> str:
     notes = [f"sweep {summary.name}: {_counts(summary)}", *(f"ended early: {line}" for line in _ended_lines(summary))]
+    notes += [f"{_NOT_ALIKE}: {line}" for line in _mixed_lines(summary)]
     notes += [f"T{number} = {task}" for number, task in enumerate(_tasks(summary), start=1)]
     main = _main_rows(summary, best=r"\textbf{{{}}}", spread=r"{:.2f} $\pm$ {:.2f}", escape=_escape_latex)
     parts = ["\n".join(f"% {' '.join(note.split())}" for note in notes), _booktabs(_main_header(summary), main)]

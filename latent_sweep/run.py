@@ -14,15 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.addresses import check_ray_address
-from latent_sweep.config import EngineSettings, RunSettings, Sweep, load_sweep
+from latent_sweep.backbones import unpinned
+from latent_sweep.config import EngineSettings, RunSettings, Sweep, fault_report, load_sweep
 from latent_sweep.errors import ConfigError, LatentSweepError
 from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
 from latent_sweep.plan import Member, Pack, Trial, expand, pack
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.storage import Storage, following, open_storage, write_atomically, write_json
+from latent_sweep.tracked import trial_name
 from latent_sweep.tracking import SweepFolder, driving, status, trial_journal
 from latent_sweep.trial_files import TrialFiles
+
+SHOWN = 6
+"""Trials that a message lists at most."""
 
 
 def run_sweep(
@@ -31,6 +36,7 @@ def run_sweep(
     local: bool = False,
     fail_fast: bool = False,
     only_failed: bool = False,
+    replace: bool = False,
 ) -> int:
     """Run a sweep file to its end; returns the number of trials that did not come to theirs.
 
@@ -40,6 +46,7 @@ def run_sweep(
         local: in this process, without Ray.
         fail_fast: end the sweep when a trial has failed, instead of going on with the others.
         only_failed: run the trials that have failed before, and no others.
+        replace: let trials that an earlier sweep of this name has started, and this one lacks, drop out of its results.
 
     Raises:
         LatentSweepError: the sweep cannot be started; the message says what to change.
@@ -49,6 +56,7 @@ def run_sweep(
         check_ray_address(sweep.run.allow_insecure)
     check_engine(sweep.run.engine)
     trials = expand(sweep)
+    check_pinned(sweep, trials)
     packs = pack(trials, sweep.run.pack)
     storage = open_storage(sweep.run.storage)
     sweep_folder = storage.folder / sweep.name
@@ -56,6 +64,8 @@ def run_sweep(
     print(describe_plan(sweep, trials, packs, storage.folder), flush=True)
     with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(sweep_folder)
+        if not replace:
+            check_name(sweep, trials, SweepFolder(sweep_folder))
         return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)
 
 
@@ -112,6 +122,36 @@ def check_engine(settings: EngineSettings) -> None:
         from latent_sweep.backends.deepspeed_engine import deepspeed_config
 
         deepspeed_config(settings)
+
+
+def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Refuse backbones whose content a hub may change while the sweep runs, or before it is run again.
+
+    Raises:
+        ConfigError: a branch or tag of a hub's model could not be turned into a commit.
+    """
+    settings = {trial.settings.backbone.model_dump_json(): trial.settings.backbone for trial in trials}
+    if faults := [fault for backbone in settings.values() for fault in unpinned(backbone)]:
+        raise fault_report(sweep.source, faults)
+
+
+def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> None:
+    """Refuse a name under which other trials have been started: they would vanish from its results.
+
+    Raises:
+        ConfigError: listing the trials that would drop out.
+    """
+    if not there.exists:
+        return
+    kept = {trial.trial_id for trial in trials}
+    lost = [trial for trial in there if trial.trial_id not in kept and trial.events()]
+    if lost:
+        shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
+        raise ConfigError(
+            f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} started trials that {sweep.source} does "
+            f"not have: {'; '.join(shown)}. They would drop out of its table. Choose another name (what both have in "
+            "common is not learned again), or add --replace; their folders stay in either case."
+        )
 
 
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFolder:

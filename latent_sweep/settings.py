@@ -41,6 +41,10 @@ class Settings(BaseModel):
         """Every setting that training reads, as plain JSON values."""
         return self._content({"not_identity", "inference_only"})
 
+    def inference_identity(self) -> dict[str, Any]:
+        """Every setting that can change a result and that training does not read, as plain JSON values."""
+        return _beyond(self.identity(), self.training_identity())
+
     def _content(self, dropped: set[str]) -> dict[str, Any]:
         kept = {}
         for name, field in type(self).model_fields.items():
@@ -53,6 +57,13 @@ class Settings(BaseModel):
 
     def _plain(self, name: str, value: Any) -> Any:
         return self.model_dump(mode="json", include={name})[name]
+
+
+def _beyond(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """What `whole` holds and `part` does not, group by group."""
+    beyond = {name: value for name, value in whole.items() if name not in part}
+    inner = {name: _beyond(whole[name], part[name]) for name in part if isinstance(whole[name], dict)}
+    return beyond | {name: rest for name, rest in inner.items() if rest}
 
 
 def canonical_json(content: Any) -> str:

@@ -37,7 +37,8 @@ class Snapshot:
     """Hash chain that names it: settings, data, seed, code version, and the parent where history is read."""
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    """JSON values that repeat with the training: task, steps, losses. Nothing about a machine, a clock or an order."""
+    """JSON values that repeat with the training: task, steps, losses, what it was computed with. Nothing about a clock
+    or an order."""
 
 
 _SEAL = b'"sha256":"'

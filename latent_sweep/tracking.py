@@ -228,6 +228,11 @@ class SweepFolder:
 
     path: Path
 
+    @property
+    def exists(self) -> bool:
+        """Whether a sweep has been written here."""
+        return (self.path / "sweep.json").exists()
+
     @cached_property
     def _content(self) -> dict[str, Any]:
         file = self.path / "sweep.json"

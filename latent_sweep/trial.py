@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from latent_sweep import versions
 from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones import Backbone
+from latent_sweep.backbones import Backbone, backbone_identity, device_name
 from latent_sweep.benchmarks.loaders import tokenised
 from latent_sweep.benchmarks.schema import BenchmarkSettings, scoring_metric
 from latent_sweep.engine import Engine
-from latent_sweep.errors import NonFiniteLoss, StoreError
+from latent_sweep.errors import ConfigError, NonFiniteLoss, StoreError
 from latent_sweep.evaluation import Evaluator, answer
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Example, Method, TaskData, Workplace
@@ -38,7 +38,7 @@ from latent_sweep.mixing import Mixer, router_accuracy
 from latent_sweep.plan import Member, Pack, Trial
 from latent_sweep.retries import failure_facts
 from latent_sweep.router import PooledScatter
-from latent_sweep.settings import content_hash
+from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.snapshots import Snapshot, SnapshotStore
 from latent_sweep.storage import write_json
 from latent_sweep.tracking import Event, attempts, stages, status, writing
@@ -144,7 +144,8 @@ def _lead(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, engine: Eng
     for f in (f for member in members for f in member.files):
         started = {"attempt": len(attempts(f.journal.read())) + 1, "node": socket.gethostname()}
         started["micro_batch_size"] = f.trial.settings.training.micro_batch_size
-        f.journal.append("started", **started, versions=versions(), hardware=hardware(engine), pid=os.getpid())
+        started |= {"versions": versions.installed(), "hardware": hardware(engine), "pid": os.getpid()}
+        f.journal.append("started", **started)
     try:
         _PackRun(members, desk, emit).run(len(pack.tasks))
     except Exception as error:  # of all members, such as a backbone that cannot be loaded
@@ -186,27 +187,53 @@ def _follow(pack: Pack, storage: Path, engine: Engine) -> None:
                     member.snapshots = [snapshot(lineage) for lineage in member.lineages[:position]]
             run.train(position, lineages)
         else:
-            training_id, batches = how
-            answer(batches, snapshot, members[training_id].method, desk.backbone, desk.bank)
+            training_id, trial_id, batches = how
+            member = members[training_id]
+            (trial,) = (trial for trial in member.member.trials if trial.trial_id == trial_id)
+            answer(batches, snapshot, member.method_of(trial), desk.backbone, desk.bank)
 
 
 class Desk:
     """What the members of a pack share. What is expensive (the backbone, tokens) is loaded when first needed."""
 
     def __init__(self, trial: Trial, storage: Path, engine: Engine | None = None):
-        self.storage, self.spec, self.tasks = storage, trial.spec, trial.tasks
+        self.storage, self.spec, self.tasks, self.trial = storage, trial.spec, trial.tasks, trial
         self.engine = engine or Engine()
         self.store = SnapshotStore(storage / "snapshots")
-        self._backbone_settings = trial.settings.backbone
         self.folds: dict[str, PooledScatter] = {}
         self._tokens: dict[Any, Any] = {}
 
     @cached_property
     def backbone(self) -> Backbone:
         """The frozen model that all members share."""
+        settings = self.trial.settings.backbone
+        if (found := backbone_identity(settings)) != self.trial.backbone:
+            raise ConfigError(
+                f"backbone {settings.name}: found {found} on {socket.gethostname()}; the sweep was planned with "
+                f"{dict(self.trial.backbone)}. Nothing was learned or scored with it. Put back what was planned with "
+                "and run the same command again, or end the sweep and start it again to plan it with what is there now."
+            )
         if self.engine.gang.leads:
             self.engine.gang.order("load")
-        return self.engine.load(self._backbone_settings)
+        return self.engine.load(settings)
+
+    def check(self, snapshots: Sequence[Snapshot]) -> None:
+        """Hold snapshots that were found in the store against the backbone that is loaded here.
+
+        Their lineages say what the backbone was called; a hub, a random generator or a conversion may have made other
+        weights of it at another place.
+
+        Raises:
+            ConfigError: a snapshot was learned on other weights, or with another tokenizer.
+        """
+        here = backbone_facts(self.backbone)
+        for snapshot in snapshots:
+            if (there := snapshot.facts["backbone"]) != here:
+                raise ConfigError(
+                    f"backbone {self.trial.settings.backbone.name}: snapshot {snapshot.lineage} in {self.store.folder} "
+                    f"was learned with {there}, but what is loaded on {socket.gethostname()} is {here}: one name, two "
+                    "backbones. Install the versions that the snapshot's .json names, or use another run.storage."
+                )
 
     def order(self, *what: Any) -> None:
         """Tell the other workers what all of them do now with the backbone, which all of them have by then."""
@@ -234,6 +261,7 @@ class Desk:
                 1 << 20 if whole else b.max_source_length,
                 self.storage / "tokens",
                 carve_validation=carve,
+                source=self.trial.source(self.tasks[position], split),  # type: ignore[arg-type]
             )
         return self._tokens[key]
 
@@ -247,15 +275,23 @@ class MemberRun:
         self.contents = member.trials[0].stage_contents()
         self.lineages = tuple(map(content_hash, self.contents))
         self.snapshots: list[Snapshot] = []
+        self._methods: dict[str, Method] = {}
         self.failure: Exception | None = None
         self.step: int | None = None
 
-    @cached_property
+    @property
     def method(self) -> Method:
         """The method with this member's settings, able to train."""
-        desk = self.desk
-        workplace = Workplace(desk.backbone, desk.bank, desk.storage, self.member.largest_rank)
-        return method_class(self.settings.method.name)(self.settings.method, workplace)
+        return self.method_of(self.member.trials[0])
+
+    def method_of(self, trial: Trial) -> Method:
+        """The method with the settings of one of this member's trials, able to answer."""
+        settings, desk = trial.settings.method, self.desk
+        key = canonical_json(settings.identity())
+        if key not in self._methods:
+            workplace = Workplace(desk.backbone, desk.bank, desk.storage, self.member.largest_rank)
+            self._methods[key] = method_class(settings.name)(settings, workplace)
+        return self._methods[key]
 
     def lesson(self, position: int, on_step: Progress) -> Lesson:
         """What learning the task at this position takes."""
@@ -271,7 +307,9 @@ class MemberRun:
             return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))
 
         data = TaskData(task.name, position, len(desk.tasks), rows("train"), generator)
-        history = [snapshot.tensors for snapshot in self.snapshots] if self.method.reads_history(position) else []
+        read = self.snapshots if self.method.reads_history(position) else []
+        desk.check(read)
+        history = [snapshot.tensors for snapshot in read]
         return Lesson(
             self.method.begin_task(data, history),
             data.rows,
@@ -301,6 +339,8 @@ class MemberRun:
             "first_losses": summary.first_losses,
             "measures": lesson.learner.facts(),
             "stage": self.contents[position],
+            "backbone": backbone_facts(self.desk.backbone),
+            "computed_with": computed_with(self.desk.backbone),
         }
         return Snapshot(self.lineages[position], tensors, facts)
 
@@ -412,19 +452,20 @@ class _PackRun:
         began = time.monotonic()
         s, desk = f.trial.settings, self.desk
         member.step = None
+        desk.check(member.snapshots[: position + 1])
         mixer = self._mixer(f.trial, member)
         weights = mixer.weights(position + 1)
         assert s.benchmark.max_target_length is not None
         evaluator = Evaluator(
             desk.backbone,
             desk.bank,
-            member.method,
+            member.method_of(f.trial),
             s.evaluation.batch_size,
             s.benchmark.max_target_length,
             desk.spec.stop,
             s.benchmark.references,
             desk.storage / "predictions",
-            lambda batches: desk.order("answer", member.member.training_id, batches),
+            lambda batches: desk.order("answer", member.member.training_id, f.trial.trial_id, batches),
         )
         row, generated, total, rouge_1 = [], 0, 0, {}
         for j in range(position + 1):
@@ -447,7 +488,8 @@ class _PackRun:
         whole = not s.router.pool.truncate
 
         def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
-            return member.method.gates([snapshot.tensors for snapshot in member.snapshots[:tasks_seen]], prompts)
+            history = [snapshot.tensors for snapshot in member.snapshots[:tasks_seen]]
+            return member.method_of(trial).gates(history, prompts)
 
         return Mixer(
             s.router,
@@ -482,6 +524,8 @@ class _PackRun:
             task=names[position],
             lineage=member.lineages[position],
             reused=summary is None,
+            learned_with=facts["computed_with"],
+            scored_with=computed_with(self.desk.backbone),
             scores=dict(zip(names, matrix.rows[-1], strict=False)),
             metrics=metrics,
         )
@@ -522,7 +566,7 @@ def _finish(f: TrialFiles, lineages: Sequence[str], desk: Desk) -> None:
         "generated_share": _generated_share(f, desk, events),
         "snapshots": [str(path) for path in paths],
         "values": dict(f.trial.values),
-        "versions": versions(),
+        "versions": versions.installed(),
         "hardware": hardware(desk.engine),
     }
     write_json(f.folder / "result.json", result)
@@ -537,10 +581,15 @@ def _generated_share(f: TrialFiles, desk: Desk, events: Sequence[Event]) -> floa
     return sum(shares[seen] * count for seen, count in enumerate(asked, start=1)) / sum(asked)
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computes the results."""
-    packages = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "rouge-score")
-    return {"python": platform.python_version(), **{name: version(name) for name in ("latent-sweep", *packages)}}
+def backbone_facts(backbone: Backbone) -> dict[str, str]:
+    """What the loaded backbone is, by content."""
+    return {"weights": backbone.weights_digest, "tokenizer": backbone.tokenizer_digest}
+
+
+def computed_with(backbone: Backbone) -> dict[str, str]:
+    """What can move a number in its last digits: libraries, device and type."""
+    libraries = {name: versions.library(name) for name in ("latent-sweep", *versions.LIBRARIES)}
+    return {**libraries, "device": device_name(backbone.device), "dtype": str(backbone.model.dtype).split(".")[-1]}
 
 
 def hardware(engine: Engine | None = None) -> dict[str, Any]:

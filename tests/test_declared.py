@@ -17,6 +17,7 @@ from safetensors.torch import save
 from sweeps_for_tests import tiny
 from test_conformance import OPTIONS
 
+from latent_sweep.backbones import backbone_identity
 from latent_sweep.config import TrainingSettings, flatten, parse_sweep
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.latent_lora import LatentLora
@@ -72,7 +73,8 @@ def leaves(group: Settings) -> set[str]:
 
 
 def with_group(trial, name, group):
-    return dataclasses.replace(trial, settings=trial.settings.model_copy(update={name: group}))
+    settings = trial.settings.model_copy(update={name: group})
+    return dataclasses.replace(trial, settings=settings, backbone=backbone_identity(settings.backbone))
 
 
 # --- stages of a method ----------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from conftest import random_rows
 
 from latent_sweep import evaluation
 from latent_sweep.adapters.bank import Adaptation
-from latent_sweep.evaluation import DECODING_VERSION, Evaluator
+from latent_sweep.evaluation import Evaluator
 from latent_sweep.generation import answer_text, generate
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import Workplace
 from latent_sweep.router import prune
 from latent_sweep.settings import content_hash
 from latent_sweep.snapshots import Snapshot, read_sealed_json
+from latent_sweep.versions import DECODING, library
 
 COUNT, LONGEST = 7, 6
 
@@ -229,14 +230,18 @@ def test_pruned_weights_make_answers_equal_between_stages(history, rows, evaluat
 
 
 @pytest.mark.parametrize("weights", [np.tile([0.5, 1.0, 0.0], (COUNT, 1)), soft()], ids=["alike", "soft"])
-def test_answers_are_known_by_what_gives_them(history, rows, evaluator, tmp_path, weights):
+def test_answers_are_known_by_what_gives_them(history, rows, evaluator, backbone, method, tmp_path, weights):
     """The name of an answer file in full: one that changes makes every stored answer unknown."""
     evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
     (path,) = (tmp_path / "predictions").rglob("*.json")
     used = [i for i in range(3) if weights[:, i].any()]
     order = sorted(range(COUNT), key=lambda row: (len(rows["prompt_ids"][row]), row))
     content = {
-        "decoding": DECODING_VERSION,
+        "decoding": DECODING,
+        "libraries": [library("torch"), library("transformers")],
+        "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
+        "computed": ["cpu", "torch.float32"],
+        "method": [method.settings.name, {}],
         "snapshots": [f"lineage {i}" for i in used],
         "weights": [[float(weights[row, i]).hex() for i in used] for row in order],
         "prompts": [rows["prompt_ids"][row] for row in order],

@@ -136,9 +136,9 @@ def parts(found):
 
 def test_one_file_serves_every_smaller_rank(targets, tmp_path):
     largest = load_factors(targets, "digest", 16, tmp_path)
-    stored = load_file(tmp_path / "digest-exact-r16.safetensors")
+    stored = load_file(tmp_path / "digest-exact-v1-r16.safetensors")
     smaller = load_factors(targets, "digest", 8, tmp_path)
-    assert files(tmp_path) == ["digest-exact-r16.safetensors"]
+    assert files(tmp_path) == ["digest-exact-v1-r16.safetensors"]
     for name, tensor in parts(smaller).items():
         assert tensor.shape[-1] == 8
         assert torch.equal(tensor, stored[name][..., :8])
@@ -148,19 +148,19 @@ def test_one_file_serves_every_smaller_rank(targets, tmp_path):
 
 def test_the_largest_rank_of_a_sweep_is_computed_at_once(targets, tmp_path):
     found = load_factors(targets, "digest", 4, tmp_path, compute_rank=12)
-    assert files(tmp_path) == ["digest-exact-r12.safetensors"]
+    assert files(tmp_path) == ["digest-exact-v1-r12.safetensors"]
     assert found["b"].S.shape == (4,)
 
 
 def test_a_sweep_rank_beyond_this_backbone_stops_at_its_narrowest_projection(targets, tmp_path):
     load_factors(targets, "digest", 4, tmp_path, compute_rank=64)
-    assert files(tmp_path) == ["digest-exact-r24.safetensors"]
+    assert files(tmp_path) == ["digest-exact-v1-r24.safetensors"]
 
 
 def test_a_larger_rank_than_the_cached_one_is_computed(targets, tmp_path):
     load_factors(targets, "digest", 8, tmp_path)
     assert load_factors(targets, "digest", 16, tmp_path)["a"].S.shape == (16,)
-    assert files(tmp_path) == ["digest-exact-r16.safetensors", "digest-exact-r8.safetensors"]
+    assert files(tmp_path) == ["digest-exact-v1-r16.safetensors", "digest-exact-v1-r8.safetensors"]
 
 
 def test_a_rank_beyond_the_narrowest_projection_is_refused(targets, tmp_path):
@@ -173,38 +173,38 @@ def test_other_weights_and_another_algorithm_have_files_of_their_own(targets, tm
     for digest, algorithm in (("one", "exact"), ("two", "exact"), ("one", "randomized")):
         load_factors(targets, digest, 4, tmp_path, algorithm)
     assert files(tmp_path) == [
-        "one-exact-r4.safetensors",
-        "one-randomized-r4.safetensors",
-        "two-exact-r4.safetensors",
+        "one-exact-v1-r4.safetensors",
+        "one-randomized-v1-r4.safetensors",
+        "two-exact-v1-r4.safetensors",
     ]
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "flipped"])
 def test_a_damaged_file_is_set_aside_and_computed_again(targets, tmp_path, caplog, damage):
     expected = {name: part.clone() for name, part in parts(load_factors(targets, "digest", 8, tmp_path)).items()}
-    path = tmp_path / "digest-exact-r8.safetensors"
+    path = tmp_path / "digest-exact-v1-r8.safetensors"
     content = path.read_bytes()
     flipped = content[:-5] + bytes([content[-5] ^ 4]) + content[-4:]
     path.unlink()  # what is mapped must not be cut
     path.write_bytes({"cut": content[:-10], "empty": b"", "noise": b"\xff" * 200, "flipped": flipped}[damage])
     found = parts(load_factors(targets, "digest", 8, tmp_path))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert files(tmp_path) == ["digest-exact-r8.damaged", "digest-exact-r8.safetensors"]
+    assert files(tmp_path) == ["digest-exact-v1-r8.damaged", "digest-exact-v1-r8.safetensors"]
     assert path.read_bytes() == content
-    assert "it is set aside as digest-exact-r8.damaged and made again" in caplog.text
+    assert "it is set aside as digest-exact-v1-r8.damaged and made again" in caplog.text
 
 
 def test_a_damaged_file_of_another_rank_is_left_alone(targets, tmp_path):
     load_factors(targets, "digest", 8, tmp_path)
-    path = tmp_path / "digest-exact-r16.safetensors"
+    path = tmp_path / "digest-exact-v1-r16.safetensors"
     path.write_bytes(b"damaged")
     load_factors(targets, "digest", 8, tmp_path)
     assert path.read_bytes() == b"damaged"
     load_factors(targets, "digest", 12, tmp_path)
     assert files(tmp_path) == [
-        "digest-exact-r12.safetensors",
-        "digest-exact-r16.damaged",
-        "digest-exact-r8.safetensors",
+        "digest-exact-v1-r12.safetensors",
+        "digest-exact-v1-r16.damaged",
+        "digest-exact-v1-r8.safetensors",
     ]
 
 

@@ -523,15 +523,15 @@ def test_factors_under_another_name_are_told_apart(tmp_path, caplog, other):
     expected = load_factors(llama.targets, "llama", 8, tmp_path / "expected")
     load_factors(load_tiny(other).targets, "t5" if other == "tiny-t5" else "llama", 4, tmp_path)
     (written,) = tmp_path.glob("*.safetensors")
-    written.rename(tmp_path / "llama-exact-r8.safetensors")
+    written.rename(tmp_path / "llama-exact-v1-r8.safetensors")
     found = load_factors(llama.targets, "llama", 8, tmp_path)
-    assert "llama-exact-r8.safetensors holds the factors of another file" in caplog.text
+    assert "llama-exact-v1-r8.safetensors holds the factors of another file" in caplog.text
     assert all(torch.equal(found[name].U, factors.U) for name, factors in expected.items())
     assert "another file" not in caplog.text.partition("computed again")[2]
 
 
 def test_a_file_that_only_looks_like_factors_is_left_alone(tmp_path):
-    stray = tmp_path / "llama-exact-r8 (copy).safetensors"
+    stray = tmp_path / "llama-exact-v1-r8 (copy).safetensors"
     stray.write_bytes(b"mine")
     load_factors(load_tiny("tiny-llama").targets, "llama", 8, tmp_path)
     assert stray.read_bytes() == b"mine"

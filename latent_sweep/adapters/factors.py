@@ -25,6 +25,7 @@ from filelock import FileLock
 from safetensors import safe_open
 from torch import Tensor
 
+from latent_sweep import versions
 from latent_sweep.errors import ConfigError
 from latent_sweep.files import committing
 from latent_sweep.snapshots import intact, write_sealed
@@ -178,7 +179,7 @@ def load_factors(
             "so at most that is possible"
         )
     compute_rank = min(max(rank, compute_rank or 0), largest)
-    stem = f"{weights_digest}-{algorithm}"
+    stem = factors_name(weights_digest, algorithm)
     with ExitStack() as stack:
         with committing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -191,6 +192,11 @@ def load_factors(
         return {
             name: Factors(*(file.get_tensor(f"{name}.{part}") for part in "USV")).truncate(rank) for name in projections
         }
+
+
+def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
+    """How a file of factors is called, but for its rank."""
+    return f"{weights_digest}-{algorithm}-v{versions.FACTORS}"
 
 
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:

@@ -26,7 +26,8 @@ from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.trial import hardware, versions
+from latent_sweep.trial import hardware
+from latent_sweep.versions import installed
 
 PARTS: Mapping[str, Callable[[Workbench], list[Row]]] = {
     "step": step,
@@ -101,7 +102,7 @@ def run_bench(
 
 def _versions() -> dict[str, str]:
     compared = ("peft", "accelerate", "ray")
-    return versions() | {name: version(name) for name in compared if importlib.util.find_spec(name)}
+    return installed() | {name: version(name) for name in compared if importlib.util.find_spec(name)}
 
 
 def _chosen(only: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from filelock import FileLock
 
+from latent_sweep import versions
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
@@ -38,7 +39,6 @@ DATA_VARIABLE = "LATENT_SWEEP_DATA"
 """Environment variable that names the folder that contains `CL_Benchmark`."""
 
 MAX_VALIDATION_ROWS = 500
-TOKENS_FORMAT = 1  # raised whenever the columns, or how prompts become ids, change
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +61,26 @@ class Row:
 
 
 def load_rows(
-    spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
+    spec: BenchmarkSpec,
+    task: TaskSpec,
+    split: Split,
+    settings: BenchmarkSettings,
+    carve_validation: bool = False,
+    source: str | None = None,
 ) -> list[Row]:
     """The rows of one split of `task`, in the order of the file, after the subsets of `settings`.
 
     A subset is the first n rows of one fixed permutation, so smaller subsets lie within larger ones. Validation rows
     are a share of the training subset; `carve_validation` leaves them out of `train`.
 
+    Args:
+        source: The `source_digest` that the rows must have; None takes whatever lies there now.
+
     Raises:
-        DataError: The data is missing, malformed or empty; the message names the file and the row.
+        DataError: The data is missing, malformed or empty, or other than `source` says; the message names the file
+            and the row.
     """
-    rows = _source_rows(spec, task, split, settings)
+    rows = _source_rows(spec, task, split, settings, source)
     ranked = sorted(rows, key=lambda row: hashlib.sha256(f"{settings.subset_seed}/{row.id}".encode()).digest())
     kept = {row.id for row in ranked[_selection(len(rows), task, split, settings, carve_validation)]}
     return [row for row in rows if row.id in kept]
@@ -89,18 +98,41 @@ def row_count(
     return selection.stop - selection.start
 
 
+def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> str | None:
+    """The digest of all that a split's rows are taken from; None where the data is not at hand.
+
+    A sweep takes it once, when it is planned, and readers hold what they read against it.
+    """
+    if spec.layout == "builtin":
+        return content_hash(_generated(task, split))
+    path = _find_file(spec, task, split, settings)
+    return None if path is None else _file_digest(path, _file_state(path))
+
+
 def data_digest(
-    spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
+    spec: BenchmarkSpec,
+    task: TaskSpec,
+    split: Split,
+    settings: BenchmarkSettings,
+    carve_validation: bool = False,
+    source: str | None = None,
 ) -> str:
     """Names exactly the rows and prompt texts that `load_rows` and `prompt_parts` give.
+
+    Args:
+        source: The split's `source_digest`, where it was taken before.
 
     Raises:
         DataError: The data is not at hand.
     """
+    source = source or source_digest(spec, task, split, settings)
+    if source is None:
+        raise DataError(_not_at_hand(spec, task, split, settings))
     limit = settings.test_per_task if split == "test" else settings.train_per_task
     carved = split == "validation" or (split == "train" and carve_validation)
     content = {
-        "source": _source_digest(spec, task, split, settings),
+        "source": source,
+        "version": spec.version,
         "task": task.name,
         "split": split,
         "prompt": spec.prompt,
@@ -124,6 +156,7 @@ def tokenised(
     max_source_length: int,
     folder: Path,
     carve_validation: bool = False,
+    source: str | None = None,
 ) -> Dataset:
     """The rows of `load_rows` as token ids, memory-mapped from a cache below `folder`.
 
@@ -135,25 +168,18 @@ def tokenised(
         tokenizer_name: Names the tokenizer and its revision; part of the cache's name.
         max_source_length: Longest prompt, in tokens.
         folder: Where caches of all tasks lie.
+        source: The `source_digest` that the rows must have; None takes whatever lies there now.
 
     Raises:
-        DataError: The data is missing or malformed.
+        DataError: The data is missing or malformed, or other than `source` says.
         StoreError: The cache cannot be written.
     """
     max_target_length = settings.max_target_length or spec.max_target_length
-    content = {
-        "format": TOKENS_FORMAT,
-        "data": data_digest(spec, task, split, settings, carve_validation),
-        "tokenizer": tokenizer_name,
-        "family": family,
-        "lengths": [max_source_length, max_target_length],
-        "truncation": settings.truncation,
-        "bos": settings.bos,
-    }
-    target = folder / content_hash(content)
+    data = data_digest(spec, task, split, settings, carve_validation, source)
+    target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length)
     with committing(target), _locked(target):
         if not _is_intact(target):
-            rows = load_rows(spec, task, split, settings, carve_validation)
+            rows = load_rows(spec, task, split, settings, carve_validation, source)
             encode = partial(
                 encode_parts,
                 tokenizer=tokenizer,
@@ -172,6 +198,31 @@ def tokenised(
             }
             _write(columns, target)
         return _open(target)
+
+
+def tokens_name(
+    data: str,
+    settings: BenchmarkSettings,
+    tokenizer_name: str,
+    family: Family,
+    longest_source: int,
+    longest_target: int,
+) -> str:
+    """The name of a cache of token ids: a hash of all that they depend on.
+
+    Args:
+        data: The `data_digest` of the rows.
+    """
+    content = {
+        "format": versions.TOKENS,
+        "data": data,
+        "tokenizer": tokenizer_name,
+        "family": family,
+        "lengths": [longest_source, longest_target],
+        "truncation": settings.truncation,
+        "bos": settings.bos,
+    }
+    return content_hash(content)
 
 
 # Where data lies -----------------------------------------------------------------------------------------------------
@@ -230,12 +281,15 @@ def _not_at_hand(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Be
 # Which rows there are ------------------------------------------------------------------------------------------------
 
 
-def _source_rows(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> list[Row]:
+def _source_rows(
+    spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, source: str | None = None
+) -> list[Row]:
     """All rows that a split may take, in the order of the file."""
     if spec.layout == "builtin":
         pairs = _generated(task, split)
+        _check_source(f"built-in task {task.name!r}, {split}", content_hash(pairs), source)
         return [Row(_row_id(task, split, i), text, (answer,)) for i, (text, answer) in enumerate(pairs)]
-    rows = _read_rows(_data_file(spec, task, split, settings), task, split, _own_labels(spec, task))
+    rows = _read_rows(_data_file(spec, task, split, settings), task, split, _own_labels(spec, task), source)
     return [row for row in rows if _is_labelled(row)] if _drops_unlabelled(task, split, settings) else rows
 
 
@@ -253,11 +307,14 @@ def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
     return published
 
 
-def _source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> str:
-    if spec.layout == "builtin":
-        return content_hash(_generated(task, split))
-    path = _data_file(spec, task, split, settings)
-    return _file_digest(path, _file_state(path))
+def _check_source(where: str, found: str, planned: str | None) -> None:
+    """The bytes that are parsed are those that were planned with: else a stage would bear another stage's name."""
+    if planned is not None and found != planned:
+        raise DataError(
+            f"{where}: is not what the sweep was planned with: its digest is {found}, expected {planned}. Nothing was "
+            "learned or scored from it. Put the planned content back and run the same command again, or end the sweep "
+            "and start it again to plan it with what is there now."
+        )
 
 
 def _selection(total: int, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool) -> slice:
@@ -323,11 +380,13 @@ def _count_rows(
     return _Counts(len(rows), sum(map(_is_labelled, rows)))
 
 
-def _read_rows(path: Path, task: TaskSpec, split: Split, labels: tuple[str, ...] | None) -> list[Row]:
+def _read_rows(
+    path: Path, task: TaskSpec, split: Split, labels: tuple[str, ...] | None, source: str | None = None
+) -> list[Row]:
     """The checked rows of a file; at least one, with ids that differ, and no answer beside `labels`."""
     rows: list[Row] = []
     places: dict[str, str] = {}
-    for position, (place, record) in enumerate(_read_records(path)):
+    for position, (place, record) in enumerate(_read_records(path, source)):
         row = _check_row(f"{path}, {place}", record, _row_id(task, split, position))
         if labels is not None:
             _check_labels(f"{path}, {place}", row, labels)
@@ -340,12 +399,16 @@ def _read_rows(path: Path, task: TaskSpec, split: Split, labels: tuple[str, ...]
     return rows
 
 
-def _read_records(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_records(path: Path, source: str | None = None) -> Iterator[tuple[str, Any]]:
     """Each record of a file with its place in it."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+    if source is not None:
+        _check_source(str(path), hashlib.sha256(content).hexdigest(), source)
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; save the file in UTF-8.") from error
     if path.suffix == ".jsonl":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from latent_sweep import versions
 from latent_sweep.backbones import EMBEDDED
 from latent_sweep.methods.protocol import BRANCHES, Example, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import Settings
@@ -116,7 +117,7 @@ class LatentLora(Method):
         if identity["R_init"] != "normal":
             del identity["R_std"]
         del identity["alpha"]  # it acts through the scale alone
-        return {**identity, "scale": s.s}
+        return {**identity, "scale": s.s, "factors": versions.FACTORS}
 
     def rank(self) -> int:
         """r."""
