@@ -181,9 +181,10 @@ def summarise(sweep: SweepFolder) -> Summary:
     )
 
 
-def computed_with(events: Sequence[Event]) -> dict[str, tuple[str, ...]]:
-    """Library, `device` or `dtype` -> every value that a trial's stages were learned or scored with, sorted."""
-    sources = [event.get(name) or {} for event in stages(events) for name in ("learned_with", "scored_with")]
+def computed_with(*trials: Sequence[Event]) -> dict[str, tuple[str, ...]]:
+    """Library, `device` or `dtype` -> every value that the trials' stages were learned or scored with, sorted."""
+    newest = [event for events in trials for event in stages(events)]
+    sources = [event.get(name) or {} for event in newest for name in ("learned_with", "scored_with")]
     found: dict[str, set[str]] = {}
     for name, value in (item for source in sources for item in source.items()):
         found.setdefault(name, set()).add(value)
@@ -228,7 +229,7 @@ def _configuration(
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
         task_scores={task: found for task, found in per_task.items() if found is not None},
-        computed_with=computed_with([event for _, events in members for event in events]),
+        computed_with=computed_with(*(events for _, events in members)),
     )
 
 
