@@ -229,7 +229,7 @@ def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
-HUB_SECONDS = 10.0
+HUB_SECONDS = 5.0
 """How long the hub may take to say what a branch or tag is."""
 
 

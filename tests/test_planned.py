@@ -256,7 +256,6 @@ def test_a_hub_model_without_a_commit_is_planned_and_not_run(hub, tmp_path, caps
     capsys.readouterr()
     assert main(["run", path, "--local"]) == 2
     assert "backbone.name: no commit of someone/private can be found" in capsys.readouterr().err
-    assert main(["run", path, "--local", "--set", f"trial.backbone.revision={COMMIT}"]) != 2  # it is tried
 
 
 # --- settings that only answers read ---------------------------------------------------------------------------------
