@@ -562,7 +562,7 @@ def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
+        if not (folder / "config.json").is_file():
             partial = folder.with_name(f"{name}.partial")
             partial.mkdir(exist_ok=True)
             make(partial, *what)
@@ -631,8 +631,12 @@ def local_folder(settings: BackboneSettings) -> Path:
 
 def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> None:
     import torch
+    from safetensors.torch import save_model
 
-    random_model(known.family, known.config, getattr(torch, settings.dtype)).save_pretrained(folder)
+    model = random_model(known.family, known.config, getattr(torch, settings.dtype))
+    # not by the model's own method, which writes nothing in any worker of a gang but the first
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
 
 
 def _download(source: str, revision: str | None) -> Path:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from conftest import load_tiny
-from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, PreTrainedModel, T5ForConditionalGeneration
 
 from latent_sweep import backbones
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
@@ -133,6 +133,22 @@ def checkpoint(request, tmp_path):
     saved.model.save_pretrained(folder)
     saved.tokenizer.save_pretrained(folder)
     return folder, saved
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_random_weights_are_written_by_whichever_worker_comes_first(name, monkeypatch, tmp_path):
+    """transformers writes nothing in the later workers of a gang; a folder so left empty is written again."""
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(PreTrainedModel, "should_save_on_this_rank", lambda self, is_main_process: False)
+    settings = BackboneSettings(name=name, dtype="float32", device="cpu")
+    folder = backbones.local_folder(settings)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").unlink()
+    assert backbones.local_folder(settings) == folder
+    byte_tokenizer().save_pretrained(folder)
+    written, drawn = load_backbone(BackboneSettings(name=str(folder), dtype="float32")), load_tiny(name)
+    assert written.weights_digest == drawn.weights_digest
+    assert all(torch.equal(a, b) for a, b in zip(written.model.parameters(), drawn.model.parameters(), strict=True))
 
 
 def test_a_local_folder_gives_the_same_backbone(checkpoint):
