@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -194,6 +195,28 @@ def family_of(name: str) -> Family:
     """A backbone's family; of a hub model that is not at hand the name must tell: only defaults hang on it."""
     known = describe(BackboneSettings(name=name))
     return known.family if known else "t5" if "t5" in name.lower() else "llama"
+
+
+T5_DROPOUT = 0.1
+"""Rate of dropout of every published T5, and of a configuration that names none."""
+
+
+def dropout_rate(name: str) -> float:
+    """The rate at which a backbone drops out in training mode, as its configuration says; Llama's has no dropout.
+
+    Raises:
+        ConfigError: a local folder's configuration holds no rate where one is expected.
+    """
+    if family_of(name) != "t5":
+        return 0.0
+    known = describe(BackboneSettings(name=name))
+    rate = known.config.get("dropout_rate", T5_DROPOUT) if known else T5_DROPOUT
+    if not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+        raise ConfigError(
+            f"backbone.name: the config.json of {name} says dropout_rate {rate!r:.80}; expected a number from 0 to "
+            "below 1. Copy the checkpoint again, or set training.backbone_dropout"
+        )
+    return float(rate)
 
 
 def target_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -378,6 +401,24 @@ class Backbone:
         """The token that ends an answer."""
         return self.tokenizer.eos_token_id
 
+    @contextmanager
+    def dropout(self, rate: float) -> Iterator[None]:
+        """Within the block the model drops out at this rate, wherever its architecture does, as long as it is in
+        training mode; masks come from torch's own random state.
+
+        Raises:
+            ConfigError: the architecture has no dropout, and the rate is not 0.
+        """
+        if rate and self.family != "t5":
+            raise ConfigError(
+                f"training.backbone_dropout: found {rate:g}, but {self.family} has no dropout of its own; leave it out"
+            )
+        before = _set_dropout(self.model, rate)
+        try:
+            yield
+        finally:
+            _set_dropout(self.model, before)
+
 
 def load_backbone(settings: BackboneSettings, engine: Engine | None = None) -> Backbone:
     """Load the whole model and its tokenizer, frozen and with dropout off; the embedded one is converted once, mapped.
@@ -413,7 +454,7 @@ def assemble(settings: BackboneSettings, model: Any, engine: Engine, stored: Sto
     """A model that its engine holds, frozen and with dropout off, with its tokenizer."""
     import torch
 
-    _switch_off_dropout(model)
+    _set_dropout(model, 0.0)
     model.requires_grad_(False)
     model.eval()
     family: Family = model.config.model_type
@@ -782,17 +823,22 @@ def _checkpoint_file(source: str, name: str, revision: str | None) -> Path | Non
     return Path(path) if isinstance(path, (str, Path)) and Path(path).is_file() else None
 
 
-def _switch_off_dropout(model: Any) -> None:
-    """Dropout off by rate, not by mode: gradient checkpointing needs training mode (A28: no dropout)."""
+def _set_dropout(model: Any, rate: float) -> float:
+    """Give all dropout of a model one rate, and return the one before.
+
+    By rate and not by mode, because gradient checkpointing needs training mode, where nothing may wake up (A28).
+    """
     import torch
 
+    before = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            before, module.p = module.p, rate
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), int | float):
+                before = getattr(module, name)
+                setattr(module, name, rate)
+    return before
 
 
 def _weights_digest(weights: Iterable[torch.Tensor]) -> str:

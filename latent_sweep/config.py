@@ -44,7 +44,7 @@ class TrainingSettings(Settings):
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
     """Rows per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
-    Results do not depend on it beyond rounding, but with `method.dropout` the masks do."""
+    Results do not depend on it beyond rounding, but with dropout the masks do."""
     epochs: int | None = Field(None, ge=1)
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)
@@ -53,6 +53,9 @@ class TrainingSettings(Settings):
     """Decoupled weight decay (A28)."""
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; None does not clip (A28)."""
+    backbone_dropout: float | None = Field(None, ge=0, lt=1)
+    """Rate of the frozen backbone's own dropout while adapters are trained, as released trainers leave it on; T5 has
+    it, Llama has none. None is the preset's: 0, or under `preset: official` what T5's configuration says, 0.1."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps over which the learning rate rises linearly to its peak (A28)."""
     loss_reduce: Literal["token_mean", "sequence_mean", "sum"] = "token_mean"

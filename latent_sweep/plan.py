@@ -58,7 +58,9 @@ SPLITS: tuple[Split, ...] = ("train", "test")
 ROUTED = ("soft", "hard")
 """Modes whose weights are the router's posterior."""
 
-COMMON: dict[str, Any] = dict(optimizer="adamw", schedule="constant", warmup_steps=0, weight_decay=0.0)
+COMMON: dict[str, Any] = dict(
+    optimizer="adamw", schedule="constant", warmup_steps=0, weight_decay=0.0, backbone_dropout=0.0
+)
 """What holds for every backbone (A28)."""
 
 
@@ -264,7 +266,7 @@ def _pack_key(member: Member, together: int | Sequence[str]) -> str:
     """Equal for members that may learn side by side."""
     trial = member.trials[0]
     s = trial.settings
-    if not trial.method().packable:
+    if not trial.method().packable or s.training.backbone_dropout:  # masks are drawn for a whole batch
         return trial.training_id
     shared = {
         "method": s.method.name,
@@ -316,7 +318,9 @@ def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]
 
 
 def _fill(settings: Any, defaults: Mapping[str, Any]) -> Any:
-    left_out = {k: v for k, v in defaults.items() if k in type(settings).model_fields and getattr(settings, k) is None}
+    """With the defaults of what was not written, or written as None."""
+    known, written = type(settings).model_fields, settings.model_fields_set
+    left_out = {k: v for k, v in defaults.items() if k in known and (k not in written or getattr(settings, k) is None)}
     return settings.model_copy(update=left_out)
 
 
@@ -404,6 +408,11 @@ def _faults(trial: Trial) -> list[str]:
             faults.append(
                 f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
                 f"so at most {min(shape)} is possible"
+            )
+        if s.training.backbone_dropout and known.family != "t5":
+            faults.append(
+                f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
+                "dropout of its own; leave it out"
             )
     if s.router.mode not in trial.method().mixings:
         possible = ", ".join(trial.method().mixings)

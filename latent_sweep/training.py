@@ -10,7 +10,8 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,11 +105,21 @@ def label_logits(backbone: Backbone, batch: Batch) -> Tensor:
 
 
 def forward(
-    backbone: Backbone, bank: AdapterBank, rows: Sequence[Example], adaptation: Adaptation, denominator: float = 1.0
+    backbone: Backbone,
+    bank: AdapterBank,
+    rows: Sequence[Example],
+    adaptation: Adaptation,
+    denominator: float = 1.0,
+    drop_out: bool | None = None,
 ) -> Outputs:
-    """One pass over rows under an adaptation: for a teacher, for statistics of a task, for validation."""
+    """One pass over rows under an adaptation: for a teacher, for statistics of a task, for validation.
+
+    Args:
+        drop_out: whether the backbone's own dropout acts, where it is on: if not said, where gradients are needed.
+    """
     batch = collate(rows, backbone)
-    with bank.active(adaptation):
+    acts = torch.is_grad_enabled() if drop_out is None else drop_out
+    with bank.active(adaptation), nullcontext() if acts else backbone.dropout(0.0):
         return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)
 
 
@@ -180,26 +191,34 @@ def train_pack(lessons: Sequence[Lesson], backbone: Backbone, bank: AdapterBank)
         In the order of the lessons, a summary, or what stopped it: NonFiniteLoss where its loss or gradient became NaN
         or infinite, RuntimeError where no gradient reaches the first adapted projection.
     """
-    backbone.engine.begin_learning()
-    checkpointing = lessons[0].settings.gradient_checkpointing  # of the backbone, so all members agree
-    backbone.model.train(checkpointing)
-    if checkpointing:
-        backbone.model.activation_checkpointing_enable({"use_reentrant": False})
-    try:
+    with _learning(backbone, lessons[0].settings):  # what it reads is of the backbone, so all members agree
         courses = [_Course(lesson, backbone, bank) for lesson in lessons]
         while going := [course for course in courses if course.goes_on]:
             began = time.monotonic()
-            torch.manual_seed(going[0].step_seed)  # dropout, which no method has that trains beside others
+            torch.manual_seed(going[0].step_seed)  # dropout, which nobody has that trains beside others
             losses = _gradients(going, backbone, bank)
             for course, terms in zip(going, losses, strict=True):
                 course.advance(terms)
             for course in going:
                 course.seconds += (time.monotonic() - began) / len(going)
         return [course.outcome() for course in courses]
+
+
+@contextmanager
+def _learning(backbone: Backbone, settings: TrainingSettings) -> Iterator[None]:
+    """Within the block the backbone is as these settings have adapters trained on it."""
+    backbone.engine.begin_learning()
+    checkpointing, rate = settings.gradient_checkpointing, settings.backbone_dropout or 0.0
+    backbone.model.train(checkpointing or rate > 0)
+    if checkpointing:
+        backbone.model.activation_checkpointing_enable({"use_reentrant": False})
+    try:
+        with backbone.dropout(rate):
+            yield
     finally:
         if checkpointing:
             backbone.model.activation_checkpointing_disable()
-            backbone.model.eval()
+        backbone.model.eval()
 
 
 class _Course:

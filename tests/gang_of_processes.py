@@ -133,6 +133,8 @@ def hand_over(gang: Any) -> dict[str, float]:
             for parameter in parameters.values():
                 parameter.grad = torch.randn(parameter.shape, generator=source)
             optimizer.step()
+            with torch.no_grad():  # as a learner may do after a step
+                parameters["A"].mul_(0.9)
             optimizer.clear()
 
     whole, optimizer = begin(engines["torch"])

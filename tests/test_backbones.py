@@ -74,6 +74,55 @@ def test_a_backbone_is_frozen_without_dropout_and_on_the_cpu(backbone):
     assert backbone.embedding_table.shape == (260, 32)
 
 
+def dropout_rates(model):
+    """Of every place of a model where it may drop out."""
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates += [getattr(m, name, None) for m in model.modules() for name in ("dropout", "attention_dropout")]
+    return {rate for rate in rates if isinstance(rate, float)}
+
+
+def test_dropout_is_on_within_its_block_alone():
+    backbone = load_tiny("tiny-t5")
+    with backbone.dropout(0.25):
+        assert dropout_rates(backbone.model) == {0.25}
+        with backbone.dropout(0.0):
+            assert dropout_rates(backbone.model) == {0.0}
+        assert dropout_rates(backbone.model) == {0.25}
+    assert dropout_rates(backbone.model) == {0.0}
+    trained = backbones.random_model("t5", {**KNOWN["tiny-t5"].config, "dropout_rate": 0.25}, torch.float32)
+    assert dropout_rates(trained) == {0.25}, "transformers knows no other places"
+
+
+def test_llama_has_no_dropout(llama):
+    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: found 0\.1, but llama has no dropout"):
+        llama.dropout(0.1).__enter__()
+    with llama.dropout(0.0):
+        assert dropout_rates(llama.model) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("t5-large", 0.1), ("google/t5-large-lm-adapt", 0.1), ("llama-2-7b", 0.0), ("someone/llama", 0.0)],
+)
+def test_the_rate_of_dropout_is_the_configurations(name, rate):
+    assert backbones.dropout_rate(name) == rate
+
+
+@pytest.mark.parametrize(("said", "rate"), [({}, 0.1), ({"dropout_rate": 0.2}, 0.2), ({"dropout_rate": 0}, 0.0)])
+def test_a_folder_says_its_rate_of_dropout(tmp_path, said, rate):
+    config = {**KNOWN["tiny-t5"].config, "model_type": "t5", **said}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert backbones.dropout_rate(str(tmp_path)) == rate
+
+
+@pytest.mark.parametrize("said", ["a tenth", 1.0, -0.1, None])
+def test_a_rate_of_dropout_that_is_none_is_refused(tmp_path, said):
+    config = {**KNOWN["tiny-t5"].config, "model_type": "t5", "dropout_rate": said}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"says dropout_rate .* or set training\.backbone_dropout"):
+        backbones.dropout_rate(str(tmp_path))
+
+
 def test_training_mode_gives_the_same_logits(backbone):
     """Gradient checkpointing trains in training mode: no dropout may wake up there."""
     ids = torch.arange(4, 14).reshape(2, 5)

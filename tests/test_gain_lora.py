@@ -183,6 +183,34 @@ def test_rescaled_rows_keep_the_norm_that_the_optimizer_gave_them(method_of, tmp
             assert torch.allclose(parameter.norm(dim=-1), norms[name], rtol=1e-5) == rescale
 
 
+@pytest.mark.parametrize("rescale", [False, True])
+def test_every_step_of_a_gate_is_projected_from_where_it_began(method_of, tmp_path, rescale):
+    """As the released code does it: where rows are rescaled, what that moves inside of the memory stays and adds up."""
+    history = learned(method_of(), tmp_path, tasks=1)
+    gate = begin(method_of(gate=GATE | {"rescale_rows": rescale}), history)._gate
+    source = torch.Generator().manual_seed(0)
+    parameters = gate.parameters()
+    expected = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
+    start = {name: values.copy() for name, values in expected.items()}
+    steps = 5
+    for _ in range(steps):
+        for name, parameter in parameters.items():
+            update = 0.1 * torch.randn(parameter.shape, generator=source)
+            with torch.no_grad():
+                parameter.add_(update)
+            M, u = history[0][f"memory.{name}"].double().numpy(), update.double().numpy()
+            stepped, after = expected[name] + u, expected[name] + u - u @ M @ M.T
+            norms = [np.linalg.norm(values, axis=-1, keepdims=True) for values in (stepped, after)]
+            expected[name] = after * norms[0] / norms[1] if rescale else after
+        gate.project()
+    for name, parameter in parameters.items():
+        # a step rounds sums of at most 32 numbers, none above 4, some ten times
+        assert np.allclose(parameter.detach(), expected[name], rtol=0, atol=steps * 10 * 4 * 32**0.5 * 6e-8)
+        inside = np.abs((expected[name] - start[name]) @ history[0][f"memory.{name}"].double().numpy()).max()
+        # the key has nothing inside that rescaling could move
+        assert inside > 1e-3 if rescale and name != "gate.key" else inside < 1e-6
+
+
 def test_earlier_gates_answer_the_same_after_later_tasks(method_of, tmp_path, variant):
     method = method_of(variant)
     history = learned(method, tmp_path)
@@ -272,8 +300,9 @@ def test_the_variant_o_lora_has_its_penalty_and_no_memory_of_inputs(method_of, t
     assert learner.state() == {}
 
 
-def test_a_lesson_that_is_cut_goes_on_as_if_it_were_not(method_of, tmp_path, variant):
-    method = method_of(variant)
+@pytest.mark.parametrize("rescale", [False, True])
+def test_a_lesson_that_is_cut_goes_on_as_if_it_were_not(method_of, tmp_path, variant, rescale):
+    method = method_of(variant, gate=GATE | {"rescale_rows": rescale})
     check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
 
 

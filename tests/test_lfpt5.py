@@ -41,7 +41,7 @@ def rows_of(backbone, inputs=INPUTS, targets=LABELS, head="Mark: ", cue=" = "):
 
 def method(backbone=None, bank=None, folder=None, **settings):
     workplace = Workplace(backbone, bank, folder, 0) if backbone else None
-    small = {"prompt_length": 6, "sample_length": 40, "tries": 4}
+    small = {"prompt_length": 6, "sample_length": 40, "tries": 4, "accumulation": 1}
     return Lfpt5(Lfpt5Settings(**{**small, **settings}), workplace)
 
 
@@ -196,9 +196,10 @@ def test_every_row_has_the_prompt_and_its_writing(backbone, bank, tmp_path):
         assert example["prompt_ids"][: len("Say ")] == encode(backbone, "Say ")
 
 
-def test_the_loss_is_the_formula(backbone, bank, tmp_path):
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_loss_is_the_formula(backbone, bank, tmp_path, accumulation):
     """Each term against logits of one row at a time."""
-    own = method(backbone, bank, tmp_path, lm_weight=0.4, kl_weight=0.2)
+    own = method(backbone, bank, tmp_path, lm_weight=0.4, kl_weight=0.2, accumulation=accumulation)
     learner = learner_of(own)
     shift(learner)
     examples = learner.examples(rows_of(backbone))[4:]
@@ -219,7 +220,7 @@ def test_the_loss_is_the_formula(backbone, bank, tmp_path):
             kl += (p.exp() * (p - q)).sum()
     assert terms.keys() == {"task", "lm", "kl"}
     assert float(kl.detach()) > 1e-3
-    for name, expected in (("task", 0.8 * task), ("lm", 0.8 * 0.4 * lm), ("kl", 0.2 * kl)):
+    for name, expected in (("task", 0.8 * task), ("lm", 0.8 * 0.4 * lm), ("kl", 0.2 * kl / accumulation)):
         assert terms[name].item() == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -232,6 +233,27 @@ def test_micro_batches_add_up(backbone, bank, tmp_path):
     parts = [learner.loss(outputs_of(learner, examples[i : i + 3], denominator)) for i in (0, 3, 6)]
     for name, term in whole.items():
         assert sum(part[name].item() for part in parts) == pytest.approx(term.item(), rel=1e-4)
+
+
+def test_the_teacher_drops_out_as_in_the_released_code(t5, tmp_path):
+    """There the model is in training mode for both: equal prompts give other answers."""
+    bank = bank_of(t5)
+    learner = learner_of(method(t5, bank, tmp_path, kl_weight=0.5))
+    examples = learner.examples(rows_of(t5))
+    t5.model.train()
+    with t5.dropout(0.3):
+        torch.manual_seed(0)
+        outputs = outputs_of(learner, examples, 1.0)
+        masks = torch.get_rng_state()
+        found = learner._divergence(outputs)
+        torch.set_rng_state(masks)
+        pseudo = [row for row in examples if row["pseudo"]]
+        told = forward(t5, bank, pseudo, Adaptation(prompt=learner._previous))
+    t5.model.eval()
+    p, q = (log_softmax(o.logits[-2:][o.labels[-2:] != -100].detach(), -1) for o in (told, outputs))
+    assert found.item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-4)
+    assert found.item() > 1e-2
+    bank.remove()
 
 
 def test_equal_prompts_give_equal_answers(backbone, bank, tmp_path):
@@ -466,20 +488,35 @@ def test_defaults_are_the_scripts_for_classification():
     assert Lfpt5(s).packable and Lfpt5.mixings == ("last",)
 
 
-def test_presets_differ_in_training_alone():
+def test_presets():
     unified, official = (Lfpt5Settings(preset=preset) for preset in ("unified", "official"))
     assert Lfpt5.training_defaults(unified, "t5", "superni") == {}
-    assert Lfpt5.training_defaults(official, "t5", "superni") == {
-        "learning_rate": 0.5,
-        "optimizer": "adafactor",
-        "weight_decay": 1e-5,
-        "batch_size": 8,
-        "epochs": 10,
-    }
-    assert Lfpt5(unified).stage_identity(1) == Lfpt5(official).stage_identity(1)
+    scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
+    for backbone, dropout in (("google/t5-large-lm-adapt", 0.1), ("tiny-llama", 0.0)):
+        found = Lfpt5.training_defaults(official, backbone, "superni")
+        assert found == {**scripts, "gradient_clip": None, "backbone_dropout": dropout}
+    unified, official = (Lfpt5.resolve(settings, "t5", "superni") for settings in (unified, official))
+    assert (unified.accumulation, official.accumulation) == (1, 4)
+    written = Lfpt5Settings(preset="official", accumulation=2)
+    assert Lfpt5.resolve(written, "t5", "superni") == written
+    assert Lfpt5(unified).stage_identity(0) == Lfpt5(official).stage_identity(0)
+    assert Lfpt5(unified).stage_identity(1) | {"accumulation": 4} == Lfpt5(official).stage_identity(1)
 
 
-OF_SAMPLES = ["kl_weight", "samples_per_label", "samples_per_task", "tries", "top_k", "repetition_penalty"]
+def test_without_a_divergence_its_weight_beside_the_task_means_nothing():
+    one, other = (method(kl_weight=0.0, accumulation=number).stage_identity(1) for number in (1, 4))
+    assert one == other
+
+
+OF_SAMPLES = [
+    "kl_weight",
+    "accumulation",
+    "samples_per_label",
+    "samples_per_task",
+    "tries",
+    "top_k",
+    "repetition_penalty",
+]
 
 
 @pytest.mark.parametrize("name", OF_SAMPLES)
@@ -504,6 +541,7 @@ def test_the_length_of_samples_is_read_where_they_are_written():
         {"prompt_length": 0},
         {"lm_weight": -0.1},
         {"kl_weight": 1.0},
+        {"accumulation": 0},
         {"sample_length": 0},
         {"samples_per_label": -1},
         {"tries": 0},

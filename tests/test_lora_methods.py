@@ -111,9 +111,10 @@ def test_the_official_preset_is_o_loras_release(name):
     settings = resolved(name, preset="official")
     assert (settings.rank, settings.alpha, settings.dropout) == (8, 32.0, 0.1)
     assert not method_class(name)(settings).packable, "masks are drawn for a whole batch"
-    training = {"batch_size": 64, "epochs": 1}
-    assert method_class(name).training_defaults(settings, "t5", "long_sequence") == {"learning_rate": 1e-3, **training}
-    assert method_class(name).training_defaults(settings, "llama", "superni") == {"learning_rate": 1e-4, **training}
+    for backbone, rate, dropout in (("t5-large", 1e-3, 0.1), ("llama-2-7b", 1e-4, 0.0)):
+        found = method_class(name).training_defaults(settings, backbone, "superni")
+        expected = {"learning_rate": rate, "batch_size": 64, "epochs": 1, "backbone_dropout": dropout}
+        assert found == expected, "trainers call model.train()"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,8 @@ def test_the_gain_lora_lineage_depends_on_backbone_and_benchmark(backbone, bench
     assert settings.old_branch_grad == "detach"
     family = "t5" if "t5" in backbone.lower() else "llama"
     found = Lineage.training_defaults(settings, family, benchmark)
-    assert found == dict(zip(("learning_rate", "batch_size", "epochs"), training, strict=True))
+    expected = dict(zip(("learning_rate", "batch_size", "epochs"), training, strict=True))
+    assert found == expected | {"backbone_dropout": 0.1 if family == "t5" else 0.0}
 
 
 def test_what_is_written_stays_whatever_the_preset():

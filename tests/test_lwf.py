@@ -91,6 +91,23 @@ def test_the_distance_is_the_mean_over_target_tokens_of_both_models_answers(at_w
     assert float(found.detach()) == pytest.approx(s.alpha_kd * total / targets, rel=1e-4)
 
 
+def test_the_teacher_does_not_drop_out(t5, tmp_path):
+    """The student does, under `training.backbone_dropout`; transformers' own masks, drawn from one seed."""
+    bank = bank_of(t5)
+    method = method_at_work(Lwf, t5, bank)
+    learner, rows = moved(begin(method, learned(method, tmp_path, tasks=1))), random_rows(4, seed=4)
+    with torch.no_grad():
+        teacher = forward(t5, bank, rows, learner._teacher)
+    t5.model.train()
+    with t5.dropout(0.3):
+        student = forward(t5, bank, rows, learner.adaptation(rows), 1.0)
+        found = learner.loss(student)["distillation"]
+    t5.model.eval()
+    of_targets = [o.logits[o.labels != IGNORED].detach() for o in (student, teacher)]
+    assert float(found.detach()) == pytest.approx(direct_divergence(*of_targets, method.settings.temperature), rel=1e-4)
+    bank.remove()
+
+
 def test_micro_batches_add_up(at_work):
     method, history = at_work
     learner, rows = moved(begin(method, history)), random_rows(6, seed=4)

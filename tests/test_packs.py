@@ -241,6 +241,8 @@ def test_what_may_share_a_pack(runs):
     assert sizes(search=orders, run__pack=8) == [2, 2], "a pack has one sequence of tasks"
     masks = {"seed": [0, 1], "method.dropout": [0.0, 0.1]}
     assert sizes(search=masks, run__pack=8) == [1, 1, 2], "dropout draws its masks for a whole batch"
+    masks = {"seed": [0, 1], "training.backbone_dropout": [0.0, 0.1]}
+    assert sizes(trial__backbone__name="tiny-t5", search=masks, run__pack=8) == [1, 1, 2], "and so does the backbone's"
     memory = {"seed": [0, 1], "training.gradient_checkpointing": [True, False]}
     assert sizes(search=memory, run__pack=8) == [2], "what is no part of a result makes no other training"
 

@@ -92,6 +92,48 @@ def test_a_setting_left_out_and_its_default_collapse():
     assert len(trials_over(method__ortho_lambda=[None, 0.05])) == 1
 
 
+# --- the backbone's own dropout ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backbone", "method", "rate"),
+    [
+        ("tiny-t5", {"name": "latent_lora"}, 0.0),
+        ("tiny-t5", {"name": "seq_lora"}, 0.0),
+        ("tiny-t5", {"name": "seq_lora", "preset": "official"}, 0.1),
+        ("tiny-t5", {"name": "lfpt5", "preset": "official"}, 0.1),
+        ("tiny-llama", {"name": "seq_lora", "preset": "official"}, 0.0),
+    ],
+)
+def test_the_backbone_drops_out_where_the_released_code_lets_it(backbone, method, rate):
+    (trial,) = trials_of(tiny(trial__backbone__name=backbone, trial__method=method, search={}))
+    assert trial.settings.training.backbone_dropout == rate
+    assert trial.settings.training.training_identity()["backbone_dropout"] == rate
+    (written,) = trials_of(
+        tiny(
+            trial__backbone__name=backbone, trial__method=method, search={}, trial__training__backbone_dropout=rate / 2
+        )
+    )
+    assert written.settings.training.backbone_dropout == rate / 2
+
+
+def test_dropout_that_a_backbone_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: found 0\.1, but tiny-llama has no dropout"):
+        trials_of(tiny(trial__training__backbone_dropout=0.1))
+
+
+@pytest.mark.parametrize(
+    ("written", "clip"), [({}, None), ({"gradient_clip": 0.5}, 0.5), ({"gradient_clip": None}, None)]
+)
+def test_lfpt5_clips_no_gradients_as_released_unless_it_is_told_to(written, clip):
+    content = tiny(trial__method={"name": "lfpt5", "preset": "official"}, search={})
+    content["trial"]["training"] |= written
+    (trial,) = trials_of(content)
+    assert trial.settings.training.gradient_clip == clip
+    (trial,) = trials_of(tiny(trial__method={"name": "lfpt5"}, search={}))
+    assert trial.settings.training.gradient_clip == 1.0
+
+
 # --- reuse -----------------------------------------------------------------------------------------------------------
 
 

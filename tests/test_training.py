@@ -7,6 +7,7 @@ import torch
 from conftest import bank_of, learn, load_tiny, random_rows, task_data
 
 from latent_sweep.adapters.bank import Adaptation
+from latent_sweep.backbones import KNOWN, random_model
 from latent_sweep.config import TrainingSettings
 from latent_sweep.engine import TorchOptimizer
 from latent_sweep.errors import NonFiniteLoss
@@ -16,6 +17,7 @@ from latent_sweep.training import (
     collate,
     derived_seed,
     epoch_batches,
+    forward,
     label_logits,
 )
 
@@ -173,6 +175,48 @@ def test_a_training_repeats_whatever_the_random_state_is(train):
     assert (summary, losses) == (again, losses_again)
 
 
+@pytest.mark.parametrize("backbone", ["tiny-t5"], indirect=True)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_backbones_own_dropout_is_that_of_transformers(train, backbone, checkpointing):
+    """The first step's loss, where the adapter does nothing yet, against the same weights in training mode."""
+    settings = {"backbone_dropout": 0.3, "max_steps": 1, "batch_size": 12, "gradient_checkpointing": checkpointing}
+    *_, (loss,) = train(R_init="zero", **settings)
+    model = random_model("t5", {**KNOWN["tiny-t5"].config, "dropout_rate": 0.3}, torch.float32)
+    model.load_state_dict(backbone.model.state_dict())
+    model.train()
+    lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in ROWS]
+    shuffle = torch.Generator().manual_seed(derived_seed(0, "task", "batches", 0))
+    batch = collate([ROWS[i] for i in epoch_batches(lengths, 12, shuffle, True)[0]], backbone)
+    torch.manual_seed(derived_seed(0, "task", "step", 0))
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    *_, (still,) = train(R_init="zero", name="still", **settings | {"backbone_dropout": 0.0})
+    assert abs(still - loss) > 1e-3
+    assert not backbone.model.training
+
+
+def test_only_what_is_learned_drops_out(t5):
+    """A pass without gradients has the backbone still, unless it asks for its dropout; so has one after training."""
+    bank = bank_of(t5)
+    rows = ROWS[:3]
+
+    def logits(gradients, **more):
+        with torch.set_grad_enabled(gradients):
+            return forward(t5, bank, rows, Adaptation(), **more).logits.detach()
+
+    still = logits(False)
+    t5.model.train()
+    with t5.dropout(0.3):
+        assert not torch.equal(logits(True), still)
+        assert not torch.equal(logits(False, drop_out=True), still)
+        assert torch.equal(logits(False), still)
+        assert torch.equal(logits(True, drop_out=False), still)
+    t5.model.eval()
+    assert torch.equal(logits(True), still)
+    bank.remove()
+
+
 def test_dropout_changes_training_and_not_validation(backbone, bank, method_of):
     learner = method_of(dropout=0.5, R_init="normal", R_std=0.5).begin_task(task_data(), [])
     batch = collate(ROWS, backbone)
@@ -201,7 +245,18 @@ def test_the_number_of_steps(rows, settings, steps):
     [{}, {"dropout": 0.2, "validation": HELD_OUT, "select": "best_validation", "warmup_steps": 6}],
     ids=["plain", "dropout, validation and warm-up"],
 )
-def test_a_cut_task_goes_on_with_the_same_bits(train, tmp_path, settings, cut_at):
+def test_a_cut_task_goes_on_with_the_same_bits(train, settings, cut_at):
+    check_cut(train, settings, cut_at)
+
+
+@pytest.mark.parametrize("backbone", ["tiny-t5"], indirect=True)
+@pytest.mark.parametrize("cut_at", [1, 5])
+def test_a_cut_task_whose_backbone_drops_out_goes_on_with_the_same_bits(train, cut_at):
+    settings = {"validation": HELD_OUT, "select": "best_validation", "micro_batch_size": 3}
+    check_cut(train, {"backbone_dropout": 0.2, **settings}, cut_at)
+
+
+def check_cut(train, settings, cut_at):
     whole, summary, losses = train(name="whole", checkpoint_every=2, **settings)
     assert len(losses) == 9
 

@@ -338,6 +338,7 @@ class DeepSpeedOptimizer:
         """Clip and step; all workers have the same gradients."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.gradient_clip or math.inf)
         rate = learning_rate(self._settings, self._taken, self._steps)
+        self._write()
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
         self._step(self._flat(found), rate)
         self._taken += 1
@@ -348,6 +349,14 @@ class DeepSpeedOptimizer:
         set_learning_rate(self._engine.optimizer, rate)
         self._engine.backward(self._engine(gradient))
         self._engine.step()
+
+    def _write(self) -> None:
+        """Begin at the parameters' values: a learner may have changed them since the last step."""
+        numbers = self._flat([p.detach() for p in self._parameters.values()])
+        if self._stage == 0:
+            self._numbers.data.copy_(numbers)
+        else:
+            self._deepspeed.utils.safe_set_full_fp32_param(self._numbers, numbers)
 
     def _read(self) -> None:
         whole = self._deepspeed.zero.GatheredParameters([self._numbers], enabled=self._stage == 3)
@@ -381,11 +390,7 @@ class DeepSpeedOptimizer:
             with torch.no_grad():
                 parameter.copy_(state[f"parameter.{name}"])
         self._step(torch.zeros_like(self._flat(list(self._parameters.values()))), rate=0.0)  # makes room for moments
-        numbers = self._flat([p.detach() for p in self._parameters.values()])
-        if self._stage == 0:
-            self._numbers.data.copy_(numbers)
-        else:
-            self._deepspeed.utils.safe_set_full_fp32_param(self._numbers, numbers)
+        self._write()
         for key in ("exp_avg", "exp_avg_sq"):
             moment = self._flat([state[f"optimizer.{name}.{key}"].to(device) for name in self._parameters])
             if self._stage == 0:

@@ -46,7 +46,8 @@ class GateSettings(Settings):
     key_design: Literal["svd", "random_project"] | None = None
     """The key starts as the leading direction of the new task's prompts outside of the memory, or random, projected."""
     rescale_rows: bool | None = None
-    """Whether rows get back, after each projection, the norm that they had before it."""
+    """Whether rows get back, after each step's projection, the norm that they had before it, as released for T5: then
+    gates open for earlier prompts, a little with every step."""
 
 
 UNIFIED_GATE: Mapping[str, Any] = {
@@ -123,9 +124,9 @@ class NewGate:
             G1, G2 = (G.to(device) for G in new_maps(d, w, task.generator("gate")))
         *_, p2 = layers(self.pooled(task.rows), G1, G2, settings.form)
         key = new_key(p2, self._memory["key"], settings.key_design, gpm.energy, task.generator("key"))
-        self._start = {"G1": G1, "G2": G2, "key": key}
         G1, G2, key = (part.clone().requires_grad_(True) for part in (G1, G2, key))
         self.gate = Gate(G1, G2, key, settings.form)
+        self.begin_step()
 
     def pooled(self, rows: Sequence[Example]) -> Tensor:
         """What gates read of every row's prompt, (rows, d)."""
@@ -135,21 +136,31 @@ class NewGate:
         """Both maps and the key."""
         return {f"gate.{part}": getattr(self.gate, part) for part in PARTS}
 
+    def begin_step(self) -> None:
+        """Remember where the next optimizer step begins."""
+        held = [part for part, M in self._memory.items() if M.shape[1]]
+        self._before = {part: getattr(self.gate, part).detach().clone() for part in held}
+
     def project(self) -> None:
-        """Take from each part's change since the start what lies in its memory: `P <- P - (P - P_start) M M^T`."""
+        """Take from each part's change in this step what lies in its memory: `P <- P - (P - P_before) M M^T`.
+
+        As in the released code (`_inner_training_loop` of the T5 trainer): the optimizer's step, then the projection of
+        its change, then, with `rescale_rows`, every row gets back the norm that the optimizer gave it. Rescaling moves
+        rows inside of the memory too, and since the next step begins there, such drift adds up. Without it all this is
+        linear, and equals, to rounding, the projection of the whole change since the task began.
+        """
         import torch
 
         from latent_sweep.adapters.gradient_memory import outside
 
-        for part, M in self._memory.items():
-            if not M.shape[1]:
-                continue
-            P, start = getattr(self.gate, part), self._start[part]
+        for part, before in self._before.items():
+            P, M = getattr(self.gate, part), self._memory[part]
             with torch.no_grad():
                 norms = P.norm(dim=-1, keepdim=True)
-                P.copy_(start + outside(P - start, M))
+                P.copy_(before + outside(P - before, M))
                 if self._settings.rescale_rows:
                     P.mul_(norms / P.norm(dim=-1, keepdim=True))
+        self.begin_step()
 
     def finish(self) -> dict[str, Tensor]:
         """The parts, and the columns that this task's prompts add to their memories."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones import EMBEDDED, family_of
+from latent_sweep.backbones import EMBEDDED, dropout_rate, family_of
 from latent_sweep.methods.protocol import BRANCHES, Example, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import NOT_IDENTITY
 
@@ -124,10 +124,14 @@ class LoraMethod(Method):
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
         """What the released scripts train with, under the preset `official`; else the paper's protocol holds.
 
+        The released trainers, Hugging Face's with changes of their own, call `model.train()` at every step: so the
+        backbone's own dropout is on there. Statistics are read, and answers given, without it, as there.
+
         It knows no backbone as small as the embedded one, where LoRA learns a task in a few dozen steps at 1e-3.
         """
         if settings.preset == "official":
-            return cls.official(family_of(backbone), benchmark).training
+            scripts = cls.official(family_of(backbone), benchmark)
+            return {**scripts.training, "backbone_dropout": dropout_rate(backbone)}
         return {"learning_rate": 1e-3} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:

@@ -72,6 +72,7 @@ class GainLora(BranchMethod):
     """dW(x) = s sum_t g_t(x) B_t A_t with a gate g_t per task that reads the prompt."""
 
     settings_class = GainLoraSettings
+    version = 2  # a gate's step is projected from where it began, no longer from where the task did
     mixings: ClassVar[tuple[Mixing, ...]] = ("gates", *BRANCHES)
     settings: GainLoraSettings
 
@@ -223,9 +224,10 @@ class GainLoraLearner(LoraLearner):
         return {} if self._memory is None else {"A": self.A}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """The A that B belongs to."""
+        """The A that B belongs to; the gate's next step begins at the parameters that are back by now."""
         if self._memory is not None:
             self.A = state["A"].to(self.A.device)
+        self._gate.begin_step()
 
     def finish(self) -> dict[str, Tensor]:
         """The pair, the gate, and the columns that this task adds to their memories."""

@@ -13,10 +13,15 @@ Departures from the code:
 - Only a row's input and target are written; instruction and cue are put around them. A long input is cut, so that the
   target behind it stays.
 - L_lm is a mean over tokens row by row, and rows weigh in it as their targets do in L_task: micro-batches add up.
-- KL is a sum over rows, tokens and vocabulary as there, but over a batch; theirs are micro-batches of two rows.
+- KL is a sum over rows, target tokens and vocabulary; theirs counts the padding of two rows too.
+- L_task and L_lm are means over a batch; theirs are sums of the means over its four micro-batches of two rows, while
+  their KL is the same sum either way. `accumulation` is that number: only the ratio matters, since Adafactor's steps do
+  not depend on the size of the loss. Their first step of an epoch has one micro-batch alone.
 - The first task has no KL, and no factor 1 - k either.
 - Tens of pseudo-samples are drawn for an earlier task, not thousands, and validation has those that are trained on.
 - Answers are decoded as every method's are.
+
+As there, the teacher of KL drops out too where the backbone does (`training.backbone_dropout`).
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones import EMBEDDED
+from latent_sweep.backbones import EMBEDDED, dropout_rate
 from latent_sweep.methods.protocol import IGNORED, Example, Learner, Method, MethodSettings, Outputs, TaskData
 from latent_sweep.settings import NOT_IDENTITY
 
@@ -59,6 +64,10 @@ class Lfpt5Settings(MethodSettings):
     """l; the scripts have 0.25 for classification, 0.1 for entity recognition and summarisation."""
     kl_weight: float = Field(0.01, ge=0, lt=1)
     """k; the scripts have 0.01 for classification, 0.03 for entity recognition, 0.04 for summarisation."""
+    accumulation: int | None = Field(None, ge=1)
+    """Micro-batches whose mean losses the released code adds up without dividing by their number (4, of two rows each):
+    beside them KL, a sum over all rows, weighs so many times less than beside one mean. None is the preset's: 1, or 4
+    under `preset: official`."""
     sample_length: int = Field(256, ge=1)
     """Tokens of a pseudo-sample, at most; the code's is twice its source length."""
     samples_per_label: int = Field(2, ge=0)
@@ -80,23 +89,40 @@ class Lfpt5(Method):
     settings: Lfpt5Settings
 
     @classmethod
+    def resolve(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Lfpt5Settings:
+        """With the preset's number of micro-batches."""
+        if settings.accumulation is not None:
+            return settings
+        return settings.model_copy(update={"accumulation": 4 if settings.preset == "official" else 1})
+
+    @classmethod
     def training_defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """What the released scripts train with, under the preset `official`.
+        """What the released scripts train with, under the preset `official`: in training mode, gradients not clipped.
 
         Departure: ten epochs; theirs are 421, over 16 rows a label. On the embedded backbone, which no protocol knows,
         a prompt learns a task in a few dozen steps of Adafactor at 0.3.
         """
         scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
         if settings.preset == "official":
-            return scripts
+            return {**scripts, "gradient_clip": None, "backbone_dropout": dropout_rate(backbone)}
         return {"learning_rate": 0.3, "optimizer": "adafactor"} if backbone == EMBEDDED else {}
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Without what is read for pseudo-samples alone, where there are none: task 1 is shared by all k."""
         s, identity = self.settings, super().stage_identity(position)
+        if not s.kl_weight:
+            del identity["accumulation"]
         if position > 0 and (s.samples_per_label or s.samples_per_task):
             return identity
-        unread = {"kl_weight", "samples_per_label", "samples_per_task", "tries", "top_k", "repetition_penalty"}
+        unread = {
+            "kl_weight",
+            "accumulation",
+            "samples_per_label",
+            "samples_per_task",
+            "tries",
+            "top_k",
+            "repetition_penalty",
+        }
         if not s.lm_weight:
             unread.add("sample_length")
         return {name: value for name, value in identity.items() if name not in unread}
@@ -200,8 +226,9 @@ class Lfpt5Learner(Learner):
             terms["lm"] = s.lm_weight * self._lm_loss(outputs)
         if not s.kl_weight or not any(samples.rows for samples in self._samples):
             return terms
+        assert s.accumulation, "these settings are not resolved"
         terms = {name: (1 - s.kl_weight) * term for name, term in terms.items()}
-        return {**terms, "kl": s.kl_weight * self._divergence(outputs)}
+        return {**terms, "kl": s.kl_weight / s.accumulation * self._divergence(outputs)}
 
     def _lm_loss(self, outputs: Outputs) -> Tensor:
         import torch
@@ -223,15 +250,16 @@ class Lfpt5Learner(Learner):
         if not pseudo:
             return outputs.logits.new_zeros(())
         with torch.no_grad():
-            told = self._forward([outputs.rows[i] for i in pseudo], Adaptation(prompt=self._previous))
+            rows, teacher = [outputs.rows[i] for i in pseudo], Adaptation(prompt=self._previous)
+            told = self._forward(rows, teacher, drop_out=True)
         logits, labels = outputs.logits[pseudo], outputs.labels[pseudo]
-        teacher = told.logits[told.labels != IGNORED]
-        return divergence(logits[labels != IGNORED], teacher, temperature=1.0)
+        return divergence(logits[labels != IGNORED], told.logits[told.labels != IGNORED], temperature=1.0)
 
-    def _forward(self, rows: Sequence[Example], adaptation: Adaptation) -> Outputs:
+    def _forward(self, rows: Sequence[Example], adaptation: Adaptation, drop_out: bool | None = None) -> Outputs:
         from latent_sweep.training import forward
 
-        return forward(self._method.workplace.backbone, self._method.workplace.bank, rows, adaptation)
+        workplace = self._method.workplace
+        return forward(workplace.backbone, workplace.bank, rows, adaptation, drop_out=drop_out)
 
     def finish(self) -> dict[str, Tensor]:
         """The prompt, the format of this task's rows, and the pseudo-samples of every earlier task, token ids."""

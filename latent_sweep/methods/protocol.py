@@ -211,7 +211,7 @@ class Learner:
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
+        """Go on from what `state` gave; the parameters have their values back by then."""
 
     def finish(self) -> dict[str, Tensor]:
         """The tensors of this task's snapshot."""
