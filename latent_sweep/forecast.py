@@ -215,8 +215,10 @@ def _recorded_rows(trial: Trial, sweep_folder: Path) -> int:
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
-def describe_plan(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Path) -> str:
-    """What `latent-sweep plan` prints."""
+def describe_plan(
+    sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Path, warnings: Sequence[str] = ()
+) -> str:
+    """What `latent-sweep plan` prints, with what `check_sweep` says at its end."""
     found = estimate(trials, storage, sweep.name)
     backbones = {f"{t.settings.backbone.name} ({t.settings.backbone.dtype})": None for t in trials}
     sequences = {f"{t.spec.name}, order {t.settings.benchmark.order}": t.tasks for t in trials}
@@ -238,7 +240,7 @@ def describe_plan(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], 
         # the members of a pack stand together, with a bar beside them
         bar = "|" if len(pack.members) > 1 else " "
         lines += [f" {bar}{member.training_id}  {_member_text(member)}" for member in pack.members]
-    return "\n".join(lines)
+    return "\n".join([*lines, *([""] if warnings else []), *warnings])
 
 
 def _reuse_lines(found: Estimate) -> list[str]:

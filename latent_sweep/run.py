@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.addresses import check_ray_address
+from latent_sweep.checks import check_sweep
 from latent_sweep.config import EngineSettings, RunSettings, Sweep, load_sweep
 from latent_sweep.errors import ConfigError, LatentSweepError
 from latent_sweep.files import read_file
@@ -51,9 +52,10 @@ def run_sweep(
     trials = expand(sweep)
     packs = pack(trials, sweep.run.pack)
     storage = open_storage(sweep.run.storage)
+    warnings = check_sweep(sweep, trials, storage.folder)
     sweep_folder = storage.folder / sweep.name
     storage.pull(sweep_folder)
-    print(describe_plan(sweep, trials, packs, storage.folder), flush=True)
+    print(describe_plan(sweep, trials, packs, storage.folder, warnings), flush=True)
     with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(sweep_folder)
         return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)

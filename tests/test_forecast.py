@@ -120,7 +120,7 @@ QUICK = {
         "tasks": ["mood", "ticket", "past"],
         "train_per_task": 8,
         "test_per_task": 3,
-        "max_target_length": 3,
+        "max_target_length": 6,
     },
     "trial__training": {"learning_rate": 0.05, "epochs": 1, "batch_size": 4},
 }
@@ -336,8 +336,8 @@ def data(tmp_path_factory):
         for task in spec.tasks:
             folder = root / spec.folder / task.folder
             folder.mkdir(parents=True)
-            rows = [f'{{"input": "row {i}", "output": "yes"}}' for i in range(24)]
             for split in ("train", "test"):
+                rows = [f'{{"input": "{split} row {i}", "output": "yes"}}' for i in range(24)]
                 (folder / f"{split}.json").write_text(f"[{', '.join(rows)}]")
     return str(root.parent)
 
