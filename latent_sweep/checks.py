@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -77,44 +77,56 @@ def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = Non
     """
     found = Findings()
     for trial in {trial.training_id: trial for trial in trials}.values():
-        _check_steps(trial, found)
-        _check_validation(trial, found)
-    cases = _cases(trials)
-    whole = [case for case in cases if _check_case(case, found)]
+        if _check_validation(trial, found):
+            _check_steps(trial, found)
+    counted: list[str] = []
+    unread: dict[str, None] = {}
+    for case in _cases(trials):
+        if case.reader.tokenizer is None:
+            unread[case.backbone] = None
+        if _check_rows(case, found) and folder is not None:
+            counted.append(case.key)
     if found.faults:
         raise fault_report(sweep.source, list(found.faults))
     if folder is not None:
-        for case in whole:
-            case.note(folder)
-    unread = dict.fromkeys(case.backbone.name for case in cases if case.reader.tokenizer is None)
+        _note(counted, folder)
     later = f"note: the tokenizer of {', '.join(unread)} is not on this machine; trials count tokens before they learn"
     return found.warnings + [later] * bool(unread)
 
 
-def check_pack(pack: Pack, tokenizer: Any, folder: Path) -> None:
+def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
     """Count the targets of all tasks with the backbone's own tokenizer, unless that was done before for the same rows.
 
     What is found is logged; how many prompts are cut is said when they are tokenised.
 
     Args:
-        tokenizer: of the package tokenizers.
         folder: the storage, where it is noted.
 
     Raises:
         DataError: listing every fault.
     """
     found = Findings()
-    cases = [case for case in _cases(pack.trials, tokenizer) if not case.noted(folder)]
-    for case in cases:
-        for task in case.tasks:
-            _check_targets(case, task, found)
-            _check_room(case, task, found)
+    counted = []
+    for case in _cases(pack.trials, reader):
+        if not _marker(case.key, folder).exists():
+            _check_targets(case, found)
+            _check_room(case, found)
+            counted.append(case.key)
     for warning in found.warnings:
         log.warning("%s", warning.removeprefix("warning: "))
     if found.faults:
         raise DataError("; ".join(found.faults))
-    for case in cases:
-        case.note(folder)
+    _note(counted, folder)
+
+
+def _marker(key: str, folder: Path) -> Path:
+    return folder / "tokens" / f"{key}.checked"
+
+
+def _note(keys: Iterable[str], folder: Path) -> None:
+    """These cases need not be counted again."""
+    for key in keys:
+        write_atomically(_marker(key, folder), b"")
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -123,10 +135,12 @@ def check_pack(pack: Pack, tokenizer: Any, folder: Path) -> None:
 def _check_steps(trial: Trial, found: Findings) -> None:
     """A warm-up that is longer than the run never reaches the learning rate that the sweep file names."""
     s, tasks = trial.settings, trial.tasks
-    warmup = s.training.warmup_steps or 0
-    stages = ((task, trial.method().learns_from(i, len(tasks))) for i, task in enumerate(tasks) if warmup)
-    counts = {task: [row_count(trial.spec, tasks[i], "train", s.benchmark) for i in read] for task, read in stages}
-    steps = {task.name: s.training.step_count(sum(rows)) for task, rows in counts.items() if rows}
+    warmup, carve = s.training.warmup_steps or 0, s.training.select == "best_validation"
+    steps = {}
+    for position, task in enumerate(tasks) if warmup else ():
+        read = trial.method().learns_from(position, len(tasks))
+        if rows := sum(row_count(trial.spec, tasks[i], "train", s.benchmark, carve) for i in read):
+            steps[task.name] = s.training.step_count(rows)
     short = {name: count for name, count in steps.items() if count < warmup}
     if short and len(short) == len(steps):
         found.fault(
@@ -142,16 +156,14 @@ def _check_steps(trial: Trial, found: Findings) -> None:
         )
 
 
-def _check_validation(trial: Trial, found: Findings) -> None:
-    """Held-out rows need rows to be held out of."""
-    b = trial.settings.benchmark
-    if trial.settings.training.select != "best_validation":
-        return
-    for task in trial.tasks:
+def _check_validation(trial: Trial, found: Findings) -> bool:
+    """Held-out rows need rows to be held out of; returns whether there are."""
+    b, before = trial.settings.benchmark, len(found.faults)
+    for task in trial.tasks if trial.settings.training.select == "best_validation" else ():
         try:
             row_count(trial.spec, task, "train", b, carve_validation=True)
         except DataError as error:
-            found.fault(f"training.select: best_validation cannot hold rows out. {error}")
+            found.fault(f"training.select: best_validation holds rows out of every task. {error}")
         rows = row_count(trial.spec, task, "train", b)
         if rows > 1 and round(rows * b.validation_fraction) < 1:
             found.warn(
@@ -160,6 +172,7 @@ def _check_validation(trial: Trial, found: Findings) -> None:
                 task.name,
                 f"1 of {rows}",
             )
+    return len(found.faults) == before
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
@@ -186,6 +199,11 @@ class Reader:
         """Ids, and where in the text they stand."""
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
+    @cached_property
+    def digest(self) -> str:
+        """Content hash of the tokenizer."""
+        return content_hash(self.tokenizer.to_str())
 
     def longer(self, text: str, tokens: int) -> bool:
         """Whether a text has more than so many tokens."""
@@ -214,12 +232,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark's rows as one backbone reads them, under one set of settings."""
+    """A task's rows as one backbone reads them, under one set of settings."""
 
     spec: BenchmarkSpec
     settings: BenchmarkSettings
-    tasks: tuple[TaskSpec, ...]
-    backbone: BackboneSettings
+    task: TaskSpec
+    backbone: str
     reader: Reader
     alone: bool
     """Whether messages need not name the backbone."""
@@ -232,11 +250,12 @@ class Case:
     @property
     def name_read(self) -> str:
         """How messages begin that are about tokens."""
-        return self.name if self.alone else f"{self.name} with {self.backbone.name}"
+        return self.name if self.alone else f"{self.name} with {self.backbone}"
 
-    def rows(self, task: TaskSpec, split: Literal["train", "test"]) -> list[Row]:
-        """The rows of a split that the trials read."""
-        return _rows(self.settings, task, split)
+    @cached_property
+    def rows(self) -> Mapping[str, list[Row]]:
+        """The rows that trials read, by split."""
+        return {split: load_rows(self.spec, self.task, split, self.settings) for split in SPLITS}
 
     def answers(self, row: Row, split: str) -> tuple[str, ...]:
         """What a row is trained on, or scored against."""
@@ -244,116 +263,99 @@ class Case:
             return (row.target,)
         return row.references[:1] if self.settings.references == "single_first" else row.references
 
-    def noted(self, folder: Path) -> bool:
-        """Whether these rows were counted before."""
-        return self._marker(folder).exists()
-
-    def note(self, folder: Path) -> None:
-        """Rows need not be counted again."""
-        write_atomically(self._marker(folder), b"")
-
-    def _marker(self, folder: Path) -> Path:
+    @property
+    def key(self) -> str:
+        """Names all that the counts depend on."""
         b = self.settings
         content = {
             "version": CHECKS_VERSION,
-            "data": [data_digest(self.spec, task, split, b) for task in self.tasks for split in SPLITS],
-            "tokenizer": content_hash(self.reader.tokenizer.to_str()),
+            "data": [data_digest(self.spec, self.task, split, b) for split in SPLITS],
+            "tokenizer": self.reader.digest,
             "family": self.reader.family,
             "stop": list(self.spec.stop),
             "lengths": [b.max_source_length, b.max_target_length, b.truncation, b.bos, b.references],
         }
-        return folder / "tokens" / f"{content_hash(content)}.checked"
+        return content_hash(content)
 
 
-def _cases(trials: Iterable[Trial], tokenizer: Any = None) -> list[Case]:
-    """What to look at for these trials, each once; with `tokenizer`, or with what is on this machine."""
+def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
+    """What to look at for these trials, each once; with `reader`, or with what is on this machine."""
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, TaskSpec]] = {}
-    unread = {"order": None, "tasks": None, "classification_metric": "accuracy", "validation_fraction": 0.1}
+    one_spelling = {"order": None, "tasks": None, "classification_metric": "accuracy", "validation_fraction": 0.1}
     for trial in trials:
-        settings = trial.settings.benchmark.model_copy(update=unread)
+        settings = trial.settings.benchmark.model_copy(update=one_spelling)
         backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
         tasks.setdefault((settings, backbone), {}).update({task.name: task for task in trial.tasks})
-    readers = {backbone: Reader(_family(backbone), tokenizer or tokenizer_at_hand(backbone)) for _, backbone in tasks}
+    readers = {b: reader or Reader(family_of(b.name), tokenizer_at_hand(b)) for b in {b: None for _, b in tasks}}
     alone = len({backbone.name for backbone in readers}) == 1
-    return [
-        Case(load_benchmark(settings.name), settings, tuple(found.values()), backbone, readers[backbone], alone)
-        for (settings, backbone), found in tasks.items()
-    ]
-
-
-def _family(backbone: BackboneSettings) -> Family:
-    return family_of(backbone.name)
-
-
-@lru_cache(maxsize=2)
-def _rows(settings: BenchmarkSettings, task: TaskSpec, split: Literal["train", "test"]) -> list[Row]:
-    return load_rows(load_benchmark(settings.name), task, split, settings)
+    for (settings, backbone), found in tasks.items():
+        spec = load_benchmark(settings.name)
+        for task in found.values():
+            yield Case(spec, settings, task, backbone.name, readers[backbone], alone)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _check_case(case: Case, found: Findings) -> bool:
-    """Look at all rows of a case; returns whether all were there, and a tokenizer to read them with."""
-    missing = False
-    for task in case.tasks:
-        try:
-            _check_numbers(case, task, found)
-        except DataError:  # not on this machine, as the plan says; what is malformed was found before
-            missing = True
-            continue
-        _check_shared(case, task, found)
-        _check_targets(case, task, found)
-        if case.reader.tokenizer is not None:
-            _check_room(case, task, found)
-            _check_prompts(case, task, found)
-    return not missing and case.reader.tokenizer is not None
+def _check_rows(case: Case, found: Findings) -> bool:
+    """Look at all rows of a case; returns whether they were there, and a tokenizer to read them with."""
+    try:
+        _check_numbers(case, found)
+    except DataError:  # not on this machine, as the plan says; what is malformed was found before
+        return False
+    _check_shared(case, found)
+    _check_targets(case, found)
+    if case.reader.tokenizer is None:
+        return False
+    _check_room(case, found)
+    _check_prompts(case, found)
+    return True
 
 
-def _check_numbers(case: Case, task: TaskSpec, found: Findings) -> None:
+def _check_numbers(case: Case, found: Findings) -> None:
     """Fewer rows than asked for are taken without a word."""
     for split, limit in zip(SPLITS, (case.settings.train_per_task, case.settings.test_per_task), strict=True):
-        rows = len(case.rows(task, split))
+        rows = len(case.rows[split])
         if limit and rows < limit:
             topic = f"{case.name}: fewer rows than benchmark.{split}_per_task = {limit:,}"
-            found.warn(topic, task.name, f"{rows:,}")
+            found.warn(topic, case.task.name, f"{rows:,}")
 
 
-def _check_shared(case: Case, task: TaskSpec, found: Findings) -> None:
+def _check_shared(case: Case, found: Findings) -> None:
     """Test rows that were trained on say nothing about what was learned."""
-    train, test = (case.rows(task, split) for split in SPLITS)
+    train, test = (case.rows[split] for split in SPLITS)
     known = {row.input.strip() for row in train}
     shared = sum(row.input.strip() in known for row in test)
     if not shared:
         return
     whole = case.settings.model_copy(update={"train_per_task": None, "test_per_task": None})
-    sets = [{(row.input, row.references) for row in load_rows(case.spec, task, split, whole)} for split in SPLITS]
+    sets = [{(row.input, row.references) for row in load_rows(case.spec, case.task, split, whole)} for split in SPLITS]
     if sets[0] == sets[1]:
         found.fault(
-            f"{case.name}, task {task.name}: test and training rows are the same{_place(case, task)}; expected test "
+            f"{case.name}, task {case.task.name}: test and training rows are the same{_place(case)}; expected test "
             "rows that are not trained on"
         )
     else:
-        found.warn(f"{case.name}: test inputs are training inputs too", task.name, f"{shared:,} of {len(test):,}")
+        found.warn(f"{case.name}: test inputs are training inputs too", case.task.name, f"{shared:,} of {len(test):,}")
 
 
-def _check_targets(case: Case, task: TaskSpec, found: Findings) -> None:
+def _check_targets(case: Case, found: Findings) -> None:
     """Targets that no answer can be equal to: generation ends at a stop string, and after so many tokens."""
     limit = case.settings.max_target_length
     assert limit is not None
     for split in SPLITS:
-        rows = case.rows(task, split)
+        rows = case.rows[split]
         if case.spec.stop:
             spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, case.spec.stop))
             marks = canonical_json(case.spec.stop)
             problem = f"hold one of the stop strings {marks}, where an answer ends"
-            _tell(case.name, task, split, problem, spoiled, _stop_advice(case, task), found)
+            _tell(case.name, case.task, split, problem, spoiled, _stop_advice(case), found)
         if case.reader.tokenizer is not None:
             # as `encode_target` cuts what is learned; an answer may have as many tokens as the limit says
             room = limit - 1 if split == "train" and case.reader.family == "t5" else limit
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
-            _tell(case.name_read, task, split, problem, spoiled, "raise it, or shorten them", found)
+            _tell(case.name_read, case.task, split, problem, spoiled, "raise it, or shorten them", found)
 
 
 class _Spoiled(NamedTuple):
@@ -382,34 +384,34 @@ def _tell(name: str, task: TaskSpec, split: str, problem: str, spoiled: _Spoiled
         found.warn(f"{name}: targets {problem}", task.name, count, example)
 
 
-def _stop_advice(case: Case, task: TaskSpec) -> str:
+def _stop_advice(case: Case) -> str:
     where = f"{case.settings.name}" if case.spec.layout == "folder" else "the benchmark's file"
-    return f"change `stop` in {where}, or the targets{_place(case, task)}"
+    return f"change `stop` in {where}, or the targets{_place(case)}"
 
 
-def _place(case: Case, task: TaskSpec) -> str:
+def _place(case: Case) -> str:
     folder = data_folder(case.spec, case.settings)
-    return f" in {folder / task.folder}" if folder else ""
+    return f" in {folder / case.task.folder}" if folder else ""
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _check_room(case: Case, task: TaskSpec, found: Findings) -> None:
+def _check_room(case: Case, found: Findings) -> None:
     """An instruction that takes the whole prompt leaves nothing of any input."""
-    parts = next(_long_prompts(case, task, "train"), None)  # what one has no room for, none has
+    parts = next(_long_prompts(case, "train"), None)  # what one has no room for, none has
     if parts is None:
         return
     try:
         ids = _encoded(case, parts)
     except DataError as error:
-        found.fault(f"{case.name_read}, task {task.name}: {error}")
+        found.fault(f"{case.name_read}, task {case.task.name}: {error}")
         return
     if parts.input.strip() and not ids.input:
         limit = f"benchmark.max_source_length = {case.settings.max_source_length:,}"
         found.fault(
-            f"{case.name_read}, task {task.name}: the instruction takes all of {limit} tokens, so prompts lose their "
-            "whole input; raise it, or shorten the instruction"
+            f"{case.name_read}, task {case.task.name}: the instruction takes all of {limit} tokens, so prompts lose "
+            "their whole input; raise it, or shorten the instruction"
         )
 
 
@@ -420,14 +422,14 @@ def _encoded(case: Case, parts: PromptParts) -> Any:
     return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos)
 
 
-def _check_prompts(case: Case, task: TaskSpec, found: Findings) -> None:
+def _check_prompts(case: Case, found: Findings) -> None:
     """Prompts that are cut: counted where there are few of them, else estimated from a sample's tokens."""
     limit = case.settings.max_source_length
     assert limit is not None
     lost = "the end of their input" if case.settings.truncation == "keep_cue" else "their end, the cue first"
     for split in SPLITS:
-        rows = case.rows(task, split)
-        prompts = ["".join(parts) for parts in _long_prompts(case, task, split)]
+        rows = case.rows[split]
+        prompts = ["".join(parts) for parts in _long_prompts(case, split)]
         sample = _sample(prompts)
         tokens = [len(case.reader(prompt, add_special_tokens=False)["input_ids"]) for prompt in sample]
         if len(sample) == len(prompts):
@@ -437,7 +439,7 @@ def _check_prompts(case: Case, task: TaskSpec, found: Findings) -> None:
             count, about = sum(len(prompt) > characters for prompt in prompts), "about "
         if count:
             topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
-            found.warn(f"{topic} {lost}", task.name, f"{about}{count:,} of {len(rows):,} {SAID[split]}")
+            found.warn(f"{topic} {lost}", case.task.name, f"{about}{count:,} of {len(rows):,} {SAID[split]}")
 
 
 def _room(case: Case) -> int:
@@ -448,10 +450,10 @@ def _room(case: Case) -> int:
     return b.max_source_length - special
 
 
-def _long_prompts(case: Case, task: TaskSpec, split: Literal["train", "test"]) -> Iterator[PromptParts]:
+def _long_prompts(case: Case, split: Literal["train", "test"]) -> Iterator[PromptParts]:
     """The prompts that may not fit: a token has a byte at least."""
-    for row in case.rows(task, split):
-        parts = prompt_parts(case.spec, task, row.input)
+    for row in case.rows[split]:
+        parts = prompt_parts(case.spec, case.task, row.input)
         if len("".join(parts).encode()) >= _room(case):
             yield parts
 
