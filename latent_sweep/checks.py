@@ -28,7 +28,7 @@ from latent_sweep.storage import write_atomically
 log = logging.getLogger(__name__)
 
 SAMPLE = 8
-"""Long prompts of a split that a plan counts in tokens; the others by their characters."""
+"""Texts that are counted in tokens to know how many characters a token has in others like them."""
 
 SPLITS: tuple[Literal["train", "test"], ...] = ("train", "test")
 SAID = {"train": "training", "test": "test"}
@@ -125,8 +125,9 @@ def _marker(key: str, folder: Path) -> Path:
 
 def _note(keys: Iterable[str], folder: Path) -> None:
     """These cases need not be counted again."""
-    for key in keys:
-        write_atomically(_marker(key, folder), b"")
+    for path in (_marker(key, folder) for key in keys):
+        if not path.exists():
+            write_atomically(path, b"")
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -211,6 +212,11 @@ class Reader:
             return False
         return len(self(text, add_special_tokens=False)["input_ids"]) > tokens
 
+    def characters_per_token(self, texts: Sequence[str]) -> float:
+        """Of some of these texts."""
+        sample = _sample(texts)
+        return sum(map(len, sample)) / sum(len(self(text, add_special_tokens=False)["input_ids"]) for text in sample)
+
     def seen(self, text: str) -> str:
         """What a model writes that repeats `text` token by token: T5's tokenizers make one space of a line break."""
         if self.tokenizer is not None:
@@ -278,6 +284,11 @@ class Case:
         return content_hash(content)
 
 
+def reader_of(backbone: BackboneSettings) -> Reader:
+    """What is on this machine to read rows as a backbone does."""
+    return Reader(family_of(backbone.name), tokenizer_at_hand(backbone))
+
+
 def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
     """What to look at for these trials, each once; with `reader`, or with what is on this machine."""
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, TaskSpec]] = {}
@@ -286,7 +297,7 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
         settings = trial.settings.benchmark.model_copy(update=one_spelling)
         backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
         tasks.setdefault((settings, backbone), {}).update({task.name: task for task in trial.tasks})
-    readers = {b: reader or Reader(family_of(b.name), tokenizer_at_hand(b)) for b in {b: None for _, b in tasks}}
+    readers = {b: reader or reader_of(b) for b in {b: None for _, b in tasks}}
     alone = len({backbone.name for backbone in readers}) == 1
     for (settings, backbone), found in tasks.items():
         spec = load_benchmark(settings.name)
@@ -430,12 +441,10 @@ def _check_prompts(case: Case, found: Findings) -> None:
     for split in SPLITS:
         rows = case.rows[split]
         prompts = ["".join(parts) for parts in _long_prompts(case, split)]
-        sample = _sample(prompts)
-        tokens = [len(case.reader(prompt, add_special_tokens=False)["input_ids"]) for prompt in sample]
-        if len(sample) == len(prompts):
-            count, about = sum(length > _room(case) for length in tokens), ""
+        if len(prompts) <= SAMPLE:
+            count, about = sum(case.reader.longer(prompt, _room(case)) for prompt in prompts), ""
         else:
-            characters = _room(case) * sum(map(len, sample)) / sum(tokens)
+            characters = _room(case) * case.reader.characters_per_token(prompts)
             count, about = sum(len(prompt) > characters for prompt in prompts), "about "
         if count:
             topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
@@ -458,7 +467,7 @@ def _long_prompts(case: Case, split: Literal["train", "test"]) -> Iterator[Promp
             yield parts
 
 
-def _sample(prompts: Sequence[Any]) -> list[Any]:
-    """Evenly spread prompts, or all of them where there are few."""
-    count = min(SAMPLE, len(prompts))
-    return [prompts[i * len(prompts) // count] for i in range(count)]
+def _sample(texts: Sequence[str]) -> list[str]:
+    """Evenly spread texts, or all of them where there are few."""
+    count = min(SAMPLE, len(texts))
+    return [texts[i * len(texts) // count] for i in range(count)]
