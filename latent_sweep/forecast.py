@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from latent_sweep.bench import Profile, profile_path, read_profile
 from latent_sweep.benchmarks.loaders import data_digest, load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
+from latent_sweep.checks import Reader, reader_of
 from latent_sweep.config import RunSettings, Sweep
 from latent_sweep.errors import DataError
 from latent_sweep.memory import GIB, RESERVE, Memory, cards, predict
@@ -27,7 +28,7 @@ from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.snapshots import SnapshotStore
 
 CHARACTERS_PER_TOKEN = 4.0
-"""Of the tokenizers of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
+"""Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
 
 """The mixtures whose weights are a router's."""
 
@@ -215,8 +216,10 @@ def _recorded_rows(trial: Trial, sweep_folder: Path) -> int:
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
-def describe_plan(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Path) -> str:
-    """What `latent-sweep plan` prints."""
+def describe_plan(
+    sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Path, warnings: Sequence[str] = ()
+) -> str:
+    """What `latent-sweep plan` prints, with what `check_sweep` says at its end."""
     found = estimate(trials, storage, sweep.name)
     backbones = {f"{t.settings.backbone.name} ({t.settings.backbone.dtype})": None for t in trials}
     sequences = {f"{t.spec.name}, order {t.settings.benchmark.order}": t.tasks for t in trials}
@@ -238,7 +241,7 @@ def describe_plan(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], 
         # the members of a pack stand together, with a bar beside them
         bar = "|" if len(pack.members) > 1 else " "
         lines += [f" {bar}{member.training_id}  {_member_text(member)}" for member in pack.members]
-    return "\n".join(lines)
+    return "\n".join([*lines, *([""] if warnings else []), *warnings])
 
 
 def _reuse_lines(found: Estimate) -> list[str]:
@@ -375,16 +378,19 @@ def _time_line(trials: Sequence[Trial], profile: Profile, storage: Path, name: s
     reuse = estimate(trials, storage, name).reuse
     if reuse is None:
         return ""
-    learning = training_tokens(trials, storage) / profile.tokens_per_second_train
+    reader = reader_of(trials[0].settings.backbone)
+    learning = training_tokens(trials, storage, reader) / profile.tokens_per_second_train
     answering = [_hours(rows / profile.rows_per_second_generate) for rows in reuse.open_answers]
     return (
         f"  about {_hours(learning)} of learning and {' to '.join(dict.fromkeys(answering))} of answering with one "
         f"worker: {profile.backbone} ({profile.dtype}) on {profile.device}, measured {profile.measured_at[:10]}"
+        + ("" if reader.tokenizer else f"; taking {CHARACTERS_PER_TOKEN:g} characters for a token")
     )
 
 
-def training_tokens(trials: Sequence[Trial], storage: Path) -> float:
-    """Tokens, padding left out, that are still to be trained on: counted in characters, so to about a tenth.
+def training_tokens(trials: Sequence[Trial], storage: Path, reader: Reader) -> float:
+    """Tokens, padding left out, that are still to be trained on: counted in characters, of which `reader` knows how
+    many make a token.
 
     Raises:
         DataError: the benchmark's training data is not at hand.
@@ -397,20 +403,21 @@ def training_tokens(trials: Sequence[Trial], storage: Path) -> float:
         assert batch_size is not None
         for i in rows:
             key = trial.tasks[i].name, trial.settings.benchmark
-            lengths[key] = lengths.get(key) or _tokens_per_row(trial, i)
+            lengths[key] = lengths.get(key) or _tokens_per_row(trial, i, reader)
             epochs = _steps(trial, position) / math.ceil(sum(rows.values()) / batch_size)
             tokens += epochs * rows[i] * lengths[key]
     return tokens
 
 
-def _tokens_per_row(trial: Trial, position: int) -> float:
+def _tokens_per_row(trial: Trial, position: int, reader: Reader) -> float:
     """Mean length of a task's training rows, prompts cut where they are too long."""
     b, task = trial.settings.benchmark, trial.tasks[position]
     assert b.max_source_length is not None
     rows = load_rows(trial.spec, task, "train", b)
-    prompts = [sum(map(len, prompt_parts(trial.spec, task, row.input))) / CHARACTERS_PER_TOKEN for row in rows]
-    targets = [len(row.target) / CHARACTERS_PER_TOKEN for row in rows]
-    return (sum(min(prompt, b.max_source_length) for prompt in prompts) + sum(targets)) / len(rows)
+    prompts = ["".join(prompt_parts(trial.spec, task, row.input)) for row in rows]
+    each = reader.characters_per_token(prompts) if reader.tokenizer else CHARACTERS_PER_TOKEN
+    tokens = (min(len(prompt) / each, b.max_source_length) for prompt in prompts)
+    return (sum(tokens) + sum(len(row.target) for row in rows) / each) / len(rows)
 
 
 def _hours(seconds: float) -> str:

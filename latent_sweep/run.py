@@ -15,6 +15,7 @@ from typing import Any
 
 from latent_sweep.addresses import check_ray_address
 from latent_sweep.backbones import unpinned
+from latent_sweep.checks import check_sweep
 from latent_sweep.config import EngineSettings, RunSettings, Sweep, fault_report, load_sweep
 from latent_sweep.errors import ConfigError, LatentSweepError
 from latent_sweep.files import read_file
@@ -59,9 +60,10 @@ def run_sweep(
     check_pinned(sweep, trials)
     packs = pack(trials, sweep.run.pack)
     storage = open_storage(sweep.run.storage)
+    warnings = check_sweep(sweep, trials, storage.folder)
     sweep_folder = storage.folder / sweep.name
     storage.pull(sweep_folder)
-    print(describe_plan(sweep, trials, packs, storage.folder), flush=True)
+    print(describe_plan(sweep, trials, packs, storage.folder, warnings), flush=True)
     with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(sweep_folder)
         if not replace:

@@ -28,6 +28,7 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones import Backbone, backbone_identity, device_name
 from latent_sweep.benchmarks.loaders import tokenised
 from latent_sweep.benchmarks.schema import BenchmarkSettings, scoring_metric
+from latent_sweep.checks import Reader, check_pack
 from latent_sweep.engine import Engine
 from latent_sweep.errors import ConfigError, NonFiniteLoss, StoreError
 from latent_sweep.evaluation import Evaluator, answer
@@ -147,6 +148,8 @@ def _lead(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, engine: Eng
         started |= {"versions": versions.installed(), "hardware": hardware(engine), "pid": os.getpid()}
         f.journal.append("started", **started)
     try:
+        if any(len(f.rows) < len(pack.tasks) for member in members for f in member.files):
+            check_pack(pack, Reader(desk.backbone.family, desk.backbone.tokenizer.backend_tokenizer), storage)
         _PackRun(members, desk, emit).run(len(pack.tasks))
     except Exception as error:  # of all members, such as a backbone that cannot be loaded
         # a fault of the storage cannot be journaled, and may pass; who has started a gang learns which worker failed

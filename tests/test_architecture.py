@@ -21,6 +21,7 @@ WITHOUT_TORCH = [
     "config",
     "plan",
     "forecast",
+    "checks",
     "memory",
     "explain",
     "metrics",

@@ -152,6 +152,10 @@ HOSTILE = {
         tiny(search={"seed": {"randint": [0.5, 2]}}),
         "search.seed.randint: found [0.5, 2]; expected two growing numbers",
     ),
+    "draws without a random axis": (
+        tiny(run__num_samples=4),
+        "run.num_samples: found 4, but no axis of search is random, so it would have no effect",
+    ),
     "draw out of range": (
         tiny(search={"method.dropout": {"uniform": [0.0, 1.5]}}),
         "search.method.dropout[1]: method.dropout: found 1.5; Input should be less than 1",
@@ -242,6 +246,15 @@ OVERRIDES = {
         "search.method.rank=null",
         "--set search.method.rank=null: search has no axis 'method.rank' to remove",
     ),
+    "nothing, as of an empty variable of the shell": (
+        "search.seed=",
+        "--set search.seed=: nothing stands behind the '='; write search.seed=null to remove an axis",
+    ),
+    "blanks": ("search.seed=  ", "nothing stands behind the '='; write search.seed=null"),
+    "nothing for a setting": (
+        "trial.training.max_steps=",
+        "--set trial.training.max_steps=: nothing stands behind the '='; write trial.training.max_steps=null for no",
+    ),
     "bad axis": ("search.seed=[0, x]", "search.seed[1]: seed: found 'x'; expected a whole number of at least 0"),
 }
 
@@ -252,7 +265,7 @@ def test_a_hostile_override_is_refused_with_the_reason(tmp_path, override, fault
 
 
 def test_overrides_change_settings_and_axes(tmp_path):
-    overrides = ["trial.training.epochs=1", "search.seed=[7]", "search.router.components=", "run.resources.cpus=2"]
+    overrides = ["trial.training.epochs=1", "search.seed=[7]", "search.router.components=null", "run.resources.cpus=2"]
     sweep = load_sweep(write(tmp_path, TINY), overrides)
     (trial,) = expand(sweep)
     assert (trial.settings.training.epochs, trial.settings.seed, sweep.run.resources.cpus) == (1, 7, 2)
@@ -294,7 +307,8 @@ SEARCHES = {
 
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=list(SEARCHES))
 def test_what_a_run_writes_down_is_the_same_sweep_again(tmp_path, search):
-    sweep = load_sweep(write(tmp_path, tiny(search=search, run__num_samples=4)))
+    samples = 4 if any(isinstance(values, dict) for values in search.values()) else 1
+    sweep = load_sweep(write(tmp_path, tiny(search=search, run__num_samples=samples)))
     trials = expand(sweep)
     folder = write_sweep(sweep, trials, tmp_path / "storage")
     again = load_sweep(folder.path / "sweep.yaml")

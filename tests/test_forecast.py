@@ -5,9 +5,11 @@ import pytest
 import yaml
 from sweeps_for_tests import tiny, write_benchmark
 
+from latent_sweep.backbones import BackboneSettings, tokenizer_at_hand
 from latent_sweep.bench import profile_path
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE
 from latent_sweep.benchmarks.schema import load_benchmark
+from latent_sweep.checks import Reader
 from latent_sweep.cli import main
 from latent_sweep.config import parse_sweep
 from latent_sweep.errors import StoreError
@@ -120,7 +122,7 @@ QUICK = {
         "tasks": ["mood", "ticket", "past"],
         "train_per_task": 8,
         "test_per_task": 3,
-        "max_target_length": 3,
+        "max_target_length": 6,
     },
     "trial__training": {"learning_rate": 0.05, "epochs": 1, "batch_size": 4},
 }
@@ -188,23 +190,43 @@ def own_benchmark(folder, **training):
     return trials_of(trial__benchmark=benchmark, trial__training=training, search={})
 
 
+BYTES = Reader("llama", tokenizer_at_hand(BackboneSettings(name="tiny-llama")))
+UNREAD = Reader("llama", None)
+
+
 def test_tokens_are_the_rows_in_characters(tmp_path):
     trials = own_benchmark(tmp_path / "own", epochs=3, batch_size=5, learning_rate=0.1)
     characters = 0
     for task in ("left", "right"):
         for row in json.loads((tmp_path / "own" / task / "train.json").read_text()):
             characters += len(f"{row['input']}\nOutput: ") + len(row["output"])
-    assert training_tokens(trials, tmp_path) == pytest.approx(3 * characters / 4)
+    assert training_tokens(trials, tmp_path, BYTES) == pytest.approx(3 * characters)
+    assert training_tokens(trials, tmp_path, UNREAD) == pytest.approx(3 * characters / 4)
     # four of the five steps of an epoch
     limited = own_benchmark(tmp_path / "again", max_steps=4, epochs=3, batch_size=5, learning_rate=0.1)
-    assert training_tokens(limited, tmp_path) == pytest.approx(4 / 5 * characters / 4)
+    assert training_tokens(limited, tmp_path, BYTES) == pytest.approx(4 / 5 * characters)
+
+
+def test_characters_of_several_bytes_are_several_tokens(tmp_path):
+    folder = write_benchmark(tmp_path / "own")
+    for path in folder.glob("*/train.json"):
+        path.write_text(path.read_text().replace("row", "\u4e00" * 3))
+    benchmark = {"name": str(folder), "max_source_length": 64}
+    (trial,) = trials_of(trial__benchmark=benchmark, trial__training={"epochs": 1, "max_steps": 100}, search={})
+    tokens = sum(
+        len(f"{row['input']}\nOutput: {row['output']}".encode())
+        for path in folder.glob("*/train.json")
+        for row in json.loads(path.read_text())
+    )
+    # the prompts of a task differ by a digit, and its targets count as if they were like them
+    assert training_tokens([trial], tmp_path, BYTES) == pytest.approx(tokens, rel=0.05)
 
 
 def test_a_long_prompt_counts_as_far_as_it_is_read(tmp_path):
     trials = own_benchmark(tmp_path / "own", epochs=1, batch_size=8, learning_rate=0.1)
     shortest = trials[0].settings.benchmark.model_copy(update={"max_source_length": 2})
     cut = [type(t)(**vars(t) | {"settings": t.settings.model_copy(update={"benchmark": shortest})}) for t in trials]
-    assert training_tokens(cut, tmp_path) == pytest.approx(48 * (2 + 2 / 4))
+    assert training_tokens(cut, tmp_path, BYTES) == pytest.approx(48 * (2 + 2))
 
 
 def plan_of(storage, **changes):
@@ -219,13 +241,20 @@ def test_a_profile_turns_work_into_hours(tmp_path):
     write_profile(tmp_path)
     text, _ = plan_of(tmp_path)
     (line,) = [line for line in text.splitlines() if "one worker" in line]
-    hours = training_tokens(trials, tmp_path) / 0.5 / 3600
+    hours = training_tokens(trials, tmp_path, BYTES) / 0.5 / 3600
     # per seed: two passes with certainty, 12 rows each at four seconds; at most one more for each K
     least, most = 2 * 2 * 12 * 4 / 60, 2 * (1 + 2 * 2) * 12 * 4 / 60
     assert line.strip() == (
         f"about {hours:,.1f} h of learning and {least:.0f} min to {most:.0f} min of answering with one worker: "
         "tiny-llama (float32) on cpu, measured 2030-01-02"
     )
+
+
+def test_hours_without_a_tokenizer_say_what_they_take_for_a_token(tmp_path):
+    write_profile(tmp_path)
+    profile_path(tmp_path, "tiny-llama", "float32").rename(profile_path(tmp_path, "t5-large", "float32"))
+    text, _ = plan_of(tmp_path, trial__backbone={"name": "t5-large", "dtype": "float32", "tokenizer": "nobody/has-it"})
+    assert "measured 2030-01-02; taking 4 characters for a token" in text
 
 
 def test_a_profile_of_another_precision_says_nothing(tmp_path):
@@ -336,8 +365,8 @@ def data(tmp_path_factory):
         for task in spec.tasks:
             folder = root / spec.folder / task.folder
             folder.mkdir(parents=True)
-            rows = [f'{{"input": "row {i}", "output": "yes"}}' for i in range(24)]
             for split in ("train", "test"):
+                rows = [f'{{"input": "{split} row {i}", "output": "yes"}}' for i in range(24)]
                 (folder / f"{split}.json").write_text(f"[{', '.join(rows)}]")
     return str(root.parent)
 

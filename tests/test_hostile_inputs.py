@@ -160,6 +160,7 @@ OVERRIDES = {
     "no YAML": ("trial.seed={", "--set trial.seed={: is not valid YAML"),
     "a control character": ("trial.seed=\a", "is not valid YAML: unacceptable character"),
     "a NUL character": ('name="a\\0"', "a NUL character"),
+    "an empty variable": ("trial.seed=", "--set trial.seed=: nothing stands behind the '='; write trial.seed=null"),
     "an axis that is not there": ("search.method.alpha=null", "search has no axis 'method.alpha' to remove"),
     "below a number": ("trial.seed.first=1", "trial.seed is a plain value, not a group"),
     "a long number": ("trial.seed=" + "9" * 30, "a whole number of more than 64 bits"),
@@ -324,6 +325,23 @@ BENCHMARKS = {
     ),
     "ids twice": (rows(ROW | {"id": 1}, ROW | {"id": "1"}), "train.json, [1]: id '1' is also that of [0]"),
     "rows that are text": (rows("a"), "train.json, [0]: found a string; expected an object"),
+    "a key of a row twice": (
+        raw(b'[{"input": "a", "output": "ax"}, {"input": "a", "output": "ax", "output": "bx"}]'),
+        "train.json, [1]: key 'output' appears twice; expected each key once",
+    ),
+    "a key of the file twice": (
+        raw(b'{"Instances": [{"input": "a", "output": "ax"}], "Instances": []}'),
+        "train.json: key 'Instances' appears twice; expected each key once",
+    ),
+    "an empty stop string": (
+        described(stop=["\n", ""]),
+        "stop: found an empty string, which would end every answer at once",
+    ),
+    "a stop string twice": (described(stop=["\n", "#", "\n"]), "stop: '\\n' listed twice; name each string once"),
+    "an order that names a task twice": (
+        described(orders={"1": ["left", "right", "left"]}),
+        "order '1' names task 'left' twice",
+    ),
     "no rows in the object": (raw(b'{"rows": []}'), "expected a list of rows, or an object with `Instances`"),
     "a row without an answer": (
         rows(ROW, {"input": "a"}),
@@ -357,6 +375,14 @@ def test_a_benchmark_that_is_none_is_refused_with_the_reason(tmp_path, capsys, c
     printed = refusal(capsys, "run", path, "--local")
     assert words in printed
     assert str(own) in printed
+
+
+def test_a_key_twice_in_a_line_is_refused_with_the_line(tmp_path, capsys):
+    own = write_benchmark(tmp_path / "own", rows=4)
+    (own / "left" / "train.json").unlink()
+    raw(b'{"input": "a", "output": "ax"}\n\n{"input": "b", "id": 1, "id": 2, "output": "ax"}\n', "train.jsonl")(own)
+    printed = refusal(capsys, "plan", write(tmp_path, tiny(trial__benchmark={"name": str(own)})))
+    assert "train.jsonl, line 3: key 'id' appears twice; expected each key once" in printed
 
 
 TEST_ROWS = {

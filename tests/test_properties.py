@@ -137,7 +137,8 @@ def sweeps(draw):
     axes = draw(st.sets(st.sampled_from(sorted(AXES)), max_size=2))
     name = draw(st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=6).map("a".__add__))
     search = {axis: draw(AXES[axis]) for axis in sorted(axes)}
-    return tiny(name=name, search=search, run__num_samples=draw(st.integers(1, 2)))
+    random = any(isinstance(values, dict) for values in search.values())
+    return tiny(name=name, search=search, run__num_samples=draw(st.integers(1, 2)) if random else 1)
 
 
 @examples(25)

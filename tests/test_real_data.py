@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from sweeps_for_tests import results, sweep_folder
@@ -16,6 +17,8 @@ pytestmark = [
     pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data"),
 ]
 
+SWEEPS = sorted((Path(__file__).parents[1] / "sweeps").glob("*.yaml"))
+
 SWEEP = """
 name: tiny
 trial:
@@ -26,6 +29,12 @@ search:
   router.mode: [soft, sum]
 run: {storage: STORAGE, tracking: {uri: none}}
 """
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=[path.stem for path in SWEEPS])
+def test_a_sweep_of_the_repository_passes_plan_on_the_real_rows(path, tmp_path, capsys):
+    assert main(["plan", str(path), "--set", f"run.storage={tmp_path}"]) == 0
+    assert "reuse unknown" not in capsys.readouterr().out
 
 
 def test_routing_keeps_a_real_task_that_another_follows(tmp_path):

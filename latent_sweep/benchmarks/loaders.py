@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from filelock import FileLock
 
 from latent_sweep import versions
 from latent_sweep.benchmarks import builtin
-from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, prompt_parts
+from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, is_cut, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
 from latent_sweep.files import committing
@@ -188,7 +189,13 @@ def tokenised(
                 truncation=settings.truncation,
                 bos=settings.bos,
             )
-            prompts = [encode(prompt_parts(spec, task, row.input)) for row in rows]
+            parts = [prompt_parts(spec, task, row.input) for row in rows]
+            prompts = [encode(part) for part in parts]
+            full = [part for part, ids in zip(parts, prompts, strict=True) if sum(map(len, ids)) == max_source_length]
+            if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos) for part in full):
+                limit = f"benchmark.max_source_length = {max_source_length:,} tokens and lose their end"
+                counts = f"{cut:,} of {len(rows):,} {split} prompts"
+                logger.warning("Benchmark %s, task %s: %s are longer than %s.", spec.name, task.name, counts, limit)
             columns: dict[str, list[Any]] = {
                 "id": [row.id for row in rows],
                 "prompt_ids": [ids.head + ids.input + ids.cue for ids in prompts],
@@ -418,6 +425,8 @@ def _read_records(path: Path, source: str | None = None) -> Iterator[tuple[str, 
         return
     content = _parse_json(path, text)
     place = ""
+    if isinstance(content, _Repeating):
+        raise DataError(f"{path}: {content.fault}")
     if isinstance(content, dict) and "Instances" in content:
         content, place = content["Instances"], "Instances"
     if not isinstance(content, list):
@@ -428,7 +437,7 @@ def _read_records(path: Path, source: str | None = None) -> Iterator[tuple[str, 
 
 def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise DataError(f"{path}, line {line}, column {error.colno}: not valid JSON: {error.msg}.") from error
@@ -436,7 +445,25 @@ def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
         raise DataError(f"{path}: not JSON that can be read: {error}.") from error
 
 
+class _Repeating(dict[str, Any]):
+    """A JSON object with a key that appears twice: the first value would be lost without a word."""
+
+    fault = ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    repeating = _Repeating(found)
+    twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+    repeating.fault = f"key {twice!r:.60} appears twice; expected each key once. Correct the file."
+    return repeating
+
+
 def _check_row(where: str, record: Any, default_id: str) -> Row:
+    if isinstance(record, _Repeating):
+        raise DataError(f"{where}: {record.fault}")
     if not isinstance(record, dict):
         raise DataError(f"{where}: found {_kind(record)}; expected an object with `input` and `output`.")
     text_key, answer_key = ("sentence", "label") if "sentence" in record else ("input", "output")

@@ -14,6 +14,7 @@ serves the package's own and users' benchmarks.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
@@ -100,6 +101,17 @@ def encode_parts(
     elif len(ids) > room:
         head, kept, cue = head[:room], kept[: max(0, room - n_head)], cue[: max(0, room - n_head - len(kept))]
     return PromptIds(first + head, kept, cue + last)
+
+
+def is_cut(
+    parts: PromptParts,
+    tokenizer: PreTrainedTokenizerBase,
+    family: Family,
+    max_source_length: int,
+    bos: Literal["auto", "off"] = "auto",
+) -> bool:
+    """Whether a prompt has more than `max_source_length` tokens, so that `encode_parts` leaves some out."""
+    return len(encode_prompt(parts, tokenizer, family, sys.maxsize, bos=bos)) > max_source_length
 
 
 def encode_target(text: str, tokenizer: PreTrainedTokenizerBase, family: Family, max_target_length: int) -> list[int]:

@@ -73,7 +73,7 @@ class BenchmarkSpec(Settings):
     folder: PathText = Field(".", json_schema_extra=NOT_IDENTITY)
     """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
     stop: Strings = ()
-    """Strings at which generation ends; no target holds one."""
+    """Strings at which generation ends, once some text stands before them; no target should hold one."""
     max_target_length: int = Field(50, ge=1)
     """Longest target and longest answer, in tokens."""
     tasks: tuple[TaskSpec, ...] = Field(strict=False)
@@ -90,6 +90,15 @@ class BenchmarkSpec(Settings):
         if isinstance(filled.get("orders"), dict):  # YAML reads the key 1 as a number
             filled["orders"] = {str(key) if type(key) is int else key: seq for key, seq in filled["orders"].items()}
         return filled
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("found an empty string, which would end every answer at once; leave it out")
+        if repeated := _repeated(stop):
+            raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each string once")
+        return stop
 
     @model_validator(mode="after")
     def _check_names(self) -> BenchmarkSpec:
