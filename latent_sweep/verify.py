@@ -119,7 +119,8 @@ def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
             continue
         if not events:
             if (result := trial.path / RESULT).exists():
-                yield _fault(sweep, trial, result, f"{result}: found no journal beside it", "the trial is run again")
+                text = f"{trial.path / JOURNAL}: found no event; expected how {result} came about"
+                yield _fault(sweep, trial, result, text, "the trial is run again")
             continue
         counts["journals"] += 1
         yield from _file_faults(sweep, trial, events, counts)
@@ -175,8 +176,9 @@ def _settings_fault(path: Path, params: Mapping[str, object]) -> str | None:
         return "is missing"
     except (OSError, ValueError, ConfigError) as error:
         return f"cannot be read: {error}"
-    expected = {name: value for name, value in params.items() if name != "benchmark.tasks"}
-    return None if found == expected else "says something else than sweep.json"
+    tasks = found.get("benchmark.tasks")  # sweep.json has their names, whether the settings name them or an order
+    shown = {"benchmark.tasks": " ".join(map(str, tasks)) if isinstance(tasks, list) else params.get("benchmark.tasks")}
+    return None if found | shown == {"benchmark.tasks": None} | dict(params) else "says something else than sweep.json"
 
 
 # --- the tracker -----------------------------------------------------------------------------------------------------
