@@ -184,6 +184,7 @@ class MlflowMirror:
             TrackingError: the tracker cannot be reached, or refuses a write.
             StoreError: `sweep.json` or a journal is damaged.
         """
+        self._client = None  # others may have changed the runs since they were read
         with self._connected():
             old = {identity: run for identity, run in self._runs.items() if identity[:2] in runs}
             self._runs = {identity: run for identity, run in self._runs.items() if identity not in old}
