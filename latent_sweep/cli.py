@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script.
 
     Returns:
-        0 if all went well, 1 if a trial failed or `verify` found a difference, 2 if the command could not be carried
-        out, 130 if it was interrupted.
+        0 if all went well, 1 if a trial failed or `verify` found a difference (with `--repair`: one that is left, for
+        the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
     """
     options = _parser().parse_args(arguments)
     log_without_secrets()
@@ -110,10 +110,17 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
         help="check that the disk is whole and that MLflow holds what the journals say",
-        description="Check the disk: every journal can be read, every snapshot that a result names checks against its "
-        "digest (one that does not is set aside). If it is whole, check MLflow: runs, params, tags, status, every "
+        description="Check the disk: every line of every journal checks against its digest, every file of results and "
+        "every snapshot against what the journals say. If it is whole, check MLflow: runs, params, tags, status, every "
         "point of every metric, artifacts (pictures by name, snapshots by size, the rest byte for byte). Prints what "
-        "differs. Exit codes: 0 equal, 1 something differs, 2 it could not be checked.",
+        "differs; changes nothing without --repair. Exit codes: 0 equal, 1 something differs (with --repair: something "
+        "is left for the next run), 2 it could not be checked.",
+    )
+    verify.add_argument(
+        "--repair",
+        action="store_true",
+        help="set aside what is damaged on disk, so that the same run command makes it again, and say what that takes; "
+        "if the disk is whole, bring MLflow what it lacks, with new runs in the place of those that cannot be mended",
     )
     _add_tracker_arguments(verify)
     verify.set_defaults(carry_out=_verify)
@@ -210,16 +217,34 @@ def _sync(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from latent_sweep.backends.mlflow_mirror import MlflowMirror
-    from latent_sweep.verify import verify_disk, verify_tracker
+    from latent_sweep.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
 
     folder, mirror = _tracked_sweep(options)
     disk = verify_disk(folder)
     print(f"disk\n{disk.text()}", flush=True)
-    if disk.faults or not isinstance(mirror, MlflowMirror):
-        return 1 if disk.faults else 0
+    if disk.faults and options.repair:
+        if remedies := repair_disk(folder):
+            print("set aside; the same run command makes it again:", *remedies, sep="\n")
+            return 1
+        print("fetched again from the object store")
+    elif disk.faults:
+        return _differs()
+    if not isinstance(mirror, MlflowMirror):
+        return 0
     tracker = verify_tracker(folder, mirror)
-    print(f"MLflow at {redact(mirror.uri)}\n{tracker.text()}")
+    print(f"MLflow at {redact(mirror.uri)}\n{tracker.text()}", flush=True)
+    if tracker.faults and options.repair:
+        repair_tracker(folder, mirror)
+        tracker = verify_tracker(folder, mirror)
+        print(f"repaired\n{tracker.text()}")
+    elif tracker.faults:
+        return _differs()
     return 1 if tracker.faults else 0
+
+
+def _differs() -> int:
+    print("nothing was changed; the same command with --repair mends it, or makes it ready for the next run to mend")
+    return 1
 
 
 def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowMirror | NullMirror]:

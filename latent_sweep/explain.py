@@ -182,7 +182,14 @@ def _remembered(store: SnapshotStore) -> list[Stage]:
     for path in sorted(store.folder.glob("*.json")):
         try:
             found.append(Stage.of(json.loads(path.read_text(encoding="utf-8"))["facts"]["stage"]))
-        except (OSError, ValueError, KeyError, TypeError):  # a run sets damaged ones aside, and says so
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):  # a run sets damaged ones aside, and says so
             continue
     return found
 

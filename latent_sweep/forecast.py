@@ -8,7 +8,6 @@ of passes is a range: at least those of a router that is always sure of the righ
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from latent_sweep.plan import ROUTED, Member, Pack, Trial, router_identity
 from latent_sweep.report import label, short_names
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.snapshots import SnapshotStore
+from latent_sweep.tracking import trial_journal
+from latent_sweep.trial_files import told_rows
 
 CHARACTERS_PER_TOKEN = 4.0
 """Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
@@ -204,13 +205,8 @@ def _blend(trial: Trial, lineages: Sequence[str]) -> str:
 
 def _recorded_rows(trial: Trial, sweep_folder: Path) -> int:
     """Rows of the trial's score matrix that a run would keep."""
-    path = sweep_folder / "trials" / trial.trial_id / "scores.json"
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))["keys"]
-    except (OSError, ValueError, KeyError, TypeError):  # a run scores such rows again, and says why
-        return 0
-    same = [found == key for found, key in zip(recorded, trial.row_keys(), strict=False)]
-    return [*same, False].index(False)
+    events = trial_journal(sweep_folder, trial.trial_id).read()
+    return len(told_rows(events, trial.row_keys())) if events else 0
 
 
 # --- the text --------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class FileLease:
         """Who has it, for messages."""
         try:
             return _describe(json.loads(self._path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return "another process"
 
 
@@ -163,18 +163,19 @@ class ObjectLease:
     def _read(self) -> dict[str, Any] | None:
         """What is there; something unreadable belongs to nobody that we know, and expires."""
         try:
-            return json.loads(self._bucket.get(self._key) or b"null")
-        except ValueError:
+            found = json.loads(self._bucket.get(self._key) or b"null")
+        except (ValueError, RecursionError):
             return None
+        return found if isinstance(found, dict) else None
 
 
 def _this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
 
 
-def _describe(holder: dict[str, Any]) -> str:
+def _describe(holder: Any) -> str:
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
         return f"process {holder['pid']} on {holder['host']}, since {since}"
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return "another process"

@@ -143,6 +143,15 @@ class ScoreMatrix:
         """Mean over j of a[j, j], the score of each task just after it was learned."""
         return float(self._lower().diagonal().mean())
 
+    def measures(self) -> dict[str, float]:
+        """The measures of the rows so far, by the names they have everywhere."""
+        return {
+            "AP": self.average_performance(),
+            "FM": self.forgetting(),
+            "FM_scorer": self.forgetting_scorer(),
+            "BWT": self.backward_transfer(),
+        }
+
     def to_csv(self) -> str:
         """One line per learned task and one column per task; entries of tasks not yet learned are empty."""
         text = io.StringIO()

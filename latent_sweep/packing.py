@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import statistics
@@ -16,8 +15,7 @@ import torch
 
 from latent_sweep.plan import Pack
 from latent_sweep.settings import content_hash
-from latent_sweep.snapshots import TaskCheckpoint
-from latent_sweep.storage import write_json
+from latent_sweep.snapshots import TaskCheckpoint, read_sealed_json, write_sealed_json
 from latent_sweep.training import Lesson, Progress, train_pack
 from latent_sweep.trial import Desk, MemberRun, hardware
 
@@ -51,10 +49,8 @@ def measure(pack: Pack, storage: Path, threads: int | None = None) -> list[PackT
     if threads is not None:
         torch.set_num_threads(threads)
     path = storage / "profiles" / f"pack-{_key(pack)}.json"
-    try:
-        return [PackTiming(**timing) for timing in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
-        pass  # not measured yet, or not readable: measured now
+    if (known := _known_timings(path)) is not None:
+        return known
     desk = Desk(pack.trials[0], storage)
     timings: list[PackTiming] = []
     for size in SIZES:
@@ -67,8 +63,14 @@ def measure(pack: Pack, storage: Path, threads: int | None = None) -> list[PackT
             break
     desk.bank.remove()
     if timings:
-        write_json(path, [vars(timing) for timing in timings])
+        write_sealed_json(path, [vars(timing) for timing in timings], indent=1)
     return timings
+
+
+def _known_timings(path: Path) -> list[PackTiming] | None:
+    """What has been measured before; None where nothing was, or where it is damaged: it is measured again then."""
+    content = read_sealed_json(path)
+    return None if content is None else [PackTiming(**timing) for timing in content]
 
 
 def best_size(timings: Sequence[PackTiming]) -> int:

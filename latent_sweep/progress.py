@@ -115,13 +115,11 @@ class ProgressPrinter:
     def _running_line(self) -> None:
         running = []
         for path in sorted((self._sweep.path / "progress").glob("*.json")):
-            try:
+            with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # for display only: left out
                 p = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue  # being replaced; the next look sees it
-            if time.time() - p["time"] < 3 * self._interval and p["step"] < p["steps"]:
-                at = f"{p['doing']} {p['task']} {p['step']}/{p['steps']}"
-                running.append(f"{at} loss {p['loss']:.3f}" if p["doing"] == "learning" else at)
+                if time.time() - p["time"] < 3 * self._interval and p["step"] < p["steps"]:
+                    at = f"{p['doing']} {p['task']} {p['step']}/{p['steps']}"
+                    running.append(f"{at} loss {p['loss']:.3f}" if p["doing"] == "learning" else at)
         fraction = self._fraction()
         gained = fraction - self._at_start
         eta = ""

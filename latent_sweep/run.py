@@ -22,7 +22,8 @@ from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
 from latent_sweep.plan import Member, Pack, Trial, expand, pack
 from latent_sweep.settings import content_hash, yaml_text
-from latent_sweep.storage import Storage, following, open_storage, write_atomically, write_json
+from latent_sweep.snapshots import write_sealed_json
+from latent_sweep.storage import Storage, following, open_storage, write_atomically
 from latent_sweep.tracked import trial_name
 from latent_sweep.tracking import SweepFolder, driving, status, trial_journal
 from latent_sweep.trial_files import TrialFiles
@@ -191,7 +192,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFo
     changed = {path: text for path, text in files.items() if read_file(path) != text}
     with ThreadPoolExecutor(16) as writers:  # each waits for its disk, or its object store
         list(writers.map(write_atomically, changed, changed.values()))
-    write_json(folder / "sweep.json", content)
+    write_sealed_json(folder / "sweep.json", content, indent=1)
     return SweepFolder(folder)
 
 

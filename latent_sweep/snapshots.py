@@ -57,9 +57,9 @@ def write_sealed(path: Path, arrays: Mapping[str, npt.ArrayLike]) -> None:
     write_atomically(path, _sealed(save(in_order, metadata=_UNSEALED)))
 
 
-def write_sealed_json(path: Path, content: Any) -> None:
-    """Write a JSON value as one file, atomically, sealed."""
-    text = json.dumps(_UNSEALED | {"content": content}, separators=(",", ":"), allow_nan=False)
+def write_sealed_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write a JSON value as one file, atomically, sealed; indented where people read it."""
+    text = json.dumps(_UNSEALED | {"content": content}, indent=indent, separators=(",", ":"), allow_nan=False)
     write_atomically(path, _sealed(text.encode()))
 
 
@@ -81,17 +81,29 @@ def intact(path: Path) -> bool:
 
     One that does not check is renamed to `*.damaged` and reported, and counts as not there.
     """
+    if not path.exists():
+        return False
+    if is_sealed(path):
+        return True
+    set_aside(path, "does not check against its digest")
+    return False
+
+
+def set_aside(path: Path, found: str) -> None:
+    """Rename a damaged file to `*.damaged` and say what was found; it need not be there any more."""
+    damaged = path.with_suffix(DAMAGED)
+    log.warning("%s %s; it is set aside as %s and made again", path, found, damaged.name)
+    with committing(damaged), suppress(FileNotFoundError):  # another process has done so
+        os.replace(path, damaged)
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a sealed file is there and checks against its digest; changes nothing."""
     try:
         status = path.stat()
     except FileNotFoundError:
         return False
-    if _checks(path, status.st_size, status.st_mtime_ns):
-        return True
-    damaged = path.with_suffix(DAMAGED)
-    log.warning("%s does not check against its digest; it is set aside as %s and made again", path, damaged.name)
-    with committing(damaged), suppress(FileNotFoundError):  # another process has done so
-        os.replace(path, damaged)
-    return False
+    return _checks(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)
@@ -142,7 +154,7 @@ class SnapshotStore:
         digest = hashlib.sha256(content).hexdigest()
         # the second rename commits: without this file the snapshot does not exist
         facts = {"lineage": snapshot.lineage, "sha256": digest, "facts": snapshot.facts}
-        write_json(self._facts_path(snapshot.lineage), facts)
+        write_json(self._facts_path(snapshot.lineage), facts | {"facts_sha256": _facts_digest(snapshot.facts)})
 
     def get(self, lineage: str) -> Snapshot | None:
         """A committed snapshot, or None where there is none; a damaged one is set aside and counts as none."""
@@ -157,16 +169,31 @@ class SnapshotStore:
             self._storage.remove(path)
         return None
 
+    def fault(self, lineage: str) -> str | None:
+        """What is wrong with a snapshot that should be there, or None; it is left as it is."""
+        files = self.path(lineage), self._facts_path(lineage)
+        if not all(map(self._storage.share, files)):
+            return "is missing"
+        return None if self._facts(lineage, files[0].read_bytes()) is not None else "does not check against its digest"
+
     def _read(self, lineage: str) -> Snapshot | None:
         """The snapshot as it lies here, or None where it does not check against its digest."""
         from safetensors.torch import load
 
         content = self.path(lineage).read_bytes()
+        facts = self._facts(lineage, content)
+        return None if facts is None else Snapshot(lineage, load(content), facts)
+
+    def _facts(self, lineage: str, content: bytes) -> dict[str, Any] | None:
+        """The facts beside these tensors, or None where they, or the tensors, do not check against their digests."""
         try:
-            facts = json.loads(self._facts_path(lineage).read_text(encoding="utf-8"))
-            if facts["lineage"] == lineage and facts["sha256"] == hashlib.sha256(content).hexdigest():
-                return Snapshot(lineage, load(content), facts["facts"])
-        except (ValueError, KeyError, TypeError):
+            found = json.loads(self._facts_path(lineage).read_text(encoding="utf-8"))
+            facts = found["facts"]
+            # snapshots of earlier versions have no digest of their facts, and too much learning in them to be refused
+            digests = found["sha256"], found.get("facts_sha256", _facts_digest(facts))
+            if found["lineage"] == lineage and digests == (hashlib.sha256(content).hexdigest(), _facts_digest(facts)):
+                return facts
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
         return None
 
@@ -239,6 +266,10 @@ class TaskCheckpoint:
         """The snapshot is committed: nothing to resume, and nothing to learn from a damaged one that was set aside."""
         storage_of(self.path).remove(self.path)
         self.path.with_suffix(DAMAGED).unlink(missing_ok=True)
+
+
+def _facts_digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(facts)), sort_keys=True).encode()).hexdigest()
 
 
 def _tensor_bytes(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:

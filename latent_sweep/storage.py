@@ -57,7 +57,12 @@ def write_atomically(path: Path, content: bytes | bytearray) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """`content` as indented JSON with sorted keys, written atomically."""
-    write_atomically(path, (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
+    write_atomically(path, json_bytes(content))
+
+
+def json_bytes(content: Any) -> bytes:
+    """`content` as indented JSON with sorted keys."""
+    return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 # --- storages --------------------------------------------------------------------------------------------------------
@@ -227,7 +232,7 @@ class ObjectStorage(Storage):
 
     def _shared(self, path: Path) -> bool:
         first = path.relative_to(self.folder).parts[0]
-        return first not in NODE_LOCAL and path.suffix != ".lock" and not path.name.startswith(".")
+        return first not in NODE_LOCAL and path.suffix not in (".lock", ".damaged") and not path.name.startswith(".")
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -16,7 +16,7 @@ from latent_sweep import report
 from latent_sweep.redaction import redact
 from latent_sweep.settings import content_hash
 from latent_sweep.storage import storage_of
-from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, restarts, status
+from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, restarts, stages, status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,6 +65,8 @@ class RunContent:
     kind: Kind
     key: str
     """With `kind` it says which run it is."""
+    life: str
+    """Which journal of the trial it tells of, by its first event: one whose folder was deleted begins another."""
     name: str
     start: float
     """Unix seconds."""
@@ -104,6 +106,7 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
     return RunContent(
         kind="trial",
         key=trial.trial_id,
+        life=life_of(events),
         name=redact(trial_name(sweep, trial)),
         start=events[0]["time"],
         status=_RUN_STATUS[status(events)],
@@ -112,8 +115,13 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         tags=_texts(tags, _LONGEST_TAG),
         mark=trial_mark(sweep, events),
         history=list(_history(events)),
-        artifacts={} if status(events) == "running" else _trial_artifacts(sweep, trial),
+        artifacts={} if status(events) == "running" else _trial_artifacts(sweep, trial, events),
     )
+
+
+def life_of(events: Sequence[Event]) -> str:
+    """Names a journal by its first event: no other begins at the same time, on the same node, in the same process."""
+    return events[0]["sha256"][:16]
 
 
 def trial_mark(sweep: SweepFolder, events: Sequence[Event]) -> dict[str, str]:
@@ -142,6 +150,7 @@ def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Itera
         yield RunContent(
             kind="summary",
             key=key,
+            life="",
             name=redact(f"mean {report.label(configuration.values)}".strip()),
             start=end,
             status="FINISHED",
@@ -172,6 +181,7 @@ def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
     return RunContent(
         kind="sweep",
         key=sweep.sweep_id,
+        life="",
         name=f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}",
         start=time.time(),
         status="KILLED" if work_left else "FINISHED",
@@ -184,9 +194,10 @@ def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
     )
 
 
-def run_tags(sweep: SweepFolder, kind: Kind, key: str) -> dict[str, str]:
+def run_tags(sweep: SweepFolder, content: RunContent) -> dict[str, str]:
     """The tags by which a run is found again."""
-    return {"kind": kind, "sweep": sweep.name, "sweep_id": sweep.sweep_id, KEY_TAG[kind]: key}
+    found = {"kind": content.kind, "sweep": sweep.name, "sweep_id": sweep.sweep_id, KEY_TAG[content.kind]: content.key}
+    return found | ({"journal": content.life} if content.life else {})
 
 
 def _params(trial: TrialFolder) -> dict[str, Any]:
@@ -222,17 +233,17 @@ def _last_finish(trials: Sequence[TrialFolder]) -> float:
     return max(ends, default=time.time())
 
 
-def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder) -> dict[str, Artifact]:
+def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event]) -> dict[str, Artifact]:
     from latent_sweep.figures import score_matrix_figure
 
     found: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
-    found |= {f"predictions/{path.name}": path for path in sorted((trial.path / "predictions").glob("*"))}
-    matrix = trial.read_json("scores.json")
-    if matrix and matrix["scores"]:
-        found["scores.csv"] = report.score_matrix_csv(matrix["tasks"], matrix["scores"])
-        found["score_matrix.png"] = partial(score_matrix_figure, matrix["tasks"], matrix["scores"])
-    for snapshot in (trial.read_json("result.json") or {}).get("snapshots", []):
-        if storage_of(path := sweep.storage / snapshot).share(path):
+    found |= {f"predictions/{path.name}": path for path in sorted((trial.path / "predictions").glob("*.jsonl"))}
+    if told := stages(events):
+        tasks, rows = list(told[-1]["scores"]), [list(stage["scores"].values()) for stage in told]
+        found["scores.csv"] = report.score_matrix_csv(tasks, rows)
+        found["score_matrix.png"] = partial(score_matrix_figure, tasks, rows)
+    for lineage in dict.fromkeys(stage["lineage"] for stage in told) if status(events) == "finished" else ():
+        if storage_of(path := sweep.storage / "snapshots" / f"{lineage}.safetensors").share(path):
             found[f"snapshots/{path.name}"] = path
     return found
 

@@ -1,25 +1,30 @@
 """What a trial did, on disk: an append-only journal of events, and the sweep folder that holds the trials.
 
-A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Unix seconds) and `event`:
+A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Unix seconds), `event` and, at its end,
+`sha256` of all that stands before it in the line:
 
     started   attempt, node, versions, hardware
-    stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number}
-    finished  metrics
+    stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number},
+              key (what the row was computed from), files {name: sha256}
+    finished  metrics, files {name: sha256}
     failed    kind, message, task, step
-    lost      kind, message: the worker is gone; the trial is tried again, or `failed` follows
+    lost      kind, message: the worker is gone, or what it left is; the trial is tried again, or `failed` follows
     stopped   tasks_seen, reason
 
-A trial may start several times; the disk is the truth, and trackers and reports only mirror it. One driver at a time
+A trial may start several times; its journal is the truth: the files beside it are checked against the digests that it
+tells, and trackers and reports only mirror it. One driver at a time
 runs a sweep, and one worker at a time writes a trial: `driving` and `writing` see to it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,6 +36,7 @@ from typing import Any, Literal
 from latent_sweep.errors import StoreError
 from latent_sweep.files import committing
 from latent_sweep.leases import held
+from latent_sweep.snapshots import is_sealed
 from latent_sweep.storage import JOURNAL, storage_of
 
 log = logging.getLogger(__name__)
@@ -78,15 +84,15 @@ class Journal:
             with self.path.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # the driver too has something to say of a trial whose worker is lost
                 earlier = self.read()
-                record = {"seq": earlier[-1]["seq"] + 1 if earlier else 0, **json.loads(content)}
+                line = _sealed(json.dumps({"seq": len(earlier), **json.loads(content)}))
                 file.truncate(len(self._whole_lines()))
-                file.write(json.dumps(record).encode() + b"\n")
+                file.write(line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             if not earlier:
                 _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
         storage.push(self.path)
-        return record
+        return json.loads(line)
 
     def read(self) -> list[Event]:
         """Every event in order; empty where there is no journal yet.
@@ -94,9 +100,9 @@ class Journal:
         A last line without its line end was cut by a kill and never acknowledged: it does not count.
 
         Raises:
-            StoreError: any other line is malformed; the message names file and line.
+            StoreError: any other line is not as it was written, or stands elsewhere; the message names file and line.
         """
-        return [self._parse(number, line) for number, line in enumerate(self._whole_lines().splitlines(), start=1)]
+        return [self._parse(number, line) for number, line in enumerate(self._whole_lines().split(b"\n")[:-1])]
 
     def _whole_lines(self) -> bytes:
         try:
@@ -105,18 +111,42 @@ class Journal:
             return b""
         return content[: content.rfind(b"\n") + 1]
 
-    def _parse(self, number: int, line: bytes) -> Event:
+    def _parse(self, seq: int, line: bytes) -> Event:
         try:
             record = json.loads(line)
-            if isinstance(record, dict) and _is_event(record):
+            if not (isinstance(record, dict) and _is_event(record)):
+                found = "an entry without seq, time and a known event"
+            elif line[-_SEAL_BYTES:] != _seal(line[:-_SEAL_BYTES]):
+                found = "does not check against its digest: it is damaged, or was written by an earlier version"
+            elif record["seq"] != seq:
+                found = f"seq is {record['seq']}, where {seq} comes next: lines are missing, or there twice"
+            else:
                 return record
-            found = "an entry without seq, time and a known event"
         except (ValueError, RecursionError) as error:
             found = str(error)
         raise StoreError(
-            f"{self.path}, line {number}: {found}; expected one JSON object with seq, time and event. "
-            f"Move the file aside and run the sweep again: stages in the store are not learned twice."
+            f"{self.path}, line {seq + 1}: {found}; expected one JSON object with seq, time, event and, last, sha256. "
+            f"{mending(self.path.parent.parent.parent)}: stages in the store are not learned twice."
         )
+
+
+def _sealed(text: str) -> bytes:
+    """The text of a JSON object as a line that ends with the digest of what stands before it."""
+    body = text[:-1].encode()
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+_SEAL_BYTES = len(_seal(b""))
+
+
+def mending(sweep_folder: Path) -> str:
+    """What to do about a file that is damaged, for messages."""
+    command = f"latent-sweep verify --repair {shlex.quote(str(sweep_folder))}"
+    return f"`{command}` sets it aside, and the same run command makes it again"
 
 
 def trial_journal(sweep_folder: Path, trial_id: str) -> Journal:
@@ -217,7 +247,7 @@ class TrialFolder:
         """The content of the trial's file `name`, or None where it is not there.
 
         Raises:
-            StoreError: the file is not JSON.
+            StoreError: the file cannot be read as JSON.
         """
         return _read_json(self.path / name) if (self.path / name).exists() else None
 
@@ -241,7 +271,12 @@ class SweepFolder:
                 f"{self.path}: found no sweep.json; expected the folder of a sweep, <storage>/<sweep name>. "
                 f"Run the sweep first, or check the path."
             )
-        return _read_json(file)
+        if not is_sealed(file):
+            raise StoreError(
+                f"{file}: does not check against its digest: it is damaged, or was written by an earlier version. "
+                "Run the sweep again: that writes it anew, and repeats nothing that is complete."
+            )
+        return _read_json(file)["content"]
 
     @property
     def name(self) -> str:
@@ -280,8 +315,6 @@ class SweepFolder:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise StoreError(
-            f"{path}: not valid JSON ({error}). Move it aside and run the sweep again to write it anew."
-        ) from error
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise StoreError(f"{path}: cannot be read as JSON: {error}") from error

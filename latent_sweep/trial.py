@@ -41,7 +41,6 @@ from latent_sweep.retries import failure_facts
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.snapshots import Snapshot, SnapshotStore
-from latent_sweep.storage import write_json
 from latent_sweep.tracking import Event, attempts, stages, status, writing
 from latent_sweep.training import Lesson, Progress, TrainingSummary, derived_seed, train_pack
 from latent_sweep.trial_files import TrialFiles
@@ -143,6 +142,7 @@ def _lead(pack: Pack, storage: Path, sweep_folder: Path, emit: Emit, engine: Eng
     desk = Desk(pack.trials[0], storage, engine)
     members = [MemberRun(member, files, desk) for member, files in unfinished if files]
     for f in (f for member in members for f in member.files):
+        f.mend()
         started = {"attempt": len(attempts(f.journal.read())) + 1, "node": socket.gethostname()}
         started["micro_batch_size"] = f.trial.settings.training.micro_batch_size
         started |= {"versions": versions.installed(), "hardware": hardware(engine), "pid": os.getpid()}
@@ -277,6 +277,7 @@ class MemberRun:
         self.settings = member.trials[0].settings  # training reads nothing in which its trials differ
         self.contents = member.trials[0].stage_contents()
         self.lineages = tuple(map(content_hash, self.contents))
+        self.wanted = max((f.wanted for f in files), default=len(desk.tasks))
         self.snapshots: list[Snapshot] = []
         self._methods: dict[str, Method] = {}
         self.failure: Exception | None = None
@@ -362,14 +363,14 @@ class _PackRun:
     def __init__(self, members: Sequence[MemberRun], desk: Desk, emit: Emit):
         self.members, self.desk, self.emit = members, desk, emit
 
-    @property
-    def going(self) -> list[MemberRun]:
-        return [member for member in self.members if member.failure is None]
+    def going(self, position: int) -> list[MemberRun]:
+        """The members that go on to this task: they have not failed, and no scheduler has stopped them before it."""
+        return [member for member in self.members if member.failure is None and position < member.wanted]
 
     def run(self, n_tasks: int) -> None:
         for position in range(n_tasks):
             self._stage(position)
-        for member in self.going:
+        for member in self.going(0):
             with self._leaving([member], n_tasks - 1):
                 for f in member.files:
                     _finish(f, member.lineages, self.desk)
@@ -390,21 +391,19 @@ class _PackRun:
     def _stage(self, position: int) -> None:
         """Learn one task where nobody has, and score the tasks seen for every trial that lacks the row."""
         summaries = self._learn(position)
-        for member in self.going:
+        for member in self.going(position):
             with self._leaving([member], position):
                 for f in member.files:
-                    missing = len(f.rows) <= position
-                    timing = self._score(f, member, position) if missing else {}
-                    # a row that is scored again, because its data changed, replaces what the journal says of the stage
-                    if missing or position + 1 not in {event["tasks_seen"] for event in stages(f.journal.read())}:
-                        self._journal_stage(f, member, position, summaries.get(member.lineages[position]), timing)
-        if files := [f for member in self.going for f in member.files]:
+                    if len(f.rows) <= position < f.wanted:
+                        timing = self._score(f, member, position)
+                        self._tell_stage(f, member, position, summaries.get(member.lineages[position]), timing)
+        if files := [f for member in self.going(position) for f in member.files if position < f.wanted]:
             self.emit(StageDone(position + 1, [_prefix(f.matrix, position + 1) for f in files]))
 
     def _learn(self, position: int) -> dict[str, TrainingSummary]:
         """Put the task's snapshot at the end of each member's history; summaries of those learned here and now."""
         store, summaries = self.desk.store, {}
-        while wanting := {m.lineages[position]: m for m in self.going if len(m.snapshots) == position}:
+        while wanting := {m.lineages[position]: m for m in self.going(position) if len(m.snapshots) == position}:
             with store.leases(list(wanting), _say_waiting) as mine:
                 found = {lineage: snapshot for lineage in mine if (snapshot := store.get(lineage))}
                 missing = [lineage for lineage in mine if lineage not in found]
@@ -414,14 +413,15 @@ class _PackRun:
                     store.append(snapshot)
                     store.checkpoint(lineage).remove()
                     found[lineage], summaries[lineage] = snapshot, summary
-            for member in self.going:
+            for member in self.going(position):
                 if len(member.snapshots) == position and member.lineages[position] in found:
                     member.snapshots.append(found[member.lineages[position]])
         return summaries
 
     def train(self, position: int, lineages: Sequence[str]) -> dict[str, tuple[Snapshot, TrainingSummary]]:
         """Learn these snapshots side by side, each for all members that share it."""
-        sharers = {lineage: [m for m in self.going if m.lineages[position] == lineage] for lineage in lineages}
+        going = self.going(position)
+        sharers = {lineage: [m for m in going if m.lineages[position] == lineage] for lineage in lineages}
         lessons: dict[str, Lesson] = {}
         learned = {}
         for lineage, members in sharers.items():
@@ -470,18 +470,18 @@ class _PackRun:
             desk.storage / "predictions",
             lambda batches: desk.order("answer", member.member.training_id, f.trial.trial_id, batches),
         )
-        row, generated, total, rouge_1 = [], 0, 0, {}
+        row, predictions, generated, total, rouge_1 = [], {}, 0, 0, {}
         for j in range(position + 1):
             task = desk.tasks[j]
             rows = desk.tokens(s.benchmark, j, "test")
             result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task))
-            f.write_predictions(task.name, result.predictions)
+            predictions[task.name] = result.predictions
             row.append(result.score)
             if result.rouge_1 is not None:
                 rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
             generated, total = generated + result.generated, total + len(rows)
             self.emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
-        f.record(row)
+        f.record(row, predictions)
         measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total}
         measured |= rouge_1
         return measured | ({"router_accuracy": router_accuracy(weights)} if mixer.routes else {})
@@ -505,7 +505,7 @@ class _PackRun:
             desk.folds,
         )
 
-    def _journal_stage(
+    def _tell_stage(
         self,
         f: TrialFiles,
         member: MemberRun,
@@ -513,39 +513,18 @@ class _PackRun:
         summary: TrainingSummary | None,
         timing: Mapping[str, float],
     ) -> None:
-        matrix = _prefix(f.matrix, position + 1)
         facts = member.snapshots[position].facts
-        metrics = matrix_metrics(matrix) | dict(timing) | facts["measures"]
+        metrics = f.matrix.measures() | dict(timing) | facts["measures"]
         metrics |= {"train_loss" if name == "task" else name: loss for name, loss in facts["losses"].items()}
         if summary is not None:
             metrics["seconds_train"] = summary.seconds
             metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
-        names = [task.name for task in self.desk.tasks]
-        f.journal.append(
-            "stage",
-            tasks_seen=position + 1,
-            task=names[position],
-            lineage=member.lineages[position],
-            reused=summary is None,
-            learned_with=facts["computed_with"],
-            scored_with=computed_with(self.desk.backbone),
-            scores=dict(zip(names, matrix.rows[-1], strict=False)),
-            metrics=metrics,
-        )
+        computed = {"learned_with": facts["computed_with"], "scored_with": computed_with(self.desk.backbone)}
+        f.tell(member.lineages[position], summary is None, metrics, computed)
 
 
 def _say_waiting(lineage: str) -> None:
     log.info("waiting for another worker to learn %s", lineage)
-
-
-def matrix_metrics(matrix: ScoreMatrix) -> dict[str, float]:
-    """The measures of the rows so far, by the names they have everywhere."""
-    return {
-        "AP": matrix.average_performance(),
-        "FM": matrix.forgetting(),
-        "FM_scorer": matrix.forgetting_scorer(),
-        "BWT": matrix.backward_transfer(),
-    }
 
 
 def _prefix(matrix: ScoreMatrix, rows: int) -> ScoreMatrix:
@@ -554,26 +533,29 @@ def _prefix(matrix: ScoreMatrix, rows: int) -> ScoreMatrix:
 
 def _finish(f: TrialFiles, lineages: Sequence[str], desk: Desk) -> None:
     """Write the trial's result with its provenance, and close its journal."""
+    if f.stop is not None:
+        f.stop_again()
+        return
     matrix = f.matrix
     events = f.journal.read()
     timed = ("seconds_train", "seconds_eval")
     seconds = {name: sum(event["metrics"].get(name, 0.0) for event in stages(events)) for name in timed}
     paths = [desk.store.path(lineage).relative_to(desk.storage) for lineage in lineages]
-    result = {
-        "trial_id": f.trial.trial_id,
-        "training_id": f.trial.training_id,
-        "status": "finished",
-        "metrics": matrix_metrics(matrix),
-        "scores": dict(zip(matrix.tasks, matrix.rows[-1], strict=True)),
-        "timings": seconds,
-        "generated_share": _generated_share(f, desk, events),
-        "snapshots": [str(path) for path in paths],
-        "values": dict(f.trial.values),
-        "versions": versions.installed(),
-        "hardware": hardware(desk.engine),
-    }
-    write_json(f.folder / "result.json", result)
-    f.journal.append("finished", metrics=matrix_metrics(matrix))
+    f.finish(
+        {
+            "trial_id": f.trial.trial_id,
+            "training_id": f.trial.training_id,
+            "status": "finished",
+            "metrics": matrix.measures(),
+            "scores": dict(zip(matrix.tasks, matrix.rows[-1], strict=True)),
+            "timings": seconds,
+            "generated_share": _generated_share(f, desk, events),
+            "snapshots": [str(path) for path in paths],
+            "values": dict(f.trial.values),
+            "versions": versions.installed(),
+            "hardware": hardware(desk.engine),
+        }
+    )
 
 
 def _generated_share(f: TrialFiles, desk: Desk, events: Sequence[Event]) -> float:

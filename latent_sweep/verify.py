@@ -1,10 +1,11 @@
-"""Does the tracker hold what the journals say, and is the disk whole? Reads; changes nothing.
+"""Is the disk whole, and does the tracker hold what the journals say? `verify_*` read and change nothing.
 
-Except that a snapshot that does not check against its digest is set aside, as whenever one is read.
+`repair_*` set aside what is damaged, so that the same run command makes it again, and bring the tracker what it lacks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from pathlib import Path
 
 from latent_sweep import report
 from latent_sweep.backends.mlflow_mirror import FoundRun, MlflowMirror
-from latent_sweep.errors import StoreError
-from latent_sweep.snapshots import SnapshotStore
+from latent_sweep.config import flatten
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.settings import parse_yaml
+from latent_sweep.snapshots import SnapshotStore, set_aside
+from latent_sweep.storage import JOURNAL, storage_of
 from latent_sweep.tracked import (
     Point,
     RunContent,
@@ -23,7 +27,10 @@ from latent_sweep.tracked import (
     trial_content,
     trial_name,
 )
-from latent_sweep.tracking import SweepFolder, TrialFolder
+from latent_sweep.tracking import Event, Journal, SweepFolder, TrialFolder, driving, stages, status, writing
+from latent_sweep.trial_files import PREDICTIONS, RESULT, SCORES, contradictions, damages
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,29 +49,139 @@ class Verdict:
         return "\n".join([*self.faults, f"{end}; looked at {looked_at or 'nothing'}"])
 
 
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Something on disk that is not as it should be."""
+
+    text: str
+    trials: Sequence[TrialFolder]
+    """Those that need it."""
+    what: Path | str
+    """The file, or the lineage of the snapshot."""
+    remedy: str
+    """What the next run does about it, once it is set aside."""
+
+
 def verify_disk(sweep: SweepFolder) -> Verdict:
-    """Whether every journal can be read, and every snapshot that a result names checks against its digest."""
-    store = SnapshotStore(sweep.storage / "snapshots")
-    faults: list[str] = []
-    users: dict[str, TrialFolder] = {}
-    counts = Counter(journals=0, snapshots=0)
+    """Whether every journal is as it was written, and every file and snapshot as the journals say.
+
+    The files of a trial that has not come to its end are not looked at: a run writes them again.
+    """
+    counts: Counter[str] = Counter()
+    return Verdict([fault.text for fault in _disk_faults(sweep, counts)], counts)
+
+
+def repair_disk(sweep: SweepFolder) -> list[str]:
+    """Set aside what is damaged, so that the same run command makes it again; a line for each thing that it will do.
+
+    A trial whose snapshot is damaged or missing is opened again by an event in its journal. Where the storage is an
+    object store, what is whole there is fetched first.
+
+    Raises:
+        StoreError: `sweep.json` is damaged, or the storage cannot be read or written.
+    """
+    store, storage = SnapshotStore(sweep.storage / "snapshots"), storage_of(sweep.path)
+    remedies: dict[str, None] = {}
+
+    def mend(fault: _Fault, otherwise: Callable[[Path], object]) -> None:
+        with writing(sweep.path, {trial.training_id: [trial.trial_id] for trial in fault.trials}):
+            if isinstance(fault.what, Path):
+                if fault.what.exists():
+                    set_aside(fault.what, "is damaged")
+                otherwise(fault.what)
+                mended = fault.what.exists()
+            else:
+                mended = store.get(fault.what) is not None
+                for trial in () if mended else fault.trials:
+                    Journal(trial.path / JOURNAL).append("lost", kind="damaged", message=fault.text)
+        if not mended:
+            remedies[fault.remedy] = None
+
+    with driving(sweep.path, lambda driver: log.warning("%s is being run by %s; waiting", sweep.name, driver)):
+        for way in (storage.sync, storage.remove):  # what an object store has may be whole; if not, it goes there too
+            for fault in list(_disk_faults(sweep, Counter())):
+                mend(fault, way)
+    return list(remedies)
+
+
+def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
+    """Everything that is not as it should be; counts what it looks at."""
+    users: dict[str, list[TrialFolder]] = {}
+    stage_of: dict[str, Event] = {}
     for trial in sweep:
         try:
-            counts["journals"] += bool(trial.events())
-            named = (trial.read_json("result.json") or {}).get("snapshots", [])
+            events = trial.events()
         except StoreError as error:
-            faults.append(str(error))
+            yield _fault(sweep, trial, trial.path / JOURNAL, str(error), _TOLD_ANEW)
             continue
-        users |= {Path(path).stem: trial for path in named}
-    for lineage, user in users.items():
+        if not events:
+            if (result := trial.path / RESULT).exists():
+                text = f"{trial.path / JOURNAL}: found no event; expected how {result} came about"
+                yield _fault(sweep, trial, result, text, "the trial is run again")
+            continue
+        counts["journals"] += 1
+        yield from _file_faults(sweep, trial, events, counts)
+        if status(events) in ("finished", "stopped"):
+            stage_of |= {event["lineage"]: event for event in stages(events)}
+            for event in stages(events):
+                users.setdefault(event["lineage"], []).append(trial)
+    store = SnapshotStore(sweep.storage / "snapshots")
+    for lineage, trials in users.items():
         counts["snapshots"] += 1
-        if store.get(lineage) is None:
-            faults.append(
-                f"{trial_name(sweep, user)}: its result names snapshot {lineage}, which is missing or does not check "
-                f"against its digest; remove {user.path / 'scores.json'} and run the sweep again: only what is missing "
-                "is learned"
-            )
-    return Verdict(faults, counts)
+        if (found := store.fault(lineage)) is not None:
+            name, others = trial_name(sweep, trials[0]), f" and {len(trials) - 1} more" if len(trials) > 1 else ""
+            text = f"{name}{others}: snapshot {lineage}, which the journal names, {found}"
+            stage = stage_of[lineage]
+            remedy = f"{name}{others}: stage {stage['tasks_seen']}, task {stage['task']}, is learned again"
+            yield _Fault(text, trials, lineage, remedy)
+
+
+_TOLD_ANEW = "all rows are scored again, from the answers that are known; what the store holds is not learned again"
+
+
+def _file_faults(
+    sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event], counts: Counter[str]
+) -> Iterator[_Fault]:
+    settings = trial.path / "trial.yaml"
+    if (found := _settings_fault(settings, trial.params)) is not None:
+        yield _fault(sweep, trial, settings, f"{settings} {found}", "it is written again")
+    if status(events) == "running":
+        return
+    counts["files"] += len({name for event in events for name in event.get("files", {})})
+    seen = len(stages(events))
+    remedies = {
+        JOURNAL: _TOLD_ANEW,
+        SCORES: "it is written again from the journal",
+        PREDICTIONS: f"row {seen} is scored again, from the answers that are known",
+        RESULT: "it is written again",
+    }
+    found_damages = damages(trial.path, events)
+    for damage in found_damages or contradictions(trial.path, events):
+        remedy = remedies[damage.path.relative_to(trial.path).parts[0]]
+        yield _fault(sweep, trial, damage.path, f"{damage.path} {damage.found}", remedy)
+
+
+def _fault(sweep: SweepFolder, trial: TrialFolder, path: Path, text: str, remedy: str) -> _Fault:
+    return _Fault(text, [trial], path, f"{trial_name(sweep, trial)}: {path.name}: {remedy}")
+
+
+def _settings_fault(path: Path, params: Mapping[str, object]) -> str | None:
+    """What is wrong with the file of a trial's settings, or None."""
+    try:
+        found = flatten("trial", parse_yaml(path.read_text(encoding="utf-8"), "it"))
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, ValueError, ConfigError) as error:
+        return f"cannot be read: {error}"
+    tasks = found.get("benchmark.tasks")  # sweep.json has their names, whether the settings name them or an order
+    shown = {"benchmark.tasks": " ".join(map(str, tasks)) if isinstance(tasks, list) else params.get("benchmark.tasks")}
+    return None if found | shown == {"benchmark.tasks": None} | dict(params) else "says something else than sweep.json"
+
+
+# --- the tracker -----------------------------------------------------------------------------------------------------
 
 
 def verify_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> Verdict:
@@ -77,21 +194,41 @@ def verify_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> Verdict:
         TrackingError: MLflow cannot be reached or refuses.
         StoreError: a journal or a trial's file is damaged.
     """
+    counts: Counter[str] = Counter()
+    return Verdict([text for _, text in _tracker_faults(sweep, mirror, counts)], counts)
+
+
+def repair_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> None:
+    """Bring MLflow all that it lacks, and put new runs in the place of those that still differ.
+
+    Raises:
+        TrackingError: MLflow cannot be reached or refuses.
+        StoreError: a journal or a trial's file is damaged.
+    """
+    mirror.close()
+    if differing := {run for run, _ in _tracker_faults(sweep, mirror, Counter())}:
+        mirror.renew(differing)
+
+
+def _tracker_faults(
+    sweep: SweepFolder, mirror: MlflowMirror, counts: Counter[str]
+) -> Iterator[tuple[tuple[str, str], str]]:
+    """Everything that differs, with kind and key of its run; counts what it looks at."""
     found: dict[tuple[str, str], list[FoundRun]] = {}
     for run in mirror.read():
         found.setdefault((run.kind, run.key), []).append(run)
     parents = [run.run_id for run in found.get(("sweep", sweep.sweep_id), [])]
-    faults: list[str] = []
-    counts: Counter[str] = Counter()
     for content in _contents(sweep):
-        runs = found.pop((content.kind, content.key), [])
+        identity = (content.kind, content.key)
+        runs = found.pop(identity, [])
         if len(runs) != 1:
-            faults.append(f"{content.name}: found {len(runs)} runs; expected one")
+            yield identity, f"{content.name}: found {len(runs)} runs; expected one"
             continue
-        tags = {**run_tags(sweep, content.kind, content.key), **content.tags, **content.mark}
+        tags = {**run_tags(sweep, content), **content.tags, **content.mark}
         if content.kind != "sweep":
             tags["mlflow.parentRunId"] = " or ".join(parents)
-        faults += [f"{content.name}: {fault}" for fault in _faults(content, tags, runs[0], mirror.read_artifact)]
+        for fault in _faults(content, tags, runs[0], mirror.read_artifact):
+            yield identity, f"{content.name}: {fault}"
         counts.update(
             runs=1,
             params=len(content.params),
@@ -99,8 +236,8 @@ def verify_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> Verdict:
             points=len(content.points),
             artifacts=len(content.artifacts),
         )
-    faults += [f"{kind} {key}: found {len(runs)} runs; expected none" for (kind, key), runs in found.items()]
-    return Verdict(faults, counts)
+    for (kind, key), runs in found.items():
+        yield (kind, key), f"{kind} {key}: found {len(runs)} runs; expected none"
 
 
 def _contents(sweep: SweepFolder) -> Iterator[RunContent]:
@@ -135,13 +272,22 @@ def _faults(
 
 
 def _point_faults(content: RunContent, points: Sequence[Point]) -> Iterator[str]:
-    """Values that are missing or too many; of a sweep and its configurations, what they were earlier is not known."""
-    there = Counter((point.key, point.step, point.value) for point in points)
-    told = Counter((point.key, point.step, point.value) for point in content.history)
-    allowed = told if content.kind == "trial" else Counter(dict.fromkeys(there, 1))
-    for (key, step, value), count in (there - allowed).items():
-        yield f"metric {key} at step {step}: found {value!r} {count} times too often"
-    newest = {(point.key, point.step): point.value for point in points}
+    """Values that are missing or too many.
+
+    Of a sweep and its configurations it is not known what they were earlier: only a value that directly repeats itself
+    is there too often.
+    """
+    newest: dict[tuple[str, int], float] = {}
+    excess: Counter[tuple[str, int, float]] = Counter()
+    for point in points:
+        place = (point.key, point.step)
+        excess[(*place, point.value)] += content.kind == "trial" or newest.get(place) == point.value
+        newest[place] = point.value
+    if content.kind == "trial":
+        excess -= Counter((point.key, point.step, point.value) for point in content.history)
+    for (key, step, value), count in excess.items():
+        if count:
+            yield f"metric {key} at step {step}: found {value!r} {count} times too often"
     for point in content.points:
         found = newest.get((point.key, point.step))
         if found != point.value:

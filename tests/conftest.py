@@ -137,7 +137,7 @@ class Runs:
 
     def files(self) -> dict[str, bytes]:
         """Score matrices, predictions of trials and snapshots, byte for byte."""
-        patterns = ("tiny/trials/*/scores.json", "tiny/trials/*/predictions/*", "snapshots/*.safetensors")
+        patterns = ("tiny/trials/*/scores.json", "tiny/trials/*/predictions/*.jsonl", "snapshots/*.safetensors")
         paths = [p for pattern in (*patterns, "snapshots/*.json") for p in self.folder.glob(pattern)]
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from latent_sweep.snapshots import write_sealed_json
 from latent_sweep.tracking import Journal, SweepFolder, TrialFolder
 
 TASKS = ["sentiment", "summary", "intent"]
@@ -42,7 +46,10 @@ def write_sweep(
     content = {"sweep_id": sweep_id, "name": name, "axes": list(axes), "trials": trials, "seed_axis": "seed"}
     folder = storage / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sweep.json").write_text(json.dumps(content))
+    write_sealed_json(folder / "sweep.json", content)
+    for trial in SweepFolder(folder):
+        trial.path.mkdir(parents=True, exist_ok=True)
+        (trial.path / "trial.yaml").write_text(yaml.safe_dump(dict(trial.params)))
     return SweepFolder(folder)
 
 
@@ -60,7 +67,7 @@ def learn(trial: TrialFolder, tasks_seen: int, average: float) -> None:
         "stage",
         tasks_seen=tasks_seen,
         task=TASKS[tasks_seen - 1],
-        lineage=f"{trial.training_id}-{tasks_seen}",
+        lineage=trial.training_id,
         reused=False,
         scores=dict.fromkeys(TASKS[:tasks_seen], average),
         metrics={"AP": average, "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
@@ -69,18 +76,23 @@ def learn(trial: TrialFolder, tasks_seen: int, average: float) -> None:
 
 def finish(trial: TrialFolder, average: float, forgetting: float) -> None:
     """The end of a trial whose stages are there, with the files that lie beside its journal."""
-    journal_of(trial).append("finished", metrics={"AP": average, "FM": forgetting, "seconds_total": 9.0})
     snapshots = trial.path.parents[2] / "snapshots"
     snapshots.mkdir(exist_ok=True)
     (snapshots / f"{trial.training_id}.safetensors").write_bytes(b"weights")
-    (trial.path / "trial.yaml").write_text("seed: 0\n")
     rows = [[average] * (i + 1) for i in range(len(TASKS))]
-    (trial.path / "scores.json").write_text(json.dumps({"tasks": TASKS, "scores": rows}))
-    (trial.path / "result.json").write_text(
-        json.dumps({"snapshots": [f"snapshots/{trial.training_id}.safetensors"], "status": "finished"})
-    )
+    files = {
+        "scores.json": json.dumps({"tasks": TASKS, "scores": rows}),
+        "result.json": json.dumps({"snapshots": [f"snapshots/{trial.training_id}.safetensors"], "status": "finished"}),
+        "predictions/sentiment.jsonl": '{"answer": "good"}\n',
+    }
     (trial.path / "predictions").mkdir(exist_ok=True)
-    (trial.path / "predictions" / "sentiment.jsonl").write_text('{"answer": "good"}\n')
+    for name, content in files.items():
+        (trial.path / name).write_text(content)
+    journal_of(trial).append(
+        "finished",
+        metrics={"AP": average, "FM": forgetting, "seconds_total": 9.0},
+        files={name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()},
+    )
 
 
 def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:

@@ -64,7 +64,7 @@ def sweep_folder(folder: Path, name: str = "tiny") -> SweepFolder:
 
 def results(sweep: SweepFolder) -> dict[str, bytes]:
     """Every file that says what came out, byte for byte: score matrices, predictions and snapshots."""
-    files = [path for trial in sweep for path in (trial.path / "scores.json", *trial.path.glob("predictions/*"))]
+    files = [path for trial in sweep for path in (trial.path / "scores.json", *trial.path.glob("predictions/*.jsonl"))]
     files += sorted((sweep.storage / "snapshots").glob("*.safetensors"))
     files += sorted((sweep.storage / "snapshots").glob("*.json"))
     return {str(path.relative_to(sweep.storage)): path.read_bytes() for path in files}

@@ -15,7 +15,8 @@ from latent_sweep.config import parse_sweep
 from latent_sweep.errors import StoreError
 from latent_sweep.forecast import Span, describe_plan, estimate, training_tokens
 from latent_sweep.plan import expand, pack
-from latent_sweep.snapshots import Snapshot, SnapshotStore
+from latent_sweep.snapshots import Snapshot, SnapshotStore, write_sealed_json
+from latent_sweep.tracking import trial_journal
 
 SWEEPS = sorted((Path(__file__).parents[1] / "sweeps").glob("*.yaml"))
 NOWHERE = Path("nowhere")
@@ -158,11 +159,12 @@ def test_rows_whose_settings_changed_are_to_be_scored_again(runs):
     runs.run(runs.packs(**QUICK, search={}))
     same = trials_of(**QUICK, search={})
     assert estimate(same, runs.folder, "tiny").reuse.open_passes.most == 0
-    scores = runs.folder / "tiny" / "trials" / same[0].trial_id / "scores.json"
-    content = json.loads(scores.read_text())
-    scores.write_text(json.dumps(content | {"keys": [*content["keys"][:1], "another", *content["keys"][2:]]}))
+    journal = trial_journal(runs.folder / "tiny", same[0].trial_id)
+    _, _, second, *_ = journal.read()
+    told = {name: value for name, value in second.items() if name not in ("seq", "time", "event", "sha256")}
+    journal.append("stage", **told | {"key": "another"})
     assert estimate(same, runs.folder, "tiny").reuse.open_passes.most == 5
-    scores.write_text("{}")
+    journal.path.unlink()
     assert estimate(same, runs.folder, "tiny").reuse.open_passes.most == 6
 
 
@@ -170,8 +172,6 @@ def test_rows_whose_settings_changed_are_to_be_scored_again(runs):
 
 
 def write_profile(storage, **changes):
-    path = profile_path(storage, "tiny-llama", "float32")
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "backbone": "tiny-llama",
         "device": "cpu",
@@ -181,7 +181,7 @@ def write_profile(storage, **changes):
         "measured_at": "2030-01-02T03:04:05+00:00",
         "versions": {},
     }
-    path.write_text(json.dumps(content | changes))
+    write_sealed_json(profile_path(storage, "tiny-llama", "float32"), content | changes)
 
 
 def own_benchmark(folder, **training):

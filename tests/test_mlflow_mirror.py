@@ -20,9 +20,7 @@ from latent_sweep.backends import mlflow_mirror
 from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mirror_for
 from latent_sweep.cli import main
 from latent_sweep.errors import StoreError, TrackingError
-from latent_sweep.snapshots import Snapshot, SnapshotStore
-from latent_sweep.storage import write_json
-from latent_sweep.verify import verify_disk, verify_tracker
+from latent_sweep.verify import repair_tracker, verify_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -498,6 +496,96 @@ def test_mirrors_of_one_sweep_take_turns_and_see_what_the_other_has_brought(uri,
     assert verify_tracker(sweep, first).faults == []
 
 
+# --- another life ----------------------------------------------------------------------------------------------------
+
+
+def begun_again(sweep):
+    """The same sweep after its folder was deleted by hand: none of its trials has started."""
+    shutil.rmtree(sweep.path)
+    return write_sweep(sweep.storage, AXES)
+
+
+def deleted_trials(client, sweep):
+    from mlflow.entities import ViewType
+
+    experiment = client.get_experiment_by_name(sweep.name)
+    found = client.search_runs([experiment.experiment_id], "tags.kind = 'trial'", ViewType.DELETED_ONLY)
+    return Counter(run.data.tags["trial_id"] for run in found)
+
+
+def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equal(uri, sweep, client, plain_pictures):
+    first, second, *_ = sweep
+    for trial in (first, second):
+        run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).close()
+    sweep = begun_again(sweep)
+    mirror = MlflowMirror(uri, sweep)
+    start(first)
+    learn(first, 1, 0.75)
+    assert len(verify_tracker(sweep, mirror).faults) > 0
+    assert mirror.sync() == 1
+    assert [run.data.metrics["AP"] for run in runs_of(client, sweep, "trial")] == [0.75, 0.5]
+    assert deleted_trials(client, sweep) == {first.trial_id: 1}
+    run_to_end(second, 0.25, 0.0)
+    learn(first, 2, 0.75)
+    learn(first, 3, 0.75)
+    finish(first, 0.75, 0.0)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    assert deleted_trials(client, sweep) == {first.trial_id: 1, second.trial_id: 1}
+    for run in runs_of(client, sweep, "trial"):
+        assert steps_of(client, run) == WHOLE_TRIAL
+    assert mirror.sync() == 0
+
+
+@pytest.mark.parametrize(("dies_after", "writes_left"), [("create_", 1), ("log_", 2), ("set_", 1), ("delete_", 1)])
+def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_sync(
+    uri, sweep, client, monkeypatch, plain_pictures, dies_after, writes_left
+):
+    (trial, *_) = sweep
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).close()
+    sweep = begun_again(sweep)
+    run_to_end(trial, 0.75, 0.1)
+    fragile = CrashingClient(mlflow_mirror._quiet_client(uri), writes_left)
+    fragile.writes = dies_after
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_mirror, "_quiet_client", lambda uri: fragile)
+        with pytest.raises(TrackingError, match="Crash"):
+            MlflowMirror(uri, sweep).sync()
+    assert runs_of(client, sweep, "trial") != [], "it is never gone"
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    assert deleted_trials(client, sweep) == {trial.trial_id: 1}
+
+
+def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
+    """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
+    mirror = MlflowMirror(uri, sweep)
+    for average in (0.5, 0.75, 0.5):
+        sweep = mirror.sweep = begun_again(sweep)
+        run_to_end(next(iter(sweep)), average, 0.1)
+        mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert steps_of(client, parent) == {("best_AP", 1): 3}
+    assert verify_tracker(sweep, mirror).faults == []
+    client.log_metric(parent.info.run_id, "best_AP", 0.5, step=1)
+    (fault,) = verify_tracker(sweep, mirror).faults
+    assert "metric best_AP at step 1: found 0.5 1 times too often" in fault
+
+
+def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_pictures):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    client.delete_run(parent.info.run_id)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+
+
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
@@ -546,6 +634,11 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
         ]
     )
     assert copied.info.run_id != summary.info.run_id
+    repair_tracker(sweep, mirror)
+    verdict = verify_tracker(sweep, mirror)
+    assert verdict.faults == []
+    assert verdict.counts["runs"] == 4 + 2 + 1
+    assert [run.info.run_id == changed.info.run_id for run in runs_of(client, sweep, "trial")] == [False] * 4
 
 
 def test_a_journal_that_went_on_differs_until_it_is_brought(uri, sweep, capsys):
@@ -567,32 +660,31 @@ def test_a_journal_that_went_on_differs_until_it_is_brought(uri, sweep, capsys):
     assert "equal; looked at 2 runs" in capsys.readouterr().out
 
 
+def test_the_command_repairs_the_tracker(uri, sweep, client, capsys, plain_pictures):
+    learned = next(iter(sweep))
+    start(learned)
+    learn(learned, 1, 0.5)
+    arguments = ["verify", str(sweep.path), "--uri", uri]
+    assert main([*arguments, "--repair"]) == 0
+    (run,) = runs_of(client, sweep, "trial")
+    client.log_metric(run.info.run_id, "AP", 0.9, step=1)
+    capsys.readouterr()
+    assert main(arguments) == 1
+    assert "the same command with --repair mends it" in capsys.readouterr().out
+    assert main([*arguments, "--repair"]) == 0
+    printed = capsys.readouterr().out
+    assert "found 0.9; expected 0.5" in printed
+    assert "repaired\nequal; looked at 2 runs" in printed
+    (again,) = runs_of(client, sweep, "trial")
+    assert again.info.run_id != run.info.run_id
+    assert main(arguments) == 0
+
+
 def test_an_unreachable_tracker_cannot_be_verified(dead_uri, sweep, capsys):
     assert main(["verify", str(sweep.path), "--uri", dead_uri]) == 2
     printed = capsys.readouterr()
     assert printed.out == "disk\nequal; looked at nothing\n"
     assert "error: MLflow at http://***@127.0.0.1" in printed.err
-
-
-def test_a_disk_that_is_not_whole_differs(sweep, capsys):
-    store = SnapshotStore(sweep.storage / "snapshots")
-    whole, damaged, gone, torn = sweep
-    for trial in (whole, damaged):
-        store.append(Snapshot(trial.training_id, {}, {}))
-    for trial in (whole, damaged, gone):
-        start(trial)
-        write_json(trial.path / "result.json", {"snapshots": [f"snapshots/{trial.training_id}.safetensors"]})
-    assert len(verify_disk(sweep).faults) == 1
-    store.path(damaged.training_id).write_bytes(b"x")
-    start(torn)
-    with journal_of(torn).path.open("a") as file:
-        file.write("oops\n")
-    assert main(["verify", str(sweep.path), "--uri", "none"]) == 1
-    printed = capsys.readouterr().out
-    assert "line 2" in printed
-    assert "lambda=0.0 seed=1: its result names snapshot training0001, which is missing or does not check" in printed
-    assert "lambda=0.1 seed=0: its result names snapshot training0002, which is missing" in printed
-    assert "3 differences; looked at 3 journals, 3 snapshots" in printed
 
 
 def test_a_new_database_is_made_quietly_with_its_folder(first_use):

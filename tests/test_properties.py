@@ -1,6 +1,7 @@
 """What holds for every sweep file and every journal: generated ones."""
 
 import contextlib
+import hashlib
 import json
 import math
 import string
@@ -164,7 +165,8 @@ FIELDS = st.dictionaries(
 )
 EVENTS = st.lists(st.tuples(st.sampled_from(["started", "stage", "finished", "failed", "stopped"]), FIELDS), max_size=4)
 
-WHOLE = b'{"seq": 0, "time": 1.0, "event": "started"}\n'
+BODY = b'{"seq": 0, "time": 1.0, "event": "started"'
+WHOLE = BODY + b', "sha256": "%s"}\n' % hashlib.sha256(BODY).hexdigest().encode()
 LINES = [WHOLE, WHOLE[:-1], WHOLE[:9], b'{"seq": 1}\n', b"9" * 5000 + b"\n", b"\xff\xfe\n", b"\n", b"\r"]
 NO_EVENTS = {
     "another event": b'{"seq": 1, "time": 1.0, "event": "no such event"}\n',

@@ -1,7 +1,6 @@
 """The tiny sweep on a Ray cluster of its own: the same bytes as without Ray, and what only Ray can do."""
 
 import contextlib
-import json
 import os
 import subprocess
 from collections import Counter
@@ -12,6 +11,7 @@ import torch
 from sweeps_for_tests import TINY, end, events, family, results, start, sweep_folder, tiny, wait_until, write
 
 from latent_sweep.cli import main
+from latent_sweep.snapshots import read_sealed_json
 from latent_sweep.tracking import stages, status
 
 
@@ -121,7 +121,7 @@ def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
     assert code == 0, printed
     assert "sweep tiny: 4 trials (4 finished)" in printed
     (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")
-    sizes = [timing["size"] for timing in json.loads(profile.read_text())]
+    sizes = [timing["size"] for timing in read_sealed_json(profile)]
     assert sizes in ([1, 2], [1, 2, 4], [1, 2, 4, 8]), "larger packs are tried as long as they are faster"
     together = Counter(event["pid"] for event in events(sweep_folder(tmp_path), "started"))
     assert max(together.values()) <= 2, "with two slots, no pack takes more than half of the trainings"

@@ -35,7 +35,10 @@ def test_a_torn_last_line_does_not_count_and_is_cut_at_the_next_append(tmp_path,
     assert journal.read() == [first, second]
 
 
-@pytest.mark.parametrize("line", ["{oops", "[1, 2]", '{"seq": 3}', ""])
+BARE = '{"seq": 1, "time": 1.0, "event": "finished", "metrics": {"AP": 1.0}}'
+
+
+@pytest.mark.parametrize("line", ["{oops", "[1, 2]", '{"seq": 3}', "", BARE, BARE[:-1] + ', "sha256": "0"}'])
 def test_a_damaged_line_elsewhere_is_named(tmp_path, line):
     journal = Journal(tmp_path / "journal.jsonl")
     journal.append("started", attempt=1)
@@ -45,6 +48,38 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path, line):
         journal.read()
     with pytest.raises(StoreError, match="line 2"):
         journal.append("started", attempt=2)
+
+
+def three_events(folder):
+    """A journal of three events."""
+    journal = Journal(folder / "tiny" / "trials" / "t" / "journal.jsonl")
+    journal.append("started", attempt=1, node="n")
+    journal.append("stage", tasks_seen=1, task="mood", scores={"mood": 0.25}, metrics={"AP": 0.25})
+    journal.append("finished", metrics={"AP": 0.25})
+    return journal
+
+
+def test_any_byte_of_a_journal_that_changes_is_noticed_with_its_line(tmp_path):
+    journal = three_events(tmp_path)
+    content = journal.path.read_bytes()
+    for place in range(len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        journal.path.write_bytes(changed)
+        line = content[:place].count(b"\n") + 1
+        with pytest.raises(StoreError, match=f"journal.jsonl, line {line}: .*latent-sweep verify --repair .*tiny`"):
+            journal.read()
+
+
+@pytest.mark.parametrize(
+    "lines", [[1, 2], [0, 2], [0, 0, 1, 2], [0, 2, 1]], ids=["first gone", "one gone", "twice", "turned"]
+)
+def test_lines_that_are_missing_or_in_another_order_are_noticed(tmp_path, lines):
+    journal = three_events(tmp_path)
+    whole = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(b"".join(whole[line] for line in lines))
+    with pytest.raises(StoreError, match="comes next: lines are missing, or there twice"):
+        journal.read()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
@@ -101,9 +136,10 @@ def test_a_sweep_folder_gives_its_trials_with_their_journals(tmp_path):
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path):
     with pytest.raises(StoreError, match=r"no sweep\.json"):
         list(SweepFolder(tmp_path))
-    (tmp_path / "sweep.json").write_text("{")
-    with pytest.raises(StoreError, match=r"sweep\.json: not valid JSON"):
-        list(SweepFolder(tmp_path))
+    for content in ("", "{", "[]", '{"name": "tiny", "trials": []}', '{"sha256":"%s","content":{}}' % ("0" * 64)):
+        (tmp_path / "sweep.json").write_text(content)
+        with pytest.raises(StoreError, match=r"sweep\.json: does not check against its digest: .*Run the sweep again"):
+            list(SweepFolder(tmp_path))
 
 
 def test_the_journal_is_one_json_object_a_line(tmp_path):

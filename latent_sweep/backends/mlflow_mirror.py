@@ -7,6 +7,12 @@ nothing else: `sync` brings whatever is missing, any number of times, into the s
 Runs are found again by tag: `kind` (sweep, trial, summary) with `sweep_id`, `trial_id` or `configuration`. On a
 trial's run the tag `mirrored_events` is written last: it says how much of the journal has surely arrived. Points carry
 the journal's times, so that MLflow itself takes one that arrives twice for one.
+
+A trial whose folder was deleted and that runs again has another life, with a journal of its own. MLflow takes back no
+point and no param, so its old run could never again say what the journal says, and one run with the points of two lives
+would say what neither did. Hence the tag `journal` names the life that a run tells of; each life has its own run, and
+that of an earlier one is marked deleted (`delete_run`) once all that the new journal tells has arrived: at every moment
+the trial is there, and after a sync it is there once. MLflow keeps what is marked deleted, and `mlflow gc` frees it.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -40,6 +46,7 @@ from latent_sweep.tracked import (
     Point,
     RunContent,
     configuration_contents,
+    life_of,
     run_tags,
     sweep_content,
     trial_content,
@@ -60,6 +67,10 @@ _CLIENT_SETTINGS = {
 }
 """For MLflow's client; what the environment sets stays. 15 seconds to wait for an answer and one more attempt: a
 tracker that hangs is noticed after half a minute, with MLflow's own limits after many."""
+
+
+_Identity = tuple[str, str, str]
+"""Kind and key of a run, and the life of the trial that it tells of."""
 
 
 @dataclass
@@ -108,7 +119,7 @@ class MlflowMirror:
         self._id = uuid.uuid4().hex
         self._client: Any = None
         self._experiment_id = ""
-        self._runs: dict[tuple[str, str], _Run] = {}
+        self._runs: dict[_Identity, _Run] = {}
         self._view_key = ""
 
     def open(self) -> None:
@@ -164,12 +175,33 @@ class MlflowMirror:
             self._save_view()
         return changed
 
+    def renew(self, runs: Collection[tuple[str, str]]) -> None:
+        """Put new runs in the place of these, given by kind and key: what MLflow holds of them cannot be mended.
+
+        The old ones are marked deleted when the new ones are whole; one that should not be there gets no other.
+
+        Raises:
+            TrackingError: the tracker cannot be reached, or refuses a write.
+            StoreError: `sweep.json` or a journal is damaged.
+        """
+        self._client = None  # others may have changed the runs since they were read
+        with self._connected():
+            old = {identity: run for identity, run in self._runs.items() if identity[:2] in runs}
+            self._runs = {identity: run for identity, run in self._runs.items() if identity not in old}
+        self.close()
+        with self._connected():
+            for run in old.values():
+                self._client.delete_run(run.run_id)
+
     def read(self) -> list[FoundRun]:
         """All runs of this sweep as they are now; changes nothing.
 
         Raises:
             TrackingError: the tracker cannot be reached or refuses.
         """
+        database = _sqlite_file(self.uri)
+        if database is not None and not (database.exists() and database.stat().st_size):
+            return []  # MLflow would make one
         with self._explained():
             client = _quiet_client(self.uri)
             experiment = client.get_experiment_by_name(self.sweep.name)
@@ -248,11 +280,11 @@ class MlflowMirror:
         for found in sorted(
             _all_runs(client, self._experiment_id), key=lambda run: (run.info.start_time, run.info.run_id)
         ):
-            kind, key = _identity(found)
-            if (kind, key) in self._runs:
+            identity = _identity(found)
+            if identity in self._runs:
                 client.delete_run(found.info.run_id)  # a creation that was retried after its answer got lost
-            elif kind in KEY_TAG:
-                self._runs[kind, key] = _Run(
+            elif identity[0] in KEY_TAG:
+                self._runs[identity] = _Run(
                     run_id=found.info.run_id,
                     status=found.info.status,
                     tags=dict(found.data.tags),
@@ -276,17 +308,17 @@ class MlflowMirror:
 
     def _parent(self) -> _Run:
         name = f"sweep {self.sweep.name} {time.strftime('%Y-%m-%d')}"
-        return self._find_or_create("sweep", self.sweep.sweep_id, name, time.time())
+        tags = {"kind": "sweep", "sweep": self.sweep.name, "sweep_id": self.sweep.sweep_id}
+        return self._find_or_create(("sweep", self.sweep.sweep_id, ""), name, time.time(), tags)
 
-    def _find_or_create(self, kind: Kind, key: str, name: str, start: float) -> _Run:
-        """The run with this `kind` and `key`, made if there is none and brought under this sweep's parent."""
-        tags = run_tags(self.sweep, kind, key) | self._parent_tag(kind)
-        run = self._runs.get((kind, key))
+    def _find_or_create(self, identity: _Identity, name: str, start: float, tags: Mapping[str, str]) -> _Run:
+        """The run of this identity, made with these tags if there is none."""
+        run = self._runs.get(identity)
         if run is None:
             made = self._client.create_run(
-                self._experiment_id, start_time=round(1000 * start), tags=tags, run_name=name
+                self._experiment_id, start_time=round(1000 * start), tags=dict(tags), run_name=name
             )
-            run = self._runs[kind, key] = _Run(made.info.run_id, made.info.status, tags=tags)
+            run = self._runs[identity] = _Run(made.info.run_id, made.info.status, tags=dict(tags))
         return run
 
     def _parent_tag(self, kind: Kind) -> dict[str, str]:
@@ -297,19 +329,30 @@ class MlflowMirror:
         events = trial.events()
         if not events:
             return False
-        run = self._runs.get(("trial", trial.trial_id))
-        if run is not None and trial_mark(self.sweep, events).items() <= run.tags.items():
-            return False
-        self._bring(trial_content(self.sweep, trial, events))
-        return True
+        life = life_of(events)
+        run = self._runs.get(("trial", trial.trial_id, life))
+        mark = trial_mark(self.sweep, events) | self._parent_tag("trial")
+        news = run is None or not mark.items() <= run.tags.items()
+        if news:
+            self._bring(trial_content(self.sweep, trial, events))
+        self._delete_other_lives(trial.trial_id, life)
+        return news
+
+    def _delete_other_lives(self, trial_id: str, life: str) -> None:
+        """Mark the runs deleted that tell of earlier journals of a trial."""
+        others = [found for found in self._runs if found[:2] == ("trial", trial_id) and found[2] != life]
+        for identity in others:
+            self._client.delete_run(self._runs[identity].run_id)
+            del self._runs[identity]
 
     def _bring(self, content: RunContent) -> None:
         """Write whatever of a run is not there yet, and its artifacts anew."""
-        run = self._find_or_create(content.kind, content.key, content.name, content.start)
+        parent = self._parent_tag(content.kind)
+        identity = (content.kind, content.key, content.life)
+        run = self._find_or_create(identity, content.name, content.start, run_tags(self.sweep, content) | parent)
         if content.kind == "trial":
             self._set_running(run)
-        tags = {**content.tags, **self._parent_tag(content.kind)}
-        self._write(run, params=content.params, tags=tags, points=content.points)
+        self._write(run, params=content.params, tags={**content.tags, **parent}, points=content.points)
         for path, artifact in content.artifacts.items():
             self._write_artifact(run, PurePosixPath(path), artifact)
         if content.status != "RUNNING":
@@ -584,15 +627,16 @@ def _all_runs(client: Any, experiment_id: str) -> Iterator[Any]:
             return
 
 
-def _identity(run: Any) -> tuple[str, str]:
-    """A run's kind and key; empty for runs that are not ours."""
-    kind = run.data.tags.get("kind", "")
-    return kind, run.data.tags.get(KEY_TAG.get(kind, ""), "")
+def _identity(run: Any) -> _Identity:
+    """A run's kind, key and life; empty for runs that are not ours."""
+    tags = run.data.tags
+    kind = tags.get("kind", "")
+    return kind, tags.get(KEY_TAG.get(kind, ""), ""), tags.get("journal", "")
 
 
 def _read_run(client: Any, run: Any) -> FoundRun:
     run_id = run.info.run_id
-    kind, key = _identity(run)
+    kind, key, _ = _identity(run)
     points = [point for metric in run.data.metrics for point in _history(client, run_id, metric)]
     return FoundRun(
         run_id=run_id,

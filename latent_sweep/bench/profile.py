@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from latent_sweep.errors import StoreError
+from latent_sweep.snapshots import is_sealed, write_sealed_json
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,18 @@ def read_profile(path: Path) -> Profile | None:
     """A profile that `latent-sweep bench` has written; None where there is none.
 
     Raises:
-        StoreError: the file is not a profile.
+        StoreError: the file is not as it was written.
     """
-    try:
-        return Profile(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (ValueError, TypeError) as error:
-        raise StoreError(f"{path} is not a profile ({error}); delete it and run `latent-sweep bench` again") from error
+    if not is_sealed(path):
+        raise StoreError(
+            f"{path} is not a profile that checks against its digest: it is damaged, or was written by an earlier "
+            "version; delete it and run `latent-sweep bench` again"
+        )
+    return Profile(**json.loads(path.read_bytes())["content"])
 
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile where `read_profile` finds it."""
-    from latent_sweep.storage import write_json
-
-    write_json(path, asdict(profile))
+    write_sealed_json(path, asdict(profile), indent=1)
