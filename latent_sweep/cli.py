@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from latent_sweep import __version__
 from latent_sweep.errors import LatentSweepError
-from latent_sweep.redaction import log_without_secrets, redact
+from latent_sweep.redaction import log_without_secrets, printable
 
 if TYPE_CHECKING:
     from latent_sweep.backends.mlflow_mirror import MlflowMirror, NullMirror
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except LatentSweepError as error:
-        print(redact(f"error: {error}"), file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; run the same command again to go on from here", file=sys.stderr)
         return 130
     except Exception:  # a fault of ours; its traceback may quote an address or a token
-        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
         return 2
 
 
@@ -153,9 +153,9 @@ def _plan(options: argparse.Namespace) -> int:
     check_engine(sweep.run.engine)
     trials = expand(sweep)
     storage = open_storage(sweep.run.storage).folder
-    print(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage))
+    print(printable(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage)))
     if options.explain:
-        print("", explain_plan(sweep, trials, storage), sep="\n")
+        print("", printable(explain_plan(sweep, trials, storage)), sep="\n")
     return 0
 
 
@@ -194,7 +194,8 @@ def _bench(options: argparse.Namespace) -> int:
 def _sync(options: argparse.Namespace) -> int:
     _, mirror = _tracked_sweep(options)
     changed = mirror.close()
-    print(f"{changed} runs brought up to date\ncompare   {mirror.ui_command()}\n          {mirror.link()}")
+    lines = [f"{changed} runs brought up to date", f"compare   {mirror.ui_command()}", f"          {mirror.link()}"]
+    print(printable("\n".join(lines)))
     return 0
 
 
@@ -204,11 +205,11 @@ def _verify(options: argparse.Namespace) -> int:
 
     folder, mirror = _tracked_sweep(options)
     disk = verify_disk(folder)
-    print(f"disk\n{disk.text()}", flush=True)
+    print(printable(f"disk\n{disk.text()}"), flush=True)
     if disk.faults or not isinstance(mirror, MlflowMirror):
         return 1 if disk.faults else 0
     tracker = verify_tracker(folder, mirror)
-    print(f"MLflow at {redact(mirror.uri)}\n{tracker.text()}")
+    print(printable(f"MLflow at {mirror.uri}\n{tracker.text()}"))
     return 1 if tracker.faults else 0
 
 

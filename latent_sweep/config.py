@@ -25,7 +25,7 @@ from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
-from latent_sweep.redaction import has_credentials
+from latent_sweep.redaction import has_credentials, quoted
 from latent_sweep.router import RouterSettings
 from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings, parse_yaml, read_yaml, yaml_text
 from latent_sweep.storage import NODE_LOCAL, place_faults
@@ -276,7 +276,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{source}: a sweep file is a mapping with name, trial, search and run; found {content!r:.80}"
+            f"{source}: a sweep file is a mapping with name, trial, search and run; found {quoted(content)}"
         )
     faults: list[str] = []
     for override in overrides:
@@ -313,7 +313,7 @@ def _name_faults(name: Any) -> list[str]:
     """What is wrong with a sweep's name, which becomes a folder's and an experiment's."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         return [
-            f"name: found {name!r:.80}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
+            f"name: found {quoted(name)}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
             "at most 100 in all"
         ]
     if name.lower() in STORAGE_FOLDERS:
@@ -326,7 +326,7 @@ def _storage_faults(storage: Path) -> list[str]:
     try:
         nearest = next(path for path in (storage, *storage.parents) if path.exists())
     except OSError as error:
-        return [f"run.storage: found {str(storage)!r:.80}; no folder can have this path: {error.strerror}"]
+        return [f"run.storage: found {quoted(str(storage))}; no folder can have this path: {error.strerror}"]
     if nearest.is_dir():
         return []
     return [f"run.storage: found {str(storage)!r}; expected a folder, but {nearest} is a file. Name another folder"]
@@ -436,7 +436,7 @@ def _mapping(content: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list
     if value is None:
         return {}, []
     if not isinstance(value, dict):
-        return {}, [f"{key}: found {value!r:.80}; expected a mapping"]
+        return {}, [f"{key}: found {quoted(value)}; expected a mapping"]
     return value, []
 
 
@@ -444,7 +444,7 @@ def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | No
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        return None, [f"{path}: found {content!r:.80}; expected a mapping"]
+        return None, [f"{path}: found {quoted(content)}; expected a mapping"]
     try:
         return kind.model_validate(content), []
     except ValidationError as error:
@@ -463,7 +463,7 @@ def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]
         faults += group_faults
     seed = template.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        faults.append(f"seed: found {seed!r:.80}; expected a whole number of at least 0")
+        faults.append(f"seed: found {quoted(seed)}; expected a whole number of at least 0")
     if faults:
         return None, faults
     return TrialSettings(**groups, seed=seed), []
@@ -473,10 +473,10 @@ def _method(content: Any) -> tuple[Settings | None, list[str]]:
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        return None, [f"method: found {content!r:.80}; expected a mapping with a name"]
+        return None, [f"method: found {quoted(content)}; expected a mapping with a name"]
     name = content.get("name", "latent_lora")
     if not isinstance(name, str):
-        return None, [f"method.name: found {name!r:.80}; expected one of {', '.join(METHODS)}"]
+        return None, [f"method.name: found {quoted(name)}; expected one of {', '.join(METHODS)}"]
     try:
         kind = method_class(name).settings_class
     except ConfigError as error:
@@ -508,7 +508,7 @@ def _axis(
         grid[axis] = tuple(values)
         tried = values
     else:
-        return [f"{where}: found {values!r:.80}; expected a list, or one of choice, uniform, loguniform, randint"]
+        return [f"{where}: found {quoted(values)}; expected a list, or one of choice, uniform, loguniform, randint"]
     faults = []
     for index, value in enumerate(tried):
         candidate = copy.deepcopy(dict(template))
@@ -540,17 +540,17 @@ def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> l
 def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str]]:
     kinds = ("choice", "uniform", "loguniform", "randint")
     if len(content) != 1 or next(iter(content)) not in kinds:
-        return None, [f"{where}: found {dict(content)!r:.80}; expected a single key out of {', '.join(kinds)}"]
+        return None, [f"{where}: found {quoted(dict(content))}; expected a single key out of {', '.join(kinds)}"]
     kind, values = next(iter(content.items()))
     if not isinstance(values, list) or not values or (kind != "choice" and len(values) != 2):
         wanted = "a list of values" if kind == "choice" else "two bounds [lower, upper]"
-        return None, [f"{where}.{kind}: found {values!r:.80}; expected {wanted}"]
+        return None, [f"{where}.{kind}: found {quoted(values)}; expected {wanted}"]
     if kind != "choice":
         number = (int,) if kind == "randint" else (int, float)
         if not all(isinstance(v, number) and not isinstance(v, bool) for v in values) or not values[0] < values[1]:
-            return None, [f"{where}.{kind}: found {values!r:.80}; expected two growing numbers"]
+            return None, [f"{where}.{kind}: found {quoted(values)}; expected two growing numbers"]
         if kind == "loguniform" and values[0] <= 0:
-            return None, [f"{where}.loguniform: found {values!r:.80}; both bounds must be above 0"]
+            return None, [f"{where}.loguniform: found {quoted(values)}; both bounds must be above 0"]
         values = [v if kind == "randint" else float(v) for v in values]
     if kind == "randint":
         values = [values[0], values[1] - 1]

@@ -49,9 +49,14 @@ _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\
 """What would steer a terminal or reorder what it shows; a line break and a tab do neither."""
 
 
+def spelled_out(text: str) -> str:
+    """`text` with `\\x1b` and its like spelled out, so that it steers no terminal."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def printable(text: str) -> str:
-    """`text` as it may be printed: without secrets, and with `\\x1b` and its like spelled out."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], redact(text))
+    """`text` as it may be printed: without secrets, and spelled out."""
+    return spelled_out(redact(text))
 
 
 def traceback_text(error: BaseException) -> str:

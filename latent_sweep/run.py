@@ -19,6 +19,7 @@ from latent_sweep.errors import ConfigError, LatentSweepError
 from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
 from latent_sweep.plan import Member, Pack, Trial, expand, pack
+from latent_sweep.redaction import printable
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.storage import Storage, following, open_storage, write_atomically, write_json
 from latent_sweep.tracking import SweepFolder, driving, status, trial_journal
@@ -53,7 +54,7 @@ def run_sweep(
     storage = open_storage(sweep.run.storage)
     sweep_folder = storage.folder / sweep.name
     storage.pull(sweep_folder)
-    print(describe_plan(sweep, trials, packs, storage.folder), flush=True)
+    _tell(describe_plan(sweep, trials, packs, storage.folder))
     with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(sweep_folder)
         return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)
@@ -94,11 +95,11 @@ def _drive(
                     run_on_ray(todo, storage, sweep.name, sweep.run, fail_fast)
     finally:
         thread.stop()
-    print(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
     if link := mirror.link():
-        print(f"compare   {mirror.ui_command()}\n          {link}", flush=True)
+        _tell(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
 
 
@@ -214,8 +215,8 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
             return
 
 
-def _tell(line: str) -> None:
-    print(line, flush=True)
+def _tell(text: str) -> None:
+    print(printable(text), flush=True)
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.redaction import quoted
 
 INFERENCE_ONLY: Any = {"inference_only": True}
 """Mark of a field that training never reads: `Field(json_schema_extra=INFERENCE_ONLY)`. It may vary for free."""
@@ -72,7 +73,7 @@ def _check_path(text: str) -> str:
         pass
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"found {text!r:.80}; no file can have this path: {reason}") from error
+        raise ValueError(f"found {quoted(text)}; no file can have this path: {reason}") from error
     return text
 
 

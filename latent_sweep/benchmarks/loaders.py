@@ -28,6 +28,7 @@ from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target,
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
 from latent_sweep.files import committing
+from latent_sweep.redaction import quoted, redact
 from latent_sweep.settings import canonical_json, content_hash
 
 if TYPE_CHECKING:
@@ -385,7 +386,9 @@ def _check_row(where: str, record: Any, default_id: str) -> Row:
         raise DataError(f"{where}: `{text_key}` is {_kind(text)}; expected a string.")
     references = answer if isinstance(answer, list) else [answer]
     if not references or not all(isinstance(reference, str) for reference in references):
-        raise DataError(f"{where}: `{answer_key}` is {_kind(answer)}: {answer!r:.60}; expected a string or strings.")
+        raise DataError(
+            f"{where}: `{answer_key}` is {_kind(answer)}: {quoted(answer, 60)}; expected a string or strings."
+        )
     if type(row_id) not in (str, int):
         raise DataError(f"{where}: `id` is {_kind(row_id)}; expected a string or a whole number.")
     if any(_HALF_PAIR.search(part) for part in (str(row_id), text, *references)):
@@ -401,9 +404,9 @@ def _own_labels(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...] | None:
 def _check_labels(where: str, row: Row, labels: tuple[str, ...]) -> None:
     unknown = [reference for reference in row.references if reference not in labels]
     if unknown and _is_labelled(row):
-        known = ", ".join(map(repr, labels))
+        known = redact(", ".join(map(repr, labels)))
         raise DataError(
-            f"{where}: the answer {unknown[0]!r:.60} is none of the task's labels: {known:.200}. "
+            f"{where}: the answer {quoted(unknown[0], 60)} is none of the task's labels: {known:.200}. "
             "Correct the row, or `labels` in the benchmark's file."
         )
 

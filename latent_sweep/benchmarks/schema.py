@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.redaction import quoted
 from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, read_yaml
 
 Metric = Literal["accuracy", "rouge_l"]
@@ -249,7 +250,7 @@ def _explain(fault: Any, model: type[BaseModel]) -> str:
         return "missing; it has no default"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    return f"found {fault['input']!r:.80}; {fault['msg']}"
+    return f"found {quoted(fault['input'])}; {fault['msg']}"
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
