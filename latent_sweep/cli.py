@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from latent_sweep import __version__
@@ -177,6 +176,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from latent_sweep.bench.run import run_bench
+    from latent_sweep.storage import open_storage
 
     report = run_bench(
         options.backbone,
@@ -184,7 +184,7 @@ def _bench(options: argparse.Namespace) -> int:
         options.dtype,
         options.only,
         options.quick,
-        Path(options.storage),
+        open_storage(options.storage),
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(report.json() if options.json else report.text())

@@ -23,12 +23,13 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 from latent_sweep.backbones import BackboneSettings
 from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
 from latent_sweep.errors import ConfigError
+from latent_sweep.files import local_path
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.redaction import has_credentials, quoted
 from latent_sweep.router import RouterSettings
 from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings, parse_yaml, read_yaml, yaml_text
-from latent_sweep.storage import NODE_LOCAL, place_faults
+from latent_sweep.storage import DEFAULT_PLACE, NODE_LOCAL, place_faults
 
 
 class TrainingSettings(Settings):
@@ -164,7 +165,7 @@ class TrackingSettings(Settings):
 class RunSettings(Settings):
     """The `run:` group: how to run a sweep. It changes no result."""
 
-    storage: str = Field("runs", min_length=1)
+    storage: str = Field(DEFAULT_PLACE, min_length=1)
     """Where everything that is computed lies, shared by all sweeps that name it: a folder, which all nodes must see, or
     an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials."""
     resources: ResourceSettings = ResourceSettings()
@@ -268,7 +269,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         ConfigError: listing every fault found, each with file, path, what was found and what is allowed.
     """
-    return parse_sweep(read_yaml(Path(path)), str(path), overrides)
+    return parse_sweep(read_yaml(local_path(path)), str(path), overrides)
 
 
 def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Sweep:
@@ -300,7 +301,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     faults += _overlaps(grid, draws)
     if isinstance(run, RunSettings):
         faults += _size_faults(grid, run.num_samples if draws else 1)
-        faults += _storage_faults(Path(run.storage))
+        faults += _storage_faults(local_path(run.storage))
         if isinstance(run.pack, tuple):
             faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
     if faults:

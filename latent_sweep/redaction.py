@@ -79,12 +79,15 @@ def _without_credentials(text: str) -> str:
 
 def _environment_secrets() -> list[str]:
     """Each as it is and as an address or a `repr` writes it, the longest first: one may be part of another."""
-    found = {
-        value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) or _strength(name) == "strong"
-    }
+    found = {value for name, value in os.environ.items() if _is_secret_variable(name)}
     long = [value for value in found if len(value) >= _SHORTEST_SECRET]
     spelled = {text for value in long for text in (value, quote(value, ""), json.dumps(value)[1:-1], repr(value)[1:-1])}
     return sorted(spelled, key=len, reverse=True)
+
+
+@lru_cache(maxsize=1024)
+def _is_secret_variable(name: str) -> bool:
+    return _SECRET_VARIABLE.search(name) is not None or _strength(name) == "strong"
 
 
 # --- tokens that are known by their shape ----------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def run_sweep(
     sweep_folder = storage.folder / sweep.name
     storage.pull(sweep_folder)
     _tell(describe_plan(sweep, trials, packs, storage.folder))
+    storage.make()
     with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(sweep_folder)
         return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)

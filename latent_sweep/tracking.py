@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from latent_sweep.errors import StoreError
-from latent_sweep.files import committing
+from latent_sweep.files import committing, read_file
 from latent_sweep.leases import held
 from latent_sweep.storage import JOURNAL, storage_of
 
@@ -99,10 +99,7 @@ class Journal:
         return [self._parse(number, line) for number, line in enumerate(self._whole_lines().splitlines(), start=1)]
 
     def _whole_lines(self) -> bytes:
-        try:
-            content = self.path.read_bytes()
-        except FileNotFoundError:
-            return b""
+        content = read_file(self.path)
         return content[: content.rfind(b"\n") + 1]
 
     def _parse(self, number: int, line: bytes) -> Event:

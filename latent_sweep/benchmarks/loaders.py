@@ -27,7 +27,7 @@ from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
-from latent_sweep.files import committing
+from latent_sweep.files import committing, local_path, read_regular
 from latent_sweep.redaction import quoted, redact
 from latent_sweep.settings import canonical_json, content_hash
 
@@ -185,7 +185,7 @@ def data_folder(spec: BenchmarkSpec, settings: BenchmarkSettings) -> Path | None
     base = settings.data_dir or os.environ.get(DATA_VARIABLE)
     if not base:
         return None
-    root = Path(base).expanduser()
+    root = local_path(base)
     return (root / "CL_Benchmark" if (root / "CL_Benchmark").is_dir() else root) / spec.folder
 
 
@@ -199,7 +199,8 @@ def _find_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Benc
     if root is None:
         return None
     stem = root / task.folder / _file_stem(split)
-    found = [path for path in (stem.with_suffix(".json"), stem.with_suffix(".jsonl")) if path.is_file()]
+    both = stem.with_suffix(".json"), stem.with_suffix(".jsonl")
+    found = [path for path in both if path.exists() and not path.is_dir()]  # reading says what is no regular file
     if len(found) == 2:
         raise DataError(f"{found[0]}: {found[1].name} lies beside it; expected only one of them. Remove the other one.")
     return found[0] if found else None
@@ -311,7 +312,7 @@ def _file_state(path: Path) -> tuple[int, int]:
 @cache
 def _file_digest(path: Path, state: tuple[int, int]) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(path)).hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
@@ -344,7 +345,7 @@ def _read_rows(path: Path, task: TaskSpec, split: Split, labels: tuple[str, ...]
 def _read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Each record of a file with its place in it."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path).decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
