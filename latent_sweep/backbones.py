@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.files import local_path
 from latent_sweep.settings import PathText, Settings, content_hash
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class BackboneSettings(Settings):
     revision: str | None = None
     """Hub revision (commit, tag or branch); None is the default branch. A branch or tag becomes the commit that this
     machine has in its cache, or else the hub's newest, when the sweep is planned."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Hub name or folder of another tokenizer; None is the backbone's own."""
     tokenizer_revision: str | None = None
     """Hub revision of that other tokenizer, as `revision`."""
@@ -64,6 +65,11 @@ class BackboneSettings(Settings):
     """Type of the frozen weights and of the computation; adapters are trained in float32 whatever it is (A28)."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra={"not_identity": True})
     """Where it runs; `auto` takes the GPU the trial was given, else the CPU."""
+
+    @field_validator("name", "tokenizer")
+    @classmethod
+    def _without_tilde(cls, name: str | None) -> str | None:
+        return str(local_path(name)) if name is not None and name.startswith("~") else name
 
 
 @dataclass(frozen=True)
@@ -628,8 +634,8 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
 
 def cache_folder() -> Path:
     """Where converted backbones are kept: `LATENT_SWEEP_CACHE`, else `~/.cache/latent_sweep`."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "latent_sweep"
-    return Path(os.environ.get("LATENT_SWEEP_CACHE", default))
+    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "latent_sweep"
+    return local_path(os.environ.get("LATENT_SWEEP_CACHE", default))
 
 
 def _embedded_folder(dtype: str) -> Path:

@@ -7,12 +7,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from latent_sweep import __version__
 from latent_sweep.errors import LatentSweepError
-from latent_sweep.redaction import log_without_secrets, redact
+from latent_sweep.redaction import log_without_secrets, printable
 
 if TYPE_CHECKING:
     from latent_sweep.backends.mlflow_mirror import MlflowMirror, NullMirror
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except LatentSweepError as error:
-        print(redact(f"error: {error}"), file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; run the same command again to go on from here", file=sys.stderr)
         return 130
     except Exception:  # a fault of ours; its traceback may quote an address or a token
-        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
         return 2
 
 
@@ -170,9 +169,9 @@ def _plan(options: argparse.Namespace) -> int:
     trials = expand(sweep)
     warnings = check_sweep(sweep, trials)
     storage = open_storage(sweep.run.storage).folder
-    print(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings))
+    print(printable(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings)))
     if options.explain:
-        print("", explain_plan(sweep, trials, storage), sep="\n")
+        print("", printable(explain_plan(sweep, trials, storage)), sep="\n")
     return 0
 
 
@@ -194,6 +193,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from latent_sweep.bench.run import run_bench
+    from latent_sweep.storage import open_storage
 
     report = run_bench(
         options.backbone,
@@ -201,7 +201,7 @@ def _bench(options: argparse.Namespace) -> int:
         options.dtype,
         options.only,
         options.quick,
-        Path(options.storage),
+        open_storage(options.storage),
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(report.json() if options.json else report.text())
@@ -211,7 +211,8 @@ def _bench(options: argparse.Namespace) -> int:
 def _sync(options: argparse.Namespace) -> int:
     _, mirror = _tracked_sweep(options)
     changed = mirror.close()
-    print(f"{changed} runs brought up to date\ncompare   {mirror.ui_command()}\n          {mirror.link()}")
+    lines = [f"{changed} runs brought up to date", f"compare   {mirror.ui_command()}", f"          {mirror.link()}"]
+    print(printable("\n".join(lines)))
     return 0
 
 
@@ -221,10 +222,10 @@ def _verify(options: argparse.Namespace) -> int:
 
     folder, mirror = _tracked_sweep(options)
     disk = verify_disk(folder)
-    print(f"disk\n{disk.text()}", flush=True)
+    print(printable(f"disk\n{disk.text()}"), flush=True)
     if disk.faults and options.repair:
         if remedies := repair_disk(folder):
-            print("set aside; the same run command makes it again:", *remedies, sep="\n")
+            print("set aside; the same run command makes it again:", *map(printable, remedies), sep="\n")
             return 1
         print("fetched again from the object store")
     elif disk.faults:
@@ -232,11 +233,11 @@ def _verify(options: argparse.Namespace) -> int:
     if not isinstance(mirror, MlflowMirror):
         return 0
     tracker = verify_tracker(folder, mirror)
-    print(f"MLflow at {redact(mirror.uri)}\n{tracker.text()}", flush=True)
+    print(printable(f"MLflow at {mirror.uri}\n{tracker.text()}"), flush=True)
     if tracker.faults and options.repair:
         repair_tracker(folder, mirror)
         tracker = verify_tracker(folder, mirror)
-        print(f"repaired\n{tracker.text()}")
+        print(printable(f"repaired\n{tracker.text()}"))
     elif tracker.faults:
         return _differs()
     return 1 if tracker.faults else 0

@@ -23,12 +23,13 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 from latent_sweep.backbones import BackboneSettings
 from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
 from latent_sweep.errors import ConfigError
+from latent_sweep.files import local_path
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
-from latent_sweep.redaction import has_credentials
+from latent_sweep.redaction import has_credentials, quoted
 from latent_sweep.router import RouterSettings
 from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings, parse_yaml, read_yaml, yaml_text
-from latent_sweep.storage import NODE_LOCAL, place_faults
+from latent_sweep.storage import DEFAULT_PLACE, NODE_LOCAL, place_faults
 
 
 class TrainingSettings(Settings):
@@ -167,7 +168,7 @@ class TrackingSettings(Settings):
 class RunSettings(Settings):
     """The `run:` group: how to run a sweep. It changes no result."""
 
-    storage: str = Field("runs", min_length=1)
+    storage: str = Field(DEFAULT_PLACE, min_length=1)
     """Where everything that is computed lies, shared by all sweeps that name it: a folder, which all nodes must see, or
     an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials."""
     resources: ResourceSettings = ResourceSettings()
@@ -271,7 +272,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         ConfigError: listing every fault found, each with file, path, what was found and what is allowed.
     """
-    return parse_sweep(read_yaml(Path(path)), str(path), overrides)
+    return parse_sweep(read_yaml(local_path(path)), str(path), overrides)
 
 
 def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Sweep:
@@ -279,7 +280,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{source}: a sweep file is a mapping with name, trial, search and run; found {content!r:.80}"
+            f"{source}: a sweep file is a mapping with name, trial, search and run; found {quoted(content)}"
         )
     faults: list[str] = []
     for override in overrides:
@@ -304,7 +305,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     if isinstance(run, RunSettings):
         faults += _size_faults(grid, run.num_samples if draws else 1)
         faults += _sample_faults(search, run.num_samples)
-        faults += _storage_faults(Path(run.storage))
+        faults += _storage_faults(local_path(run.storage))
         if isinstance(run.pack, tuple):
             faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
     if faults:
@@ -317,7 +318,7 @@ def _name_faults(name: Any) -> list[str]:
     """What is wrong with a sweep's name, which becomes a folder's and an experiment's."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         return [
-            f"name: found {name!r:.80}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
+            f"name: found {quoted(name)}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
             "at most 100 in all"
         ]
     if name.lower() in STORAGE_FOLDERS:
@@ -330,7 +331,7 @@ def _storage_faults(storage: Path) -> list[str]:
     try:
         nearest = next(path for path in (storage, *storage.parents) if path.exists())
     except OSError as error:
-        return [f"run.storage: found {str(storage)!r:.80}; no folder can have this path: {error.strerror}"]
+        return [f"run.storage: found {quoted(str(storage))}; no folder can have this path: {error.strerror}"]
     if nearest.is_dir():
         return []
     return [f"run.storage: found {str(storage)!r}; expected a folder, but {nearest} is a file. Name another folder"]
@@ -450,7 +451,7 @@ def _mapping(content: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list
     if value is None:
         return {}, []
     if not isinstance(value, dict):
-        return {}, [f"{key}: found {value!r:.80}; expected a mapping"]
+        return {}, [f"{key}: found {quoted(value)}; expected a mapping"]
     return value, []
 
 
@@ -458,7 +459,7 @@ def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | No
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        return None, [f"{path}: found {content!r:.80}; expected a mapping"]
+        return None, [f"{path}: found {quoted(content)}; expected a mapping"]
     try:
         return kind.model_validate(content), []
     except ValidationError as error:
@@ -477,7 +478,7 @@ def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]
         faults += group_faults
     seed = template.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        faults.append(f"seed: found {seed!r:.80}; expected a whole number of at least 0")
+        faults.append(f"seed: found {quoted(seed)}; expected a whole number of at least 0")
     if faults:
         return None, faults
     return TrialSettings(**groups, seed=seed), []
@@ -487,10 +488,10 @@ def _method(content: Any) -> tuple[Settings | None, list[str]]:
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        return None, [f"method: found {content!r:.80}; expected a mapping with a name"]
+        return None, [f"method: found {quoted(content)}; expected a mapping with a name"]
     name = content.get("name", "latent_lora")
     if not isinstance(name, str):
-        return None, [f"method.name: found {name!r:.80}; expected one of {', '.join(METHODS)}"]
+        return None, [f"method.name: found {quoted(name)}; expected one of {', '.join(METHODS)}"]
     try:
         kind = method_class(name).settings_class
     except ConfigError as error:
@@ -522,7 +523,7 @@ def _axis(
         grid[axis] = tuple(values)
         tried = values
     else:
-        return [f"{where}: found {values!r:.80}; expected a list, or one of choice, uniform, loguniform, randint"]
+        return [f"{where}: found {quoted(values)}; expected a list, or one of choice, uniform, loguniform, randint"]
     faults = []
     for index, value in enumerate(tried):
         candidate = copy.deepcopy(dict(template))
@@ -554,17 +555,17 @@ def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> l
 def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str]]:
     kinds = ("choice", "uniform", "loguniform", "randint")
     if len(content) != 1 or next(iter(content)) not in kinds:
-        return None, [f"{where}: found {dict(content)!r:.80}; expected a single key out of {', '.join(kinds)}"]
+        return None, [f"{where}: found {quoted(dict(content))}; expected a single key out of {', '.join(kinds)}"]
     kind, values = next(iter(content.items()))
     if not isinstance(values, list) or not values or (kind != "choice" and len(values) != 2):
         wanted = "a list of values" if kind == "choice" else "two bounds [lower, upper]"
-        return None, [f"{where}.{kind}: found {values!r:.80}; expected {wanted}"]
+        return None, [f"{where}.{kind}: found {quoted(values)}; expected {wanted}"]
     if kind != "choice":
         number = (int,) if kind == "randint" else (int, float)
         if not all(isinstance(v, number) and not isinstance(v, bool) for v in values) or not values[0] < values[1]:
-            return None, [f"{where}.{kind}: found {values!r:.80}; expected two growing numbers"]
+            return None, [f"{where}.{kind}: found {quoted(values)}; expected two growing numbers"]
         if kind == "loguniform" and values[0] <= 0:
-            return None, [f"{where}.loguniform: found {values!r:.80}; both bounds must be above 0"]
+            return None, [f"{where}.loguniform: found {quoted(values)}; both bounds must be above 0"]
         values = [v if kind == "randint" else float(v) for v in values]
     if kind == "randint":
         values = [values[0], values[1] - 1]

@@ -70,10 +70,10 @@ def curve_figure(
     band = 0.15 if len(series) <= 4 else 0.06
     for colour, marker, (label, (means, stds)) in zip(colours, cycle("osD^vP"), series.items(), strict=False):
         mean, std = np.asarray(means, dtype=float), np.asarray(stds, dtype=float)
-        axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=colour, label=label)
+        axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=colour, label=_plain(label))
         axes.fill_between(x_values, mean - std, mean + std, color=colour, alpha=band, linewidth=0)
     _scale_x(axes, x_values)
-    axes.set_xlabel(x_name)
+    axes.set_xlabel(_plain(x_name))
     axes.set_ylabel(y_name)
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -111,7 +111,12 @@ def _write_cells(axes: Axes, percent: np.ndarray) -> None:
 
 
 def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST_TASK_NAME else name[: _LONGEST_TASK_NAME - 1] + "…"
+    return _plain(name if len(name) <= _LONGEST_TASK_NAME else name[: _LONGEST_TASK_NAME - 1] + "…")
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib draws as it is: between dollars it would read, and may refuse, a formula."""
+    return text.replace("$", r"\$")
 
 
 def _scale_x(axes: Axes, x_values: Sequence[float]) -> None:

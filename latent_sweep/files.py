@@ -1,14 +1,81 @@
-"""Writing one file so that a reader sees the old one or the whole new one, and saying what to do when that fails."""
+"""Paths as users name them, files that can be read to their end, and writing one so that a reader sees the old one or
+the whole new one; each says what to do when it fails.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.redaction import quoted
+
+
+def local_path(text: str | Path) -> Path:
+    """The path that a user names, with `~` for a home folder; whether something lies there or not.
+
+    Raises:
+        ConfigError: no file can have this path: it is too long, goes in a circle, or is in nobody's home.
+    """
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"found {quoted(str(text))}; no file can have this path: {reason}") from error
+    return path
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe, which can be read only once and may never end: write what it gives to a file",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """What is in a file, or its first bytes. Anything else is refused before it is opened: a pipe would be waited for.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read; `strerror` says which.
+    """
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"expected a file, found {_KINDS.get(kind, 'something else')}", str(path))
+    with path.open("rb") as file:
+        return file.read(most)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that is its owner's alone; one that is there already stays as it is.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    with committing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def private_file(path: Path) -> None:
+    """Make an empty file that is its owner's alone; one that is there already stays as it is.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    with committing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None = None) -> None:
@@ -54,11 +121,20 @@ def committing(path: Path) -> Iterator[None]:
 
 
 def read_file(path: Path) -> bytes:
-    """What is in the file; nothing where there is none."""
+    """What is in the file; nothing where there is none.
+
+    Raises:
+        StoreError: something else lies there, or it cannot be read.
+    """
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         return b""
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot be read: {error.strerror or error}. Move away what is there, or mend it, and run the same "
+            "command again."
+        ) from error
 
 
 def modified(path: Path) -> int:

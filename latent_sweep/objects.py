@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from latent_sweep.errors import StoreError
-from latent_sweep.redaction import has_credentials
+from latent_sweep.redaction import has_credentials, quoted
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
@@ -114,9 +114,9 @@ def uri_faults(uri: str) -> list[str]:
     parts = urlsplit(uri)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        return [f"found {uri!r:.200}; expected a path, or a URI that begins with one of {known}"]
+        return [f"found {quoted(uri, 200)}; expected a path, or a URI that begins with one of {known}"]
     if not parts.netloc:
-        return [f"found {uri!r:.200}; expected a bucket after {parts.scheme}://"]
+        return [f"found {quoted(uri, 200)}; expected a bucket after {parts.scheme}://"]
     if has_credentials(uri):
         return [
             "the URI holds credentials, which would be written into every copy of the sweep file; leave them out and "

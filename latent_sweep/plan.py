@@ -20,7 +20,6 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from latent_sweep import versions
@@ -38,6 +37,7 @@ from latent_sweep.benchmarks.schema import (
 )
 from latent_sweep.config import Sweep, TrialSettings, fault_report, flatten, trial_settings
 from latent_sweep.errors import ConfigError
+from latent_sweep.files import local_path
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Method
 from latent_sweep.report import label, short_names
@@ -312,8 +312,8 @@ def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]
     data_dir = settings.data_dir or os.environ.get(DATA_VARIABLE)
     return {
         "order": order_key(settings, spec),
-        "name": str(Path(settings.name).resolve()) if spec.layout == "folder" else settings.name,
-        "data_dir": str(Path(data_dir).expanduser().resolve()) if data_dir else None,
+        "name": str(local_path(settings.name).resolve()) if spec.layout == "folder" else settings.name,
+        "data_dir": str(local_path(data_dir).resolve()) if data_dir else None,
     }
 
 

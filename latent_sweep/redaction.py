@@ -1,15 +1,27 @@
-"""Passwords and tokens stay out of whatever is written or printed: journals, params, tags, links, logs, tracebacks."""
+"""Passwords and tokens stay out of whatever is written or printed: journals, params, tags, links, logs, tracebacks.
+
+Secrets are found where something says that they are some: in the user part of an address, behind a name (`password=`,
+`Authorization:`, `"api_key": `), by the shape of well-known tokens, as values of environment variables. A text is read
+from left to right, and each character a bounded number of times: no expression here can fail after a long match in more
+than one way. Where in doubt between a secret and a word, what stands behind a plain `token` has to look random.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import traceback
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+from urllib.parse import quote
 
-_USER_PART = re.compile(r'://[^/\s"]+@')
-_SECRET_FIELD = re.compile(r"(?i)([?&;][^=&;\s]*(?:token|secret|password|signature|key)[^=&;\s]*=)[^&;\s\"']+")
-"""`?password=...` and its like in the query of an address."""
+_MASK = "***"
+
 _SECRET_VARIABLE = re.compile(r"(?i)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIAL)S?(_|$)(?!.*(PATH|FILE|DIR)$)")
 """Names of environment variables whose values are secrets; TOKENIZERS_PARALLELISM and AUTH_TOKEN_PATH are none."""
 _SHORTEST_SECRET = 6
@@ -19,12 +31,32 @@ _SHORTEST_SECRET = 6
 def redact(text: str) -> str:
     """`text` without its secrets, each replaced by `***`.
 
-    Secrets are the user part of every address (`http://user:word@host` becomes `http://***@host`), fields such as
-    `?token=...` in an address, and the values of environment variables that are named like a secret.
+    Secrets are the user part of every address (`http://user:word@host` becomes `http://***@host`), what stands behind a
+    secret's name in a query, a header, a command or structured text, tokens and keys of well-known shapes, and the
+    values of environment variables that are named like a secret.
     """
     for secret in _environment_secrets():
-        text = text.replace(secret, "***")
+        text = text.replace(secret, _MASK)
     return _without_credentials(text)
+
+
+def quoted(value: Any, longest: int = 80) -> str:
+    """A value as an error quotes it: its `repr` without secrets, and then cut: half a secret is not recognised."""
+    return redact(repr(value))[:longest]
+
+
+_UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+"""What would steer a terminal or reorder what it shows; a line break and a tab do neither."""
+
+
+def spelled_out(text: str) -> str:
+    """`text` with `\\x1b` and its like spelled out, so that it steers no terminal."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable(text: str) -> str:
+    """`text` as it may be printed: without secrets, and spelled out."""
+    return spelled_out(redact(text))
 
 
 def traceback_text(error: BaseException) -> str:
@@ -39,20 +71,323 @@ def has_credentials(address: str) -> bool:
 
 
 def _without_credentials(text: str) -> str:
-    return _SECRET_FIELD.sub(r"\1***", _USER_PART.sub("://***@", text))
+    for expression in (_KEY_BLOCK, _SHAPE):
+        text = expression.sub(_MASK, text)
+    text = _COMMAND.sub(_masked_argument, _BEARER.sub(_masked_bearer, text))
+    return _without_named(_ADDRESS.sub(_without_user, text))
 
 
 def _environment_secrets() -> list[str]:
-    """The longest first: one may be part of another."""
-    found = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
-    return sorted((value for value in found if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
+    """Each as it is and as an address or a `repr` writes it, the longest first: one may be part of another."""
+    found = {value for name, value in os.environ.items() if _is_secret_variable(name)}
+    long = [value for value in found if len(value) >= _SHORTEST_SECRET]
+    spelled = {text for value in long for text in (value, quote(value, ""), json.dumps(value)[1:-1], repr(value)[1:-1])}
+    return sorted(spelled, key=len, reverse=True)
+
+
+@lru_cache(maxsize=1024)
+def _is_secret_variable(name: str) -> bool:
+    return _SECRET_VARIABLE.search(name) is not None or _strength(name) == "strong"
+
+
+# --- tokens that are known by their shape ----------------------------------------------------------------------------
+
+_SHAPE = re.compile(
+    r"(?<![A-Za-z0-9])(?:(?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Za-z])"  # AWS
+    r"|hf_[A-Za-z0-9]{20,}|(?:gh[pousr]_|github_pat_)\w{20,}|glpat-[\w-]{20,}"  # Hugging Face, GitHub, GitLab
+    r"|sk-(?=[\w-]{0,100}\d)[\w-]{20,}|xox[a-z]-[\w-]{10,}|AIza[\w-]{35}|ya29\.[\w-]{20,}"  # OpenAI, Slack, Google
+    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|dapi[0-9a-f]{32})"  # npm, PyPI, Databricks
+    r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"  # JSON web tokens
+)
+_KEY_BLOCK = re.compile(
+    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,10}-----"
+    r"(?:[A-Za-z0-9+/=\s\\:.,]|-(?!-))*(?:-----END [A-Z0-9 ]{0,60}-----)?"
+)
+"""A private key; one without its end, cut off, goes as far as it may still be one."""
+_BEARER = re.compile(r"(?i)\b(Bearer|Basic)( {1,4})([\w.~+/=-]{8,})")
+
+
+def _masked_bearer(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}{_MASK}" if _looks_random(found[3]) else found[0]
+
+
+_COMMAND = re.compile(
+    r"(?<!\S)((?:-u|--user|--proxy-user)[ =]?[\"']?[^\s:\"']{1,100}:)([^\s\"']+)"  # curl -u user:word
+    r"|(?<!\S)((?:-u[ =]?\S{1,100}|sshpass) {1,4}-p ?)(\S+)"  # mysql -u user -pword
+    r"|\b(login\s{1,100}\S{1,100}\s{1,100}password\s{1,100})(\S+)"  # .netrc
+)
+
+
+def _masked_argument(found: re.Match[str]) -> str:
+    before, word = (part for part in found.groups() if part is not None)
+    return found[0] if word.isdecimal() else f"{before}{_MASK}"  # --user 1000:1000 is no password
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r"(?<![\w./~-])//([^\s\"<>]+)")
+"""What follows a scheme, as far as it has no blank: maybe several addresses, joined by commas."""
+_HOST = re.compile(r"(?:\[[^\]]*\]|localhost|[\w-]+(?:\.[\w-]+)+)(?::\d*)?")
+"""What is surely a host, maybe with a port: an IPv6 address, `localhost`, a name with dots or an IPv4 address."""
+
+
+def _without_user(found: re.Match[str]) -> str:
+    return "//" + "://".join(map(_hostwards, found[1].split("://")))
+
+
+def _hostwards(address: str) -> str:
+    """An address, its scheme cut off, without the user part: whatever stands before the host, slashes included."""
+    authority = re.split(r"[/?#]", address, maxsplit=1)[0]
+    user, at, host = authority.rpartition("@")
+    may_go_on = (at or ":" in host) and not _HOST.fullmatch(host)
+    if may_go_on and "@" in address[len(authority) :]:
+        user, at, _ = address.rpartition("@")  # https://bob:pa/ss@host
+    return f"{_MASK}@{address[len(user) + 1 :]}" if at else address
+
+
+# --- names and their values ------------------------------------------------------------------------------------------
+
+Strength = Literal["", "weak", "strong"]
+"""Whether a name is a secret's: surely, or only where its value looks like one."""
+
+_HINT = re.compile(r"(?i)pass|pwd|secret|token|key|sig|auth|cookie|cred|sharedaccess")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_STRONG = re.compile(
+    "passw|passphrase|sshpass|secret|credential|authorization|cookie|sharedaccess|(?:api|access|private|account|auth|"
+    "signing|encryption|master|session|subscription|shared|deploy|license|hmac)key|(?:auth|access|api|refresh|session|"
+    "security|bearer|hf|hub|face|github|gitlab|id|user|bot|private|vault|tracking|sas|csrf|xsrf|jwt|oauth|client|login|"
+    "registry|service|databricks|wandb|deploy|web)token$"
+)
+_ABOUT = re.compile(
+    "path|file|filename|dir|directory|folder|names?|types?|length|size|mode|count|limit|error|exception|expiry|expires|"
+    "expiration|policy|provider|url|uri|endpoint|env|var|variables?|fields?|ref|scheme|version|algorithm|headers|signed|"
+    "manager|source|owner|kind|class|required|missing|stdin|prompt"
+)
+"""Last words of names of what is about a secret, and none: `RAY_AUTH_TOKEN_PATH`, `token_url`, `SecretError`."""
+_WEAK = frozenset({"token", "sig", "auth", "pass"})
+_FILED = re.compile(r"(?i)credential|private[_-]?key")
+"""Secrets that a path often stands for."""
+
+
+@lru_cache(maxsize=1024)
+def _strength(name: str) -> Strength:
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not words or _ABOUT.fullmatch(words[-1]) or name in ("PWD", "OLDPWD"):
+        return ""
+    if "pwd" in words or _STRONG.search("".join(words)):
+        return "strong"
+    in_capitals = name.isupper() and not {"token", "key"}.isdisjoint(words)
+    return "weak" if words[-1] in _WEAK or "signature" in words or words == ["key"] or in_capitals else ""
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A secret's name in a text, and where its value begins."""
+
+    name: str
+    strength: Strength
+    separator: str
+    """Which group of `_SEPARATOR` lies between them."""
+    value: int
+    in_query: bool
+    """The name is that of a field in an address's query, or in a connection string."""
+    in_code: bool
+    """They stand in a line of source, where only what is quoted can be a secret."""
+    whole_line: bool
+    """The name is the first word of its line, and the value may be the rest of it."""
+
+    @property
+    def has_to_look_random(self) -> bool:
+        return self.strength == "weak" and not (self.in_query and not self.name.lower().endswith("key"))
+
+    @property
+    def is_header(self) -> bool:
+        return self.separator == "colon" and _HEADER.match(self.name) is not None
+
+
+# the escapes are read past, so that `\nCookie` and `%26token` are not taken for names
+_NAME = re.compile(r"(?P<line>\n[ \t>*#-]*)|\\[nrt]|%[0-9A-Fa-f]{2}|(?P<name>[A-Za-z_][\w.-]*)")
+_SEPARATOR = re.compile(
+    r"(?P<equals>\\*[\"']?\]?[ \t]*(?:=>|:=|=(?!=)|%3[Dd])[ \t]*)"
+    r"|(?P<pair>\\*[\"']?[ \t]?,?\s{0,100}\\{0,9}[\"']?value\\{0,9}[\"']?[ \t]?[:=][ \t]*)"  # "name": "T", "value": ...
+    r"|(?P<typed>: ?[\w.\[\]| ]{1,60}=(?!=)[ \t]*(?=[\"']))"  # def log_in(password: str = "...")
+    r"|(?P<colon>\\*[\"']?\]?[ \t]*:(?![:/])[ \t]*)"
+    r"|(?P<comma>\\*[\"'][ \t]*,[ \t]*(?=b?\\*[\"']))"  # ("Authorization", "...")
+    r"|(?P<tag>>)"
+    r"|(?P<blank>[ \t]+)"
+)
+_HEADER = re.compile(r"(?i)(?:proxy-)?authorization$|(?:set-)?cookie$|x-[\w-]+$|[a-z]+(?:-[a-z]+)*-(?:token|key)$")
+_OPENING = re.compile(r"(?P<list>[\[(]?)[bBfFrRuU]?(?P<quote>\\{0,63}[\"'])")
+_NEXT = re.compile(r"\\*[\"'],[ \t]*(?P<list>)[bBfFrRuU]?(?P<quote>\\{0,63}[\"'])")
+_GLUED = re.compile(r"[\"'](?:\"[^\"\n]*\"|'[^'\n]*'|\\.|[^\s\"'\\`;&|,()\[\]{}<>:.])+")
+"""The rest of what a shell takes for one word, behind a closing quote."""
+_QUERY = re.compile(r"(?:[^\s&;#\"'<>\\%]|%(?!26))+")
+_BARE = re.compile(
+    r"(?:[^\s;&\"'`\\]|\\(?!\\{0,9}[rn](?:[\"'\\]|$|[\w.-]{1,60}[=:]))[^\n]"
+    r"|[;&](?![\s;&]|$|[\w.-]{1,60}=)|[\"'`](?![\s,;)\]}.:\\]|$))+"
+)
+"""A word in a command or in plain text, with blanks that a backslash keeps in it."""
+_LINE = re.compile(r"(?:[^\r\n\\]|\\(?!\\{0,9}[rn]))+")
+_HEADER_VALUE = re.compile(r"(?:[^\r\n\\\"']|\\(?!\\{0,9}[rn]))+")
+_TOKEN = re.compile(r"(?:[\w.~+/-]|%(?!26|3[Dd]))+={0,2}")
+"""What a plain `token=` may introduce; no name with a value fits in, so nothing is read twice."""
+_TEXT = re.compile(r"[^<\n]+")
+_BLOCK = re.compile(r"[|>][+-]?[ \t]*(?:\n[ \t]+[^\n]+)+")
+"""A YAML text of several lines."""
+_STRUCTURE = re.compile(
+    r"(?i)(?:(?:bearer|basic|token) {1,4})?(?:\$?\{\{?[ \t]?[\w.]{0,60}[}:!]|\$\(|"
+    r"[\[({](?:[\s\"'\[({\])}]|$|[\w.-]{1,60}[ \t]?[:=,\])}]))"
+)
+"""The beginning of a list, a mapping or a placeholder: the names in it tell whether there is a secret."""
+_NOTHING = re.compile(
+    r"(?i)(?:(?:bearer|basic|token) +)?(?:\*+|none|null|nil|true|false|undefined|unset|\.+|\[?redacted\]?|"
+    r"<[^<>]*>|\(unset\)|\$[A-Z_][A-Z0-9_]*|%\(?\w*\)?s)"
+)
+"""Values that are none, or stand for one."""
+_CODE = re.compile(
+    r"File \"[^\"\n]*\", line \d+[^\n]{0,200}\n"
+    r"((?:(?:\([^()\n]{0,100}\))?[ \t]{4}[ \t]*(?![ \t]|File \")[^\n]*(?:\n|$))+)"
+)
+"""The lines of source that a traceback shows."""
+
+
+def _without_named(text: str) -> str:
+    """`text` without the values of its secret names."""
+    pieces, end = [], 0
+    for start, stop in _named_values(text):
+        pieces += [text[end:start], _MASK]
+        end = stop
+    return "".join([*pieces, text[end:]])
+
+
+def _named_values(text: str) -> Iterator[tuple[int, int]]:
+    """Where the values of secret names begin and end, in order and apart."""
+    code = [edge for found in _CODE.finditer(text) for edge in found.span(1)]
+    end, line = 0, 0
+    for found in _NAME.finditer(text):
+        if found.lastgroup == "line":
+            line = found.end()
+        elif found.lastgroup == "name" and found.start() >= end and _HINT.search(found[0]):
+            in_code = bisect_right(code, found.start()) % 2 == 1
+            field = _field(text, found.start(), found[0].rstrip(".-"), in_code, first=line == found.start())
+            for start, stop in _values(text, field) if field is not None else ():
+                yield start, stop
+                end = stop
+
+
+def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Field | None:
+    """The field with this name; None where the name is no secret's, or no value follows."""
+    strength, separator = _strength(name), _SEPARATOR.match(text, start + len(name))
+    if not strength or separator is None:
+        return None
+    kind, end, before = str(separator.lastgroup), separator.end(), text[max(0, start - 3) : start]
+    opens = text[end : end + 1]
+    allowed = {
+        "pair": not in_code,
+        "comma": _HEADER.match(name) is not None,
+        "tag": before.endswith("<"),
+        "blank": opens != "-" and (before.endswith("--") or (opens in ("'", '"') and name.lower() == "password")),
+    }
+    return (
+        _Field(
+            name=name,
+            strength=strength,
+            separator=kind,
+            value=end,
+            in_query=kind == "equals" and before.endswith(("?", "&", ";", "#", "%26", "%3F", "%3f")),
+            in_code=in_code,
+            whole_line=first and kind == "colon" and strength == "strong" and text[end - 1] != ":",
+        )
+        if allowed.get(kind, True)
+        else None
+    )
+
+
+def _values(text: str, field: _Field) -> Iterator[tuple[int, int]]:
+    """Where the values of a field begin and end: one, or those of a list."""
+    opening = _OPENING.match(text, field.value)
+    if opening is None:
+        if not (field.in_code or _is_elsewhere(text, field.value, field)):
+            stop = _bare_end(text, field)
+            if _is_secret(text[field.value : stop], field):
+                yield field.value, stop
+        return
+    in_list = bool(opening["list"])
+    while opening is not None:
+        start, stop = opening.end(), _quoted_end(text, opening.end(), opening["quote"])
+        if not _is_elsewhere(text, start, field) and _is_secret(text[start:stop], field):
+            glued = _GLUED.match(text, stop) if field.separator == "equals" and not field.in_code else None
+            yield (start, stop) if glued is None else (opening.start("quote"), glued.end())
+        opening = _NEXT.match(text, stop) if in_list else None
+
+
+def _bare_end(text: str, field: _Field) -> int:
+    """Where a value without quotes ends."""
+    if field.has_to_look_random:
+        expression = _TOKEN
+    elif field.separator == "colon" and _BLOCK.match(text, field.value):
+        expression = _BLOCK
+    elif field.whole_line:
+        expression = _LINE
+    elif field.in_query:
+        expression = _QUERY
+    else:
+        expression = _TEXT if field.separator == "tag" else _HEADER_VALUE if field.is_header else _BARE
+    found = expression.match(text, field.value)
+    if found is None:
+        return field.value
+    stop = found.end()
+    return stop if expression in (_BLOCK, _LINE) else stop - len(found[0]) + len(found[0].rstrip(" \t\"'`)]}>,.:;"))
+
+
+def _quoted_end(text: str, start: int, quote: str) -> int:
+    """Where a text in quotes ends: at the same quote, with as many backslashes, or with the line."""
+    found = _inside(quote[-1], len(quote) - 1).match(text, start)
+    assert found is not None, "nothing is a match, too"
+    return found.end()
+
+
+@lru_cache(maxsize=256)
+def _inside(mark: str, depth: int) -> re.Pattern[str]:
+    """What may stand between two quotes with this many backslashes before each."""
+    if depth == 0:
+        return re.compile(rf"(?:[^\\{mark}\n]|\\.)*")
+    return re.compile(rf"(?:[^\\{mark}\n]|\\{{{depth + 1},}}.|\\{{1,{depth}}}(?![\\{mark}]))*")
+
+
+def _is_elsewhere(text: str, start: int, field: _Field) -> bool:
+    """Whether what begins where a field's value is only leads to one: names of its own, a variable, a path."""
+    return _STRUCTURE.match(text, start) is not None or (
+        _FILED.search(field.name) is not None and text.startswith(("/", "~", "./"), start)
+    )
+
+
+def _is_secret(value: str, field: _Field) -> bool:
+    """Whether what stands where a field's value is one, and a secret."""
+    if not value or _NOTHING.fullmatch(value):
+        return False
+    return not field.has_to_look_random or _looks_random(value)
+
+
+def _looks_random(value: str) -> bool:
+    """Whether a text is neither a number nor a plain word."""
+    try:
+        float(value)
+    except ValueError:
+        has_digit, has_letter = any(map(str.isdigit, value)), any(map(str.isalpha, value))
+        is_mixed = value[1:] not in (value[1:].lower(), value[1:].upper())
+        return len(value) >= 8 and has_letter and (has_digit or (len(value) >= 16 and is_mixed))
+    return False
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
 
 
 class _RedactingFormatter(logging.Formatter):
     """Formats a record with its traceback, then takes the secrets out of all of it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return printable(super().format(record))
 
 
 def log_without_secrets() -> None:

@@ -6,8 +6,10 @@ Inside, scores are fractions; in the tables they are per cent with two decimals.
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.redaction import printable, spelled_out
 from latent_sweep.tracking import Event, Status, SweepFolder, TrialFolder, attempts, restarts, stages, status
 
 _READS_BETTER = {"ortho_lambda": "lambda", "components": "K"}
@@ -303,20 +306,34 @@ def score_matrix_csv(tasks: Sequence[str], scores: Sequence[Sequence[float | Non
 def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(row + [""] * (len(header) - len(row)) for row in map(list, rows))
+    writer.writerow(map(_inert, header))
+    writer.writerows([*map(_inert, row), *[""] * (len(header) - len(row))] for row in rows)
     return text.getvalue()
+
+
+def _inert(cell: Any) -> Any:
+    """A cell of CSV that a spreadsheet does not take for a formula; numbers stay numbers."""
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def render(summary: Summary, format: str = "text") -> str:
     """The summary as a table in one of `FORMATS`, the highest AP marked, trials that ended early beneath.
+
+    Names, values and reasons come from elsewhere: they hold no secrets here, steer no terminal, and are neither
+    Markdown, HTML, LaTeX nor a spreadsheet's formula.
 
     Raises:
         ConfigError: the format is unknown.
     """
     if format not in FORMATS:
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")
-    return FORMATS[format](summary)
+    return printable(FORMATS[format](summary))
 
 
 def _render_csv(summary: Summary) -> str:
@@ -334,7 +351,7 @@ def _csv_cell(name: str, value: Any) -> str:
 
 def _render_text(summary: Summary) -> str:
     parts = [
-        f"sweep {summary.name}: {_counts(summary)}",
+        f"sweep {_one_line(summary.name)}: {_counts(summary)}",
         _aligned(_main_header(summary), _main_rows(summary, best="{} *", spread="{:.2f} ± {:.2f}")),
         "* highest AP; mean ± sample standard deviation over the finished trials of a configuration",
     ]
@@ -342,42 +359,46 @@ def _render_text(summary: Summary) -> str:
         parts += [
             "Final scores by task (%)",
             _aligned(_task_header(summary), _task_rows(summary)),
-            "\n".join(f"T{number} = {task}" for number, task in enumerate(tasks, start=1)),
+            "\n".join(f"T{number} = {_one_line(task)}" for number, task in enumerate(tasks, start=1)),
         ]
     if summary.ended_early:
         parts += ["Ended early", "\n".join(_ended_lines(summary))]
     if summary.started_again:
-        parts += ["Started again", "\n".join(summary.started_again)]
+        parts += ["Started again", "\n".join(map(_one_line, summary.started_again))]
     if summary.mixed:
-        parts += [_NOT_ALIKE, "\n".join(_mixed_lines(summary))]
+        parts += [_NOT_ALIKE, "\n".join(map(_one_line, mixed_lines(summary)))]
     return "\n\n".join(parts) + "\n"
 
 
 def _render_markdown(summary: Summary) -> str:
     parts = [
-        f"# Sweep {summary.name}",
+        f"# Sweep {_escape_markdown(summary.name)}",
         f"{_counts(summary)}. Mean ± sample standard deviation over the finished trials; highest AP in bold.",
-        _piped(_main_header(summary), _main_rows(summary, best="**{}**", spread="{:.2f} ± {:.2f}")),
+        _piped(
+            _main_header(summary, _escape_markdown),
+            _main_rows(summary, best="**{}**", spread="{:.2f} ± {:.2f}", escape=_escape_markdown),
+        ),
     ]
     if tasks := _tasks(summary):
         parts += [
             "## Final scores by task (%)",
-            _piped(_task_header(summary), _task_rows(summary)),
-            ", ".join(f"T{number} = `{task}`" for number, task in enumerate(tasks, start=1)),
+            _piped(_task_header(summary, _escape_markdown), _task_rows(summary, _escape_markdown)),
+            ", ".join(f"T{number} = {_escape_markdown(task)}" for number, task in enumerate(tasks, start=1)),
         ]
     if summary.ended_early:
-        parts += ["## Ended early", "\n".join(f"- {line}" for line in _ended_lines(summary))]
+        parts += ["## Ended early", "\n".join(f"- {_escape_markdown(line)}" for line in _ended_lines(summary))]
     if summary.started_again:
-        parts += ["## Started again", "\n".join(f"- {line}" for line in summary.started_again)]
+        parts += ["## Started again", "\n".join(f"- {_escape_markdown(line)}" for line in summary.started_again)]
     if summary.mixed:
-        parts += [f"## {_NOT_ALIKE}", "\n".join(f"- {line}" for line in _mixed_lines(summary))]
+        parts += [f"## {_NOT_ALIKE}", "\n".join(f"- {_escape_markdown(line)}" for line in mixed_lines(summary))]
     return "\n\n".join(parts) + "\n"
 
 
 _NOT_ALIKE = "Not all trials were computed alike"
 
 
-def _mixed_lines(summary: Summary) -> Iterator[str]:
+def mixed_lines(summary: Summary) -> Iterator[str]:
+    """A line for each library, device or type that was not the same for all trials: which ones had which."""
     for name, values in summary.mixed.items():
         users = (f"{value} ({_counted(trials)})" for value, trials in values.items())
         yield f"{name}: {'; '.join(users)}"
@@ -390,10 +411,10 @@ def _counted(trials: Sequence[str], shown: int = 4) -> str:
 
 def _render_latex(summary: Summary) -> str:
     notes = [f"sweep {summary.name}: {_counts(summary)}", *(f"ended early: {line}" for line in _ended_lines(summary))]
-    notes += [f"{_NOT_ALIKE}: {line}" for line in _mixed_lines(summary)]
+    notes += [f"{_NOT_ALIKE}: {line}" for line in mixed_lines(summary)]
     notes += [f"T{number} = {task}" for number, task in enumerate(_tasks(summary), start=1)]
     main = _main_rows(summary, best=r"\textbf{{{}}}", spread=r"{:.2f} $\pm$ {:.2f}", escape=_escape_latex)
-    parts = ["\n".join(f"% {' '.join(note.split())}" for note in notes), _booktabs(_main_header(summary), main)]
+    parts = ["\n".join(f"% {_one_line(note)}" for note in notes), _booktabs(_main_header(summary), main)]
     if _tasks(summary):
         parts.append(_booktabs(_task_header(summary), _task_rows(summary, escape=_escape_latex)))
     return "\n\n".join(parts) + "\n"
@@ -417,15 +438,19 @@ _COUNT_ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", 
 
 
 def _ended_lines(summary: Summary) -> list[str]:
-    return [" ".join(f"{label(end.values)} {end.status}: {end.reason}".split()) for end in summary.ended_early]
+    return [_one_line(f"{label(end.values)} {end.status}: {end.reason}") for end in summary.ended_early]
 
 
-def _main_header(summary: Summary) -> list[str]:
-    return [*summary.axes, "n", "AP (%)", "FM (%)"]
+def _one_line(text: str) -> str:
+    return " ".join(spelled_out(text).split())
+
+
+def _main_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:
+    return [*map(escape, summary.axes), "n", "AP (%)", "FM (%)"]
 
 
 def _main_rows(
-    summary: Summary, *, best: str, spread: str, escape: Callable[[str], str] = str
+    summary: Summary, *, best: str, spread: str, escape: Callable[[str], str] = _one_line
 ) -> Iterable[Sequence[str]]:
     for configuration in summary.configurations:
         performance = _spread(configuration.average_performance, spread)
@@ -438,11 +463,11 @@ def _main_rows(
         ]
 
 
-def _task_header(summary: Summary) -> list[str]:
-    return [*summary.axes, *(f"T{number}" for number in range(1, len(_tasks(summary)) + 1))]
+def _task_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:
+    return [*map(escape, summary.axes), *(f"T{number}" for number in range(1, len(_tasks(summary)) + 1))]
 
 
-def _task_rows(summary: Summary, escape: Callable[[str], str] = str) -> Iterable[Sequence[str]]:
+def _task_rows(summary: Summary, escape: Callable[[str], str] = _one_line) -> Iterable[Sequence[str]]:
     tasks = _tasks(summary)
     for configuration in summary.configurations:
         means = (_spread(configuration.task_scores.get(task), "{:.2f}") for task in tasks)
@@ -469,8 +494,16 @@ def _aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _piped(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    table = [header, ["---"] * len(header), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    table = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
+_MARKDOWN = re.compile(r"[\\`*\[\]|]|~(?=~)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+
+
+def _escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is, in one line; HTML and a table's bars too."""
+    return _MARKDOWN.sub(r"\\\g<0>", html.escape(_one_line(text), quote=False))
 
 
 _LATEX_HEADINGS = {"lambda": r"$\lambda$", "K": "$K$", "epsilon": r"$\varepsilon$", "n": "$n$"}
@@ -478,12 +511,17 @@ _LATEX_ESCAPES = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "[": "{[}",  # behind the line break of a table it would begin an argument
+    "]": "{]}",
     **{c: f"\\{c}" for c in "&%$#_{}"},
 }
 
 
 def _escape_latex(text: str) -> str:
-    return "".join(_LATEX_ESCAPES.get(character, character) for character in text)
+    return "".join(_LATEX_ESCAPES.get(character, character) for character in _one_line(text))
 
 
 def _booktabs(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

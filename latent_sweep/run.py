@@ -21,6 +21,7 @@ from latent_sweep.errors import ConfigError, LatentSweepError
 from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
 from latent_sweep.plan import Member, Pack, Trial, expand, pack
+from latent_sweep.redaction import printable
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.snapshots import write_sealed_json
 from latent_sweep.storage import Storage, following, open_storage, write_atomically
@@ -64,7 +65,8 @@ def run_sweep(
     warnings = check_sweep(sweep, trials, storage.folder)
     sweep_folder = storage.folder / sweep.name
     storage.pull(sweep_folder)
-    print(describe_plan(sweep, trials, packs, storage.folder, warnings), flush=True)
+    _tell(describe_plan(sweep, trials, packs, storage.folder, warnings))
+    storage.make()
     with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(sweep_folder)
         if not replace:
@@ -107,11 +109,11 @@ def _drive(
                     run_on_ray(todo, storage, sweep.name, sweep.run, fail_fast)
     finally:
         thread.stop()
-    print(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
     if link := mirror.link():
-        print(f"compare   {mirror.ui_command()}\n          {link}", flush=True)
+        _tell(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
 
 
@@ -257,8 +259,8 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
             return
 
 
-def _tell(line: str) -> None:
-    print(line, flush=True)
+def _tell(text: str) -> None:
+    print(printable(text), flush=True)
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -18,6 +17,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.files import local_path, read_regular
+from latent_sweep.redaction import quoted
 
 INFERENCE_ONLY: Any = {"inference_only": True}
 """Mark of a field that training never reads: `Field(json_schema_extra=INFERENCE_ONLY)`. It may vary for free."""
@@ -78,12 +79,11 @@ def content_hash(content: Any, length: int = 16) -> str:
 
 def _check_path(text: str) -> str:
     try:
-        os.stat(Path(text).expanduser())
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"found {text!r:.80}; no file can have this path: {reason}") from error
+        local_path(text).exists()
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    except OSError as error:
+        raise ValueError(f"found {quoted(text)}; nobody here may look there: {error.strerror}") from error
     return text
 
 
@@ -199,8 +199,7 @@ def read_yaml(path: Path) -> Any:
         ConfigError: it cannot be read, is too large, or is not YAML; the message has line and column.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        content = read_regular(path, MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ConfigError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, so no file of settings; check the path")
         text = content.decode("utf-8-sig")

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones import cache_folder
-from latent_sweep.errors import StoreError
-from latent_sweep.files import modified, read_file, stamp, write_file
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.files import local_path, modified, private_folder, read_file, stamp, write_file
 from latent_sweep.leases import FileLease, Lease, ObjectLease
 from latent_sweep.objects import Bucket, uri_faults
 from latent_sweep.settings import content_hash
@@ -38,6 +38,10 @@ NODE_LOCAL = frozenset({"tokens", "factors", "embeddings", "router", "prediction
 """Caches directly below a storage that stay on their node: cheaper to make again than to fetch, with equal results."""
 JOURNAL = "journal.jsonl"
 """Name of a trial's journal: the only shared file that grows instead of being replaced."""
+
+DEFAULT_PLACE = "runs"
+"""Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
+that of a folder with another name is the umask's and its administrator's."""
 
 FOLLOWING_SECONDS = 5.0
 """How often a driver looks for what its workers have pushed."""
@@ -81,6 +85,15 @@ class Storage:
 
     def __init__(self, folder: Path, place: str | None = None):
         self.folder, self.place = folder, place or str(folder)
+
+    def make(self) -> None:
+        """Make the folder where that is not left to the first file in it.
+
+        Raises:
+            StoreError: it cannot be made.
+        """
+        if self.place == DEFAULT_PLACE:
+            private_folder(self.folder)
 
     def push(self, path: Path) -> None:
         """Bring a file that was written here to where all nodes read it."""
@@ -242,10 +255,11 @@ def open_storage(place: str) -> Storage:
     """The storage that `run.storage` names: a path, or the URI of an object store.
 
     Raises:
+        ConfigError: no folder can have this path.
         StoreError: pyarrow cannot open such a URI.
     """
     if "://" not in place:
-        return Storage(Path(place).resolve())
+        return Storage(local_path(place).resolve(), place if place == DEFAULT_PLACE else None)
     return ObjectStorage(place)
 
 
@@ -253,10 +267,11 @@ def open_sweep(place: str) -> Path:
     """The folder of a sweep, `<storage>/<sweep name>`, given by its path or its URI; from a URI it is brought here.
 
     Raises:
+        ConfigError: no folder can have this path.
         StoreError: the object store cannot be reached or refuses.
     """
     if "://" not in place:
-        return Path(place).resolve()
+        return local_path(place).resolve()
     address, question, options = place.partition("?")
     parent, _, name = address.rstrip("/").rpartition("/")
     storage = open_storage(parent + question + options)
@@ -274,7 +289,13 @@ def storage_of(path: Path) -> Storage:
 
 def place_faults(place: str) -> list[str]:
     """What is wrong with a value of `run.storage`, as far as the text tells."""
-    return uri_faults(place) if "://" in place else []
+    if "://" in place:
+        return uri_faults(place)
+    try:
+        local_path(place)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _working_folders(cache: Path) -> Path:
@@ -284,6 +305,7 @@ def _working_folders(cache: Path) -> Path:
 @lru_cache(maxsize=64)
 def _working_folder(uri: str, cache: Path) -> Path:
     """The working folder of an object store on this node; the file `uri` in it names the object store."""
+    private_folder(_working_folders(cache))  # it holds results, and nobody has chosen who may read them
     folder = _working_folders(cache) / content_hash(uri)
     write_file(folder / "uri", uri.encode())
     return folder

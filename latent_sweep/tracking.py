@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from latent_sweep.errors import StoreError
-from latent_sweep.files import committing
+from latent_sweep.files import committing, read_file
 from latent_sweep.leases import held
 from latent_sweep.snapshots import is_sealed
 from latent_sweep.storage import JOURNAL, storage_of
@@ -105,10 +105,7 @@ class Journal:
         return [self._parse(number, line) for number, line in enumerate(self._whole_lines().split(b"\n")[:-1])]
 
     def _whole_lines(self) -> bytes:
-        try:
-            content = self.path.read_bytes()
-        except FileNotFoundError:
-            return b""
+        content = read_file(self.path)
         return content[: content.rfind(b"\n") + 1]
 
     def _parse(self, seq: int, line: bytes) -> Event:

@@ -15,6 +15,7 @@ from latent_sweep import report
 from latent_sweep.backends.mlflow_mirror import FoundRun, MlflowMirror
 from latent_sweep.config import flatten
 from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.redaction import quoted
 from latent_sweep.settings import parse_yaml
 from latent_sweep.snapshots import SnapshotStore, set_aside
 from latent_sweep.storage import JOURNAL, storage_of
@@ -257,7 +258,7 @@ def _faults(
     for kind, wanted, there in (("param", content.params, run.params), ("tag", tags, run.tags)):
         for name, value in wanted.items():
             if there.get(name) != value:
-                yield f"{kind} {name}: found {there.get(name)!r:.200}; expected {value!r:.200}"
+                yield f"{kind} {name}: found {quoted(there.get(name), 200)}; expected {quoted(value, 200)}"
     yield from _point_faults(content, run.points)
     for path, artifact in content.artifacts.items():
         if path not in run.artifacts:

@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import shutil
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +22,12 @@ from sweeps_for_tests import TINY, results, sweep_folder, tiny, write, write_ben
 
 from latent_sweep import settings
 from latent_sweep.adapters.factors import load_factors
+from latent_sweep.backbones import cache_folder
 from latent_sweep.cli import main
-from latent_sweep.config import STORAGE_FOLDERS
-from latent_sweep.tracking import status
+from latent_sweep.config import STORAGE_FOLDERS, load_sweep
+from latent_sweep.plan import expand
+from latent_sweep.storage import open_storage, write_atomically
+from latent_sweep.tracking import SweepFolder, status
 
 pytestmark = pytest.mark.timeout(60)  # what would hang fails here
 
@@ -185,8 +190,52 @@ def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, capsys):
     with path.open("wb") as file:
         file.write(b"name: a\n")
         file.truncate(50 << 20)
-    for endless in (path, "/dev/zero"):
-        assert f"error: {endless}: is larger than 1 MiB, so no file of settings" in refusal(capsys, "plan", endless)
+    assert f"error: {path}: is larger than 1 MiB, so no file of settings" in refusal(capsys, "plan", path)
+
+
+def make_socket(path):
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as server:  # a short path: it has to fit
+        server.bind(path.name)
+
+
+NO_FILES = {
+    "a pipe": (os.mkfifo, "found a pipe, which can be read only once and may never end"),
+    "a socket": (make_socket, "found a socket"),
+    "a folder": (Path.mkdir, "found a folder"),
+    "an endless device": (lambda path: path.symlink_to("/dev/zero"), "found a device"),
+    "an empty device": (lambda path: path.symlink_to("/dev/null"), "found a device"),
+    "a link to itself": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), NO_FILES.values(), ids=list(NO_FILES))
+def test_a_sweep_file_that_is_no_file_is_refused(tmp_path, capsys, make, words):
+    make(path := tmp_path / "sweep.yaml")
+    assert words in refusal(capsys, "plan", path)
+    assert words in refusal(capsys, "run", path, "--local")
+
+
+@pytest.mark.parametrize("file", ["benchmark.yaml", "left/train.json", "left/test.json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "an endless device"])
+def test_a_benchmark_with_what_is_no_file_is_refused(tmp_path, capsys, file, kind):
+    make, words = NO_FILES[kind]
+    own = write_benchmark(tmp_path / "own", rows=4)
+    (own / file).unlink()
+    make(own / file)
+    printed = refusal(capsys, "plan", write(tmp_path, tiny(trial__benchmark={"name": str(own)})))
+    assert f"{own / file}: cannot be read: expected a file, {words}" in printed
+
+
+def test_what_another_command_writes_comes_from_a_file(tmp_path, capsys):
+    """`plan <(command)` gives a pipe; `plan /dev/stdin < file` gives the file."""
+    path = write(tmp_path, TINY)
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "w") as pipe:
+        pipe.write(Path(path).read_text())
+        pipe.flush()
+        assert "write what it gives to a file" in refusal(capsys, "plan", f"/dev/fd/{reading}")
+    with open(path) as file:
+        assert main(["plan", f"/dev/fd/{file.fileno()}"]) == 0
 
 
 @contextlib.contextmanager
@@ -270,6 +319,97 @@ def test_a_storage_that_may_not_be_written_is_refused(open_folder, capsys):
     assert str(open_folder / "runs") in printed
     assert "Permission denied" in printed
     assert list((open_folder / "runs").iterdir()) == []
+
+
+def test_a_storage_in_a_circle_is_refused(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    path = write(tmp_path, tiny(run__storage=str(tmp_path / "loop" / "runs")))
+    for command in (["plan", path], ["run", path, "--local"], ["report", tmp_path / "loop" / "runs"]):
+        assert "no file can have this path: Too many levels of symbolic links" in refusal(capsys, *command)
+
+
+@pytest.mark.parametrize("lock", ["a folder", "a pipe"])
+@pytest.mark.parametrize("name", ["tiny/locks/driver.lock", "tiny/trials/*/journal.jsonl", "tiny/sweep.yaml"])
+def test_what_lies_where_a_storage_has_its_files_is_named(tmp_path, capsys, lock, name):
+    path = write(tmp_path, TINY)
+    if "*" in name:
+        trial = expand(load_sweep(path))[0]
+        name = name.replace("*", trial.trial_id)
+    place = tmp_path / "runs" / name
+    place.parent.mkdir(parents=True)
+    NO_FILES[lock][0](place)
+    assert f"{place}: cannot be " in refusal(capsys, "run", path, "--local")
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, capsys, monkeypatch):
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    own = write_benchmark(home / "own")
+    content = tiny(run__storage="~/runs", trial__benchmark={"name": "~/own"}, trial__training__max_steps=1, search={})
+    path = Path(write(home, content))
+    assert main(["run", "~/sweep.yaml", "--local"]) == 0
+    assert f"results   {home / 'runs' / 'tiny'}" in capsys.readouterr().out
+    (trial,) = SweepFolder(home / "runs" / "tiny")
+    assert trial.params["benchmark.name"] == str(own)
+    assert main(["report", "~/runs/tiny"]) == 0
+    path.write_text(path.read_text().replace("~/own", "~nobody-at-all/own").replace("~/runs", "~nobody-at-all/runs"))
+    assert refusal(capsys, "plan", path).count("no file can have this path: Could not determine home directory") == 2
+    assert list(tmp_path.iterdir()) == [home]
+
+
+def test_a_tilde_is_the_home_folder_for_backbones_and_caches(tmp_path, checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    path = write(tmp_path, tiny(trial__backbone={"name": "~/checkpoint", "dtype": "float32"}))
+    assert main(["plan", path]) == 0
+    assert load_sweep(path).trial["backbone"]["name"] == "~/checkpoint"
+    assert expand(load_sweep(path))[0].settings.backbone.name == str(tmp_path / "checkpoint")
+    assert "tokenizer: found '~nobody-at-all'" in refusal(
+        capsys, "plan", path, "--set", "trial.backbone.tokenizer=~nobody-at-all"
+    )
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", "~/cache")
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("LATENT_SWEEP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/xdg")
+    assert cache_folder() == tmp_path / "xdg" / "latent_sweep"
+    monkeypatch.setenv("LATENT_SWEEP_DATA", "~/data")
+    (tmp_path / "data").mkdir()
+    superni = write(tmp_path, tiny(trial__benchmark={"name": "superni"}))
+    assert f"Looked for {tmp_path / 'data' / 'SuperNI'}" in refusal(capsys, "run", superni, "--local")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+@pytest.mark.parametrize("there", [False, True])
+def test_only_the_owner_may_read_what_nobody_has_placed(tmp_path, monkeypatch, umask, there):
+    """A folder of the default name that is new is its owner's alone; any other keeps to the umask."""
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(umask)
+    try:
+        if there:
+            Path("runs").mkdir()
+        open_storage("runs").make()
+        open_storage("shared").make()
+        write_atomically(Path("runs/a/b.json"), b"{}")
+        write_atomically(Path("shared/a/b.json"), b"{}")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(Path("runs").stat().st_mode) == (0o777 & ~umask if there else 0o700)
+    for folder in ("shared", "shared/a", "runs/a"):
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o777 & ~umask
+    assert stat.S_IMODE(Path("shared/a/b.json").stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_run_without_a_place_of_its_own_is_its_owners(open_folder, monkeypatch, capsys):
+    monkeypatch.chdir(open_folder)
+    path = write(open_folder, tiny(run__storage="runs", trial__training__epochs=1, search={}))
+    assert main(["plan", path]) == 0
+    assert not Path("runs").exists()
+    assert main(["run", path, "--local"]) == 0
+    assert stat.S_IMODE(Path("runs").stat().st_mode) == 0o700
+    with as_nobody(), pytest.raises(PermissionError):
+        Path("runs/tiny/sweep.json").read_bytes()
+    assert main(["run", path, "--local"]) == 0
 
 
 # --- benchmarks ------------------------------------------------------------------------------------------------------

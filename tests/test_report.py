@@ -1,6 +1,7 @@
 import csv
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -194,3 +195,57 @@ def test_trials_that_were_started_again_say_why(tmp_path, format):
     line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"
     assert summary.started_again == (line,)
     assert line in report.render(summary, format)
+
+
+HOSTILE = "<img src=x onerror=alert(1)>|`a`[b](javascript:c)**d**\x1b[2J\n# e\u202e"
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A sweep whose values, reasons and names were written by somebody with bad intentions."""
+    sweep = write_sweep(tmp_path, {"benchmark.name": [HOSTILE, "=cmd()"], "seed": [0]}, name="a<script>\x1b[31m")
+    first, second = sweep
+    run_to_end(first, 0.5, 0.1)
+    start(second)
+    journal_of(second).append("failed", kind="error", message=HOSTILE, task="<b>t</b>", step=None)
+    return report.summarise(sweep)
+
+
+@pytest.mark.parametrize("format", report.FORMATS)
+def test_no_report_steers_a_terminal_or_breaks_its_lines(hostile, format):
+    text = report.render(hostile, format)
+    assert not set(text) & set("\x1b\u202e\r")
+    assert format == "csv" or "\n# e" not in text  # quotes hold it together
+    assert "onerror=alert(1)" in text
+
+
+def test_markdown_shows_html_and_markdown_as_text(hostile):
+    text = report.render(hostile, "markdown")
+    assert "<" not in text
+    assert r"&lt;img src=x onerror=alert(1)&gt;\|\`a\`\[b\](javascript:c)\*\*d\*\*\\x1b\[2J # e\\u202e" in text
+    assert text.startswith("# Sweep a&lt;script&gt;\\\\x1b\\[31m\n")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][:4]
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [5] * 4
+
+
+def test_csv_holds_no_formula(hostile, tmp_path):
+    rows = list(csv.DictReader(io.StringIO(report.render(hostile, "csv"))))
+    assert [row["benchmark"][0] for row in rows] == ["<", "'"]
+    assert rows[1]["benchmark"] == "'=cmd()"
+    numbers = write_sweep(tmp_path / "other", {"method.alpha": [-1.5, 2], "router.mode": ["-x", "+3"], "seed": [0]})
+    rows = list(csv.DictReader(io.StringIO(report.render(report.summarise(numbers), "csv"))))
+    assert [(row["alpha"], row["mode"]) for row in rows][:2] == [("-1.5", "'-x"), ("-1.5", "+3")]
+    assert report.score_matrix_csv(["@a"], [[0.5]]) == "after,'@a\n'@a,0.5\n"
+
+
+def test_latex_takes_no_bracket_for_an_argument(hostile, tmp_path):
+    sweep = write_sweep(tmp_path / "other", {"benchmark.tasks": [["a"], ["b"]], "seed": [0]})
+    text = report.render(report.summarise(sweep), "latex")
+    assert '\n{[}"a"{]} & ' in text
+    assert r"\textless{}img" in report.render(hostile, "latex")
+
+
+def test_figures_draw_dollars_as_they_are():
+    figure = curve_figure("$x", [1, 2], {"a=$\\frac{": ([50.0] * 2, [1.0] * 2), "a=$b$": ([40.0] * 2, [1.0] * 2)})
+    figure.draw_without_rendering()
+    score_matrix_figure(["$\\frac$", "b"], [[0.5], [0.5, 0.5]]).draw_without_rendering()

@@ -36,6 +36,7 @@ from latent_sweep.config import EngineSettings, TrainingSettings
 from latent_sweep.engine import Engine, Optimizer, TorchOptimizer, learning_rate, optimizer_of, set_learning_rate
 from latent_sweep.errors import ConfigError
 from latent_sweep.gang import Gang
+from latent_sweep.redaction import quoted
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def _check(settings: EngineSettings) -> None:
             raise ConfigError(f"{where}.{key}: unknown or without effect here; allowed: {', '.join(ALLOWED)}")
     zero = settings.config.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        raise ConfigError(f"{where}.zero_optimization: found {zero!r:.80}; expected a mapping")
+        raise ConfigError(f"{where}.zero_optimization: found {quoted(zero)}; expected a mapping")
     for key in ("stage", "offload_param", "offload_optimizer"):
         if key in zero:
             instead = "zero_stage" if key == "stage" else "offload"

@@ -37,6 +37,7 @@ from typing import Any
 from latent_sweep import report
 from latent_sweep.addresses import check_tracking_address
 from latent_sweep.errors import LatentSweepError, StoreError, TrackingError
+from latent_sweep.files import private_file, private_folder
 from latent_sweep.leases import FileLease, held
 from latent_sweep.redaction import has_credentials, redact
 from latent_sweep.tracked import (
@@ -55,6 +56,8 @@ from latent_sweep.tracked import (
 from latent_sweep.tracking import SweepFolder, TrialFolder
 
 DEFAULT_URI = "sqlite:///mlflow.db"
+ARTIFACTS = "mlartifacts"
+"""Folder beside a local database."""
 
 _logger = logging.getLogger(__name__)
 
@@ -603,6 +606,9 @@ def _quiet_client(uri: str) -> Any:
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it would warn at every attempt
     if (database := _sqlite_file(uri)) is not None:
         database.parent.mkdir(parents=True, exist_ok=True)
+        if uri == DEFAULT_URI:  # as with the default storage, nobody has chosen who may read it
+            private_file(database)
+            private_folder(database.parent / ARTIFACTS)
     return MlflowClient(tracking_uri=uri)
 
 
@@ -672,4 +678,4 @@ def _sqlite_file(uri: str) -> Path | None:
 def _artifact_location(uri: str, experiment: str) -> str | None:
     """Beside a local database; a server knows its own place."""
     database = _sqlite_file(uri)
-    return (database.parent / "mlartifacts" / experiment).as_uri() if database else None
+    return (database.parent / ARTIFACTS / experiment).as_uri() if database else None

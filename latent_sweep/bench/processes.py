@@ -18,6 +18,7 @@ from typing import Any
 from latent_sweep.bench.rows import Row, Target, ratio, take_turns
 from latent_sweep.bench.workbench import LAMBDAS, SWEEP_LEARNING_RATE, TASKS, Subject, Workbench, first_trial
 from latent_sweep.errors import LatentSweepError
+from latent_sweep.redaction import redact
 
 
 def sweep(bench: Workbench) -> list[Row]:
@@ -152,7 +153,7 @@ def _run_to_the_end(module: str, *arguments: str) -> float:
 def _run(module: str, arguments: Sequence[str]) -> str:
     done = subprocess.run(_command(module, arguments), env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise LatentSweepError(f"{module} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+        raise LatentSweepError(f"{module} ended with {done.returncode}:\n{redact(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
@@ -26,6 +25,7 @@ from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.storage import Storage
 from latent_sweep.trial import hardware
 from latent_sweep.versions import installed
 
@@ -54,7 +54,7 @@ def run_bench(
     dtypes: Sequence[str],
     only: Sequence[str],
     quick: bool,
-    storage: Path,
+    storage: Storage,
     tell: Callable[[str], None],
 ) -> Report:
     """Measure, and write the profile that `latent-sweep plan` reads.
@@ -64,7 +64,7 @@ def run_bench(
         dtypes: every part runs with the first, `step` with each; none is the device's usual type.
         only: names of parts; none is all of `PARTS`.
         quick: little of everything: shows that it runs, measures nothing well.
-        storage: where profiles lie.
+        storage: where the profile lies.
         tell: told what is being measured.
 
     Raises:
@@ -94,7 +94,8 @@ def run_bench(
                 tables.append(Table(name, dtype, what, rows))
     report = Report(backbone, device, benchmark, note, measured_at, _versions(), hardware(), tables)
     if profile := _profile(report, dtypes[0]):
-        path = profile_path(storage, backbone, dtypes[0], device)
+        storage.make()
+        path = profile_path(storage.folder, backbone, dtypes[0], device)
         write_profile(path, profile)
         tell(f"profile for `latent-sweep plan`: {path}")
     return report

@@ -29,7 +29,8 @@ from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, is_cut, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
-from latent_sweep.files import committing
+from latent_sweep.files import committing, local_path, read_regular
+from latent_sweep.redaction import quoted, redact
 from latent_sweep.settings import canonical_json, content_hash
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def data_folder(spec: BenchmarkSpec, settings: BenchmarkSettings) -> Path | None
     base = settings.data_dir or os.environ.get(DATA_VARIABLE)
     if not base:
         return None
-    root = Path(base).expanduser()
+    root = local_path(base)
     return (root / "CL_Benchmark" if (root / "CL_Benchmark").is_dir() else root) / spec.folder
 
 
@@ -256,7 +257,8 @@ def _find_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Benc
     if root is None:
         return None
     stem = root / task.folder / _file_stem(split)
-    found = [path for path in (stem.with_suffix(".json"), stem.with_suffix(".jsonl")) if path.is_file()]
+    both = stem.with_suffix(".json"), stem.with_suffix(".jsonl")
+    found = [path for path in both if path.exists() and not path.is_dir()]  # reading says what is no regular file
     if len(found) == 2:
         raise DataError(f"{found[0]}: {found[1].name} lies beside it; expected only one of them. Remove the other one.")
     return found[0] if found else None
@@ -374,7 +376,7 @@ def _file_state(path: Path) -> tuple[int, int]:
 @cache
 def _file_digest(path: Path, state: tuple[int, int]) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(read_regular(path)).hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
@@ -409,7 +411,7 @@ def _read_rows(
 def _read_records(path: Path, source: str | None = None) -> Iterator[tuple[str, Any]]:
     """Each record of a file with its place in it."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
     if source is not None:
@@ -475,7 +477,9 @@ def _check_row(where: str, record: Any, default_id: str) -> Row:
         raise DataError(f"{where}: `{text_key}` is {_kind(text)}; expected a string.")
     references = answer if isinstance(answer, list) else [answer]
     if not references or not all(isinstance(reference, str) for reference in references):
-        raise DataError(f"{where}: `{answer_key}` is {_kind(answer)}: {answer!r:.60}; expected a string or strings.")
+        raise DataError(
+            f"{where}: `{answer_key}` is {_kind(answer)}: {quoted(answer, 60)}; expected a string or strings."
+        )
     if type(row_id) not in (str, int):
         raise DataError(f"{where}: `id` is {_kind(row_id)}; expected a string or a whole number.")
     if any(_HALF_PAIR.search(part) for part in (str(row_id), text, *references)):
@@ -491,9 +495,9 @@ def _own_labels(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...] | None:
 def _check_labels(where: str, row: Row, labels: tuple[str, ...]) -> None:
     unknown = [reference for reference in row.references if reference not in labels]
     if unknown and _is_labelled(row):
-        known = ", ".join(map(repr, labels))
+        known = redact(", ".join(map(repr, labels)))
         raise DataError(
-            f"{where}: the answer {unknown[0]!r:.60} is none of the task's labels: {known:.200}. "
+            f"{where}: the answer {quoted(unknown[0], 60)} is none of the task's labels: {known:.200}. "
             "Correct the row, or `labels` in the benchmark's file."
         )
 

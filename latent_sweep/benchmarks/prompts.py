@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.errors import DataError
+from latent_sweep.redaction import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,8 +128,8 @@ def encode_target(text: str, tokenizer: PreTrainedTokenizerBase, family: Family,
 def _input_room(room: int, max_source_length: int, parts: PromptParts) -> int:
     if room < 1:
         raise DataError(
-            f"benchmark.max_source_length: the instruction that begins with {parts.head[:40]!r} and the cue take all "
-            f"of its {max_source_length} tokens; expected room for the input. "
+            f"benchmark.max_source_length: the instruction that begins with {quoted(parts.head, 40)} and the cue take "
+            f"all of its {max_source_length} tokens; expected room for the input. "
             f"Raise it to {max_source_length + 1 - room} or more, or shorten the instruction."
         )
     return room

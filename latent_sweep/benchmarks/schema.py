@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.files import local_path
+from latent_sweep.redaction import quoted
 from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, read_yaml
 
 Metric = Literal["accuracy", "rouge_l"]
@@ -221,10 +223,10 @@ def _benchmark_file(name: str) -> Path:
     packaged = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
     if name in packaged:
         return packaged[name]
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_dir():
         path = path / BENCHMARK_FILE
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise ConfigError(
             f"benchmark.name: {_unknown(name, list(packaged), 'benchmark')}, and there is no file {path}. "
             f"Use one of {', '.join(packaged)}, or the path of a folder that holds a {BENCHMARK_FILE}."
@@ -258,7 +260,7 @@ def _explain(fault: Any, model: type[BaseModel]) -> str:
         return "missing; it has no default"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    return f"found {fault['input']!r:.80}; {fault['msg']}"
+    return f"found {quoted(fault['input'])}; {fault['msg']}"
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
