@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import bank_of, learn, load_tiny, random_rows, task_data
+from rounding import GRADIENT, PASS, assert_same_to_rounding
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.config import TrainingSettings
@@ -90,7 +91,7 @@ def test_label_logits_are_those_of_the_whole_sequence(backbone):
     for row, labels, found in zip(ROWS, batch.labels, logits, strict=True):
         kept = labels != IGNORED
         assert labels[kept].tolist() == row["target_ids"]
-        torch.testing.assert_close(found[kept], row_logits(backbone, row), atol=2e-5, rtol=1e-4)
+        assert_same_to_rounding(found[kept], row_logits(backbone, row), PASS)
 
 
 @pytest.mark.parametrize("reduce", ["token_mean", "sequence_mean", "sum"])
@@ -100,7 +101,7 @@ def test_the_loss_is_reduced_as_its_name_says(backbone, train, reduce, micro):
     total = math.fsum(row_nll(backbone, row) for row in rows)
     divisor = {"token_mean": sum(len(row["target_ids"]) for row in rows), "sequence_mean": len(rows), "sum": 1}[reduce]
     _, _, losses = train(rows, batch_size=5, max_steps=1, R_init="zero", loss_reduce=reduce, micro_batch_size=micro)
-    assert losses == [pytest.approx(total / divisor, rel=1e-5)]
+    assert losses == [pytest.approx(total / divisor, rel=PASS)]
 
 
 def first_gradient(train, **settings):
@@ -117,14 +118,14 @@ def first_gradient(train, **settings):
 def test_micro_batches_add_up_to_the_whole_batch(train, micro):
     whole = first_gradient(train)
     assert float(whole.abs().max()) > 1e-3
-    torch.testing.assert_close(first_gradient(train, micro_batch_size=micro), whole, atol=1e-6, rtol=1e-4)
+    assert_same_to_rounding(first_gradient(train, micro_batch_size=micro), whole, GRADIENT)
 
 
 @pytest.mark.parametrize("micro", [None, 4])
 def test_gradient_checkpointing_gives_the_same_gradients(backbone, train, micro):
     whole = first_gradient(train)
     found = first_gradient(train, gradient_checkpointing=True, micro_batch_size=micro)
-    torch.testing.assert_close(found, whole, atol=1e-6, rtol=1e-4)
+    assert_same_to_rounding(found, whole, GRADIENT)
     assert not backbone.model.training
 
 
