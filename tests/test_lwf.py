@@ -43,7 +43,7 @@ def direct_divergence(student, teacher, temperature):
 def test_divergence_is_from_the_teacher_to_the_student(temperature):
     student, teacher = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     found = float(divergence(student, teacher, temperature))
-    assert found == pytest.approx(direct_divergence(student, teacher, temperature), rel=1e-5)
+    assert found == pytest.approx(direct_divergence(student, teacher, temperature), rel=1e-4)
     assert found != pytest.approx(direct_divergence(teacher, student, temperature), rel=1e-2)
     assert float(divergence(teacher, teacher, temperature)) == 0
 
