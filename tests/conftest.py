@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,35 @@ from sweeps_for_tests import tiny
 
 FAMILIES = ("tiny-llama", "tiny-t5")
 
+NOT_NUMERIC = {
+    "test_bench.py": "measures seconds",
+    "test_memory.py": "counts bytes",
+    "test_ray.py": "torch is told its number of threads",
+    "test_resume.py": "torch is told its number of threads",
+    "test_storage.py": "torch is told its number of threads",
+    "test_submission.py": "torch is told its number of threads",
+}
+"""Test files that import what computes and compare no numbers, and why they do."""
+COMPUTING = re.compile(r"^\s*(?:from|import) (?:torch|numpy|scipy|sklearn|conftest|lessons_in_turn)\b", re.MULTILINE)
+
+
+@cache
+def computes_numbers(path: Path) -> bool:
+    """Whether a test file imports what computes: then other processors may round otherwise in it."""
+    return bool(COMPUTING.search(path.read_text(encoding="utf-8")))
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise."""
+    """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise.
+
+    Those of a file that computes are `numeric`: they run on imitated machines, too.
+    """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
+        if computes_numbers(item.path) and item.path.name not in NOT_NUMERIC:
+            item.add_marker(pytest.mark.numeric)
 
 
 def load_tiny(name: str, dtype: str = "float32"):

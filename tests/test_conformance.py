@@ -89,6 +89,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_loss_terms_are_named_and_finite(finished, method, family):
     _, events, _ = finished(method, family)
     steps = [event for event in events if learns(event)]
@@ -103,6 +104,7 @@ def test_loss_terms_are_named_and_finite(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_every_stage_adds_a_row_of_scores(finished, method, family):
     _, events, _ = finished(method, family)
     stages = [event for event in events if isinstance(event, StageDone)]
@@ -115,6 +117,7 @@ def test_every_stage_adds_a_row_of_scores(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_earlier_snapshots_never_change(finished, method, family):
     _, _, stages = finished(method, family)
     snapshots = [{name: content for name, content in files.items() if "snapshots/" in name} for files in stages]
@@ -125,6 +128,7 @@ def test_earlier_snapshots_never_change(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_the_backbone_stays_bit_for_bit(finished, method, family, tmp_path, monkeypatch):
     """The very backbone that was trained on and answered with, against one that was only loaded."""
     used = []
@@ -175,6 +179,7 @@ CUT_CASES = [
 
 
 @pytest.mark.parametrize(("method", "family", "doing", "task", "step"), CUT_CASES)
+@pytest.mark.same_bits
 def test_cut_anywhere_and_run_again_ends_the_same(finished, method, family, tmp_path, doing, task, step):
     cut_at = []
 
@@ -204,6 +209,7 @@ def test_cut_anywhere_and_run_again_ends_the_same(finished, method, family, tmp_
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_a_finished_run_has_nothing_to_do(finished, method, family, tmp_path):
     runs, _, _ = finished(method, family)
     copy = Runs(tmp_path / "copy")
@@ -214,6 +220,7 @@ def test_a_finished_run_has_nothing_to_do(finished, method, family, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_another_seed_is_another_training(finished, method, family):
     first, second = (finished(method, family, seed)[0] for seed in (0, 1))
     names = [{path.name for path in (runs.folder / "snapshots").glob("*.safetensors")} for runs in (first, second)]
@@ -227,6 +234,7 @@ def test_another_seed_is_another_training(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_the_parameter_count_is_what_is_trained(method, family, tmp_path, monkeypatch):
     counts = []
 
