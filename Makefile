@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 # files in turn, each in one process; the order by size would leave the few long ones to the end
 BY_FILE := --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup quickstart test test-slow faults lint types check clean
+.PHONY: setup quickstart test test-slow portability faults lint types check clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ test: $(STAMP)
 # two at a time: most start clusters, servers and workers of their own
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 $(BY_FILE)
+
+# the numeric tests as other processors would round, two machines at a time
+portability: $(STAMP)
+	$(BIN)/python tests/portability.py
 
 # injects every fault into a real sweep and prints what each one costs, as a table
 faults: $(STAMP)

@@ -42,12 +42,15 @@ class Verdict:
     """One line each: where, what was found, what was expected."""
     counts: Mapping[str, int]
     """How many of what were looked at."""
+    notes: Sequence[str] = ()
+    """What is no fault, and worth knowing."""
 
     def text(self) -> str:
         """The faults and the counts, for people."""
         looked_at = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
         end = f"{len(self.faults)} differences" if self.faults else "equal"
-        return "\n".join([*self.faults, f"{end}; looked at {looked_at or 'nothing'}"])
+        notes = [f"not all trials were computed alike: {note}" for note in self.notes]
+        return "\n".join([*self.faults, *notes, f"{end}; looked at {looked_at or 'nothing'}"])
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
@@ -72,7 +75,8 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
     The files of a trial that has not come to its end are not looked at: a run writes them again.
     """
     counts: Counter[str] = Counter()
-    return Verdict([fault.text for fault in _disk_faults(sweep, counts)], counts)
+    faults = [fault.text for fault in _disk_faults(sweep, counts)]
+    return Verdict(faults, counts, () if faults else list(report.mixed_lines(report.summarise(sweep))))
 
 
 def repair_disk(sweep: SweepFolder) -> list[str]:

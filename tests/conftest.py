@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,13 +14,38 @@ from sweeps_for_tests import tiny
 
 FAMILIES = ("tiny-llama", "tiny-t5")
 
+NOT_NUMERIC = {
+    "test_bench.py": "measures seconds",
+    "test_explain.py": "explains plans",
+    "test_forecast.py": "counts tokens",
+    "test_hostile_inputs.py": "spoils files",
+    "test_memory.py": "counts bytes",
+    "test_ray.py": "torch is told its number of threads",
+    "test_resume.py": "torch is told its number of threads",
+    "test_storage.py": "torch is told its number of threads",
+    "test_submission.py": "torch is told its number of threads",
+}
+"""Test files that import what computes and compare no numbers, and why they do."""
+COMPUTING = re.compile(r"^\s*(?:from|import) (?:torch|numpy|scipy|sklearn|conftest|lessons_in_turn)\b", re.MULTILINE)
+
+
+@cache
+def computes_numbers(path: Path) -> bool:
+    """Whether a test file imports what computes: then other processors may round otherwise in it."""
+    return bool(COMPUTING.search(path.read_text(encoding="utf-8")))
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise."""
+    """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise.
+
+    Those of a file that computes are `numeric`: they run on imitated machines, too.
+    """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
+        if computes_numbers(item.path) and item.path.name not in NOT_NUMERIC:
+            item.add_marker(pytest.mark.numeric)
 
 
 def load_tiny(name: str, dtype: str = "float32"):
@@ -114,6 +142,11 @@ class Runs:
     folder: Path
     stages: list = field(default_factory=list)
     """Every finished stage, in order."""
+
+    def take_tokens(self, other: Runs) -> Runs:
+        """Begin with the tokenised rows of other runs, so that nobody tokenises them again; returns itself."""
+        shutil.copytree(other.folder / "tokens", self.folder / "tokens")
+        return self
 
     def packs(self, **changes):
         """The packs of `tiny(**changes)`."""

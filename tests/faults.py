@@ -33,14 +33,15 @@ from typing import Any
 
 import psutil
 from mlflow_server import Server, empty_database
+from moments import HALTING, at_step
 from ray_heads import node, nodes
-from sweeps_for_tests import end, events, family, results, start, sweep_folder, tiny, wait_until, write
+from sweeps_for_tests import end, events, family, results, start, sweep_folder, tiny, wait_for_line, wait_until, write
 
 from latent_sweep.cli import main as latent_sweep
-from latent_sweep.tracking import SweepFolder, attempts
+from latent_sweep.tracking import SweepFolder
 
 CHECKPOINT_EVERY = 20
-STEPS_PER_TASK = 240
+STEPS_PER_TASK = 80
 STRIKE_AT = 3 * CHECKPOINT_EVERY - 5
 """Step of the second task at which a fault strikes: two checkpoints are there, and the next is nearly due."""
 
@@ -48,10 +49,7 @@ Step = tuple[str, int, int]
 """Training id, position of the task from 0, step from 1."""
 
 REPORTING = """
-import os
-import sys
-
-if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep.run", "default_worker.py")):
+if any(name in argument for argument in sys.orig_argv for name in PROGRAMS):
     from latent_sweep.progress import ProgressWriter
 
     pipe, write = os.open(os.environ["STEPS_TAKEN"], os.O_WRONLY), ProgressWriter.write
@@ -67,16 +65,21 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
 
 
 class StepsTaken:
-    """Every optimizer step that the processes of one sweep take: they write into a pipe, which no full disk stops."""
+    """Every optimizer step that the processes of one sweep take: they write into a pipe, which no full disk stops.
+
+    The first training that has taken `STRIKE_AT` steps of its second task halts there, until `strike` is let go.
+    """
 
     def __init__(self, folder: Path):
-        folder.mkdir()
-        (folder / "sitecustomize.py").write_text(REPORTING, encoding="utf-8")
+        self.strike = at_step(folder, position=1, step=STRIKE_AT)
+        (folder / "sitecustomize.py").write_text(
+            HALTING + REPORTING, encoding="utf-8"
+        )  # a step is told before it halts
         pipe = folder / "steps"
         os.mkfifo(pipe)
         self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # also as a writer, so that it never ends
         fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, 1 << 20)  # room for all steps of a sweep while nobody reads
-        self.environment = {"PYTHONPATH": str(folder), "STEPS_TAKEN": str(pipe)}
+        self.environment = self.strike.environment | {"STEPS_TAKEN": str(pipe)}
         self._read = b""
 
     def count(self) -> Counter[Step]:
@@ -158,30 +161,16 @@ class Disturbed:
         self.started.append(process)
         return process
 
-    def reach_the_middle(self, process: subprocess.Popen[str]) -> str:
-        """Wait until a training is about to write a checkpoint in its second task; returns its id."""
-        self._wait_for_step(2 * CHECKPOINT_EVERY, process)
+    def reach_the_middle(self, process: subprocess.Popen[str]) -> psutil.Process:
+        """Wait until a process halts where its next checkpoint is nearly due in its second task; returns it."""
+        self.steps.strike.wait(process)
         self.members |= set(family(process))
         self.committed = committed(self.sweep)
-        return self._wait_for_step(STRIKE_AT, process)
-
-    def _wait_for_step(self, wanted: int, process: subprocess.Popen[str]) -> str:
-        there: list[str] = []
-
-        def look() -> list[str]:
-            there.extend(training for training, position, step in self.steps.count() if (position, step) == (1, wanted))
-            return there
-
-        wait_until(look, process)
-        return there[0]
-
-    def worker_of(self, training_id: str) -> psutil.Process:
-        """The process that learns a training."""
-        trial = next(trial for trial in self.sweep if trial.training_id == training_id)
-        return psutil.Process(attempts(trial.events())[-1]["pid"])
+        return psutil.Process(self.steps.strike.pid)
 
     def finish(self, process: subprocess.Popen[str], codes: Collection[int] = (0,)) -> str:
-        """Wait for the end of a main job; returns what it has printed."""
+        """Wait for the end of a main job, where nothing halts any more; returns what it has printed."""
+        self.steps.strike.let_go()
         self.members |= set(family(process))
         printed, _ = process.communicate(timeout=240)
         assert process.returncode in codes, f"ended with {process.returncode}, expected {codes}:\n{printed}"
@@ -213,7 +202,7 @@ def _driver(sweep: Disturbed) -> str:
 
 def _worker(sweep: Disturbed) -> str:
     process = sweep.start()
-    sweep.worker_of(sweep.reach_the_middle(process)).kill()
+    sweep.reach_the_middle(process).kill()
     sweep.finish(process)
     return sweep.losses()
 
@@ -221,7 +210,7 @@ def _worker(sweep: Disturbed) -> str:
 def _raylet(sweep: Disturbed) -> str:
     with nodes(0, 1, 1, **sweep.steps.environment) as (_, environment):
         process = sweep.start(**environment)
-        raylet = sweep.worker_of(sweep.reach_the_middle(process)).parent()
+        raylet = sweep.reach_the_middle(process).parent()
         assert raylet is not None
         assert raylet.name() == "raylet"
         raylet.kill()
@@ -254,6 +243,7 @@ def _tracker(sweep: Disturbed) -> str:
         process = sweep.start("--local")
         sweep.reach_the_middle(process)
         server.kill()
+        sweep.steps.strike.let_go()
         before = len(events(sweep.sweep, "stage"))
         wait_until(lambda: len(events(sweep.sweep, "stage")) > before, process)
         server.start()
@@ -287,9 +277,12 @@ def _snapshot(sweep: Disturbed) -> str:
 
 
 def _two_drivers(sweep: Disturbed) -> str:
-    drivers = [sweep.start("--local") for _ in range(2)]
-    printed = [sweep.finish(driver) for driver in drivers]
-    assert sum("waiting for its end" in text for text in printed) == 1, printed
+    first = sweep.start("--local")
+    sweep.reach_the_middle(first)
+    second = sweep.start("--local")
+    wait_for_line("waiting for its end", second)
+    for driver in (first, second):
+        sweep.finish(driver)
     return "the second waited, and found the work done"
 
 

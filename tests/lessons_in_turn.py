@@ -39,14 +39,20 @@ def lesson(method, history, folder, training=TRAINING, learner=None, on_step=Non
     return learner.finish(), learner, summary
 
 
-def learned(method, folder, tasks=3, training=TRAINING):
-    """Snapshots of tasks learned in turn."""
-    history = []
-    for _ in range(tasks):
-        history.append(lesson(method, history, folder, training)[0])
+LEARNED = {}
+"""Snapshots by the backbone, the method and its settings; with the backbone, so that no other one takes its place."""
+
+
+def learned(method, folder, tasks=3):
+    """Snapshots of tasks learned in turn, by the first who asks for them in this process; copies for everybody."""
+    backbone = method.workplace.backbone
+    key = id(backbone), type(method), method.settings.model_dump_json()
+    _, history = LEARNED.setdefault(key, (backbone, []))
+    while len(history) < tasks:
+        history.append(lesson(method, history, folder)[0])
         for path in folder.glob("*.safetensors"):
             path.unlink()
-    return history
+    return [{name: tensor.clone() for name, tensor in snapshot.items()} for snapshot in history[:tasks]]
 
 
 def equal(snapshot, other):

@@ -117,6 +117,17 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], sec
         time.sleep(0.02)
 
 
+def wait_for_line(part: str, process: subprocess.Popen[str]) -> str:
+    """Read and return what `process` prints up to a line with this in it; that it ends first is a failure."""
+    assert process.stdout is not None
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if part in line:
+            return "".join(printed)
+    raise AssertionError(f"ended without printing {part!r}:\n{''.join(printed)}")
+
+
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """A process and everything below it; empty where it has ended."""
     try:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import shutil
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -46,10 +47,9 @@ class Cut(BaseException):
     """The worker is lost."""
 
 
-def changes(method, family, seed=0):
+def changes(method, family):
     return {
         "search": {},
-        "trial__seed": seed,
         "trial__method": {"name": method, **OPTIONS.get(method, {})},
         "trial__backbone__name": family,
         "trial__benchmark": {"name": "builtin", "tasks": TASKS, "train_per_task": 8, "test_per_task": 3},
@@ -65,32 +65,88 @@ def learned_positions(method):
     return {position for position in range(3) if planned.learns_from(position, 3)}
 
 
+@dataclass
+class Finished:
+    """An uninterrupted run."""
+
+    runs: Runs
+    events: list = field(default_factory=list)
+    stages: list = field(default_factory=list)
+    """The stored files at the end of every stage."""
+    backbones: list = field(default_factory=list)
+    """Those that were trained on and answered with."""
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Uninterrupted runs by method and family: what they leave, every event, and the stored files at every stage."""
+def new_runs(tmp_path_factory):
+    """Runs of a family in a new folder, which begin with its tokenised rows once there are some."""
+    first = {}
+
+    def make(family, name="runs"):
+        runs = Runs(tmp_path_factory.mktemp(f"{name}-{family}") / "runs")
+        known = first.setdefault(family, runs)
+        return runs.take_tokens(known) if (known.folder / "tokens").is_dir() else runs
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(new_runs):
+    """Uninterrupted runs by method and family."""
     known = {}
 
-    def run(method, family, seed=0):
-        key = (method, family, seed)
-        if key not in known:
-            runs = Runs(tmp_path_factory.mktemp(f"{method}-{family}-{seed}") / "runs")
-            events, stages = [], []
+    def run(method, family):
+        if (method, family) not in known:
+            found = known[method, family] = Finished(new_runs(family, method))
 
             def on(event):
-                events.append(event)
+                found.events.append(event)
                 if isinstance(event, StageDone):
-                    stages.append(runs.files())
+                    found.stages.append(found.runs.files())
 
-            runs.run(runs.packs(**changes(*key)), on)
-            known[key] = (runs, events, stages)
-        return known[key]
+            def remember(engine, settings):
+                found.backbones.append(load_backbone(settings, engine))
+                return found.backbones[-1]
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Engine, "load", remember)
+                found.runs.run(found.runs.packs(**changes(method, family)), on)
+        return known[method, family]
 
     return run
 
 
+@pytest.fixture(scope="module")
+def two_seeds(new_runs):
+    """Two seeds of a method, one after the other: the runs and the names of the snapshots of each.
+
+    At a rate so small that the optimizer does not amplify the last bits, which padding changes.
+    """
+    known = {}
+
+    def run(method, family):
+        if (method, family) not in known:
+            runs = new_runs(family, f"{method}-seeds")
+            packs = runs.packs(**gently(method, family))
+            runs.run(packs)
+            known[method, family] = runs, [set(pack.trials[0].lineages()) for pack in packs]
+        return known[method, family]
+
+    return run
+
+
+def gently(method, family):
+    """Settings of two seeds."""
+    content = changes(method, family)
+    content["trial__training"]["learning_rate"] = 1e-3
+    content["trial__benchmark"]["tasks"] = TASKS[:2]
+    return content | {"search": {"seed": [0, 1]}}
+
+
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_loss_terms_are_named_and_finite(finished, method, family):
-    _, events, _ = finished(method, family)
+    events = finished(method, family).events
     steps = [event for event in events if learns(event)]
     for position, places in itertools.groupby(steps, lambda step: step.position):
         numbers = [step.step for step in places]
@@ -103,8 +159,9 @@ def test_loss_terms_are_named_and_finite(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_every_stage_adds_a_row_of_scores(finished, method, family):
-    _, events, _ = finished(method, family)
+    events = finished(method, family).events
     stages = [event for event in events if isinstance(event, StageDone)]
     assert [stage.tasks_seen for stage in stages] == [1, 2, 3]
     for seen, stage in enumerate(stages, start=1):
@@ -115,8 +172,9 @@ def test_every_stage_adds_a_row_of_scores(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_earlier_snapshots_never_change(finished, method, family):
-    _, _, stages = finished(method, family)
+    stages = finished(method, family).stages
     snapshots = [{name: content for name, content in files.items() if "snapshots/" in name} for files in stages]
     learned = learned_positions(method) or {0}  # what learns nothing leaves one snapshot too
     assert [len(files) for files in snapshots] == [2 * len([p for p in learned if p <= i]) for i in range(3)]
@@ -125,25 +183,16 @@ def test_earlier_snapshots_never_change(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-def test_the_backbone_stays_bit_for_bit(finished, method, family, tmp_path, monkeypatch):
+@pytest.mark.same_bits
+def test_the_backbone_stays_bit_for_bit(finished, method, family):
     """The very backbone that was trained on and answered with, against one that was only loaded."""
-    used = []
-
-    def remember(engine, settings):
-        used.append(load_backbone(settings, engine))
-        return used[-1]
-
-    monkeypatch.setattr(Engine, "load", remember)
-    runs = Runs(tmp_path)
-    runs.run(runs.packs(**changes(method, family)))
-    (backbone,) = used
+    (backbone,) = finished(method, family).backbones
     fresh = load_backbone(BackboneSettings(name=family, dtype="float32")).model.state_dict()
     after = backbone.model.state_dict()
     assert after.keys() == fresh.keys()
     assert all(after[name].equal(weight) for name, weight in fresh.items())
     assert not backbone.model.training
     assert all(p.grad is None and not p.requires_grad for p in backbone.model.parameters())
-    assert runs.files() == finished(method, family)[0].files(), "and the same seed repeats, byte for byte"
 
 
 CUTS = {
@@ -175,7 +224,8 @@ CUT_CASES = [
 
 
 @pytest.mark.parametrize(("method", "family", "doing", "task", "step"), CUT_CASES)
-def test_cut_anywhere_and_run_again_ends_the_same(finished, method, family, tmp_path, doing, task, step):
+@pytest.mark.same_bits
+def test_cut_anywhere_and_run_again_ends_the_same(finished, new_runs, method, family, doing, task, step):
     cut_at = []
 
     def lose(event):
@@ -187,25 +237,26 @@ def test_cut_anywhere_and_run_again_ends_the_same(finished, method, family, tmp_
             cut_at.append(event)
             raise Cut
 
-    runs = Runs(tmp_path)
+    runs = new_runs(family, "cut")
     with pytest.raises(Cut):
         runs.run(runs.packs(**changes(method, family)), lose)
     assert cut_at
     steps = []
     runs.run(runs.packs(**changes(method, family)), lambda e: steps.append(e) if learns(e) else None)
-    assert runs.files() == finished(method, family)[0].files()
+    assert runs.files() == finished(method, family).runs.files()
     repeated = [
         (e.position, e.step) for e in steps if e.position < task or (e.position == task and doing != "learning")
     ]
     assert not repeated, "what was done is not done again"
     if doing == "learning":  # a checkpoint was taken after every second step
         assert (steps[0].position, steps[0].step) == (task, step - step % 2 + (1 if step < 4 else -1))
-    assert not list((tmp_path / "checkpoints").glob("*"))
+    assert not list((runs.folder / "checkpoints").glob("*"))
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
+@pytest.mark.same_bits
 def test_a_finished_run_has_nothing_to_do(finished, method, family, tmp_path):
-    runs, _, _ = finished(method, family)
+    runs = finished(method, family).runs
     copy = Runs(tmp_path / "copy")
     shutil.copytree(runs.folder, copy.folder)
     events = []
@@ -213,21 +264,19 @@ def test_a_finished_run_has_nothing_to_do(finished, method, family, tmp_path):
     assert events == []
 
 
-@pytest.mark.parametrize(("method", "family"), CASES)
-def test_another_seed_is_another_training(finished, method, family):
-    first, second = (finished(method, family, seed)[0] for seed in (0, 1))
-    names = [{path.name for path in (runs.folder / "snapshots").glob("*.safetensors")} for runs in (first, second)]
+@pytest.mark.parametrize(("method", "family"), QUICK_CASES)
+@pytest.mark.same_bits
+def test_another_seed_is_another_training(two_seeds, method, family):
+    runs, names = two_seeds(method, family)
     assert not names[0] & names[1]
-    if not learned_positions(method):
-        return
-    contents = [
-        {path.read_bytes() for path in (runs.folder / "snapshots").glob("*.safetensors")} for runs in (first, second)
-    ]
-    assert not contents[0] & contents[1]
+    if learned_positions(method):
+        contents = [{(runs.folder / "snapshots" / f"{n}.safetensors").read_bytes() for n in each} for each in names]
+        assert not contents[0] & contents[1]
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-def test_the_parameter_count_is_what_is_trained(method, family, tmp_path, monkeypatch):
+@pytest.mark.same_bits
+def test_the_parameter_count_is_what_is_trained(new_runs, method, family, monkeypatch):
     counts = []
 
     def count(lessons, backbone, bank):
@@ -235,7 +284,7 @@ def test_the_parameter_count_is_what_is_trained(method, family, tmp_path, monkey
         raise Cut
 
     monkeypatch.setattr(trial_module, "train_pack", count)
-    runs = Runs(tmp_path)
+    runs = new_runs(family, "counted")
     packs = runs.packs(**changes(method, family))
     with pytest.raises(Cut) if learned_positions(method) else contextlib.nullcontext():
         runs.run(packs)
@@ -246,18 +295,12 @@ def test_the_parameter_count_is_what_is_trained(method, family, tmp_path, monkey
 
 
 @pytest.mark.parametrize(("method", "family"), QUICK_CASES)
-def test_two_seeds_side_by_side_end_as_each_alone(method, family, tmp_path):
-    """At a rate so small that the optimizer does not amplify the last bits, which padding changes."""
-    content = changes(method, family)
-    content["trial__training"]["learning_rate"] = 1e-3
-    content["trial__benchmark"]["tasks"] = TASKS[:2]
-    content["search"] = {"seed": [0, 1]}
-    together, alone = Runs(tmp_path / "together"), Runs(tmp_path / "alone")
-    packs = together.packs(**content, run__pack=["seed"])
+def test_two_seeds_side_by_side_end_as_each_alone(two_seeds, new_runs, method, family):
+    together, (alone, _) = new_runs(family, "together"), two_seeds(method, family)
+    packs = together.packs(**gently(method, family), run__pack=["seed"])
     packable = packs[0].trials[0].method().packable
     assert [len(pack.members) for pack in packs] == ([2] if packable else [1, 1])
     together.run(packs)
-    alone.run(alone.packs(**content))
     names = {path.name for path in (alone.folder / "snapshots").glob("*.safetensors")}
     assert names == {path.name for path in (together.folder / "snapshots").glob("*.safetensors")} != set()
     for name in names:

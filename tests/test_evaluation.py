@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_rows
+from rounding import PASS, assert_same_to_rounding
 
 from latent_sweep import evaluation
 from latent_sweep.adapters.bank import Adaptation
@@ -106,7 +107,7 @@ def test_a_posterior_of_one_task_is_that_tasks_adapter(backbone, bank, method, h
             routed = backbone.model(**inputs).logits
         with bank.active(Adaptation(method.space.deltas(history[task].tensors["R"]))):
             single = backbone.model(**inputs).logits
-    torch.testing.assert_close(routed, single, atol=1e-5, rtol=1e-5)
+    assert_same_to_rounding(routed, single, PASS)
 
 
 def test_rows_of_one_batch_answer_with_their_own_blends(backbone, bank, method, history, rows, evaluator):
@@ -272,6 +273,7 @@ def test_answers_are_the_same_known_or_not(history, rows, evaluator, tmp_path, w
 
 
 @pytest.mark.parametrize("damage", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])
+@pytest.mark.same_bits
 def test_a_damaged_answer_file_is_made_again(history, rows, evaluator, tmp_path, damage):
     first = evaluator().score(history, soft(), rows, "accuracy")
     paths = sorted((tmp_path / "predictions").rglob("*.json"))

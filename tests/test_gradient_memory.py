@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_rows, task_data
+from rounding import PASS, assert_same_to_rounding, same_to_rounding
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.gradient_memory import (
@@ -218,8 +219,8 @@ def test_masked_moments_are_those_of_rows_without_padding(backbone):
     for name, moment in together.items():
         expected = sum(moments[name] for moments in alone)
         assert moment.dtype == torch.float64
-        assert torch.allclose(moment, expected, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(padded[name], expected, rtol=1e-2)
+        assert_same_to_rounding(moment, expected, PASS)
+        assert not same_to_rounding(padded[name], expected, 1e-2)
 
 
 def test_moments_are_those_of_the_true_inputs(backbone):
@@ -317,7 +318,8 @@ def memory_at(backbone, bank, tmp_path):
 
 def test_a_task_reads_all_its_rows_or_as_many_batches_as_it_may(memory_at, backbone):
     everything = memory_at(batch_size=3)._moments(bare)
-    assert all(moment.allclose(moments_of(backbone, ROWS)[name], rtol=1e-4) for name, moment in everything.items())
+    for name, moment in moments_of(backbone, ROWS).items():
+        assert_same_to_rounding(everything[name], moment, PASS)
     some = memory_at(batch_size=3, max_batches=1)._moments(bare)
     assert all(some[name].trace() < 0.7 * moment.trace() for name, moment in everything.items())
 

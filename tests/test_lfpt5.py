@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import bank_of, learn, load_tiny, task_data
 from pydantic import ValidationError
+from rounding import PASS, PRODUCT, assert_trained_alike
 from torch.nn.functional import cross_entropy, log_softmax
 
 from latent_sweep.adapters.bank import Adaptation
@@ -201,7 +202,7 @@ def test_the_loss_is_the_formula(backbone, bank, tmp_path, accumulation):
     """Each term against logits of one row at a time."""
     own = method(backbone, bank, tmp_path, lm_weight=0.4, kl_weight=0.2, accumulation=accumulation)
     learner = learner_of(own)
-    shift(learner)
+    shift(learner, by=1.0)
     examples = learner.examples(rows_of(backbone))[4:]
     denominator = sum(len(row["target_ids"]) for row in examples)
     terms = learner.loss(outputs_of(learner, examples, denominator))
@@ -210,7 +211,7 @@ def test_the_loss_is_the_formula(backbone, bank, tmp_path, accumulation):
         outputs = forward(backbone, bank, [row], Adaptation(prompt=prompt))
         return outputs.logits[0].double(), outputs.labels[0]
 
-    task = lm = kl = 0.0
+    task = lm = kl = rounding = 0.0
     for row in examples:
         logits, labels = alone(row, learner.prompt)
         task += cross_entropy(logits, labels, reduction="sum") / denominator
@@ -218,21 +219,27 @@ def test_the_loss_is_the_formula(backbone, bank, tmp_path, accumulation):
         if row["pseudo"]:
             p, q = (log_softmax(found, -1) for found in (alone(row, learner._previous)[0], logits))
             kl += (p.exp() * (p - q)).sum()
+            # of a small difference of large logarithms, and of the logits, which move it by how far p and q lie apart
+            rounding += PRODUCT * (p.exp() * (p + q).abs()).sum()
+            rounding += PASS * logits.abs().max() * (p.exp() - q.exp()).abs().sum()
     assert terms.keys() == {"task", "lm", "kl"}
-    assert float(kl.detach()) > 1e-3
-    for name, expected in (("task", 0.8 * task), ("lm", 0.8 * 0.4 * lm), ("kl", 0.2 * kl / accumulation)):
-        assert terms[name].item() == pytest.approx(expected.item(), rel=1e-4)
+    assert float(kl.detach()) > 20 * float(rounding.detach())
+    for name, expected in (("task", 0.8 * task), ("lm", 0.8 * 0.4 * lm)):
+        assert terms[name].item() == pytest.approx(expected.item(), rel=PASS)
+    kl, rounding = (0.2 * float(found.detach()) / accumulation for found in (kl, rounding))
+    assert terms["kl"].item() == pytest.approx(kl, rel=0, abs=rounding)
 
 
 def test_micro_batches_add_up(backbone, bank, tmp_path):
     learner = learner_of(method(backbone, bank, tmp_path, kl_weight=0.2))
-    shift(learner)
+    shift(learner, by=1.0)
     examples = learner.examples(rows_of(backbone))
     denominator = sum(len(row["target_ids"]) for row in examples)
     whole = learner.loss(outputs_of(learner, examples, denominator))
     parts = [learner.loss(outputs_of(learner, examples[i : i + 3], denominator)) for i in (0, 3, 6)]
     for name, term in whole.items():
-        assert sum(part[name].item() for part in parts) == pytest.approx(term.item(), rel=1e-4)
+        share = 0.05 if name == "kl" else PASS  # it is a small difference of large logarithms
+        assert sum(part[name].item() for part in parts) == pytest.approx(term.item(), rel=share)
 
 
 def test_the_teacher_drops_out_as_in_the_released_code(t5, tmp_path):
@@ -419,6 +426,7 @@ def test_the_second_task_goes_on_from_the_first(backbone, bank, tmp_path, writes
     assert unpadded(third.finish()["pseudo_samples.1"]) == []
 
 
+@pytest.mark.same_bits
 def test_cut_inside_a_task_it_ends_the_same(backbone, bank, tmp_path, writes):
     own = method(backbone, bank, tmp_path)
     snapshot, task = history_of(own, tmp_path, writes), second_task(backbone)
@@ -450,7 +458,7 @@ def test_recomputed_activations_change_nothing(backbone, bank, tmp_path):
         training = TRAINING.model_copy(update={"epochs": 1, "gradient_checkpointing": recompute})
         learn(learner, rows_of(backbone), backbone, bank, training, tmp_path / "none.safetensors")
         found.append(learner.prompt.detach())
-    torch.testing.assert_close(*found)
+    assert_trained_alike(*found, learner_of(own).prompt.detach())
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])

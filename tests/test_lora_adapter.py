@@ -5,6 +5,7 @@ import torch
 from conftest import bank_of, load_tiny, random_rows
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
+from rounding import PASS, PRODUCT, assert_same_to_rounding
 from torch import nn
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
@@ -37,7 +38,7 @@ def assert_answers(found, h, weights):
     """`found` are the outputs of all projections for dense weights, one (m, n) each, or one for each row."""
     for y, dW in zip(found, weights, strict=True):
         expected = h.detach().double() @ dW.transpose(-1, -2)
-        torch.testing.assert_close(y, expected.float(), atol=1e-5, rtol=1e-5)
+        assert_same_to_rounding(y, expected.float(), 4 * PRODUCT)
 
 
 # --- one branch ------------------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def test_the_model_answers_like_pefts(family):
     with torch.no_grad():
         expected = label_logits(backbone, batch)
     assert float((expected - bare).abs().max()) > 0.1, "the adapter must matter"
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    assert_same_to_rounding(found, expected, PASS)
 
 
 # --- several branches ------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_weights_get_the_gradient_of_the_dense_formula(rows):
     exact = weights.detach().double().requires_grad_(True)
     dWs = [torch.einsum("bt,tmn->bmn", exact, torch.stack(d)) for d in zip(*map(dense, many), strict=True)]
     sum((h.double() @ dW.mT).square().sum() for dW in dWs).backward()
-    torch.testing.assert_close(weights.grad, exact.grad.float(), atol=1e-3, rtol=1e-4)
+    assert_same_to_rounding(weights.grad, exact.grad.float(), 8 * PRODUCT)
 
 
 # --- sums of deltas --------------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def test_a_detached_term_answers_but_passes_no_gradient_to_its_input():
     assert_answers(found, h, [sum(dWs) for dWs in zip(dense(own), dense(frozen), strict=True)])
     sum(y.sum() for y in found).backward()
     through_own = sum(dW.sum(0) for dW in dense(own)).float()
-    torch.testing.assert_close(h.grad, through_own.expand_as(h), atol=1e-5, rtol=1e-5)
+    assert_same_to_rounding(h.grad, through_own.expand_as(h), 4 * PRODUCT)
 
 
 def test_terms_share_one_dropout_mask():
@@ -208,7 +209,7 @@ def test_terms_share_one_dropout_mask():
         torch.manual_seed(1)
         dropped = nn.functional.dropout(h, 0.5)
         assert 0.3 < float((dropped == 0).float().mean()) < 0.7
-        torch.testing.assert_close(found, (dropped.double() @ dW.T).float(), atol=1e-5, rtol=1e-5)
+        assert_same_to_rounding(found, (dropped.double() @ dW.T).float(), 4 * PRODUCT)
 
 
 # --- side by side ----------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_side_by_side_every_branch_gets_its_own_gradient(counts):
     parts = zip(alone, h.split(counts), strict=True)
     each = sum(y.square().sum() for deltas, part in parts for y in answers(deltas, part))
     for gradient, expected in zip(found, torch.autograd.grad(each, leaves), strict=True):
-        torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-5)
+        assert_same_to_rounding(gradient, expected, 8 * PRODUCT)
 
 
 def test_rows_with_their_own_weights_do_not_stand_side_by_side():

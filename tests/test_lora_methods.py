@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import bank_of, learn, learns, load_tiny, random_rows, task_data
 from pydantic import ValidationError
+from rounding import GRADIENT, PASS, assert_same_to_rounding, assert_trained_alike
 from test_lora_adapter import peft_model
 
 from latent_sweep.adapters.lora import DeltaSum, new_branch, outputs_of
@@ -268,7 +269,7 @@ def test_the_newest_pair_answers_like_the_changed_weights(backbone, bank, method
     method, history = method_of("seq_lora"), snapshots(backbone, 2)
     found = logits(backbone, bank, method.mixture(history, torch.tensor([[0.0, 1.0]])))
     bare = logits(backbone, bank, method.mixture(history, torch.tensor([[0.0, 0.0]])))
-    torch.testing.assert_close(found, changed_logits(backbone, history[1]), atol=1e-4, rtol=1e-4)
+    assert_same_to_rounding(found, changed_logits(backbone, history[1]), PASS)
     assert float((found - bare).abs().max()) > 0.1
 
 
@@ -309,7 +310,7 @@ def test_twenty_steps_end_where_pefts_end(family, tmp_path):
     }
     for name in "AB":
         assert float((ours[name] - start[name]).abs().max()) > 0.02, "it must have learned for this to mean anything"
-        torch.testing.assert_close(ours[name], theirs[name].detach(), atol=2e-5, rtol=1e-4)
+        assert_trained_alike(ours[name], theirs[name].detach(), start[name])
 
 
 # --- IncLoRA ---------------------------------------------------------------------------------------------------------
@@ -321,10 +322,10 @@ def test_earlier_pairs_are_active_while_a_new_one_is_learned(backbone, bank, met
     history = snapshots(backbone, 2)
     learner = method_of("inc_lora", old_branch_grad=grad).begin_task(task_data(position=2), history)
     expected = changed_logits(backbone, *history)
-    torch.testing.assert_close(logits(backbone, bank, learner.adaptation(ROWS)), expected, atol=1e-4, rtol=1e-4)
+    assert_same_to_rounding(logits(backbone, bank, learner.adaptation(ROWS)), expected, PASS)
     alone = method_of("inc_lora", train_active="current").begin_task(task_data(position=2), [])
     bare = changed_logits(backbone)
-    torch.testing.assert_close(logits(backbone, bank, alone.adaptation(ROWS)), bare, atol=1e-4, rtol=1e-4)
+    assert_same_to_rounding(logits(backbone, bank, alone.adaptation(ROWS)), bare, PASS)
     assert float((expected - bare).abs().max()) > 0.1
 
 
@@ -342,7 +343,7 @@ def test_detached_earlier_pairs_change_gradients_below_the_last_layer_only(backb
         learner = method_of("inc_lora", old_branch_grad=grad).begin_task(task_data(position=1), history)
         parts = first_gradients(backbone, bank, learner).split(outputs_of(backbone.targets))
         found[grad] = parts[0], parts[-1]
-    torch.testing.assert_close(found["flow"][1], found["detach"][1])
+    assert_same_to_rounding(found["flow"][1], found["detach"][1], GRADIENT)
     assert float((found["flow"][0] - found["detach"][0]).abs().max()) > 1e-3 * float(found["flow"][0].abs().max())
 
 
@@ -353,18 +354,18 @@ def test_gradients_that_flow_are_those_of_the_changed_weights(backbone, bank, me
     alone = method_of("inc_lora", train_active="current").begin_task(task_data(position=1), [])
     with weights_changed(backbone, earlier):
         expected = first_gradients(backbone, bank, alone)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
+    assert_same_to_rounding(found, expected, GRADIENT)
 
 
 def test_all_pairs_answer_as_their_sum_and_the_scale_stays_one_tasks(backbone, bank, method_of):
     method, history = method_of("inc_lora"), snapshots(backbone, 3)
     assert method.mixings[0] == "sum"
     together = logits(backbone, bank, method.mixture(history, torch.ones(1, 3)))
-    torch.testing.assert_close(together, changed_logits(backbone, *history), atol=1e-4, rtol=1e-4)
+    assert_same_to_rounding(together, changed_logits(backbone, *history), PASS)
     rowwise = logits(backbone, bank, method.mixture(history, torch.eye(3)[[0, 1, 2] * 4]))
     each = [changed_logits(backbone, snapshot) for snapshot in history]
     expected = torch.stack([each[row % 3][row] for row in range(12)])
-    torch.testing.assert_close(rowwise, expected, atol=1e-4, rtol=1e-4)
+    assert_same_to_rounding(rowwise, expected, PASS)
 
 
 def test_dropout_is_for_learning_only(backbone, bank, method_of):
@@ -399,7 +400,7 @@ def test_members_beside_earlier_pairs_end_as_alone(backbone, bank, method_of, tm
         found, expected = member.learner.finish(), lesson.learner.finish()
         for key in "AB":
             assert float((expected[key] - first[key]).abs().max()) > 1e-3
-            torch.testing.assert_close(found[key], expected[key], atol=1e-6, rtol=0)
+            assert_trained_alike(found[key], expected[key], first[key])
 
 
 # --- O-LoRA ----------------------------------------------------------------------------------------------------------

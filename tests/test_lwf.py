@@ -18,6 +18,7 @@ from lessons_in_turn import (
     method_at_work,
 )
 from pydantic import ValidationError
+from rounding import GRADIENT, PASS, assert_same_to_rounding, assert_trained_alike
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.lora import LoraDeltas
@@ -42,7 +43,7 @@ def direct_divergence(student, teacher, temperature):
 def test_divergence_is_from_the_teacher_to_the_student(temperature):
     student, teacher = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     found = float(divergence(student, teacher, temperature))
-    assert found == pytest.approx(direct_divergence(student, teacher, temperature), rel=1e-5)
+    assert found == pytest.approx(direct_divergence(student, teacher, temperature), rel=1e-4)
     assert found != pytest.approx(direct_divergence(teacher, student, temperature), rel=1e-2)
     assert float(divergence(teacher, teacher, temperature)) == 0
 
@@ -123,8 +124,9 @@ def test_micro_batches_add_up(at_work):
         return sums, learner.A.grad.clone(), learner.B.grad.clone()
 
     whole, parts = gradients([rows]), gradients([rows[:1], rows[1:4], rows[4:]])
-    assert parts[0] == pytest.approx(whole[0], rel=1e-5)
-    assert parts[1].allclose(whole[1], atol=1e-5) and parts[2].allclose(whole[2], atol=1e-5)
+    assert parts[0] == pytest.approx(whole[0], rel=PASS)
+    for found, expected in zip(parts[1:], whole[1:], strict=True):
+        assert_same_to_rounding(found, expected, GRADIENT)
 
 
 def test_beside_others_with_longer_rows_it_learns_as_alone(at_work, tmp_path):
@@ -144,7 +146,7 @@ def test_beside_others_with_longer_rows_it_learns_as_alone(at_work, tmp_path):
         (tmp_path / f"{i}.none").unlink(missing_ok=True)
         (summary,) = train_pack([alone], work.backbone, work.bank)
         assert summaries[i].losses == pytest.approx(summary.losses, rel=1e-3)
-        assert together[i].learner.B.allclose(alone.learner.B, atol=1e-4)
+        assert_trained_alike(together[i].learner.B.detach(), alone.learner.B.detach(), history[0]["B"])
         (tmp_path / f"{i}.none").unlink(missing_ok=True)
 
 
@@ -180,6 +182,7 @@ def test_the_first_task_and_weight_zero_are_seq_lora(backbone, bank, tmp_path):
     assert equal(learned(method_at_work(Lwf, backbone, bank), tmp_path, tasks=1)[0], plain[0])
 
 
+@pytest.mark.same_bits
 def test_cut_and_resumed_ends_the_same(at_work, tmp_path):
     check_cut_and_resumed(*at_work, tmp_path, step=5)
 
@@ -187,6 +190,7 @@ def test_cut_and_resumed_ends_the_same(at_work, tmp_path):
 @pytest.mark.parametrize(
     "change", [{"alpha_kd": 2.0}, {"alpha_kd": 0.0}, {"temperature": 1.0}, {"dropout": 0.2}], ids=str
 )
+@pytest.mark.same_bits
 def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(llama, tmp_path, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(Lwf, llama, bank, tmp_path, change)

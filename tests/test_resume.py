@@ -6,16 +6,17 @@ import signal
 
 import pytest
 import torch
-from sweeps_for_tests import end, events, results, start, sweep_folder, tiny, wait_until, write
+from moments import at_step
+from sweeps_for_tests import end, events, results, start, sweep_folder, tiny, write
 
 from latent_sweep.cli import main
 from latent_sweep.progress import ProgressWriter
 
-STEPS = 160
-LONG = tiny(
+STEPS, STRUCK_AT = 24, 13
+CHECKPOINTED = tiny(
     trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=5, search={"router.components": [1, 2]}
 )
-"""One pack of two trials whose tasks take long enough to be killed inside one, with a checkpoint every few steps."""
+"""One pack of two trials, with a checkpoint every few steps."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +30,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    assert main(["run", write(folder, LONG), "--local"]) == 0
+    assert main(["run", write(folder, CHECKPOINTED), "--local"]) == 0
     return results(sweep_folder(folder))
 
 
@@ -40,15 +41,6 @@ def steps_taken(monkeypatch):
     learned = lambda self, at: at.doing == "learning" and taken.append((at.position, at.step))  # noqa: E731
     monkeypatch.setattr(ProgressWriter, "write", learned)
     return taken
-
-
-def inside_the_second_task(folder):
-    """Whether the first task is scored in both trials and the second has left a checkpoint."""
-    return (
-        (folder / "runs" / "tiny" / "sweep.json").exists()
-        and len(events(sweep_folder(folder), "stage")) == 2
-        and list((folder / "runs" / "checkpoints").glob("*.safetensors"))
-    )
 
 
 def assert_resumed(folder, uninterrupted):
@@ -66,9 +58,10 @@ def assert_resumed(folder, uninterrupted):
 def killed(tmp_path_factory):
     """What a run leaves that was killed, with everything that it started, inside its second task."""
     folder = tmp_path_factory.mktemp("killed")
-    process = start(write(folder, LONG), "--local")
+    inside_it = at_step(folder / "moment", position=1, step=STRUCK_AT)
+    process = start(write(folder, CHECKPOINTED), "--local", **inside_it.environment)
     try:
-        wait_until(lambda: inside_the_second_task(folder), process)
+        inside_it.wait(process)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -78,12 +71,9 @@ def killed(tmp_path_factory):
 
 def test_a_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, killed, uninterrupted, steps_taken):
     shutil.copytree(killed, tmp_path / "runs")
-    assert main(["run", write(tmp_path, LONG), "--local"]) == 0
+    assert main(["run", write(tmp_path, CHECKPOINTED), "--local"]) == 0
     assert_resumed(tmp_path, uninterrupted)
-    first_step = steps_taken[0][1]
-    assert first_step > 1
-    assert first_step % 5 == 1  # the step after a checkpoint
-    assert steps_taken == [(1, step) for step in range(first_step, STEPS + 1)]
+    assert steps_taken == [(1, step) for step in range(11, STEPS + 1)], "the step after the last checkpoint"
 
 
 def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
@@ -95,7 +85,7 @@ def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
             journal.write(b'{"seq": 2, "event": "sta')
     (checkpoint,) = (tmp_path / "runs" / "checkpoints").glob("*.safetensors")
     checkpoint.write_bytes(checkpoint.read_bytes()[:100])
-    assert main(["run", write(tmp_path, LONG), "--local"]) == 0
+    assert main(["run", write(tmp_path, CHECKPOINTED), "--local"]) == 0
     assert_resumed(tmp_path, uninterrupted)
     assert steps_taken[0] == (1, 1)
     assert "the task starts from its first step" in caplog.text
@@ -103,12 +93,13 @@ def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
 
 @pytest.mark.slow
 def test_an_interrupted_ray_run_is_not_taken_for_stopped_early_and_goes_on(tmp_path, uninterrupted):
-    path = write(tmp_path, LONG)
-    process = start(path)
+    path = write(tmp_path, CHECKPOINTED)
+    inside_the_second_task = at_step(tmp_path / "moment", position=1, step=STRUCK_AT)
+    process = start(path, **inside_the_second_task.environment)
     try:
-        wait_until(lambda: inside_the_second_task(tmp_path), process)
+        inside_the_second_task.wait(process)
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=240)
     finally:
         end(process)
     assert process.returncode == 130, printed

@@ -5,6 +5,7 @@ What the model makes of them is compared with the same vectors given as `inputs_
 
 import torch
 from conftest import random_rows
+from rounding import GRADIENT, PASS, assert_same_to_rounding
 
 from latent_sweep.adapters.bank import Adaptation, side_by_side, virtual_tokens
 from latent_sweep.generation import generate
@@ -45,15 +46,11 @@ def at_targets(outputs):
     return [logits[mask] for logits, mask in zip(outputs.logits, labelled, strict=True)]
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_the_prompt_is_read_as_vectors(backbone, bank):
     rows, prompt = with_prompt(random_rows(4)), prompts(1)[0]
     outputs = forward(backbone, bank, rows, Adaptation(prompt=prompt))
     for row, logits in zip(rows, at_targets(outputs), strict=True):
-        close(logits, direct_logits(backbone, row, prompt))
+        assert_same_to_rounding(logits, direct_logits(backbone, row, prompt), PASS)
 
 
 def test_virtual_tokens_may_stand_anywhere(backbone, bank):
@@ -64,7 +61,7 @@ def test_virtual_tokens_may_stand_anywhere(backbone, bank):
     ]
     outputs = forward(backbone, bank, rows, Adaptation(prompt=prompt))
     for row, logits in zip(rows, at_targets(outputs), strict=True):
-        close(logits, direct_logits(backbone, row, prompt))
+        assert_same_to_rounding(logits, direct_logits(backbone, row, prompt), PASS)
 
 
 def test_each_row_may_have_its_own_prompt(backbone, bank):
@@ -72,10 +69,10 @@ def test_each_row_may_have_its_own_prompt(backbone, bank):
     adaptation = Adaptation(prompt=own)
     outputs = forward(backbone, bank, rows, adaptation)
     for row, prompt, logits in zip(rows, own, at_targets(outputs), strict=True):
-        close(logits, direct_logits(backbone, row, prompt))
+        assert_same_to_rounding(logits, direct_logits(backbone, row, prompt), PASS)
     selected = adaptation.select(torch.tensor([2, 0]))
     outputs = forward(backbone, bank, [rows[2], rows[0]], selected)
-    close(at_targets(outputs)[0], direct_logits(backbone, rows[2], own[2]))
+    assert_same_to_rounding(at_targets(outputs)[0], direct_logits(backbone, rows[2], own[2]), PASS)
 
 
 def test_the_gradient_reaches_the_prompt(backbone, bank):
@@ -87,7 +84,7 @@ def test_the_gradient_reaches_the_prompt(backbone, bank):
     for row in rows:
         target = torch.tensor(row["target_ids"])
         torch.nn.functional.cross_entropy(direct_logits(backbone, row, direct), target, reduction="sum").backward()
-    close(ours.grad, direct.grad)
+    assert_same_to_rounding(ours.grad, direct.grad, GRADIENT)
 
 
 def test_members_of_a_pack_keep_to_their_own_prompts(backbone, bank):
@@ -100,7 +97,7 @@ def test_members_of_a_pack_keep_to_their_own_prompts(backbone, bank):
     logits = at_targets(outputs)
     for part, prompt in zip(rows, own, strict=True):
         for row in part:
-            close(logits.pop(0), direct_logits(backbone, row, prompt))
+            assert_same_to_rounding(logits.pop(0), direct_logits(backbone, row, prompt), PASS)
     outputs.logits[2].sum().backward()
     assert [bool(prompt.grad.any()) for prompt in own] == [False, True, False]
 

@@ -15,9 +15,10 @@ import time
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from moments import at_step
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 from ray_heads import nodes
-from sweeps_for_tests import end, events, results, start, sweep_folder, tiny, wait_until, write
+from sweeps_for_tests import end, results, start, sweep_folder, tiny, wait_for_line, write
 
 from latent_sweep import leases, objects, storage
 from latent_sweep.cli import main
@@ -320,7 +321,8 @@ def test_appends_from_two_sides_do_not_tear_a_journal(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    for name, seconds in (("EXPIRY_SECONDS", 0.6), ("RENEWAL_SECONDS", 0.1), ("SETTLING_SECONDS", 0.02)):
+    """Leases that are renewed often, and that expire no sooner than a busy machine renews them."""
+    for name, seconds in (("EXPIRY_SECONDS", 10.0), ("RENEWAL_SECONDS", 0.1), ("SETTLING_SECONDS", 0.1)):
         monkeypatch.setattr(leases, name, seconds)
 
 
@@ -338,11 +340,25 @@ def test_a_lease_belongs_to_one_at_a_time_and_says_to_whom(place):
     assert mine.take()
     assert not other.take()
     assert f"process {os.getpid()} on " in other.holder()
-    time.sleep(0.8)  # longer than it would live without being renewed
-    assert not other.take()
     mine.release()
     assert other.take()
     other.release()
+
+
+def test_a_lease_is_renewed_before_it_expires(node, monkeypatch):
+    assert leases.EXPIRY_SECONDS > 5 * leases.RENEWAL_SECONDS
+    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.02)
+    monkeypatch.setattr(leases, "SETTLING_SECONDS", 0.02)
+    place, renewed = node("a"), threading.Semaphore(0)
+    lease = place.lease(place.folder / "x.lock")
+    put = lease._put
+    lease._put = lambda: (put(), renewed.release())
+    assert lease.take()
+    taken = lease._bucket.info(lease._key).mtime_ns
+    for _ in range(4):  # written when it is taken, and again and again
+        assert renewed.acquire(timeout=60)
+    assert lease._bucket.info(lease._key).mtime_ns > taken
+    lease.release()
 
 
 def test_work_under_a_lease_never_overlaps(place):
@@ -363,27 +379,28 @@ def test_work_under_a_lease_never_overlaps(place):
     assert most == [1, 1, 1, 1]
 
 
-def test_a_lease_whose_holder_is_silent_is_taken_over(node, quick, caplog):
+def test_a_lease_whose_holder_is_silent_is_taken_over(node, quick, monkeypatch):
     place = node("a")
     dead, heir = (place.lease(place.folder / "x.lock") for _ in range(2))
     assert isinstance(dead, ObjectLease)
     dead._renew = lambda: None
     assert dead.take()
     assert not heir.take()
-    began = time.monotonic()
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 0.5)
     assert heir.take(wait=True)
-    assert time.monotonic() - began > 0.3
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 10.0)
     dead.release()  # it wakes up, and leaves the lease to its heir
     assert not place.lease(place.folder / "x.lock").take()
     heir.release()
 
 
-def test_a_lease_that_nobody_can_read_expires_too(node, quick, tmp_path):
+def test_a_lease_that_nobody_can_read_expires_too(node, quick, tmp_path, monkeypatch):
     place = node("a")
     write_atomically(tmp_path / "bucket" / "x.lock", b"\xff{")
     lease = place.lease(place.folder / "x.lock")
     assert not lease.take()
     assert lease.holder() == "another process"
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 0.5)
     assert lease.take(wait=True)
     lease.release()
 
@@ -418,11 +435,11 @@ def test_workers_of_one_trial_write_one_after_the_other(tmp_path, caplog):
         thread = threading.Thread(target=second)
         thread.start()
         begun.wait(10)
-        time.sleep(0.2)
+        while "at work on the same trials" not in caplog.text:
+            time.sleep(0.01)
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
-    assert "at work on the same trials" in caplog.text
 
 
 # --- what can go wrong with a folder ---------------------------------------------------------------------------------
@@ -529,7 +546,9 @@ def on_node(tmp_path, monkeypatch):
     return lambda name: monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache" / name))
 
 
-LONG = tiny(trial__training__epochs=10, trial__training__checkpoint_every=5, search={"router.components": [1, 2]})
+CHECKPOINTED = tiny(
+    trial__training__epochs=3, trial__training__checkpoint_every=5, search={"router.components": [1, 2]}
+)
 
 
 @pytest.fixture(scope="module")
@@ -538,23 +557,14 @@ def plain(tmp_path_factory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("plain")
-    assert main(["run", write(folder, LONG), "--local"]) == 0
+    assert main(["run", write(folder, CHECKPOINTED), "--local"]) == 0
     torch.set_num_threads(threads)
     return results(sweep_folder(folder))
 
 
 def at(tmp_path, place):
     """The sweep file with this storage."""
-    return write(tmp_path / "sweep", LONG | {"run": LONG["run"] | {"storage": place}})
-
-
-def inside_the_second_task(folder):
-    """Whether the first task is scored in both trials and the second has left a checkpoint."""
-    return (
-        (folder / "tiny" / "sweep.json").is_file()
-        and len(events(SweepFolder(folder / "tiny"), "stage")) == 2
-        and list((folder / "checkpoints").glob("*.safetensors"))
-    )
+    return write(tmp_path / "sweep", CHECKPOINTED | {"run": CHECKPOINTED["run"] | {"storage": place}})
 
 
 def journals(uri):
@@ -574,10 +584,10 @@ def test_a_run_killed_on_one_node_goes_on_on_another(s3, tmp_path, on_node, plai
     uri = s3("killed")
     path = at(tmp_path, uri)
     on_node("first")
-    folder = open_storage(uri).folder
-    process = start(path, "--local")
+    inside_the_second_task = at_step(tmp_path / "moment", position=1, step=8)
+    process = start(path, "--local", **inside_the_second_task.environment)
     try:
-        wait_until(lambda: inside_the_second_task(folder), process, 300)
+        inside_the_second_task.wait(process)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -598,19 +608,22 @@ def test_a_run_killed_on_one_node_goes_on_on_another(s3, tmp_path, on_node, plai
 def test_two_drivers_of_one_sweep_do_everything_once(request, tmp_path, on_node, plain, kind):
     uri = request.getfixturevalue("s3")("twice") if kind == "object store" else str(tmp_path / "runs")
     path = at(tmp_path, uri)
-    drivers = []
+    begun, drivers = at_step(tmp_path / "moment", position=0, step=1), []
     try:
-        for name in ("one", "two"):
-            on_node(name)
-            drivers.append(start(path, "--local"))
-        printed = [driver.communicate(timeout=200)[0] for driver in drivers]
+        on_node("one")
+        drivers.append(start(path, "--local", **begun.environment))
+        begun.wait(drivers[0])
+        on_node("two")
+        drivers.append(start(path, "--local"))
+        wait_for_line("waiting for its end", drivers[1])
+        begun.let_go()
+        first, second = (driver.communicate(timeout=240)[0] for driver in drivers)
     finally:
         for driver in drivers:
             end(driver)
-    assert [driver.returncode for driver in drivers] == [0, 0], printed
-    waited = ["waiting for its end" in text for text in printed]
-    assert sorted(waited) == [False, True]
-    assert "1 of 1 trainings are complete" in printed[waited.index(True)]
+    assert [driver.returncode for driver in drivers] == [0, 0], (first, second)
+    assert "waiting for its end" not in first
+    assert "1 of 1 trainings are complete" in second
     on_node("three")
     if kind == "object store":
         assert everything(uri) == plain
