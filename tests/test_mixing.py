@@ -1,8 +1,11 @@
 """Weights of the snapshots, and what the router pools: by hand on tiny token lists."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from latent_sweep.mixing import MODES, Mixer, pool, router_accuracy
 from latent_sweep.router import RouterSettings, TaskScatter
@@ -205,6 +208,21 @@ def test_other_pooling_has_embeddings_and_records_of_its_own(mixer):
     inputs = mixer(mode="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
     assert not np.array_equal(whole[0], inputs[0])
     assert len(stored(mixer.folder)) == 2 * (6 + 6)
+
+
+def test_another_backbone_has_embeddings_and_records_of_its_own(mixer, llama):
+    """Two backbones may read the same tokens, and share a storage: of one tokenizer and other weights."""
+    mixer(mode="soft").weights(3)
+    other = mixer(mode="soft")
+    table = llama.embedding_table.flip(0).contiguous()
+    other.backbone = SimpleNamespace(weights_digest="other", embedding_table=table, pad_id=llama.pad_id)
+    other.weights(3)
+    assert len(stored(mixer.folder)) == 2 * (6 + 6)
+    found = {path.stem: load_file(path)["pooled"] for path in (mixer.folder / "embeddings").iterdir()}
+    for task in range(3):
+        ids = mixer.rows[task, "test"]["prompt_ids"]
+        expected = np.stack([table[torch.tensor(row)].mean(0).numpy() for row in ids])
+        np.testing.assert_allclose(found[other._key(task, "test")], expected, atol=1e-6)
 
 
 def test_no_example_is_kept_in_a_record(mixer):
