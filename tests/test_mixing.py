@@ -111,18 +111,19 @@ def test_the_posterior_is_bayes_rule_over_gaussian_densities(mixer, llama):
     """Equations (12) to (14) with scipy's densities; one component, so that K-means has nothing to decide."""
     from scipy.stats import multivariate_normal
 
-    settings = dict(mode="soft", components=1, epsilon=0.5, prune_below=0.0)
+    settings = dict(mode="soft", components=1, epsilon=20.0, prune_below=0.0)
     found = mixer(**settings).weights(3)
     train = [np.stack([embedding(llama, ids) for ids in mixer.rows[t, "train"]["prompt_ids"]]) for t in range(3)]
     scatter = sum((X - X.mean(0)).T @ (X - X.mean(0)) for X in train)
     pooled = scatter / sum(map(len, train))
-    C = pooled + 0.5 * np.trace(pooled) / len(pooled) * np.eye(len(pooled))
+    C = pooled + 20.0 * np.trace(pooled) / len(pooled) * np.eye(len(pooled))
     for task in range(3):
         X = np.stack([embedding(llama, ids) for ids in mixer.rows[task, "test"]["prompt_ids"]])
         logs = np.stack([multivariate_normal(t.mean(0), C).logpdf(X) for t in train], axis=1)
         density = np.exp(logs - logs.max(axis=1, keepdims=True))
         expected = density / density.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(found[task], expected, atol=1e-4)
+        assert 0.01 < np.median(1 - expected.max(axis=1)) < 0.5, "a posterior of zeros and ones would show little"
 
 
 def test_a_covariance_of_all_tasks_reads_those_to_come(mixer):
