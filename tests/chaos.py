@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +57,7 @@ TARGETS: Mapping[str, Sequence[str]] = {
 KILLS_PER_SWEEP = 10
 """A kill comes, on average, after this part of the events that the undisturbed sweep has."""
 KINDS = ("steps", "files")
-SIZE = 160
+SIZE = 240
 """Bytes of a record of an event."""
 LONGEST_SECONDS = 300.0
 """Until a kill lands, or the sweep ends."""
@@ -103,9 +103,9 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
             short = path.removeprefix(within)
             if short == path or any(part in short for part in by_the_clock):
                 return real(*arguments, **named)
-            happened("files", f"before {{name}} {{short[-90:]}}")
+            happened("files", f"before {{name}} {{short[-160:]}}")
             result = real(*arguments, **named)
-            happened("files", f"after {{name}} {{short[-90:]}}")
+            happened("files", f"after {{name}} {{short[-160:]}}")
             return result
 
         setattr(owner, name, hooked)
@@ -307,7 +307,7 @@ class Killed:
             if not of_driver:
                 stopped.send_signal(signal.SIGCONT)  # it goes on until it notices
         else:
-            end(process)
+            end(process, [stopped])  # which may be a worker of a driver that was killed before
         process.wait()
         self.process = None
         if target == "node":
@@ -363,8 +363,7 @@ class Killed:
         for number, kill in enumerate(self.landed, start=1):
             if max(kill.twice.values(), default=0) > CHECKPOINT_EVERY:
                 found.append(f"kill {number}: {dict(kill.twice)} steps were taken twice; promised {CHECKPOINT_EVERY}")
-        _, alive = psutil.wait_procs([m for m in self.members if m.is_running()], timeout=GONE_SECONDS)
-        return found + [f"process {member} is still there" for member in alive]
+        return found + [f"process {member} is still there" for member in still_there(self.members)]
 
     def _left_over(self, sweep: SweepFolder) -> list[str]:
         """Files that an undisturbed sweep does not leave; what a kill cut off is hidden, and nobody reads it."""
@@ -375,6 +374,20 @@ class Killed:
     def partials(self) -> int:
         """How many files were cut off before they were renamed."""
         return sum(1 for path in self.folder.rglob(".*.partial"))
+
+
+def still_there(members: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that do not end by themselves in time; one that only waits to be reaped has ended."""
+
+    def runs(member: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return member.is_running() and member.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + GONE_SECONDS
+    while (alive := list(filter(runs, members))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return alive
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
