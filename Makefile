@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 # files in turn, each in one process; the order by size would leave the few long ones to the end
 BY_FILE := --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup quickstart test test-slow portability faults lint types check clean
+.PHONY: setup quickstart test test-slow portability faults mutants chaos lint types check clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,14 @@ portability: $(STAMP)
 # injects every fault into a real sweep and prints what each one costs, as a table
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py
+
+# breaks the code that decides results in a hundred places, one at a time, and asks the tests whether they notice
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
+
+# kills a sweep thirty times at random, seeded, and compares what it ends with; e.g. CHAOS="--seed 7 --kills 100"
+chaos: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py $(CHAOS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -247,6 +247,24 @@ def test_a_stop_string_ends_its_row_alone(setting):
     assert len(stopped[row]) < len(whole[row])
 
 
+def test_a_stop_string_before_the_answer_does_not_end_it(setting):
+    """What stops and what is cut agree: both look at the text without the blanks before it."""
+    backbone, bank, space, R = setting
+    ids = backbone.tokenizer("\n red\nblue", add_special_tokens=False).input_ids
+    written = iter(ids)
+    found = generate(
+        backbone,
+        bank,
+        PROMPTS[:1],
+        Adaptation(space.deltas(R[:, :1])),
+        len(ids),
+        stop=("\n",),
+        choose=lambda logits, answers: torch.tensor([next(written)]),
+    )
+    assert backbone.tokenizer.decode(found[0]) == "\n red\n"
+    assert answer_text(backbone, found[0], ("\n",)) == "red"
+
+
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [

@@ -262,6 +262,13 @@ def test_the_penalty_keeps_adapters_apart(learned):
     assert overlap(bound, ones) < 0.2 * overlap(free, ones)
 
 
+@pytest.mark.parametrize(("weight", "warned"), [(1e-5, False), (1e5, True)], ids=["small", "large"])
+def test_a_penalty_that_rules_the_training_is_said_aloud(runs, caplog, weight, warned):
+    runs.run(runs.packs(trial__method__ortho_lambda=weight, trial__training__epochs=1, search={}))
+    assert ("task ticket ends with ortho_penalty" in caplog.text) == warned, caplog.text
+    assert "task mood" not in caplog.text, "the first task has no penalty"
+
+
 def test_a_learner_adds_the_penalty_with_its_weight(llama, tmp_path):
     own = method(ortho_lambda=0.3)
     own._workplace = Workplace(llama, bank_of(llama), tmp_path, 8)

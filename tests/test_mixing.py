@@ -1,9 +1,12 @@
 """Weights of the snapshots, and what the router pools: by hand on tiny token lists."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from rounding import PRODUCT
+from safetensors.numpy import load_file
 
 from latent_sweep.mixing import MODES, Mixer, pool, router_accuracy
 from latent_sweep.router import RouterSettings, TaskScatter
@@ -109,18 +112,19 @@ def test_the_posterior_is_bayes_rule_over_gaussian_densities(mixer, llama):
     """Equations (12) to (14) with scipy's densities; one component, so that K-means has nothing to decide."""
     from scipy.stats import multivariate_normal
 
-    settings = dict(mode="soft", components=1, epsilon=0.5, prune_below=0.0)
+    settings = dict(mode="soft", components=1, epsilon=20.0, prune_below=0.0)
     found = mixer(**settings).weights(3)
     train = [np.stack([embedding(llama, ids) for ids in mixer.rows[t, "train"]["prompt_ids"]]) for t in range(3)]
     scatter = sum((X - X.mean(0)).T @ (X - X.mean(0)) for X in train)
     pooled = scatter / sum(map(len, train))
-    C = pooled + 0.5 * np.trace(pooled) / len(pooled) * np.eye(len(pooled))
+    C = pooled + 20.0 * np.trace(pooled) / len(pooled) * np.eye(len(pooled))
     for task in range(3):
         X = np.stack([embedding(llama, ids) for ids in mixer.rows[task, "test"]["prompt_ids"]])
         logs = np.stack([multivariate_normal(t.mean(0), C).logpdf(X) for t in train], axis=1)
         density = np.exp(logs - logs.max(axis=1, keepdims=True))
         expected = density / density.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(found[task], expected, atol=1e-4)
+        assert 0.01 < np.median(1 - expected.max(axis=1)) < 0.5, "a posterior of zeros and ones would show little"
 
 
 def test_a_covariance_of_all_tasks_reads_those_to_come(mixer):
@@ -207,6 +211,21 @@ def test_other_pooling_has_embeddings_and_records_of_its_own(mixer):
     inputs = mixer(mode="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
     assert not np.array_equal(whole[0], inputs[0])
     assert len(stored(mixer.folder)) == 2 * (6 + 6)
+
+
+def test_another_backbone_has_embeddings_and_records_of_its_own(mixer, llama):
+    """Two backbones may read the same tokens, and share a storage: of one tokenizer and other weights."""
+    mixer(mode="soft").weights(3)
+    other = mixer(mode="soft")
+    table = llama.embedding_table.flip(0).contiguous()
+    other.backbone = SimpleNamespace(weights_digest="other", embedding_table=table, pad_id=llama.pad_id)
+    other.weights(3)
+    assert len(stored(mixer.folder)) == 2 * (6 + 6)
+    found = {path.stem: load_file(path)["pooled"] for path in (mixer.folder / "embeddings").iterdir()}
+    for task in range(3):
+        ids = mixer.rows[task, "test"]["prompt_ids"]
+        expected = np.stack([table[torch.tensor(row)].mean(0).numpy() for row in ids])
+        np.testing.assert_allclose(found[other._key(task, "test")], expected, atol=1e-6)
 
 
 def test_no_example_is_kept_in_a_record(mixer):

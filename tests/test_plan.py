@@ -214,6 +214,19 @@ def test_a_changed_training_row_changes_what_learned_it_and_what_came_after(tmp_
     assert same(new_row_keys, row_keys) == [True, False]
 
 
+def test_a_changed_row_of_the_first_task_changes_what_reads_its_snapshot(tmp_path):
+    folder = write_benchmark(tmp_path / "own")
+
+    def lineages(weight):
+        content = tiny(trial__benchmark={"name": str(folder)}, trial__method__ortho_lambda=weight, search={})
+        return trials_of(content)[0].lineages()
+
+    apart, free = lineages(1e-5), lineages(0.0)
+    change_row(folder, "left", "train")
+    assert same(lineages(1e-5), apart) == [False, False], "the penalty reads the first task's adapter"
+    assert same(lineages(0.0), free) == [False, True]
+
+
 def test_a_changed_test_row_changes_scores_alone(tmp_path):
     folder = write_benchmark(tmp_path / "own")
     _, lineages, row_keys = own_ids(folder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sweeps_for_tests import TINY, end, events, family, results, start, sweep_folder, tiny, wait_until, write
 
+from latent_sweep.backends.ray_tune import _loss_kind
 from latent_sweep.cli import main
 from latent_sweep.snapshots import read_sealed_json
 from latent_sweep.tracking import stages, status
@@ -84,6 +85,33 @@ def test_too_large_a_wish_is_refused_at_once(tmp_path):
     assert "Ask for less" in printed
     assert "Traceback" not in printed
     assert events(sweep_folder(tmp_path), "started") == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "kind"),
+    [
+        ("AUTOSCALER_DRAIN_PREEMPTED", "The actor died because its node has died.", "preempted"),
+        ("UNEXPECTED_TERMINATION", "The actor died because its node has died.", "node_lost"),
+        (None, "The actor was terminated because its node was terminated.", "node_lost"),
+        (None, "The node was low on memory.", "out_of_memory"),
+        (None, "The actor is dead because its worker process has died.", "worker_died"),
+    ],
+)
+def test_why_a_worker_was_lost_is_told_from_what_ray_says(reason, message, kind):
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
+    from ray.exceptions import ActorDiedError
+
+    context = ActorDiedErrorContext(error_message=message, actor_id=bytes(16))
+    if reason is not None:
+        context.node_death_info.reason = NodeDeathInfo.Reason.Value(reason)
+    assert _loss_kind(ActorDiedError(context)) == kind
+
+
+def test_a_worker_that_cannot_be_reached_was_lost_with_its_node():
+    from ray.exceptions import ActorUnavailableError
+
+    assert _loss_kind(ActorUnavailableError("the connection was reset", None)) == "node_lost"
+    assert _loss_kind(None) == "worker_died", "where Ray says nothing, it is counted"
 
 
 @pytest.mark.slow

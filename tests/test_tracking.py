@@ -106,6 +106,7 @@ def test_a_repeated_stage_counts_once_and_the_later_wins():
         (["started", "stage", "finished"], "finished"),
         (["started", "failed"], "failed"),
         (["started", "stage", "stopped"], "stopped"),
+        (["started", "lost"], "running"),  # it is tried again, or `failed` follows
         (["started", "failed", "started"], "running"),
         (["started", "failed", "started", "stage", "finished"], "finished"),
     ],

@@ -219,6 +219,38 @@ def test_only_what_is_learned_drops_out(t5):
     bank.remove()
 
 
+def at_every_step(train, look, **settings):
+    """What `look(rows)` gives at every step of a training."""
+    found = []
+
+    def prepare(learner):
+        adaptation = learner.adaptation
+        learner.adaptation = lambda rows: found.append(look(rows)) or adaptation(rows)
+
+    train(prepare=prepare, **settings)
+    return found
+
+
+def test_every_epoch_has_an_order_of_its_own(train):
+    number = {tuple(row["prompt_ids"]): i for i, row in enumerate(ROWS)}
+    steps = at_every_step(train, lambda rows: [number[tuple(row["prompt_ids"])] for row in rows])
+    epochs = [[row for step in steps[first : first + 3] for row in step] for first in (0, 3, 6)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(len(ROWS)))] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_every_step_draws_a_mask_of_its_own(train):
+    seeds = at_every_step(train, lambda rows: torch.initial_seed(), dropout=0.3)
+    assert len(set(seeds)) == len(seeds) == 9
+
+
+def test_the_summary_holds_the_first_and_the_last_losses(train):
+    """Means over a tenth of the steps: of 20 steps, two."""
+    _, summary, losses = train(epochs=20, max_steps=20)
+    assert summary.first_losses == {"task": pytest.approx(sum(losses[:2]) / 2, rel=1e-12)}
+    assert summary.losses == {"task": pytest.approx(sum(losses[-2:]) / 2, rel=1e-12)}
+
+
 def test_dropout_changes_training_and_not_validation(backbone, bank, method_of):
     learner = method_of(dropout=0.5, R_init="normal", R_std=0.5).begin_task(task_data(), [])
     batch = collate(ROWS, backbone)
