@@ -45,7 +45,8 @@ class TrainingSettings(Settings):
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
     """Rows per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
-    Results do not depend on it beyond rounding, but with dropout the masks do."""
+    Results do not depend on it beyond rounding, but with dropout the masks do, and on the number of workers: a table
+    whose trials drew them in different ways says so."""
     epochs: int | None = Field(None, ge=1)
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)

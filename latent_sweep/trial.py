@@ -344,9 +344,17 @@ class MemberRun:
             "measures": lesson.learner.facts(),
             "stage": self.contents[position],
             "backbone": backbone_facts(self.desk.backbone),
-            "computed_with": computed_with(self.desk.backbone),
+            "computed_with": computed_with(self.desk.backbone) | self._masks(),
         }
         return Snapshot(self.lineages[position], tensors, facts)
+
+    def _masks(self) -> dict[str, str]:
+        """How the masks of dropout were drawn, where there is some: for all rows that a worker reads at once."""
+        training = self.settings.training
+        if self.method.packable and not training.backbone_dropout:
+            return {}
+        rows = training.micro_batch_size or "all"
+        return {"dropout masks": f"{rows} rows a pass, {self.desk.engine.gang.size} workers"}
 
     def fail(self, error: Exception, task: str | None) -> None:
         """Say in the journals what stopped this member."""
