@@ -10,7 +10,7 @@ from latent_sweep.config import TrainingSettings
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import Workplace
 
-TASKS = ["mood", "topic", "cart"]  # the built-in second order takes them the other way round
+TASKS = ["date", "ticket", "past"]  # the built-in second order takes them the other way round
 
 
 def method(**settings):
