@@ -17,8 +17,10 @@ of the attention (keys and values repeated for all heads), 4 H for its normalise
 for its mask. A frozen projection keeps nothing; a latent adapter keeps 4 r per projection, LoRA b r and its input b h.
 A T5 block differs in its norms, (4 + b) h in bfloat16, its MLP, b f, its masks, b B H S^2 with the position bias in
 them, and in its decoder, where every block keeps keys and values of all prompt tokens. LoRA keeps b P besides, its
-matrices in bfloat16. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as many). With gradient
-checkpointing only each block's input is kept, b h, and one block at a time has all of the above.
+matrices in bfloat16. T5's own dropout keeps noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a
+byte on a GPU and b on a CPU, where attention with dropout is not fused and keeps float32: 8 B H S^2, and in bfloat16
+copies of queries, keys and values, 12 a. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as
+many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
 Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
@@ -139,7 +141,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     adapters = _adapters(trial, shape, trained)
     tasks = len(trial.tasks)
     learns = any(method.learns_from(position, tasks) for position in range(tasks))
-    step = _step(trial, shape, adapters, run.resources.workers, members) if learns else _Moment(0, 0, 0)
+    step = _step(trial, shape, adapters, run.resources, members) if learns else _Moment(0, 0, 0)
     answer = _answer(trial, shape)
     weights = _weights(shape, run)
     moments, waiting_moments = _moments(trial, trained, run)
@@ -372,8 +374,15 @@ def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, kept_besides:
     )
 
 
-def _stacks(shape: Shape, adapters: _Adapters, rows: int, prompt: int, target: int) -> list[_Stack]:
-    """In the order of the forward pass."""
+def _stacks(
+    shape: Shape, adapters: _Adapters, rows: int, prompt: int, target: int, noise: int, unfused: bool
+) -> list[_Stack]:
+    """In the order of the forward pass.
+
+    Args:
+        noise: bytes of a number that the backbone's dropout draws; 0 without dropout.
+        unfused: whether attention keeps its probabilities because of it.
+    """
     b, a, norm = shape.bytes, shape.attention, _norm(shape)
     attention = 4 * b * a + 4 * shape.heads + adapters.input + 2 * adapters.inner
     if shape.family == "llama":
@@ -384,10 +393,26 @@ def _stacks(shape: Shape, adapters: _Adapters, rows: int, prompt: int, target: i
     across = read * (2 * b * a + adapters.inner) + mask_across
     # under gradient checkpointing transformers has the empty position bias across require a gradient, which no fused
     # attention gives: keys, values and probabilities are there in float32, also as copies
-    unfused = read * 4 * a * (4 if b < 4 else 2) + 3 * 4 * rows * shape.heads * prompt * target
+    recomputing = read * 4 * a * (4 if b < 4 else 2) + 3 * 4 * rows * shape.heads * prompt * target
+    of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if unfused else 0
+    copied = 4 * a if unfused and b < 4 else 0  # of queries, and as much of keys and of values
+    across += drawn * target * (prompt + target) + 2 * copied * read
     return [
-        _stack(shape, shape.blocks, read, 2 * norm + attention, mask_of_encoder),
-        _stack(shape, shape.decoder_blocks, written, 3 * norm + 2 * attention, across, unfused),
+        _stack(
+            shape,
+            shape.blocks,
+            read,
+            2 * norm + attention + 3 * copied + 2 * noise * shape.width + of_block,
+            mask_of_encoder + drawn * prompt**2,
+        ),
+        _stack(
+            shape,
+            shape.decoder_blocks,
+            written,
+            3 * norm + 2 * attention + 4 * copied + 3 * noise * shape.width + of_block,
+            across,
+            recomputing,
+        ),
     ]
 
 
@@ -410,14 +435,16 @@ class _Moment:
         return self.activations + self.working + self.logits
 
 
-def _step(trial: Trial, shape: Shape, adapters: _Adapters, workers: int, members: int) -> _Moment:
+def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, members: int) -> _Moment:
     """The fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
     training = trial.settings.training
     assert training.batch_size is not None
-    share = _share(training.batch_size, workers)
+    share = _share(training.batch_size, resources.workers)
     rows = members * min(share, training.micro_batch_size or share)
     prompt, target = _longest(trial)
-    stacks = _stacks(shape, adapters, rows, prompt, target)
+    on_cpu = not resources.gpus
+    noise = (shape.bytes if on_cpu else 1) if training.backbone_dropout else 0
+    stacks = _stacks(shape, adapters, rows, prompt, target, noise, bool(noise) and on_cpu)
     logits = shape.bytes * shape.vocabulary * rows * (target + (shape.family == "llama"))
     in_loss = logits + 12 * shape.vocabulary * rows * target
     if training.gradient_checkpointing:

@@ -221,6 +221,21 @@ def test_a_step_takes_what_was_predicted(name, method, dtype, checkpointing, tmp
     assert predicted_steps(trial) == pytest.approx(measured_steps(trial, tmp_path), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "prompt", "checkpointing"), [("float32", 64, False), ("bfloat16", 100, False), ("float32", 64, True)]
+)
+def test_dropout_of_the_backbone_keeps_its_noise(dtype, prompt, checkpointing, tmp_path):
+    training = {"learning_rate": 0.1, "batch_size": 4, "gradient_checkpointing": checkpointing}
+    still, drops = (
+        trial_of("small-t5", dtype, "seq_lora", prompt, trial__training={**training, "backbone_dropout": rate})
+        for rate in (0.0, 0.1)
+    )
+    assert predicted_steps(drops) == pytest.approx(measured_steps(drops, tmp_path), rel=0.1)
+    assert predicted_steps(drops) > 1.05 * predicted_steps(still)
+    on_gpu = RunSettings(resources={"gpus": 1})
+    assert predict(still, on_gpu).learning < predict(drops, on_gpu).learning < predict(drops, RunSettings()).learning
+
+
 @pytest.mark.parametrize("name", ["small-llama", "small-t5"])
 def test_members_of_a_pack_have_a_batch_each(name, tmp_path):
     trial = trial_of(name, prompt=40)
