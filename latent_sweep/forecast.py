@@ -19,7 +19,7 @@ from latent_sweep.benchmarks.loaders import data_digest, load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.checks import Reader, reader_of
 from latent_sweep.config import RunSettings, Sweep
-from latent_sweep.errors import DataError
+from latent_sweep.errors import DataError, StoreError
 from latent_sweep.memory import GIB, RESERVE, Memory, cards, predict
 from latent_sweep.plan import ROUTED, Member, Pack, Trial, router_identity
 from latent_sweep.report import label, short_names
@@ -205,7 +205,10 @@ def _blend(trial: Trial, lineages: Sequence[str]) -> str:
 
 def _recorded_rows(trial: Trial, sweep_folder: Path) -> int:
     """Rows of the trial's score matrix that a run would keep."""
-    events = trial_journal(sweep_folder, trial.trial_id).read()
+    try:
+        events = trial_journal(sweep_folder, trial.trial_id).read()
+    except StoreError:  # a run says why
+        return 0
     return len(told_rows(events, trial.row_keys())) if events else 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +98,7 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
         try:
             if agrees((folder / name).read_bytes()):
                 continue
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # it holds something else altogether
         found.append(Damage(folder / name, "does not follow from the rows that the journal tells"))
     return found
@@ -106,7 +107,7 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
 def _are_measures(found: Mapping[str, float], matrix: ScoreMatrix) -> bool:
     """Whether these are the measures of the matrix, but for the order in which a machine has summed its rows."""
     rounding = 4 * len(matrix.rows) * EPSILON
-    return all(abs(found[name] - value) <= rounding for name, value in matrix.measures().items())
+    return all(abs(found.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
 
 
 def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -18,16 +19,18 @@ from fsspec.implementations.local import LocalFileSystem
 from moments import at_step
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 from ray_heads import nodes
+from sweep_folders import journal_of, write_sweep
+from sweep_folders import start as start_trial
 from sweeps_for_tests import end, results, start, sweep_folder, tiny, wait_for_line, write
 
 from latent_sweep import leases, objects, storage
 from latent_sweep.cli import main
 from latent_sweep.config import parse_sweep
 from latent_sweep.errors import ConfigError, StoreError
-from latent_sweep.files import write_file
+from latent_sweep.files import stamp, write_file
 from latent_sweep.leases import FileLease, ObjectLease, held
 from latent_sweep.objects import Bucket
-from latent_sweep.snapshots import Snapshot, SnapshotStore, write_sealed
+from latent_sweep.snapshots import Snapshot, SnapshotStore, write_sealed, write_sealed_json
 from latent_sweep.storage import (
     Storage,
     has_answer,
@@ -41,6 +44,7 @@ from latent_sweep.storage import (
     write_json,
 )
 from latent_sweep.tracking import Journal, SweepFolder, driving, stages, status, writing
+from latent_sweep.verify import repair_disk, verify_disk
 
 URI = "s3://bucket/sweeps"
 
@@ -133,13 +137,13 @@ def test_a_storage_that_travels_to_another_node_has_its_folder_there(node):
 
 def test_a_copy_of_a_working_folder_is_a_plain_folder(node, tmp_path, bucket):
     shutil.copytree(node("a").folder, tmp_path / "copy")
-    write_json(tmp_path / "copy" / "tiny" / "sweep.json", {})
+    write_sealed_json(tmp_path / "copy" / "tiny" / "sweep.json", {})
     assert not storage_of(tmp_path / "copy").is_remote
     assert bucket == []
 
 
 def test_a_sweep_is_opened_by_its_path_or_its_uri(node, tmp_path, monkeypatch):
-    write_json(node("a").folder / "tiny" / "sweep.json", {"name": "tiny"})
+    write_sealed_json(node("a").folder / "tiny" / "sweep.json", {"name": "tiny"})
     node("b")
     assert SweepFolder(open_sweep(f"{URI}/tiny")).name == "tiny"
     monkeypatch.chdir(tmp_path)
@@ -220,7 +224,7 @@ def test_an_object_store_that_is_away_is_named_and_nothing_is_lost(node, monkeyp
     with monkeypatch.context() as patch:
         away(patch)
         with pytest.raises(StoreError, match=r"object store, .*tiny/sweep\.json: curlCode: 7.*credentials"):
-            write_json(here.folder / "tiny" / "sweep.json", {"name": "tiny"})
+            write_sealed_json(here.folder / "tiny" / "sweep.json", {"name": "tiny"})
     here.sync_folder(here.folder / "tiny")
     assert SweepFolder(open_sweep(f"{URI}/tiny")).name == "tiny"
 
@@ -494,6 +498,34 @@ def test_a_storage_that_is_a_file_is_named(tmp_path):
     ):
         with pytest.raises(StoreError, match=r"runs/tiny/.*: cannot be written: (Not a directory|File exists)"):
             write_there()
+
+
+# --- repair ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_repair_fetches_what_is_whole_in_the_object_store_and_removes_what_is_damaged_there_too(node, monkeypatch):
+    monkeypatch.setattr(leases, "SETTLING_SECONDS", 0.0)
+    here = node("a")
+    sweep = write_sweep(here.folder, {"seed": [0]}, name="tiny")
+    (trial,) = sweep
+    result = trial.path / "result.json"
+    result.write_bytes(b"{}")
+    start_trial(trial)
+    files = {"result.json": hashlib.sha256(b"{}").hexdigest()}
+    journal_of(trial).append("failed", kind="error", message="", task=None, step=None, files=files)
+    here.sync_folder(sweep.path)
+    time_of_writing = result.stat().st_mtime_ns
+    result.write_bytes(b"[]")
+    stamp(result, time_of_writing)  # a bit that changes by itself changes no time
+    assert len(verify_disk(sweep).faults) == 1
+    assert repair_disk(sweep) == []
+    assert result.read_bytes() == b"{}"
+    assert verify_disk(sweep).faults == []
+    write_atomically(result, b"[]")
+    assert repair_disk(sweep) == ["seed=0: result.json: it is written again"]
+    node("b")
+    assert not (open_sweep(f"{URI}/tiny") / "trials" / trial.trial_id / "result.json").exists()
+    assert not list(open_sweep(f"{URI}/tiny").rglob("*.damaged")), "what was set aside stays on its node"
 
 
 # --- do all nodes see it? --------------------------------------------------------------------------------------------

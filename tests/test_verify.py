@@ -201,6 +201,27 @@ def test_a_snapshot_that_a_complete_trial_names_is_learned_again_after_a_repair(
     assert "started again after damaged" in capsys.readouterr().out
 
 
+def test_what_an_earlier_version_has_left_is_not_believed_and_costs_no_learning(finished, copy, tmp_path, capsys):
+    """Its journals and its sweep.json have no digests."""
+    for trial in copy:
+        journal = trial.path / "journal.jsonl"
+        lines = [{name: value for name, value in event.items() if name != "sha256"} for event in trial.events()]
+        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (copy.path / "sweep.json").write_text(json.dumps(json.loads((copy.path / "sweep.json").read_text())["content"]))
+    arguments = ["verify", str(copy.path), "--uri", "none", "--repair"]
+    assert main(arguments) == 2
+    assert "sweep.json: does not check against its digest: it is damaged, or was written by an earlier" in (
+        capsys.readouterr().err
+    )
+    assert run(tmp_path) == 2
+    assert "journal.jsonl, line 1: does not check against its digest" in capsys.readouterr().err
+    assert main(arguments) == 1
+    assert run(tmp_path) == 0
+    assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
+    assert {event["reused"] for event in events(sweep_folder(tmp_path), "stage")} == {True}
+    assert {event["metrics"]["generated_share"] for event in events(sweep_folder(tmp_path), "stage")} == {0.0}
+
+
 def test_a_repair_of_what_is_whole_changes_nothing(copy, tmp_path):
     before = everything(tmp_path)
     assert main(["verify", str(copy.path), "--uri", "none", "--repair"]) == 0
