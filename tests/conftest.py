@@ -181,10 +181,22 @@ def runs(tmp_path):
     return Runs(tmp_path / "runs")
 
 
+HALTING_STEPS = 24
+"""Of sweeps on `two_cpus` whose tasks have so many steps, the first one halts in its second task."""
+
+
 @pytest.fixture(scope="module")
-def two_cpus():
+def inside_the_second_task(tmp_path_factory):
+    """When the first training on `two_cpus` whose tasks have `HALTING_STEPS` has taken eight of the second task."""
+    from moments import at_step
+
+    return at_step(tmp_path_factory.mktemp("moment") / "moment", position=1, step=8, of=HALTING_STEPS)
+
+
+@pytest.fixture(scope="module")
+def two_cpus(inside_the_second_task):
     """What a driver needs to belong to a cluster with two CPUs that is there already."""
     from ray_heads import nodes
 
-    with nodes(2) as (_, environment):
+    with nodes(2, **inside_the_second_task.environment) as (_, environment):
         yield environment
