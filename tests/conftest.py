@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -46,6 +48,26 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
         if computes_numbers(item.path) and item.path.name not in NOT_NUMERIC:
             item.add_marker(pytest.mark.numeric)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Backbones that this session has made: what another version of the code has left decides no test.
+
+    The large embedded one, which only a new version of its package changes, is the user's where it is there.
+    """
+    from latent_sweep.backbones import EMBEDDED, cache_folder
+
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    cache.mkdir(exist_ok=True)
+    for folder in cache_folder().glob(f"{EMBEDDED}-*"):
+        if folder.is_dir() and not folder.name.endswith(".partial"):
+            with contextlib.suppress(FileExistsError):  # several processes begin at once
+                (cache / folder.name).symlink_to(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LATENT_SWEEP_CACHE", str(cache))
+        yield
 
 
 def load_tiny(name: str, dtype: str = "float32"):
