@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -46,6 +48,26 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
         if computes_numbers(item.path) and item.path.name not in NOT_NUMERIC:
             item.add_marker(pytest.mark.numeric)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Backbones that this session has made: what another version of the code has left decides no test.
+
+    The large embedded one, which only a new version of its package changes, is the user's where it is there.
+    """
+    from latent_sweep.backbones import EMBEDDED, cache_folder
+
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    cache.mkdir(exist_ok=True)
+    for folder in cache_folder().glob(f"{EMBEDDED}-*"):
+        if folder.is_dir() and not folder.name.endswith(".partial"):
+            with contextlib.suppress(FileExistsError):  # several processes begin at once
+                (cache / folder.name).symlink_to(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LATENT_SWEEP_CACHE", str(cache))
+        yield
 
 
 def load_tiny(name: str, dtype: str = "float32"):
@@ -181,10 +203,22 @@ def runs(tmp_path):
     return Runs(tmp_path / "runs")
 
 
+HALTING_STEPS = 24
+"""Of sweeps on `two_cpus` whose tasks have so many steps, the first one halts in its second task."""
+
+
 @pytest.fixture(scope="module")
-def two_cpus():
+def inside_the_second_task(tmp_path_factory):
+    """When the first training on `two_cpus` whose tasks have `HALTING_STEPS` has taken eight of the second task."""
+    from moments import at_step
+
+    return at_step(tmp_path_factory.mktemp("moment") / "moment", position=1, step=8, of=HALTING_STEPS)
+
+
+@pytest.fixture(scope="module")
+def two_cpus(inside_the_second_task):
     """What a driver needs to belong to a cluster with two CPUs that is there already."""
     from ray_heads import nodes
 
-    with nodes(2) as (_, environment):
+    with nodes(2, **inside_the_second_task.environment) as (_, environment):
         yield environment

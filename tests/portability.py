@@ -21,7 +21,7 @@ from pathlib import Path
 MACHINES: Mapping[str, Mapping[str, str]] = {
     "4 threads": {"OMP_NUM_THREADS": "4"},
     "2 threads": {"OMP_NUM_THREADS": "2"},
-    "no vectors": {"ATEN_CPU_CAPABILITY": "default"},
+    "no vectors": {"ATEN_CPU_CAPABILITY": "default", "OPENBLAS_CORETYPE": "Nehalem"},
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "MKL for any processor": {"MKL_CBWR": "COMPATIBLE"},
     "oneDNN for AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},

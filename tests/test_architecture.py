@@ -76,7 +76,7 @@ for module in sys.argv[1:]:
 
 def test_what_plans_hands_out_and_reports_needs_no_torch():
     command = [sys.executable, "-c", IMPORTING, *WITHOUT_TORCH]
-    assert subprocess.run(command, timeout=60, check=False, capture_output=True, text=True).stderr == ""
+    assert subprocess.run(command, timeout=300, check=False, capture_output=True, text=True).stderr == ""
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(("methods/", "adapters/"))])

@@ -343,9 +343,9 @@ def test_a_full_memory_leaves_nothing_to_learn_from(memory_at, design):
     full = {f"memory.{name}": torch.eye(32) for name in names}
     count = len(memory_at()._workplace.backbone.targets)
     with pytest.raises(LatentSweepError, match=r"task task: earlier tasks use all directions .* method\.gpm\.eps_0"):
-        memory_at([full]).down_projection(torch.rand(count, 4, 32), design, bare)
+        memory_at([full]).down_projection(draw(count, 4, 32).float(), design, bare)
     full[f"memory.{names[-1]}"] = torch.eye(32)[:, :31]
-    A = memory_at([full]).down_projection(torch.rand(count, 4, 32), design, bare)
+    A = memory_at([full]).down_projection(draw(count, 4, 32).float(), design, bare)
     assert A.any() and A[..., :31].abs().max() < 1e-6
     assert memory_at([full]).facts()["memory_full"] == (len(names) - 1) / len(names)
 

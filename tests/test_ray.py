@@ -8,16 +8,23 @@ from collections import Counter
 import psutil
 import pytest
 import torch
-from sweeps_for_tests import TINY, end, events, family, results, start, sweep_folder, tiny, wait_until, write
+from conftest import HALTING_STEPS
+from moments import at_step
+from sweeps_for_tests import TINY, end, events, family, results, start, sweep_folder, tiny, write
 
 from latent_sweep.backends.ray_tune import _loss_kind
 from latent_sweep.cli import main
 from latent_sweep.snapshots import read_sealed_json
 from latent_sweep.tracking import stages, status
 
+TWO_CPUS = (os.cpu_count() or 1) >= 2
 
-def run_on_ray(content, folder, **environment):
-    """Run a sweep as the main job does; returns its exit code, what it printed, and the addresses it listened on."""
+
+def run_on_ray(content, folder, meanwhile=lambda: None, **environment):
+    """Run a sweep as the main job does; returns its exit code, what it printed, and the addresses it listened on.
+
+    `meanwhile` is called again and again.
+    """
     process = start(write(folder, content), **environment)
     seen, listening, printed = set(), set(), ""
     try:
@@ -25,6 +32,7 @@ def run_on_ray(content, folder, **environment):
             members = family(process)
             seen |= set(members)
             listening |= {address for member in members for address in listening_addresses(member)}
+            meanwhile()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 printed, _ = process.communicate(timeout=1)
         return process.returncode, printed, listening
@@ -41,8 +49,15 @@ def listening_addresses(process):
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory):
+    """The sweep; its first pack waits at its first step until the other one is there, too."""
     folder = tmp_path_factory.mktemp("ray")
-    return folder, *run_on_ray(TINY, folder)
+    began = at_step(folder / "moment", position=0, step=1)
+
+    def go_on_together():
+        if len(list((folder / "runs" / "tiny" / "trials").glob("*/journal.jsonl"))) == (4 if TWO_CPUS else 2):
+            began.let_go()
+
+    return folder, *run_on_ray(TINY, folder, go_on_together, **began.environment)
 
 
 def test_a_sweep_on_ray_runs_to_its_end(on_ray):
@@ -64,7 +79,7 @@ def test_ray_changes_no_byte(on_ray, tmp_path):
     assert results(sweep_folder(on_ray[0])) == results(sweep_folder(tmp_path))
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two packs with one CPU each need two CPUs")
+@pytest.mark.skipif(not TWO_CPUS, reason="two packs with one CPU each need two CPUs")
 def test_packs_run_side_by_side(on_ray):
     sweep = sweep_folder(on_ray[0])
     assert len({event["pid"] for event in events(sweep, "started")}) == 2
@@ -156,25 +171,27 @@ def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_not(two_cpus, tmp_path):
+def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_not(
+    two_cpus, inside_the_second_task, tmp_path
+):
     content = tiny(
-        trial__training__epochs=40,
+        trial__training__epochs=HALTING_STEPS // 8,
         trial__training__checkpoint_every=5,
         trial__router={"components": 1},
         search={"training.learning_rate": [0.1, 1e30]},
     )
     process = start(write(tmp_path, content), **two_cpus)
     try:
-        checkpoints = tmp_path / "runs" / "checkpoints"
-        wait_until(lambda: list(checkpoints.glob("*.safetensors")), process)
+        inside_the_second_task.wait(process)
         good, bad = sweep_folder(tmp_path)
-        psutil.Process(good.events()[0]["pid"]).kill()
+        assert good.events()[0]["pid"] == inside_the_second_task.pid
+        psutil.Process(inside_the_second_task.pid).kill()
         printed, _ = process.communicate(timeout=240)
     finally:
         end(process)
     assert process.returncode == 1, printed
-    assert [event["event"] for event in good.events()] == ["started", "lost", "started", "stage", "stage", "finished"]
-    assert good.events()[1]["kind"] == "worker_died"
+    assert [e["event"] for e in good.events()] == ["started", "stage", "lost", "started", "stage", "finished"]
+    assert good.events()[2]["kind"] == "worker_died"
     assert [event["event"] for event in bad.events()] == ["started", "failed"]
     assert bad.events()[-1]["kind"] == "non_finite"
     assert "2 trials (1 finished, 1 failed)" in printed
