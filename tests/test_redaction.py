@@ -6,7 +6,8 @@ import traceback
 
 import pytest
 
-from latent_sweep.redaction import has_credentials, printable, quoted, redact, traceback_text
+from latent_sweep.errors import StoreError
+from latent_sweep.redaction import has_credentials, printable, quoted, redact, redact_error, traceback_text
 
 WORD = "hunter2-Xyz"
 """A password as people choose them."""
@@ -254,6 +255,24 @@ def test_an_ordinary_traceback_stays():
     except ValueError as error:
         found, expected = traceback_text(error), "".join(traceback.format_exception(error))
     assert found == expected
+
+
+def test_an_error_that_others_show_tells_nothing():
+    """As Ray does, whose driver prints what a worker has raised."""
+    address = f"https://bob:{WORD}@host"
+    with pytest.raises(StoreError) as caught:
+        try:
+            try:
+                raise OSError(5, f"no route to {address}")
+            except OSError as error:
+                raise KeyError(3, f"password={WORD}") from error
+        except KeyError as error:
+            raise StoreError(f"{address}: away") from error
+    redact_error(caught.value)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert WORD not in shown
+    for kept in ("[Errno 5] no route to https://***@host", "KeyError: (3, 'password=***')", "https://***@host: away"):
+        assert kept in shown
 
 
 def test_environment_values_are_found_as_others_spell_them(monkeypatch):
