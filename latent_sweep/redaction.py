@@ -65,6 +65,18 @@ def traceback_text(error: BaseException) -> str:
     return redact(re.sub("\x1b\\[[0-9;]*m", "", text))[-20_000:]
 
 
+def redact_error(error: BaseException) -> None:
+    """Take the secrets out of an error and of what led to it, before it goes to somebody who shows it without us."""
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        seen.add(id(one))
+        one.args = tuple(redact(part) if isinstance(part, str) else part for part in one.args)
+        if isinstance(one, OSError) and isinstance(one.strerror, str):
+            one.strerror = redact(one.strerror)
+        left += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in seen]
+
+
 def has_credentials(address: str) -> bool:
     """Whether an address carries a user, a password or a token."""
     return _without_credentials(address) != address

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from conftest import load_tiny
-from sweeps_for_tests import TINY, results, sweep_folder, tiny, write, write_benchmark
+from sweeps_for_tests import TINY, end, results, start, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep import settings
 from latent_sweep.adapters.factors import load_factors
@@ -623,6 +623,55 @@ def test_weights_that_are_none_fail_their_trials_with_the_reason(checkpoint, tmp
     assert f"backbone.name: '{folder}' could not be loaded" in trial.events()[-1]["message"]
     assert str(folder) in caplog.text
     assert "1 trials (1 failed)" in capsys.readouterr().out
+
+
+TELLING = "password=hunter2-Xyz"
+"""A folder's name that every error about what is in it repeats, and that no error may."""
+
+
+@pytest.fixture
+def telling(checkpoint, tmp_path):
+    """A sweep whose trials fail with an error that holds a password, in a journal, a log and a traceback."""
+    folder = shutil.copytree(checkpoint, tmp_path / TELLING / "checkpoint")
+    WEIGHTS["a shard missing"](sorted(folder.glob("*-of-*.safetensors"))[1])
+    return write(tmp_path, tiny(trial__backbone={"name": str(folder), "dtype": "float32"}, search={}))
+
+
+SETTINGS = {"sweep.yaml", "sweep.json", "trial.yaml", "tuner.pkl"}
+
+
+def told(folder):
+    """What a run has written that does not repeat its settings."""
+    files = [path for path in (folder / "runs").rglob("*") if path.is_file() and path.name not in SETTINGS]
+    return {path.name: path.read_bytes().decode(errors="replace") for path in files}
+
+
+def test_the_error_of_a_trial_holds_no_secret(telling, tmp_path, capsys):
+    assert main(["run", telling, "--local"]) == 1
+    (trial,) = sweep_folder(tmp_path)
+    failed = trial.events()[-1]
+    assert "could not be loaded" in failed["message"]
+    assert "Traceback" in failed["traceback"]
+    assert "password=***" in failed["message"] and "password=***" in failed["traceback"]
+    printed = capsys.readouterr()
+    assert main(["report", str(tmp_path / "runs" / "tiny")]) == 0
+    shown = "".join([*printed, *capsys.readouterr(), *(told(tmp_path)[name] for name in ("journal.jsonl",))])
+    assert "hunter2" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", [["--local"], []], ids=["local", "Ray"])
+def test_no_process_of_a_run_tells_a_secret(telling, tmp_path, how):
+    process = start(telling, *how, HF_TOKEN="hunter2-Xyz")
+    try:
+        printed, _ = process.communicate(timeout=150)
+    finally:
+        end(process)
+    assert process.returncode == 1, printed
+    assert "could not be loaded" in printed
+    assert "hunter2" not in printed
+    assert [name for name, text in told(tmp_path).items() if "hunter2" in text] == []
 
 
 # --- what was stored and is damaged ----------------------------------------------------------------------------------

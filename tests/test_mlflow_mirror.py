@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import threading
 import time
 import zlib
@@ -337,6 +338,36 @@ def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
     client.delete_experiment(client.get_experiment_by_name(sweep.name).experiment_id)
     with pytest.raises(TrackingError, match="mlflow experiments restore"):
         MlflowMirror(uri, sweep).sync()
+
+
+@pytest.mark.slow
+def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep, monkeypatch, plain_pictures):
+    """A database under another name keeps to the umask, as does one that was there before."""
+    monkeypatch.chdir(tmp_path)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    before = os.umask(0o022)
+    try:
+        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).close()
+        mlflow_mirror._quiet_client("sqlite:///other/named.db").search_experiments()
+        os.chmod("mlflow.db", 0o640)
+        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).sync()
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE(os.stat(name).st_mode) for name in ("mlflow.db", "mlartifacts", "other/named.db")}
+    assert modes == {"mlflow.db": 0o640, "mlartifacts": 0o700, "other/named.db": 0o644}
+    assert verify_tracker(sweep, MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep)).faults == []
+
+
+def test_a_new_default_database_is_its_owners(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o022)
+    try:
+        mlflow_mirror._quiet_client(mlflow_mirror.DEFAULT_URI)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat("mlflow.db").st_mode) == 0o600
+    assert stat.S_IMODE(os.stat("mlartifacts").st_mode) == 0o700
 
 
 @pytest.fixture

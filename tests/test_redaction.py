@@ -6,7 +6,8 @@ import traceback
 
 import pytest
 
-from latent_sweep.redaction import has_credentials, printable, quoted, redact, traceback_text
+from latent_sweep.errors import StoreError
+from latent_sweep.redaction import has_credentials, printable, quoted, redact, redact_error, traceback_text
 
 WORD = "hunter2-Xyz"
 """A password as people choose them."""
@@ -254,6 +255,23 @@ def test_an_ordinary_traceback_stays():
     except ValueError as error:
         found, expected = traceback_text(error), "".join(traceback.format_exception(error))
     assert found == expected
+
+
+def test_an_error_that_others_show_tells_nothing():
+    """As Ray does, whose driver prints what a worker has raised."""
+    address = f"https://bob:{WORD}@host"
+    first, second, error = OSError(5, f"no route to {address}"), KeyError(3, f"password={WORD}"), StoreError(address)
+    error.__cause__, second.__context__ = second, first
+    first.__context__ = error  # a circle, as `raise` inside of `except` may leave one
+    redact_error(error)
+    shown = "".join(traceback.format_exception(error))
+    assert WORD not in shown
+    for kept in (
+        "[Errno 5] no route to https://***@host",
+        "KeyError: (3, 'password=***')",
+        "StoreError: https://***@host",
+    ):
+        assert kept in shown
 
 
 def test_environment_values_are_found_as_others_spell_them(monkeypatch):

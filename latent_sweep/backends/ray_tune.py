@@ -20,7 +20,7 @@ from typing import Any
 from latent_sweep.config import ResourceSettings, RunSettings
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.plan import Pack
-from latent_sweep.redaction import log_without_secrets, redact, traceback_text
+from latent_sweep.redaction import log_without_secrets, redact, redact_error, traceback_text
 from latent_sweep.retries import LossKind, failure_facts, has_failed, journal_lengths, still_to_try
 from latent_sweep.storage import Storage, has_answer, question, sees, unseen_message
 from latent_sweep.tracking import Event, Journal, stages, status, trial_journal
@@ -172,7 +172,8 @@ def _run_in_worker(
     run_here = run_gang if run.resources.workers > 1 else run_part
     try:
         run_here(pack, storage, sweep_name, run, tune.report)
-    except (RayActorError, StoreError):
+    except (RayActorError, StoreError) as error:
+        redact_error(error)  # Ray prints it
         raise  # a worker was lost, or its storage is full or away: worth another try
     except Exception as error:
         log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
@@ -180,6 +181,7 @@ def _run_in_worker(
             storage.pull(sweep_folder)
             _journal_failure(pack, sweep_folder, **failure_facts(error))
         if still_to_try(pack, sweep_folder, launched, run) is not None:
+            redact_error(error)
             raise
 
 
