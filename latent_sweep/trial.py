@@ -414,6 +414,8 @@ class _PackRun:
         while wanting := {m.lineages[position]: m for m in self.going(position) if len(m.snapshots) == position}:
             with store.leases(list(wanting), _say_waiting) as mine:
                 found = {lineage: snapshot for lineage in mine if (snapshot := store.get(lineage))}
+                for lineage in found:
+                    store.checkpoint(lineage).remove()  # whoever learned it may have been killed before doing so
                 missing = [lineage for lineage in mine if lineage not in found]
                 if missing:
                     self.desk.order("learn", position, missing)

@@ -50,7 +50,7 @@ Mode = Literal["local", "ray", "objects"]
 """Without Ray; with it; without it on an object store, whose driver comes back on this node or on a new one."""
 TARGETS: Mapping[str, Sequence[str]] = {
     "local": ["tree"],
-    "ray": ["worker", "worker", "driver", "tree"],
+    "ray": ["worker", "driver", "worker", "tree"],
     "objects": ["tree", "node"],
 }
 """What may be killed: the tree is everything that the driver has started, and itself; a node loses its files too."""
@@ -186,13 +186,15 @@ class Kill:
 
 
 def planned(seed: int, kills: int, modes: Sequence[str] = MODES) -> list[Kill]:
-    """The kills of a seed, those of one mode together."""
+    """The kills of a seed, those of one mode together; every target of a mode comes about equally often."""
     source = random.Random(seed)
-    mode_of = sorted((modes[i % len(modes)] for i in range(kills)), key=modes.index)
-    return [
-        Kill(mode, source.choice(TARGETS[mode]), source.choice(KINDS), source.uniform(0, 2 / KILLS_PER_SWEEP))
-        for mode in mode_of
-    ]
+    found = []
+    for number, mode in enumerate(modes):
+        count = len(range(number, kills, len(modes)))
+        targets = [TARGETS[mode][i % len(TARGETS[mode])] for i in range(count)]
+        source.shuffle(targets)
+        found += [Kill(mode, t, source.choice(KINDS), source.uniform(0, 2 / KILLS_PER_SWEEP)) for t in targets]
+    return found
 
 
 @dataclass
@@ -217,12 +219,19 @@ HEADER = """\
 |---|---|---|---|---|"""
 
 
-def repeated(steps: Sequence[str], landed: Sequence[Landed]) -> None:
-    """Say at each kill which steps were taken again after it, given all steps of the sweep in order."""
-    ends = [*(kill.step for kill in landed[1:]), len(steps)][: len(landed)]
-    for kill, last in zip(landed, ends, strict=True):
-        before = set(steps[: kill.step])
-        kill.twice = Counter(step.split()[0] for step in steps[kill.step : last] if step in before)
+def repeated(steps: Sequence[str], landed: Sequence[Landed]) -> int:
+    """Say at each kill which steps were taken again after it, given all steps in order; returns those before any."""
+    seen: set[str] = set()
+    without_reason = 0
+    for number, step in enumerate(steps):
+        if step in seen:
+            before = [kill for kill in landed if kill.step <= number]
+            if before:
+                before[-1].twice[step.split()[0]] += 1
+            else:
+                without_reason += 1
+        seen.add(step)
+    return without_reason
 
 
 def moment(what: str) -> str:
@@ -359,7 +368,8 @@ class Killed:
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 if latent_sweep(["verify", str(sweep.path)]) != 0:
                     found.append(f"verify: {printed.getvalue()}")
-        repeated(self.events.all("steps"), self.landed)
+        if without_reason := repeated(self.events.all("steps"), self.landed):
+            found.append(f"{without_reason} steps were taken twice before any kill")
         for number, kill in enumerate(self.landed, start=1):
             if max(kill.twice.values(), default=0) > CHECKPOINT_EVERY:
                 found.append(f"kill {number}: {dict(kill.twice)} steps were taken twice; promised {CHECKPOINT_EVERY}")

@@ -836,6 +836,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "if loss < PENALTY_WARNING * task_loss:",
         "latent_lora::test_a_penalty_that_rules_the_training_is_said_aloud",
     ),
+    _mutant(
+        "trial.py",
+        "a checkpoint outlives its snapshot",
+        "store.checkpoint(lineage).remove()  # whoever",
+        "pass  # whoever",
+        "resume::test_a_kill_between_a_snapshot_and_the_end_of_its_checkpoint_leaves_no_checkpoint",
+    ),
 )
 
 

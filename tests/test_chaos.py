@@ -27,10 +27,13 @@ def test_steps_that_were_taken_again_belong_to_the_kill_before():
 
     steps = ["a 0 1", "a 0 2", "b 0 1", "a 0 2", "a 0 3", "b 0 1", "b 0 2", "a 1 1", "a 0 3", "a 1 1"]
     kills = [landed(3), landed(8)]
-    chaos.repeated(steps, kills)
+    assert chaos.repeated(steps, kills) == 0
     assert [kill.twice for kill in kills] == [{"a": 1, "b": 1}, {"a": 2}]
     assert kills[1].row(2).endswith("| 2 |")
-    chaos.repeated(steps, [])
+    assert chaos.repeated(steps, []) == 4, "a step that is taken twice though nothing was killed"
+    left_behind = [landed(1)]  # what a driver's worker still does before it notices counts too
+    assert chaos.repeated(["a 0 1", "a 0 2", "a 0 1", "a 0 2"], left_behind) == 0
+    assert left_behind[0].twice == {"a": 2}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from sweeps_for_tests import end, events, results, start, sweep_folder, tiny, wr
 
 from latent_sweep.cli import main
 from latent_sweep.progress import ProgressWriter
+from latent_sweep.snapshots import TaskCheckpoint
 
 STEPS, STRUCK_AT = 24, 13
 CHECKPOINTED = tiny(
@@ -89,6 +90,27 @@ def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
     assert_resumed(tmp_path, uninterrupted)
     assert steps_taken[0] == (1, 1)
     assert "the task starts from its first step" in caplog.text
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def test_a_kill_between_a_snapshot_and_the_end_of_its_checkpoint_leaves_no_checkpoint(runs, monkeypatch):
+    packs = runs.packs(search={}, trial__training__epochs=1, trial__training__checkpoint_every=5)
+
+    def kill(checkpoint):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TaskCheckpoint, "remove", kill)
+        with pytest.raises(Killed):
+            runs.run(packs)
+    assert len(list((runs.folder / "snapshots").glob("*.json"))) == 1, "it is committed"
+    assert len(list((runs.folder / "checkpoints").iterdir())) == 1
+    runs.run(packs)
+    assert len(runs.stages) == 2
+    assert list((runs.folder / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.slow
