@@ -60,6 +60,9 @@ class TrainingSettings(Settings):
     it, Llama has none. None is the preset's: 0, or under `preset: official` what T5's configuration says, 0.1."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps over which the learning rate rises linearly to its peak (A28)."""
+    warmup_start: Literal["share", "zero"] | None = None
+    """The rate of a warm-up's first step: peak / `warmup_steps`, or zero as in the schedules of transformers, whose
+    first step moves nothing. None is the preset's: `share`, or what the method's released trainer has."""
     loss_reduce: Literal["token_mean", "sequence_mean", "sum"] = "token_mean"
     """Cross-entropy over a batch: mean over target tokens, mean over rows of their sums, or the sum (A5)."""
     select: Literal["last", "best_validation"] = "last"

@@ -99,7 +99,8 @@ def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
     assert settings.learning_rate is not None
     warmup = settings.warmup_steps or 0
     if step < warmup:
-        return settings.learning_rate * ((step + 1) / warmup)
+        risen = step if settings.warmup_start == "zero" else step + 1
+        return settings.learning_rate * (risen / warmup)
     if settings.schedule != "linear":
         return settings.learning_rate
     return settings.learning_rate * ((steps - step) / max(1, steps - warmup))

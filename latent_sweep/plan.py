@@ -59,7 +59,12 @@ ROUTED = ("soft", "hard")
 """Modes whose weights are the router's posterior."""
 
 COMMON: dict[str, Any] = dict(
-    optimizer="adamw", schedule="constant", warmup_steps=0, weight_decay=0.0, backbone_dropout=0.0
+    optimizer="adamw",
+    schedule="constant",
+    warmup_steps=0,
+    warmup_start="share",
+    weight_decay=0.0,
+    backbone_dropout=0.0,
 )
 """What holds for every backbone (A28)."""
 

@@ -121,7 +121,9 @@ SETTINGS = {
     "training.max_steps": (3, TRAINED),
     "training.weight_decay": (0.1, TRAINED),
     "training.gradient_clip": (0.5, TRAINED),
+    "training.backbone_dropout": (0.0, NOTHING),  # a Llama has no other; a T5's is changed below
     "training.warmup_steps": (2, TRAINED),
+    "training.warmup_start": ("zero", TRAINED),
     "training.loss_reduce": ("sum", TRAINED),
     "training.select": ("best_validation", f"{PROMPTS}"),
     "training.group_by_length": (False, TRAINED),
@@ -139,7 +141,7 @@ METHOD_SETTINGS = {
         *("sensitivity_decay", "uncertainty_decay", "score_share", "percentile", "both_share"),
         *("temperature", "orthogonality", "ewc_lambda", "fisher", "gamma", "fisher_samples", "alpha_kd"),
         *("prompt_length", "lm_weight", "kl_weight", "sample_length", "samples_per_label", "samples_per_task"),
-        *("tries", "top_k", "repetition_penalty"),
+        *("tries", "top_k", "repetition_penalty", "accumulation"),
         *("lambda_1", "lambda_2", "penalty"),
         *("design", "gpm.batch_size", "gpm.chunks", "gpm.cross_attention_v", "gpm.energy", "gpm.eps_0"),
         *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp"),
@@ -360,6 +362,14 @@ def test_a_setting_changes_what_reads_it(unchanged, path):
     subject, before = unchanged
     value, expected = SETTINGS[path]
     assert differing(before, subject.identities(**{path.replace(".", "__"): value})) == set(expected.split())
+
+
+def test_a_backbones_dropout_changes_what_is_trained(unchanged):
+    subject, _ = unchanged
+    before, after = (
+        subject.identities(backbone__name="tiny-t5", training__backbone_dropout=rate) for rate in (0.0, 0.1)
+    )
+    assert differing(before, after) == set(TRAINED.split())
 
 
 def change_spec(subject, name, value):

@@ -185,7 +185,8 @@ def test_the_released_scripts():
     settings = KifLoraSettings(preset="official")
     resolved = KifLora.resolve(settings, "tiny-t5", "superni")
     assert (resolved.rank, resolved.alpha, resolved.dropout) == (8, 16.0, 0.05)
-    expected = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "warmup_steps": 50, "schedule": "linear"}
+    expected = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "schedule": "linear"}
+    expected |= {"warmup_steps": 50, "warmup_start": "zero"}
     assert KifLora.training_defaults(settings, "t5", "superni") == expected | {"backbone_dropout": 0.1}
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from conftest import bank_of, learn, load_tiny, random_rows, task_data
 from rounding import GRADIENT, PASS, assert_same_to_rounding
+from transformers import get_linear_schedule_with_warmup
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones import KNOWN, random_model
 from latent_sweep.config import TrainingSettings
-from latent_sweep.engine import TorchOptimizer
+from latent_sweep.engine import TorchOptimizer, learning_rate
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import IGNORED, Workplace
@@ -426,6 +427,19 @@ def test_warm_up_is_linear_then_constant():
     parameter = torch.zeros(3, requires_grad=True)
     moves = engine_steps(engine_of(parameter, warmup_steps=4), parameter, 6)
     assert moves == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-4)
+
+
+def test_a_warm_up_from_zero_is_that_of_transformers():
+    parameter = torch.zeros(3, requires_grad=True)
+    settings = dict(warmup_steps=3, warmup_start="zero", schedule="linear")
+    rates = [learning_rate(TrainingSettings(learning_rate=0.1, **settings), step, 8) for step in range(8)]
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    schedule = get_linear_schedule_with_warmup(optimizer, 3, 8)
+    for rate in rates:
+        assert rate == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == 0
 
 
 def test_a_linear_schedule_falls_to_zero_at_the_end():

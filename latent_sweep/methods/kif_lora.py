@@ -43,7 +43,8 @@ class KifLora(LoraMethod):
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
         """The script of the released code (written for T5), the same for every family and benchmark."""
-        training = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "warmup_steps": 50, "schedule": "linear"}
+        training = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "schedule": "linear"}
+        training |= {"warmup_steps": 50, "warmup_start": "zero"}
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training)
 
     def stage_identity(self, position: int) -> dict[str, Any]:

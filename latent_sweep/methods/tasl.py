@@ -46,7 +46,8 @@ class Tasl(LoraMethod):
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
         """The scripts of the released code, the same for every benchmark."""
-        training = {"learning_rate": 3e-4, "epochs": 5, "warmup_steps": 50, "schedule": "linear"}
+        training = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
+        training |= {"warmup_steps": 50, "warmup_start": "zero"}
         own = {"batch_size": 8, "weight_decay": 0.01} if family == "t5" else {"batch_size": 128}
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own)
 
