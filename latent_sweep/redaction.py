@@ -159,7 +159,7 @@ def _hostwards(address: str) -> str:
 
 # --- names and their values ------------------------------------------------------------------------------------------
 
-Strength = Literal["", "weak", "strong"]
+_Strength = Literal["", "weak", "strong"]
 """Whether a name is a secret's: surely, or only where its value looks like one."""
 
 _HINT = re.compile(r"(?i)pass|pwd|secret|token|key|sig|auth|cookie|cred|sharedaccess")
@@ -182,7 +182,7 @@ _FILED = re.compile(r"(?i)credential|private[_-]?key")
 
 
 @lru_cache(maxsize=1024)
-def _strength(name: str) -> Strength:
+def _strength(name: str) -> _Strength:
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or _ABOUT.fullmatch(words[-1]) or name in ("PWD", "OLDPWD"):
         return ""
@@ -197,7 +197,7 @@ class _Field:
     """A secret's name in a text, and where its value begins."""
 
     name: str
-    strength: Strength
+    strength: _Strength
     separator: str
     """Which group of `_SEPARATOR` lies between them."""
     value: int
@@ -229,7 +229,7 @@ _SEPARATOR = re.compile(
     r"|(?P<blank>[ \t]+)"
 )
 _HEADER = re.compile(r"(?i)(?:proxy-)?authorization$|(?:set-)?cookie$|x-[\w-]+$|[a-z]+(?:-[a-z]+)*-(?:token|key)$")
-_OPENING = re.compile(r"(?P<list>[\[(]?)[bBfFrRuU]?(?P<quote>\\{0,63}[\"'])")
+_OPENING = re.compile(r"(?P<list>[\[(]?)[bBfFrRuU]?(?P<quote>\"\"\"|\'\'\'|\\{0,63}[\"'])")
 _NEXT = re.compile(r"\\*[\"'],[ \t]*(?P<list>)[bBfFrRuU]?(?P<quote>\\{0,63}[\"'])")
 _GLUED = re.compile(r"[\"'](?:\"[^\"\n]*\"|'[^'\n]*'|\\.|[^\s\"'\\`;&|,()\[\]{}<>:.])+")
 """The rest of what a shell takes for one word, behind a closing quote."""
@@ -293,11 +293,14 @@ def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Fie
     if not strength or separator is None:
         return None
     kind, end, before = str(separator.lastgroup), separator.end(), text[max(0, start - 3) : start]
+    in_query = kind == "equals" and before.endswith(("?", "&", ";", "#", "%26", "%3F", "%3f"))
     opens = text[end : end + 1]
     allowed = {
         "pair": not in_code,
         "comma": _HEADER.match(name) is not None,
         "tag": before.endswith("<"),
+        "equals": in_query or name.lower() != "key",
+        "colon": name.lower() != "key",
         "blank": opens != "-" and (before.endswith("--") or (opens in ("'", '"') and name.lower() == "password")),
     }
     return (
@@ -306,7 +309,7 @@ def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Fie
             strength=strength,
             separator=kind,
             value=end,
-            in_query=kind == "equals" and before.endswith(("?", "&", ";", "#", "%26", "%3F", "%3f")),
+            in_query=in_query,
             in_code=in_code,
             whole_line=first and kind == "colon" and strength == "strong" and text[end - 1] != ":",
         )
@@ -354,7 +357,7 @@ def _bare_end(text: str, field: _Field) -> int:
 
 def _quoted_end(text: str, start: int, quote: str) -> int:
     """Where a text in quotes ends: at the same quote, with as many backslashes, or with the line."""
-    found = _inside(quote[-1], len(quote) - 1).match(text, start)
+    found = _inside(quote[-1], quote.count("\\")).match(text, start)
     assert found is not None, "nothing is a match, too"
     return found.end()
 
@@ -388,7 +391,8 @@ def _looks_random(value: str) -> bool:
     except ValueError:
         has_digit, has_letter = any(map(str.isdigit, value)), any(map(str.isalpha, value))
         is_mixed = value[1:] not in (value[1:].lower(), value[1:].upper())
-        return len(value) >= 8 and has_letter and (has_digit or (len(value) >= 16 and is_mixed))
+        is_long = len(value) >= 16 and (is_mixed or value.isalnum())
+        return len(value) >= 8 and has_letter and (has_digit or is_long)
     return False
 
 

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+import yaml
 from sweep_folders import journal_of, start, write_sweep
 from sweeps_for_tests import tiny, write
 
@@ -190,6 +193,33 @@ def test_a_sweep_file_with_a_password_is_refused_without_repeating_it(tmp_path, 
     assert "hunter22" not in printed.out + printed.err
     assert main(["plan", write(tmp_path, tiny()), "--set", "run.tracking.uri=https://me:hunter22@host"]) == 2
     assert "hunter22" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("changes", [{"run__tracking": ""}, {"run": ""}, {"trial__seed": ""}, {"trial__method": ""}])
+def test_a_value_that_is_refused_is_cut_behind_its_secret(tmp_path, capsys, changes):
+    """The cut would take away the sign that what stands before it is a password."""
+    ((place, _),) = changes.items()
+    path = write(tmp_path, tiny())
+    changed = yaml.safe_load(Path(path).read_text()) | {"name": "x"}
+    *groups, last = place.split("__")
+    group = changed
+    for name in groups:
+        group = group[name]
+    group[last] = f"https://me:{'hunter22' * 20}@host"
+    Path(path).write_text(yaml.safe_dump(changed))
+    assert main(["plan", path]) == 2
+    printed = capsys.readouterr().err
+    assert "found 'https://***@host'" in printed
+    assert "hunter22" not in printed
+
+
+@pytest.mark.parametrize("piece", ["?token", "://", "a;key"])
+def test_a_long_storage_is_refused_at_once(tmp_path, capsys, piece):
+    path = write(tmp_path, tiny(run__storage="s3://bucket/" + piece * (80_000 // len(piece)) + "?password=x"))
+    started = time.process_time()
+    assert main(["plan", path]) == 2
+    assert time.process_time() - started < 10
+    assert "run.storage: the URI holds credentials" in capsys.readouterr().err
 
 
 def test_an_address_from_the_environment_is_written_nowhere(tmp_path, monkeypatch):

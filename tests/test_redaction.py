@@ -97,6 +97,8 @@ SECRETS = {
     "JSON, cut off": ('{"n": 1, "client_secret": "ab cd ef', ["ab cd", "ef"], '"n": 1'),
     "a list": ('{"passwords": ["ab cd", "ef gh"], "n": 1}', ["ab cd", "ef gh"], '"n": 1'),
     "a repr": (repr({"user": "bob", "passwd": "it's", "n": 1}), ["it's"], "'n': 1"),
+    "three quotes": ('api_key = """ab cd"""\nn = 1', ["ab cd"], "\nn = 1"),
+    "letters alone": ("token=qwertyuiopasdfgh&n=1", ["qwertyuiop"], "&n=1"),
     "arguments": (f"connect(host='h', password={WORD!r}, port=1)", [WORD], "port=1)"),
     "a dataclass": (f"Config(auth_token={WORD!r}, n=1)", [WORD], "n=1)"),
     "requests": (f"get('https://h', auth=('bob', {WORD!r}), timeout=3)", [WORD], "timeout=3)"),
@@ -203,6 +205,7 @@ INNOCENT = [
     "lambda=0.1 tokenizer=bytes loss_reduce=token_mean max_source_length=512 bos=auto tokens_per_second=12345.6",
     "trial.backbone.tokenizer: google/t5-v1_1-small\ntraining: {loss_reduce: token_mean, group_by_length: true}",
     "bos_token='<s>', eos_token='</s>', pad_token=None, eos_token_id=2, mean_token: mean-of-all-tokens",
+    "cache key=0123456789abcdef, key: fedcba9876543210",
     '{"keys": ["0123456789abcdef", "fedcba9876543210"], "scores": [[0.5]], "tasks": ["task1572"]}',
     "lineage 0123456789abcdef0123456789abcdef: sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning&compareRunsMode=CHART"
