@@ -92,7 +92,7 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
     remedies: dict[str, None] = {}
 
     def mend(fault: _Fault, otherwise: Callable[[Path], object]) -> None:
-        with writing(sweep.path, {trial.training_id: [trial.trial_id] for trial in fault.trials}):
+        with writing(sweep.path, {t.training_id: [other.trial_id for other in fault.trials] for t in fault.trials}):
             if isinstance(fault.what, Path):
                 if fault.what.exists():
                     set_aside(fault.what, "is damaged")
@@ -131,8 +131,8 @@ def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
         yield from _file_faults(sweep, trial, events, counts)
         if status(events) in ("finished", "stopped"):
             stage_of |= {event["lineage"]: event for event in stages(events)}
-            for event in stages(events):
-                users.setdefault(event["lineage"], []).append(trial)
+            for lineage in dict.fromkeys(event["lineage"] for event in stages(events)):
+                users.setdefault(lineage, []).append(trial)
     store = SnapshotStore(sweep.storage / "snapshots")
     for lineage, trials in users.items():
         counts["snapshots"] += 1
