@@ -933,6 +933,8 @@ def fresh_processes(jobs: int) -> Iterator[Pool]:
     context.set_forkserver_preload(PRELOADED)
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         yield pool
+        pool.close()
+        pool.join()
 
 
 def misfits(mutants: Sequence[Mutant]) -> list[str]:
