@@ -17,17 +17,19 @@ from latent_sweep.addresses import check_ray_address
 from latent_sweep.backbones import unpinned
 from latent_sweep.checks import check_sweep
 from latent_sweep.config import EngineSettings, RunSettings, Sweep, fault_report, load_sweep
-from latent_sweep.errors import ConfigError, LatentSweepError
+from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.files import read_file
 from latent_sweep.forecast import describe_plan
 from latent_sweep.plan import Member, Pack, Trial, expand, pack
 from latent_sweep.redaction import printable
 from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.snapshots import write_sealed_json
-from latent_sweep.storage import Storage, following, open_storage, write_atomically
+from latent_sweep.storage import JOURNAL, Storage, following, open_storage, write_atomically
 from latent_sweep.tracked import trial_name
 from latent_sweep.tracking import SweepFolder, driving, status, trial_journal
 from latent_sweep.trial_files import TrialFiles
+
+log = logging.getLogger(__name__)
 
 SHOWN = 6
 """Trials that a message lists at most."""
@@ -62,11 +64,11 @@ def run_sweep(
     check_pinned(sweep, trials)
     packs = pack(trials, sweep.run.pack)
     storage = open_storage(sweep.run.storage)
+    storage.make()
     warnings = check_sweep(sweep, trials, storage.folder)
     sweep_folder = storage.folder / sweep.name
     storage.pull(sweep_folder)
     _tell(describe_plan(sweep, trials, packs, storage.folder, warnings))
-    storage.make()
     with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(sweep_folder)
         if not replace:
@@ -146,10 +148,13 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
     Raises:
         ConfigError: listing the trials that would drop out.
     """
-    if not there.exists:
-        return
     kept = {trial.trial_id for trial in trials}
-    lost = [trial for trial in there if trial.trial_id not in kept and trial.events()]
+    try:
+        before = list(there) if there.exists else []
+    except StoreError as error:  # it is written anew
+        log.warning("what ran under the name %s is not known: %s", sweep.name, error)
+        return
+    lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
     if lost:
         shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
         raise ConfigError(

@@ -189,8 +189,7 @@ class SnapshotStore:
         try:
             found = json.loads(self._facts_path(lineage).read_text(encoding="utf-8"))
             facts = found["facts"]
-            # snapshots of earlier versions have no digest of their facts, and too much learning in them to be refused
-            digests = found["sha256"], found.get("facts_sha256", _facts_digest(facts))
+            digests = found["sha256"], found["facts_sha256"]
             if found["lineage"] == lineage and digests == (hashlib.sha256(content).hexdigest(), _facts_digest(facts)):
                 return facts
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -261,8 +261,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "mixing.py",
         "mixtures of all seeds are one",
-        '"seed": self.seed, "pooled"',
-        '"pooled"',
+        "self.settings.record_identity(), self.seed, versions",
+        "self.settings.record_identity(), versions",
         "mixing::test_embeddings_and_records_are_computed_once",
     ),
     _mutant(
@@ -654,14 +654,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "snapshots.py",
         "a snapshot that was changed is used",
-        ' and facts["sha256"] == hashlib.sha256(content).hexdigest()',
-        "",
+        "digests == (hashlib.sha256(content).hexdigest(), _facts_digest(facts))",
+        "digests",
         "snapshots::test_what_does_not_check_is_set_aside_and_made_again",
     ),
     _mutant(
         "snapshots.py",
         "a snapshot is used under another's name",
-        'facts["lineage"] == lineage and ',
+        'found["lineage"] == lineage and ',
         "",
         "snapshots::test_what_does_not_check_is_set_aside_and_made_again",
     ),
@@ -689,8 +689,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "trial_files.py",
         "rows of changed data are kept",
-        "and keys[valid] == self.keys[valid]",
-        "",
+        '(event["tasks_seen"], event.get("key")) != (len(rows) + 1, key)',
+        'event["tasks_seen"] != len(rows) + 1',
         "run::test_a_changed_row_repeats_exactly_what_it_touches",
     ),
     _mutant(

@@ -225,7 +225,7 @@ def test_another_backbone_has_embeddings_and_records_of_its_own(mixer, llama):
     for task in range(3):
         ids = mixer.rows[task, "test"]["prompt_ids"]
         expected = np.stack([table[torch.tensor(row)].mean(0).numpy() for row in ids])
-        np.testing.assert_allclose(found[other._key(task, "test")], expected, atol=1e-6)
+        np.testing.assert_allclose(found[other.pooled_name(task, "test")], expected, atol=1e-6)
 
 
 def test_no_example_is_kept_in_a_record(mixer):
