@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from latent_sweep.backbones import BackboneSettings, Family, family_of, tokenizer_at_hand
 from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_rows, row_count
 from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, prompt_parts
-from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec, load_benchmark
+from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec
 from latent_sweep.config import Sweep, fault_report
 from latent_sweep.errors import DataError
 from latent_sweep.metrics import normalise_answer
@@ -240,13 +240,19 @@ class Reader:
 class Case:
     """A task's rows as one backbone reads them, under one set of settings."""
 
-    spec: BenchmarkSpec
+    trial: Trial
+    """The first that reads them."""
     settings: BenchmarkSettings
     task: TaskSpec
     backbone: str
     reader: Reader
     alone: bool
     """Whether messages need not name the backbone."""
+
+    @property
+    def spec(self) -> BenchmarkSpec:
+        """The benchmark, as it was planned."""
+        return self.trial.spec
 
     @property
     def name(self) -> str:
@@ -261,7 +267,10 @@ class Case:
     @cached_property
     def rows(self) -> Mapping[str, list[Row]]:
         """The rows that trials read, by split."""
-        return {split: load_rows(self.spec, self.task, split, self.settings) for split in SPLITS}
+        return {
+            split: load_rows(self.spec, self.task, split, self.settings, source=self.trial.source(self.task, split))
+            for split in SPLITS
+        }
 
     def answers(self, row: Row, split: str) -> tuple[str, ...]:
         """What a row is trained on, or scored against."""
@@ -275,7 +284,10 @@ class Case:
         b = self.settings
         content = {
             "version": CHECKS_VERSION,
-            "data": [data_digest(self.spec, self.task, split, b) for split in SPLITS],
+            "data": [
+                data_digest(self.spec, self.task, split, b, source=self.trial.source(self.task, split))
+                for split in SPLITS
+            ],
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
             "stop": list(self.spec.stop),
@@ -291,18 +303,18 @@ def reader_of(backbone: BackboneSettings) -> Reader:
 
 def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
     """What to look at for these trials, each once; with `reader`, or with what is on this machine."""
-    tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, TaskSpec]] = {}
+    tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
     one_spelling = {"order": None, "tasks": None, "classification_metric": "accuracy", "validation_fraction": 0.1}
     for trial in trials:
         settings = trial.settings.benchmark.model_copy(update=one_spelling)
         backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
-        tasks.setdefault((settings, backbone), {}).update({task.name: task for task in trial.tasks})
+        known = tasks.setdefault((settings, backbone), {})
+        known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
     readers = {b: reader or reader_of(b) for b in {b: None for _, b in tasks}}
     alone = len({backbone.name for backbone in readers}) == 1
     for (settings, backbone), found in tasks.items():
-        spec = load_benchmark(settings.name)
-        for task in found.values():
-            yield Case(spec, settings, task, backbone.name, readers[backbone], alone)
+        for task, trial in found.values():
+            yield Case(trial, settings, task, backbone.name, readers[backbone], alone)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
