@@ -45,7 +45,7 @@ def on_the_meta_device(name):
 
 
 @pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED])
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_shapes_by_formula_are_the_models_own(name):
     shapes = target_shapes(KNOWN[name].family, KNOWN[name].config)
     pattern = r"(SelfAttention|EncDecAttention)\.[qv]" if KNOWN[name].family == "t5" else r"self_attn\.[qv]_proj"
@@ -136,7 +136,7 @@ def checkpoint(request, tmp_path):
     return folder, saved
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_local_folder_gives_the_same_backbone(checkpoint):
     folder, saved = checkpoint
     settings = BackboneSettings(name=str(folder), dtype="float32")

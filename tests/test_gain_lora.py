@@ -276,7 +276,7 @@ def test_the_variant_o_lora_has_its_penalty_and_no_memory_of_inputs(method_of, t
     assert learner.state() == {}
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_lesson_that_is_cut_goes_on_as_if_it_were_not(method_of, tmp_path, variant):
     method = method_of(variant)
     check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
@@ -308,7 +308,7 @@ def test_faults_say_what_to_do(method_of, tmp_path, variant):
     ],
     ids=lambda setting: next(iter(setting)),
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_settings_name_what_they_change(llama, tmp_path, base, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(GainLora, llama, bank, tmp_path, change, base)
