@@ -3,7 +3,8 @@
     python tests/portability.py [TEST FILES]
 
 Libraries that add and multiply choose their instructions by what the processor can do, and by the number of threads;
-both can be told. What compares a computation with the same one again (`same_bits`) needs no second machine.
+both can be told. What compares a computation with itself, or adds and multiplies as another test does
+(`one_machine`), needs no second machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MACHINES: Mapping[str, Mapping[str, str]] = {
 USUAL = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 """What all others have in common; threads that wait give the processor away."""
 AT_ONCE = 2
-SELECTED = "numeric and not same_bits and not slow"
+SELECTED = "numeric and not one_machine and not slow"
 
 
 @dataclass(frozen=True)

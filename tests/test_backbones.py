@@ -45,7 +45,7 @@ def on_the_meta_device(name):
 
 
 @pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED])
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_shapes_by_formula_are_the_models_own(name):
     shapes = target_shapes(KNOWN[name].family, KNOWN[name].config)
     pattern = r"(SelfAttention|EncDecAttention)\.[qv]" if KNOWN[name].family == "t5" else r"self_attn\.[qv]_proj"
@@ -201,7 +201,7 @@ def test_random_weights_are_written_by_whichever_worker_comes_first(name, monkey
     assert all(torch.equal(a, b) for a, b in zip(written.model.parameters(), drawn.model.parameters(), strict=True))
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_local_folder_gives_the_same_backbone(checkpoint):
     folder, saved = checkpoint
     settings = BackboneSettings(name=str(folder), dtype="float32")

@@ -36,11 +36,16 @@ def case(method, family, *more, name="", marks=()):
 
 CASES = [case(method, family) for method in METHODS for family in FAMILIES]
 QUICK_CASES = [
-    case(method, family, marks=() if family == FAMILIES[0] else (pytest.mark.slow,))
-    for method in METHODS
-    for family in FAMILIES
+    *(case(method, FAMILIES[0]) for method in METHODS),
+    *(case(method, FAMILIES[1], marks=(pytest.mark.slow,)) for method in METHODS),
 ]
 """For what runs whole trainings of its own: the second family with the slow tests."""
+EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5")
+"""Methods whose packs multiply in different ways; those of the others multiply as one of these."""
+PACK_CASES = [
+    *(case(m, FAMILIES[0], marks=() if m in EACH_ADAPTER else (pytest.mark.one_machine,)) for m in METHODS),
+    *(case(m, FAMILIES[1], marks=(pytest.mark.slow,)) for m in METHODS),
+]
 
 
 class Cut(BaseException):
@@ -144,7 +149,7 @@ def gently(method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_loss_terms_are_named_and_finite(finished, method, family):
     events = finished(method, family).events
     steps = [event for event in events if learns(event)]
@@ -159,7 +164,7 @@ def test_loss_terms_are_named_and_finite(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_every_stage_adds_a_row_of_scores(finished, method, family):
     events = finished(method, family).events
     stages = [event for event in events if isinstance(event, StageDone)]
@@ -172,7 +177,7 @@ def test_every_stage_adds_a_row_of_scores(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_earlier_snapshots_never_change(finished, method, family):
     stages = finished(method, family).stages
     snapshots = [{name: content for name, content in files.items() if "snapshots/" in name} for files in stages]
@@ -183,7 +188,7 @@ def test_earlier_snapshots_never_change(finished, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_the_backbone_stays_bit_for_bit(finished, method, family):
     """The very backbone that was trained on and answered with, against one that was only loaded."""
     (backbone,) = finished(method, family).backbones
@@ -224,7 +229,7 @@ CUT_CASES = [
 
 
 @pytest.mark.parametrize(("method", "family", "doing", "task", "step"), CUT_CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_cut_anywhere_and_run_again_ends_the_same(finished, new_runs, method, family, doing, task, step):
     cut_at = []
 
@@ -254,7 +259,7 @@ def test_cut_anywhere_and_run_again_ends_the_same(finished, new_runs, method, fa
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_finished_run_has_nothing_to_do(finished, method, family, tmp_path):
     runs = finished(method, family).runs
     copy = Runs(tmp_path / "copy")
@@ -265,7 +270,7 @@ def test_a_finished_run_has_nothing_to_do(finished, method, family, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "family"), QUICK_CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_another_seed_is_another_training(two_seeds, method, family):
     runs, names = two_seeds(method, family)
     assert not names[0] & names[1]
@@ -275,7 +280,7 @@ def test_another_seed_is_another_training(two_seeds, method, family):
 
 
 @pytest.mark.parametrize(("method", "family"), CASES)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_the_parameter_count_is_what_is_trained(new_runs, method, family, monkeypatch):
     counts = []
 
@@ -294,7 +299,7 @@ def test_the_parameter_count_is_what_is_trained(new_runs, method, family, monkey
     assert counts == ([expected] if learned_positions(method) else [])
 
 
-@pytest.mark.parametrize(("method", "family"), QUICK_CASES)
+@pytest.mark.parametrize(("method", "family"), PACK_CASES)
 def test_two_seeds_side_by_side_end_as_each_alone(two_seeds, new_runs, method, family):
     together, (alone, _) = new_runs(family, "together"), two_seeds(method, family)
     packs = together.packs(**gently(method, family), run__pack=["seed"])

@@ -177,7 +177,7 @@ def undeclared(lessons, method, position):
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_method_reads_what_it_declares(method, position, lessons):
     assert undeclared(lessons, method, position) == set()
 

@@ -273,7 +273,7 @@ def test_answers_are_the_same_known_or_not(history, rows, evaluator, tmp_path, w
 
 
 @pytest.mark.parametrize("damage", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_damaged_answer_file_is_made_again(history, rows, evaluator, tmp_path, damage):
     first = evaluator().score(history, soft(), rows, "accuracy")
     paths = sorted((tmp_path / "predictions").rglob("*.json"))

@@ -196,7 +196,7 @@ def test_a_snapshot_holds_the_fisher_of_its_own_task_alone(backbone, bank, tmp_p
     assert 0 < learner.facts()["fisher_mean"] < learner.facts()["fisher_max"]
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_cut_and_resumed_ends_the_same(backbone, bank, tmp_path):
     method = method_at_work(Ewc, backbone, bank)
     history = learned(method, tmp_path, tasks=1)
@@ -215,7 +215,7 @@ def test_cut_and_resumed_ends_the_same(backbone, bank, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(llama, tmp_path, base, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(Ewc, llama, bank, tmp_path, change, base)

@@ -242,7 +242,7 @@ def only_file(folder):
 @pytest.mark.parametrize("published", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_streamed_factors_are_those_of_the_loaded_model(name, shard, published, dtype, tmp_path):
     folder = saved(load_tiny(name, published), tmp_path / "checkpoint", shard)
     assert (folder / "model.safetensors.index.json").is_file() == (shard == "20KB")
@@ -352,7 +352,7 @@ print(1024 * (kib("VmHWM") - resident))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
     """Of a sharded checkpoint of 140 MB, 16 weights of 4 MB are read: resident memory grows by a few of them."""
     width, layers = 1024, 8

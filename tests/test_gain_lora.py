@@ -304,7 +304,7 @@ def test_the_variant_o_lora_has_its_penalty_and_no_memory_of_inputs(method_of, t
     assert learner.state() == {}
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 @pytest.mark.parametrize("rescale", [False, True])
 def test_a_lesson_that_is_cut_goes_on_as_if_it_were_not(method_of, tmp_path, variant, rescale):
     method = method_of(variant, gate=GATE | {"rescale_rows": rescale})
@@ -337,7 +337,7 @@ def test_faults_say_what_to_do(method_of, tmp_path, variant):
     ],
     ids=lambda setting: next(iter(setting)),
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_settings_name_what_they_change(llama, tmp_path, base, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(GainLora, llama, bank, tmp_path, change, base)

@@ -116,7 +116,7 @@ def test_the_memory_is_of_the_model_that_has_learned(method_of, tmp_path):
     assert not all(trained[name].equal(untrained[name]) for name in names)
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_lesson_that_is_cut_goes_on_with_the_A_that_it_began_with(method_of, tmp_path):
     method = method_of()
     check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
@@ -158,7 +158,7 @@ def test_a_task_without_rows_is_a_fault(method_of):
     ],
     ids=lambda change: str(next(iter(change))),
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_settings_name_what_they_change(llama, tmp_path, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(InfLora, llama, bank, tmp_path, change, BASE)
@@ -175,7 +175,7 @@ def test_the_first_task_does_not_know_the_ramp():
     assert [one.reads_history(position) for position in range(3)] == [False, True, True]
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_v_of_cross_attention_is_constrained_by_what_it_reads(t5, tmp_path):
     bank = bank_of(t5)
     gpm = GPM | {"cross_attention_v": "decoder_state"}

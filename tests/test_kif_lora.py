@@ -123,7 +123,7 @@ def test_the_next_task_starts_from_the_fused_weights(backbone, bank, tmp_path):
     assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in second.values())
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_cut_and_resumed_ends_the_same(backbone, bank, tmp_path):
     method = method_at_work(KifLora, backbone, bank)
     check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
@@ -174,7 +174,7 @@ def test_without_weight_there_is_no_term(backbone):
     ],
     ids=str,
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(llama, tmp_path, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(KifLora, llama, bank, tmp_path, change)

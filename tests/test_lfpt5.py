@@ -426,7 +426,7 @@ def test_the_second_task_goes_on_from_the_first(backbone, bank, tmp_path, writes
     assert unpadded(third.finish()["pseudo_samples.1"]) == []
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_cut_inside_a_task_it_ends_the_same(backbone, bank, tmp_path, writes):
     own = method(backbone, bank, tmp_path)
     snapshot, task = history_of(own, tmp_path, writes), second_task(backbone)

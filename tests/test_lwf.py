@@ -182,7 +182,7 @@ def test_the_first_task_and_weight_zero_are_seq_lora(backbone, bank, tmp_path):
     assert equal(learned(method_at_work(Lwf, backbone, bank), tmp_path, tasks=1)[0], plain[0])
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_cut_and_resumed_ends_the_same(at_work, tmp_path):
     check_cut_and_resumed(*at_work, tmp_path, step=5)
 
@@ -190,7 +190,7 @@ def test_cut_and_resumed_ends_the_same(at_work, tmp_path):
 @pytest.mark.parametrize(
     "change", [{"alpha_kd": 2.0}, {"alpha_kd": 0.0}, {"temperature": 1.0}, {"dropout": 0.2}], ids=str
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(llama, tmp_path, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(Lwf, llama, bank, tmp_path, change)

@@ -263,7 +263,7 @@ def test_a_new_task_is_one_addition(mixer, monkeypatch):
     [lambda data: data[:40], lambda data: b"", lambda data: data[:-8], lambda data: data[:-1] + bytes([data[-1] ^ 1])],
     ids=["cut short", "empty", "a number missing", "a bit flipped"],
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_damaged_file_is_made_again(mixer, kind, damage, caplog):
     before = mixer(mode="soft").weights(3)
     files = stored(mixer.folder)

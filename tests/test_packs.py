@@ -133,8 +133,8 @@ def test_a_member_that_fails_leaves_and_the_others_do_not_notice(lessons, backbo
         assert_trained_alike(made[i].learner.R.detach(), alone[i].learner.R.detach())
 
 
-@pytest.mark.same_bits
-def test_a_cut_pack_goes_on_with_the_same_bits(lessons, backbone, bank):
+@pytest.mark.one_machine
+def test_a_cut_pack_goes_on_with_the_one_machine(lessons, backbone, bank):
     """Each member has its own checkpoint; those without one start at their first step."""
     whole = lessons("latent_lora", "whole")
     train_pack(whole, backbone, bank)
@@ -213,7 +213,7 @@ def test_a_packed_sweep_leaves_what_an_unpacked_one_leaves(tmp_path):
         assert json.loads(path.read_text())["scores"] == json.loads(other.read_text())["scores"]
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_trial_that_fails_leaves_its_pack(tmp_path):
     runs = Runs(tmp_path / "runs")
     changes = {**SWEEP, "search": {"training.learning_rate": [0.01, 1e30], "router.components": [1, 2]}}
@@ -295,7 +295,7 @@ def test_a_pack_is_split_so_that_no_slot_stands_idle(runs):
     assert sizes(8, 9) == [1] * 4
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_sizes_are_measured_once_and_leave_no_snapshot(runs):
     (whole,) = runs.packs(**SWEEP, run__pack="auto")
     timings = measure(whole, runs.folder)
@@ -314,7 +314,7 @@ def test_a_member_that_fails_while_sizes_are_measured_stops_nobody(runs, caplog)
     assert not (runs.folder / "profiles").exists()
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_the_journal_names_every_member_of_a_pack(runs):
     (whole,) = runs.packs(**SWEEP, run__pack="auto")
     told = set()

@@ -200,7 +200,7 @@ def test_a_task_without_steps_has_no_say(backbone, bank, tmp_path):
     assert all(after[name].allclose(history[0][name], rtol=1e-6) for name in ("A", "B", "scores"))
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_cut_and_resumed_ends_the_same(backbone, bank, tmp_path):
     method = method_at_work(Tasl, backbone, bank)
     check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
@@ -217,7 +217,7 @@ def test_cut_and_resumed_ends_the_same(backbone, bank, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(llama, tmp_path, change):
     bank = bank_of(llama)
     check_identity_is_what_training_reads(Tasl, llama, bank, tmp_path, change, {"percentile": 40.0})

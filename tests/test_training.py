@@ -168,7 +168,7 @@ def test_the_backbone_stays_bit_for_bit(backbone, train):
     assert float(learner.R.detach().abs().max()) > 0.01
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_training_repeats_whatever_the_random_state_is(train):
     torch.manual_seed(1)
     first, summary, losses = train(name="a", dropout=0.3)
@@ -280,12 +280,12 @@ def test_the_number_of_steps(rows, settings, steps):
     [{}, {"dropout": 0.2, "validation": HELD_OUT, "select": "best_validation", "warmup_steps": 6}],
     ids=["plain", "dropout, validation and warm-up"],
 )
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_cut_task_goes_on_with_the_same_bits(train, settings, cut_at):
     check_cut(train, settings, cut_at)
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 @pytest.mark.parametrize("backbone", ["tiny-t5"], indirect=True)
 @pytest.mark.parametrize("cut_at", [1, 5])
 def test_a_cut_task_whose_backbone_drops_out_goes_on_with_the_same_bits(train, cut_at):
@@ -310,7 +310,7 @@ def check_cut(train, settings, cut_at):
     assert summary_again == summary
 
 
-@pytest.mark.same_bits
+@pytest.mark.one_machine
 def test_a_cut_before_the_first_checkpoint_starts_again(train, tmp_path):
     def cut(step):
         raise Cut
