@@ -722,11 +722,12 @@ def local_folder(settings: BackboneSettings) -> Path:
 
 def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> None:
     import torch
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file
 
     model = random_model(known.family, known.config, getattr(torch, settings.dtype))
     # not by the model's own method, which writes nothing in any worker of a gang but the first
-    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied one once
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
 
 

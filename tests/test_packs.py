@@ -134,7 +134,7 @@ def test_a_member_that_fails_leaves_and_the_others_do_not_notice(lessons, backbo
 
 
 @pytest.mark.one_machine
-def test_a_cut_pack_goes_on_with_the_one_machine(lessons, backbone, bank):
+def test_a_cut_pack_goes_on_with_the_same_bits(lessons, backbone, bank):
     """Each member has its own checkpoint; those without one start at their first step."""
     whole = lessons("latent_lora", "whole")
     train_pack(whole, backbone, bank)

@@ -50,13 +50,17 @@ def leading_directions(C: Tensor, M: Tensor, energy: Energy = "sigma4") -> tuple
     of M, weighed by its squared singular values, as in the GPM paper.
 
     Returns:
-        (k, k - columns) orthonormal and orthogonal to M, and (k - columns,) shares; float64.
+        (k, k - columns) orthonormal and orthogonal to M, the entry of largest magnitude of each positive, so that no
+        rounding turns one round; and (k - columns,) shares; float64.
     """
     C, Q = C.double(), complement(M.to(C.device))
     CQ = C @ Q
     free, total = (CQ.T @ CQ, C.square().sum()) if energy == "sigma4" else (Q.T @ CQ, C.trace())
     energies, directions = torch.linalg.eigh(free)
-    return Q @ directions.flip(1), energies.flip(0).clamp_min(0) / total.clamp_min(torch.finfo(C.dtype).tiny)
+    found = Q @ directions.flip(1)
+    if len(energies):
+        found = found * torch.sign(found.gather(0, found.abs().argmax(dim=0, keepdim=True)))
+    return found, energies.flip(0).clamp_min(0) / total.clamp_min(torch.finfo(C.dtype).tiny)
 
 
 def new_columns(C: Tensor, M: Tensor, threshold: float, energy: Energy = "sigma4") -> Tensor:
