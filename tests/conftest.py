@@ -18,10 +18,13 @@ FAMILIES = ("tiny-llama", "tiny-t5")
 
 NOT_NUMERIC = {
     "test_bench.py": "measures seconds",
+    "test_checks.py": "counts rows and tokens",
     "test_explain.py": "explains plans",
     "test_forecast.py": "counts tokens",
     "test_hostile_inputs.py": "spoils files",
+    "test_identities.py": "compares names",
     "test_memory.py": "counts bytes",
+    "test_planned.py": "edits what was planned",
     "test_ray.py": "torch is told its number of threads",
     "test_resume.py": "torch is told its number of threads",
     "test_storage.py": "torch is told its number of threads",
