@@ -587,7 +587,7 @@ def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
     if settings.tokenizer is None and known is not None and known.source == "config":
         return _bytes_to_ids()
     if settings.tokenizer is not None:
-        path = _checkpoint_file(settings.tokenizer, TOKENIZER_FILE, None)
+        path = _checkpoint_file(settings.tokenizer, TOKENIZER_FILE, settings.tokenizer_revision)
     elif settings.name == EMBEDDED:
         path = _embedded_path(settings.dtype) / TOKENIZER_FILE
     else:

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from latent_sweep.backbones import BackboneSettings, Family, family_of, tokenizer_at_hand
 from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_rows, row_count
 from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, prompt_parts
-from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec
+from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.config import Sweep, fault_report
 from latent_sweep.errors import DataError
 from latent_sweep.metrics import normalise_answer
-from latent_sweep.plan import Pack, Trial
+from latent_sweep.plan import SPLITS, Pack, Trial
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.storage import write_atomically
 
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
 
-SPLITS: tuple[Literal["train", "test"], ...] = ("train", "test")
 SAID = {"train": "training", "test": "test"}
 
 CHECKS_VERSION = 1
@@ -471,7 +470,7 @@ def _room(case: Case) -> int:
     return b.max_source_length - special
 
 
-def _long_prompts(case: Case, split: Literal["train", "test"]) -> Iterator[PromptParts]:
+def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
     """The prompts that may not fit: a token has a byte at least."""
     for row in case.rows[split]:
         parts = prompt_parts(case.spec, case.task, row.input)

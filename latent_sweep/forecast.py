@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from latent_sweep.bench import Profile, profile_path, read_profile
-from latent_sweep.benchmarks.loaders import data_digest, load_rows, row_count
+from latent_sweep.benchmarks.loaders import load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.checks import Reader, reader_of
 from latent_sweep.config import RunSettings, Sweep
@@ -179,7 +179,7 @@ def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_Pass]:
     s, mode = trial.settings, trial.settings.router.mode
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, trial.spec.stop]
     decoding += [s.method.inference_identity()]
-    digests = [data_digest(trial.spec, t, "test", s.benchmark, source=trial.source(t, "test")) for t in trial.tasks]
+    digests = [trial.data_digest_of(task, "test") for task in trial.tasks]
     tests = [content_hash([digest, *decoding]) for digest in digests]
     rows = [row_count(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
     blend = _blend(trial, lineages)

@@ -114,7 +114,7 @@ class Trial:
         """
         s, method = self.settings, self.method()
         carve = s.training.select == "best_validation"
-        data = [self._data_digest(task, "train", carve) for task in self.tasks]
+        data = [self.data_digest_of(task, "train", carve) for task in self.tasks]
         common = {
             "engine": versions.TRAINING,
             "tokens": versions.TOKENS,
@@ -147,7 +147,7 @@ class Trial:
         s = self.settings
         lineages = self.lineages()
         tests = [
-            [self._data_digest(task, "test"), scoring_metric(s.benchmark, task), s.benchmark.references]
+            [self.data_digest_of(task, "test"), scoring_metric(s.benchmark, task), s.benchmark.references]
             for task in self.tasks
         ]
         common = {
@@ -170,7 +170,8 @@ class Trial:
         """`source_digest` of a split when the trial was planned; validation rows are taken out of the training rows."""
         return self.sources[task.name, "test" if split == "test" else "train"]
 
-    def _data_digest(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
+    def data_digest_of(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
+        """`data_digest` of a split when the trial was planned."""
         s = self.settings.benchmark
         return data_digest(self.spec, task, split, s, carve_validation, self.source(task, split))
 

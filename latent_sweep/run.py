@@ -255,9 +255,9 @@ def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettin
                 run_pack(left, storage, folder, emit, engine=engine_of(run.engine))
                 break
             except LatentSweepError as error:
-                logging.getLogger(__name__).error("pack %s failed: %s", p.pack_id, error)
+                log.error("pack %s failed: %s", p.pack_id, error)
             except Exception:
-                logging.getLogger(__name__).exception("pack %s failed", p.pack_id)
+                log.exception("pack %s failed", p.pack_id)
             left, tried = still_to_try(p, folder, launched, run), left
         if fail_fast and has_failed(p, folder, launched, run):
             _tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
