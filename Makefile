@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOL := PYTHONPATH=tests $(BIN)/python -m tools.
 # files in turn, each in one process; the order by size would leave the few long ones to the end
 BY_FILE := --dist loadgroup --no-loadscope-reorder
 
@@ -40,19 +41,19 @@ test-slow: $(STAMP)
 
 # the numeric tests as other processors would round, two machines at a time
 portability: $(STAMP)
-	$(BIN)/python tests/portability.py
+	$(TOOL)portability
 
 # injects every fault into a real sweep and prints what each one costs, as a table
 faults: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py
+	OMP_NUM_THREADS=1 $(TOOL)faults
 
 # breaks the code that decides results in a hundred places, one at a time, and asks the tests whether they notice
 mutants: $(STAMP)
-	$(BIN)/python tests/mutants.py
+	$(TOOL)mutants
 
 # kills a sweep thirty times at random, seeded, and compares what it ends with; e.g. CHAOS="--seed 7 --kills 100"
 chaos: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py $(CHAOS)
+	OMP_NUM_THREADS=1 $(TOOL)chaos $(CHAOS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

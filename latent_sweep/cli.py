@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from latent_sweep import __version__
-from latent_sweep.errors import LatentSweepError
-from latent_sweep.redaction import log_without_secrets, printable
+from latent_sweep.run import add_arguments, add_sweep_arguments, carry_out
+from latent_sweep.run import run as run_a_sweep
+from latent_sweep.security import printable
 
 if TYPE_CHECKING:
     from latent_sweep.backends.mlflow_mirror import MlflowMirror, NullMirror
-    from latent_sweep.tracking import SweepFolder
+    from latent_sweep.store.folders import SweepFolder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,22 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
     """
     options = _parser().parse_args(arguments)
-    log_without_secrets()
     command: Callable[[argparse.Namespace], int] = options.carry_out
-    try:
-        return command(options)
-    except LatentSweepError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what a shell reports for it
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on from here", file=sys.stderr)
-        return 130
-    except Exception:  # a fault of ours; its traceback may quote an address or a token
-        print(printable(traceback.format_exc()), end="", file=sys.stderr)
-        return 2
+    return carry_out(command, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,26 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run a sweep file; the same command again resumes it")
-    _add_sweep_arguments(run)
-    run.add_argument("--local", action="store_true", help="run in this process, one pack after another, without Ray")
-    failing = run.add_mutually_exclusive_group()
-    failing.add_argument("--fail-fast", action="store_true", help="end the sweep when a trial has failed")
-    failing.add_argument(
-        "--keep-going",
-        dest="fail_fast",
-        action="store_false",
-        help="go on with the other trials when one has failed (default)",
-    )
-    run.add_argument(
-        "--replace",
-        action="store_true",
-        help="run it although another sweep of this name has started trials that this one lacks; they leave its table",
-    )
-    run.add_argument("--failed", action="store_true", help="run the trials that have failed before, and no others")
-    run.set_defaults(carry_out=_run)
+    add_arguments(run)
+    run.set_defaults(carry_out=run_a_sweep)
 
     plan = commands.add_parser("plan", help="print what a sweep file would run; checks it completely, runs nothing")
-    _add_sweep_arguments(plan)
+    add_sweep_arguments(plan)
     plan.add_argument("--explain", action="store_true", help="say which setting makes or breaks the reuse of a stage")
     plan.set_defaults(carry_out=_plan)
 
@@ -134,66 +104,45 @@ def _add_tracker_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sweep", help="a sweep file, e.g. sweeps/quickstart.yaml")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        dest="overrides",
-        help="change a setting of the file, e.g. --set trial.training.epochs=1; repeatable",
-    )
-
-
-def _run(options: argparse.Namespace) -> int:
-    from latent_sweep.run import run_sweep
-
-    unfinished = run_sweep(
-        options.sweep, options.overrides, options.local, options.fail_fast, options.failed, options.replace
-    )
-    return 1 if unfinished else 0
-
-
 def _plan(options: argparse.Namespace) -> int:
-    from latent_sweep.checks import check_sweep
-    from latent_sweep.config import load_sweep
-    from latent_sweep.explain import explain_plan
-    from latent_sweep.forecast import describe_plan
-    from latent_sweep.plan import expand, pack
-    from latent_sweep.run import check_engine
-    from latent_sweep.storage import open_storage
+    from latent_sweep.backends.driver import check_engine
+    from latent_sweep.store.snapshots import SnapshotStore
+    from latent_sweep.store.storage import open_storage
+    from latent_sweep.sweep.checks import check_sweep
+    from latent_sweep.sweep.config import load_sweep
+    from latent_sweep.sweep.explain import explain_plan
+    from latent_sweep.sweep.forecast import describe_plan
+    from latent_sweep.sweep.plan import expand, pack
 
     sweep = load_sweep(options.sweep, options.overrides)
     check_engine(sweep.run.engine)
     trials = expand(sweep)
     warnings = check_sweep(sweep, trials)
-    storage = open_storage(sweep.run.storage).folder
+    storage = open_storage(sweep.run.storage)
     print(printable(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings)))
     if options.explain:
-        print("", printable(explain_plan(sweep, trials, storage)), sep="\n")
+        print("", printable(explain_plan(sweep, trials, SnapshotStore(storage))), sep="\n")
     return 0
 
 
 def _settings(options: argparse.Namespace) -> int:
-    from latent_sweep.config import describe_settings
+    from latent_sweep.sweep.groups import describe_settings
 
     print(describe_settings())
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from latent_sweep.report import render, summarise
-    from latent_sweep.storage import open_sweep
-    from latent_sweep.tracking import SweepFolder
+    from latent_sweep.results.report import render, summarise
+    from latent_sweep.store.folders import open_sweep
 
-    print(render(summarise(SweepFolder(open_sweep(options.folder))), options.format))
+    print(render(summarise(open_sweep(options.folder)), options.format))
     return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
     from latent_sweep.bench.run import run_bench
-    from latent_sweep.storage import open_storage
+    from latent_sweep.store.storage import open_storage
 
     report = run_bench(
         options.backbone,
@@ -218,7 +167,7 @@ def _sync(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from latent_sweep.backends.mlflow_mirror import MlflowMirror
-    from latent_sweep.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
+    from latent_sweep.backends.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
 
     folder, mirror = _tracked_sweep(options)
     disk = verify_disk(folder)
@@ -250,10 +199,9 @@ def _differs() -> int:
 
 def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowMirror | NullMirror]:
     from latent_sweep.backends.mlflow_mirror import mirror_for
-    from latent_sweep.storage import open_sweep
-    from latent_sweep.tracking import SweepFolder
+    from latent_sweep.store.folders import open_sweep
 
-    folder = SweepFolder(open_sweep(options.folder))
+    folder = open_sweep(options.folder)
     return folder, mirror_for(options.uri or folder.tracking_uri, folder, options.allow_insecure)
 
 

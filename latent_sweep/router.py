@@ -34,7 +34,7 @@ from scipy.special import log_softmax, softmax
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.settings import INFERENCE_ONLY, Settings
-from latent_sweep.snapshots import intact, write_sealed
+from latent_sweep.store.sealed import intact, write_sealed
 
 Array = npt.NDArray[np.float64]
 _Factor = tuple[npt.NDArray[np.floating[Any]], bool]

@@ -1,283 +1,90 @@
 """The main job: python -m latent_sweep.run SWEEP.yaml
 
-Read the sweep, run what is missing, mirror it into MLflow, print the comparison. The same command again resumes.
+Reads the sweep, runs what is missing, mirrors it into MLflow, prints the comparison. The same command again resumes.
 """
 
 from __future__ import annotations
 
-import logging
+import argparse
+import os
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
 
-from latent_sweep.addresses import check_ray_address
-from latent_sweep.backbones import unpinned
-from latent_sweep.checks import check_sweep
-from latent_sweep.config import EngineSettings, RunSettings, Sweep, fault_report, load_sweep
-from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
-from latent_sweep.files import read_file
-from latent_sweep.forecast import describe_plan
-from latent_sweep.plan import Member, Pack, Trial, expand, pack
-from latent_sweep.redaction import printable
-from latent_sweep.settings import content_hash, yaml_text
-from latent_sweep.snapshots import write_sealed_json
-from latent_sweep.storage import JOURNAL, Storage, following, open_storage, write_atomically
-from latent_sweep.tracked import trial_name
-from latent_sweep.tracking import SweepFolder, driving, status, trial_journal
-from latent_sweep.trial_files import TrialFiles
-
-log = logging.getLogger(__name__)
-
-SHOWN = 6
-"""Trials that a message lists at most."""
+from latent_sweep.errors import LatentSweepError
+from latent_sweep.security import log_without_secrets, printable
 
 
-def run_sweep(
-    path: str,
-    overrides: Sequence[str] = (),
-    local: bool = False,
-    fail_fast: bool = False,
-    only_failed: bool = False,
-    replace: bool = False,
-) -> int:
-    """Run a sweep file to its end; returns the number of trials that did not come to theirs.
-
-    Args:
-        path: the sweep file.
-        overrides: `path=value`, as after `--set`.
-        local: in this process, without Ray.
-        fail_fast: end the sweep when a trial has failed, instead of going on with the others.
-        only_failed: run the trials that have failed before, and no others.
-        replace: let trials that an earlier sweep of this name has started, and this one lacks, drop out of its results.
-
-    Raises:
-        LatentSweepError: the sweep cannot be started; the message says what to change.
-    """
-    sweep = load_sweep(path, overrides)
-    if not local:
-        check_ray_address(sweep.run.allow_insecure)
-    check_engine(sweep.run.engine)
-    trials = expand(sweep)
-    check_pinned(sweep, trials)
-    packs = pack(trials, sweep.run.pack)
-    storage = open_storage(sweep.run.storage)
-    storage.make()
-    warnings = check_sweep(sweep, trials, storage.folder)
-    sweep_folder = storage.folder / sweep.name
-    storage.pull(sweep_folder)
-    _tell(describe_plan(sweep, trials, packs, storage.folder, warnings))
-    with driving(sweep_folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
-        storage.pull(sweep_folder)
-        if not replace:
-            check_name(sweep, trials, SweepFolder(sweep_folder))
-        return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the job; the same as `latent-sweep run`, see `cli.main` for what it returns."""
+    parser = argparse.ArgumentParser(
+        prog="python -m latent_sweep.run", description=(__doc__ or "").partition("\n\n")[2]
+    )
+    add_arguments(parser)
+    return carry_out(run, parser.parse_args(arguments))
 
 
-def _drive(
-    sweep: Sweep,
-    trials: Sequence[Trial],
-    packs: Sequence[Pack],
-    storage: Storage,
-    local: bool,
-    fail_fast: bool,
-    only_failed: bool,
-) -> int:
-    """Run what is missing of a sweep that nobody else drives."""
-    from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
-    from latent_sweep.progress import ProgressPrinter
-    from latent_sweep.report import render, summarise
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What running a sweep can be told."""
+    add_sweep_arguments(parser)
+    parser.add_argument("--local", action="store_true", help="run in this process, one pack after another, without Ray")
+    failing = parser.add_mutually_exclusive_group()
+    failing.add_argument("--fail-fast", action="store_true", help="end the sweep when a trial has failed")
+    failing.add_argument(
+        "--keep-going",
+        dest="fail_fast",
+        action="store_false",
+        help="go on with the other trials when one has failed (default)",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="run it although another sweep of this name has started trials that this one lacks; they leave its table",
+    )
+    parser.add_argument("--failed", action="store_true", help="run the trials that have failed before, and no others")
 
-    folder = write_sweep(sweep, trials, storage.folder)
-    todo = _failed(packs, folder.path) if only_failed else _incomplete(packs, folder.path)
-    trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
-    if only_failed:
-        _tell(f"{missing} of {trainings} trainings have failed before and are run again")
-    elif missing < trainings:
-        _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
-    mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
-    thread = MirrorThread(mirror, tell=_tell)
-    thread.start()
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """A sweep file, and changes of it."""
+    parser.add_argument("sweep", help="a sweep file, e.g. sweeps/quickstart.yaml")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        dest="overrides",
+        help="change a setting of the file, e.g. --set trial.training.epochs=1; repeatable",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run a sweep to its end; 1 where a trial did not come to its own."""
+    from latent_sweep.backends.driver import run_sweep
+
+    unfinished = run_sweep(
+        options.sweep, options.overrides, options.local, options.fail_fast, options.failed, options.replace
+    )
+    return 1 if unfinished else 0
+
+
+def carry_out(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The exit code of a command; what goes wrong is said on standard error, without secrets."""
+    log_without_secrets()
     try:
-        if todo:
-            with ProgressPrinter(folder, _tell), following(storage, folder.path):
-                if local:
-                    _run_here(todo, storage.folder, folder.path, sweep.run, fail_fast)
-                else:
-                    from latent_sweep.backends.ray_tune import run_on_ray
-
-                    run_on_ray(todo, storage, sweep.name, sweep.run, fail_fast)
-    finally:
-        thread.stop()
-    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
-    if storage.is_remote:
-        _tell(f"          a copy of what is below {storage.place}")
-    if link := mirror.link():
-        _tell(f"compare   {mirror.ui_command()}\n          {link}")
-    return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
-
-
-def check_engine(settings: EngineSettings) -> None:
-    """Find what DeepSpeed would not accept before anything starts; importing it takes seconds, so only if needed.
-
-    Raises:
-        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
-    """
-    if settings.config:
-        from latent_sweep.backends.deepspeed_engine import deepspeed_config
-
-        deepspeed_config(settings)
-
-
-def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Refuse backbones whose content a hub may change while the sweep runs, or before it is run again.
-
-    Raises:
-        ConfigError: a branch or tag of a hub's model could not be turned into a commit.
-    """
-    settings = {trial.settings.backbone.model_dump_json(): trial.settings.backbone for trial in trials}
-    if faults := [fault for backbone in settings.values() for fault in unpinned(backbone)]:
-        raise fault_report(sweep.source, faults)
-
-
-def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> None:
-    """Refuse a name under which other trials have been started: they would vanish from its results.
-
-    Raises:
-        ConfigError: listing the trials that would drop out.
-    """
-    kept = {trial.trial_id for trial in trials}
-    try:
-        before = list(there) if there.exists else []
-    except StoreError as error:  # it is written anew
-        log.warning("what ran under the name %s is not known: %s", sweep.name, error)
-        return
-    lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
-    if lost:
-        shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
-        raise ConfigError(
-            f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} started trials that {sweep.source} does "
-            f"not have: {'; '.join(shown)}. They would drop out of its table. Choose another name (what both have in "
-            "common is not learned again), or add --replace; their folders stay in either case."
-        )
-
-
-def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Path) -> SweepFolder:
-    """Write what the sweep is: the file as resolved, and each trial's complete settings."""
-    folder = storage / sweep.name
-    resolved = {
-        "name": sweep.name,
-        "trial": dict(sweep.trial),
-        "search": {axis: list(values) for axis, values in sweep.grid.items()}
-        | {axis: draw.written() for axis, draw in sweep.draws.items()},
-        "run": sweep.run.model_dump(mode="json"),
-    }
-    files = {folder / "sweep.yaml": yaml_text(resolved).encode()}
-    entries = []
-    for trial in trials:
-        settings = trial.settings.model_dump(mode="json")
-        files[folder / "trials" / trial.trial_id / "trial.yaml"] = yaml_text(settings).encode()
-        entries.append(
-            {
-                "trial_id": trial.trial_id,
-                "training_id": trial.training_id,
-                "values": {axis: trial.values.get(axis) for axis in sweep.axes},
-                "params": _flat(settings) | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)},
-                "n_tasks": len(trial.tasks),
-            }
-        )
-    content = {
-        "name": sweep.name,
-        "sweep_id": content_hash(sorted(trial.trial_id for trial in trials)),
-        "axes": list(sweep.axes),
-        "seed_axis": "seed",
-        "tracking_uri": sweep.run.tracking.uri,
-        "trials": entries,
-    }
-    changed = {path: text for path, text in files.items() if read_file(path) != text}
-    with ThreadPoolExecutor(16) as writers:  # each waits for its disk, or its object store
-        list(writers.map(write_atomically, changed, changed.values()))
-    write_sealed_json(folder / "sweep.json", content, indent=1)
-    return SweepFolder(folder)
-
-
-def _incomplete(packs: Sequence[Pack], folder: Path) -> list[Pack]:
-    """The packs with those of their members that have something missing."""
-
-    def lacks(member: Member) -> bool:
-        return not all(TrialFiles(trial, folder).complete for trial in member.trials)
-
-    lacking = [Pack(tuple(filter(lacks, p.members))) for p in packs]
-    return [p for p in lacking if p.members]
-
-
-def _failed(packs: Sequence[Pack], folder: Path) -> list[Pack]:
-    """The packs with those of their trials that have failed."""
-
-    def failed(trial: Trial) -> bool:
-        return status(trial_journal(folder, trial.trial_id).read()) == "failed"
-
-    def kept(member: Member) -> Member:
-        return replace(member, trials=tuple(filter(failed, member.trials)))
-
-    left = [Pack(tuple(m for m in map(kept, p.members) if m.trials)) for p in packs]
-    return [p for p in left if p.members]
-
-
-def _run_here(packs: Sequence[Pack], storage: Path, folder: Path, run: RunSettings, fail_fast: bool) -> None:
-    """Run packs one after another in this process: for debuggers, tests, and machines without Ray."""
-    from latent_sweep.engine import engine_of
-    from latent_sweep.packing import best_size, measure, split
-    from latent_sweep.progress import ProgressWriter
-    from latent_sweep.retries import has_failed, journal_lengths, still_to_try
-    from latent_sweep.trial import StageDone, Step, run_pack
-
-    if run.resources.workers > 1:
-        raise ConfigError(
-            f"run.resources.workers: found {run.resources.workers}, but --local runs in this process alone; leave "
-            "--local out, or add --set run.resources.workers=1"
-        )
-    if run.pack == "auto":
-        packs = [part for p in packs for part in split(p, best_size(measure(p, storage)), slots=1)]
-    launched = journal_lengths(packs, folder)
-    for p in packs:
-        progress = ProgressWriter(folder, p)
-
-        def emit(event: Step | StageDone, progress: ProgressWriter = progress) -> None:
-            if isinstance(event, Step):
-                progress.write(event)
-
-        left, tried = still_to_try(p, folder, launched, run), None
-        while left is not None and left != tried:  # tried again as it was, it would fail again
-            try:
-                run_pack(left, storage, folder, emit, engine=engine_of(run.engine))
-                break
-            except LatentSweepError as error:
-                log.error("pack %s failed: %s", p.pack_id, error)
-            except Exception:
-                log.exception("pack %s failed", p.pack_id)
-            left, tried = still_to_try(p, folder, launched, run), left
-        if fail_fast and has_failed(p, folder, launched, run):
-            _tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
-            return
-
-
-def _tell(text: str) -> None:
-    print(printable(text), flush=True)
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict):
-        return {prefix: settings}
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat
+        return command(options)
+    except LatentSweepError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell reports for it
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on from here", file=sys.stderr)
+        return 130
+    except Exception:  # a fault of ours; its traceback may quote an address or a token
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    from latent_sweep.cli import main
-
-    sys.exit(main(["run", *sys.argv[1:]]))
+    sys.exit(main())

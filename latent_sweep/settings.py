@@ -7,9 +7,12 @@ bounded size, so that no file, however it came about, takes more than seconds or
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -17,8 +20,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.files import local_path, read_regular
-from latent_sweep.redaction import quoted
+from latent_sweep.security import quoted
 
 INFERENCE_ONLY: Any = {"inference_only": True}
 """Mark of a field that training never reads: `Field(json_schema_extra=INFERENCE_ONLY)`. It may vary for free."""
@@ -75,6 +77,48 @@ def canonical_json(content: Any) -> str:
 def content_hash(content: Any, length: int = 16) -> str:
     """The first `length` hexadecimal digits of the SHA-256 of `content`'s canonical JSON."""
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:length]
+
+
+# --- paths ----------------------------------------------------------------------------------------------------------
+
+
+def local_path(text: str | Path) -> Path:
+    """The path that a user names, with `~` for a home folder; whether something lies there or not.
+
+    Raises:
+        ConfigError: no file can have this path: it is too long, goes in a circle, or is in nobody's home.
+    """
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"found {quoted(str(text))}; no file can have this path: {reason}") from error
+    return path
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe, which can be read only once and may never end: write what it gives to a file",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """What is in a file, or its first bytes. Anything else is refused before it is opened: a pipe would be waited for.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read; `strerror` says which.
+    """
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"expected a file, found {_KINDS.get(kind, 'something else')}", str(path))
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def _check_path(text: str) -> str:

@@ -17,29 +17,38 @@ from latent_sweep.settings import Settings
 PACKAGE = Path(latent_sweep.__file__).parent
 REPOSITORY = PACKAGE.parent
 MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+ORDER = (
+    ("run", "cli"),
+    ("bench",),
+    ("backends",),
+    ("results",),
+    ("learn",),
+    ("sweep",),
+    ("router",),
+    ("methods",),
+    ("backbones",),
+    ("adapters", "benchmarks"),
+    ("store",),
+    ("settings",),
+    ("security",),
+    ("errors", "labels", "metrics"),
+)
+"""The chapters, and the files at the root, from top to bottom: each imports only from below, of its own line nothing.
+
+`cli` imports `run`, which is the same command. Inside a chapter its files import each other without a circle.
+"""
+
 WITHOUT_TORCH = [
-    "config",
-    "plan",
-    "forecast",
-    "checks",
-    "memory",
-    "explain",
-    "metrics",
-    "router",
-    "settings",
-    "errors",
-    "tracking",
-    "files",
-    "objects",
-    "leases",
-    "storage",
-    "retries",
-    "addresses",
-    "redaction",
-    "tracked",
+    *(f"sweep.{path.stem}" for path in (PACKAGE / "sweep").glob("[a-z]*.py")),
+    *(f"store.{path.stem}" for path in (PACKAGE / "store").glob("[a-z]*.py")),
+    *(f"results.{path.stem}" for path in (PACKAGE / "results").glob("[a-z]*.py")),
+    *("cli", "errors", "labels", "metrics", "router", "run", "security", "settings"),
+    *("backbones.identity", "backbones.known", "methods", "methods.protocol"),
+    *(f"backends.{name}" for name in ("addresses", "driver", "mlflow_mirror", "ray_group", "ray_tune", "retries")),
+    "backends.verify",
 ]
-WITHOUT_TORCH += ["report", "cli", "progress", "bench.profile"]
-WITHOUT_TORCH += ["run", "trial_files", "verify", "backends.ray_tune", "backends.ray_gang", "backends.mlflow_mirror"]
+"""What plans, hands out and reports."""
 
 
 def imports_of(tree):
@@ -60,7 +69,7 @@ def importers(package):
 
 def test_each_outside_system_has_one_importer():
     # what a user would write without this package is written with Ray itself
-    assert importers("ray") == ["backends/ray_gang.py", "backends/ray_tune.py", "bench/usual_way.py"]
+    assert importers("ray") == ["backends/ray_group.py", "backends/ray_tune.py", "bench/usual_way.py"]
     assert importers("mlflow") == ["backends/mlflow_mirror.py"]
     assert importers("deepspeed") in ([], ["backends/deepspeed_engine.py"])
 
@@ -79,20 +88,82 @@ def test_what_plans_hands_out_and_reports_needs_no_torch():
     assert subprocess.run(command, timeout=300, check=False, capture_output=True, text=True).stderr == ""
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(("methods/", "adapters/"))])
-def test_methods_and_adapters_do_not_know_who_runs_them(name):
-    above = ("latent_sweep.trial", "latent_sweep.cli", "latent_sweep.run", "latent_sweep.backends", "latent_sweep.plan")
-    assert [module for module in imports_of(MODULES[name]) if module.startswith(above)] == []
+def dotted(path):
+    """`sweep/plan.py` as `sweep.plan`, `sweep/__init__.py` as `sweep`."""
+    return ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("name", ["training.py", "trial.py", "evaluation.py", "plan.py", "snapshots.py", "mixing.py"])
-def test_the_core_has_no_branch_for_a_method(name):
+def graph():
+    """Which of our modules imports which, for types or for use, wherever in the file."""
+    known = {dotted(path): path for path in MODULES}
+    ours = {name: set() for name in known}
+    for name, path in known.items():
+        for module in imports_of(MODULES[path]):
+            found = module.removeprefix("latent_sweep.")
+            if module.startswith("latent_sweep.") and found in known and found != name:
+                ours[name].add(found)
+    # of `from latent_sweep.store import sealed` the package itself is no news
+    return {
+        name: {m for m in found if not (m in CHAPTERS and any(o.startswith(f"{m}.") for o in found))}
+        for name, found in ours.items()
+    }
+
+
+CHAPTERS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+LEVEL = {chapter: -number for number, line in enumerate(ORDER) for chapter in line}
+
+
+def test_every_chapter_and_every_file_at_the_root_has_its_place():
+    at_root = {path.stem for path in PACKAGE.glob("[a-z]*.py")}
+    assert set(LEVEL) == CHAPTERS | at_root
+    assert len(list(PACKAGE.glob("*.py"))) < 10
+
+
+def test_chapters_import_only_from_below():
+    upwards = [
+        f"{name} imports {module}"
+        for name, found in graph().items()
+        for module in found
+        if name and (above := name.split(".")[0]) != (below := module.split(".")[0]) and LEVEL[above] <= LEVEL[below]
+    ]
+    assert sorted(upwards) == ["cli imports run"]
+
+
+def test_no_module_imports_itself_in_a_circle():
+    imports, order, state = graph(), [], {}
+
+    def visit(name, path):
+        assert state.get(name) != "open", f"a circle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in state:
+            state[name] = "open"
+            for module in sorted(imports[name]):
+                visit(module, [*path, name])
+            state[name] = "done"
+            order.append(name)
+
+    for name in imports:
+        visit(name, [])
+    assert len(order) == len(imports) > 80
+
+
+def test_every_chapter_says_what_it_is_for():
+    for chapter in CHAPTERS:
+        said = ast.get_docstring(MODULES[f"{chapter}/__init__.py"])
+        assert said and said.splitlines()[0].endswith("."), chapter
+
+
+SHARED = [
+    name for name in MODULES if name.split("/")[0] in ("learn", "sweep", "store", "backbones", "results", "backends")
+]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_code_has_no_branch_for_a_method(name):
     own_names = {*METHODS, *(entry.rpartition(":")[2] for entry in METHODS.values())}
     strings = {node.value for node in ast.walk(MODULES[name]) if isinstance(node, ast.Constant)}
     assert not own_names & strings
-    assert not [
-        module for module in imports_of(MODULES[name]) if module in {m.partition(":")[0] for m in METHODS.values()}
-    ]
+    own_modules = {entry.partition(":")[0] for entry in METHODS.values()}
+    assert not [module for module in imports_of(MODULES[name]) if module in own_modules]
 
 
 def test_there_are_methods_and_each_file_is_registered():

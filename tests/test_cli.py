@@ -2,9 +2,9 @@ import subprocess
 import sys
 
 import pytest
-from sweeps_for_tests import TINY, tiny, write
+from helpers.sweeps import TINY, tiny, write
 
-from latent_sweep import __version__, run
+from latent_sweep import __version__
 from latent_sweep.cli import main
 
 
@@ -72,7 +72,7 @@ def test_interrupting_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "_run_here", interrupted)
+    monkeypatch.setattr("latent_sweep.backends.local.run_here", interrupted)
     assert main(["run", write(tmp_path, TINY), "--local"]) == 130
     assert "run the same command again" in capsys.readouterr().err
 

@@ -16,17 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import load_tiny
-from sweeps_for_tests import TINY, end, results, start, sweep_folder, tiny, write, write_benchmark
+from helpers.sweeps import TINY, end, results, start, sweep_folder, tiny, write, write_benchmark
+from helpers.tiny import load_tiny
 
 from latent_sweep import settings
 from latent_sweep.adapters.factors import load_factors
-from latent_sweep.backbones import cache_folder
 from latent_sweep.cli import main
-from latent_sweep.config import STORAGE_FOLDERS, load_sweep
-from latent_sweep.plan import expand
-from latent_sweep.storage import open_storage, write_atomically
-from latent_sweep.tracking import SweepFolder, status
+from latent_sweep.store.files import cache_folder
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.journal import status
+from latent_sweep.store.storage import open_storage
+from latent_sweep.sweep.config import STORAGE_FOLDERS, load_sweep
+from latent_sweep.sweep.plan import expand
 
 pytestmark = pytest.mark.timeout(60)  # what would hang fails here
 
@@ -344,7 +345,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, capsys, monkeypatch):
     path = Path(write(home, content))
     assert main(["run", "~/sweep.yaml", "--local"]) == 0
     assert f"results   {home / 'runs' / 'tiny'}" in capsys.readouterr().out
-    (trial,) = SweepFolder(home / "runs" / "tiny")
+    (trial,) = open_sweep(home / "runs" / "tiny")
     assert trial.params["benchmark.name"] == str(own)
     assert main(["report", "~/runs/tiny"]) == 0
     path.write_text(path.read_text().replace("~/own", "~nobody-at-all/own").replace("~/runs", "~nobody-at-all/runs"))
@@ -384,8 +385,8 @@ def test_only_the_owner_may_read_what_nobody_has_placed(tmp_path, monkeypatch, u
             Path("runs").mkdir()
         open_storage("runs").make()
         open_storage("shared").make()
-        write_atomically(Path("runs/a/b.json"), b"{}")
-        write_atomically(Path("shared/a/b.json"), b"{}")
+        open_storage("runs").write(Path("runs/a/b.json"), b"{}")
+        open_storage("shared").write(Path("shared/a/b.json"), b"{}")
     finally:
         os.umask(before)
     assert stat.S_IMODE(Path("runs").stat().st_mode) == (0o777 & ~umask if there else 0o700)

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.sweeps import TINY, tiny
+from helpers.tiny import journal_at
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from sweeps_for_tests import TINY, tiny
 
-from latent_sweep.config import load_sweep
+from latent_sweep.backends.driver import write_sweep
 from latent_sweep.errors import ConfigError, StoreError
-from latent_sweep.plan import expand
-from latent_sweep.run import write_sweep
 from latent_sweep.settings import parse_yaml, yaml_text
-from latent_sweep.tracking import Journal, status
+from latent_sweep.store.journal import status
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.config import load_sweep
+from latent_sweep.sweep.plan import expand
 
 
 def examples(count):
@@ -149,7 +151,7 @@ def test_what_loads_and_is_written_down_loads_equal(tmp_path_factory, content):
         sweep = read(Path(folder), yaml_text(content).encode())
         assert sweep is not None
         trials = expand(sweep)
-        again = load_sweep(write_sweep(sweep, trials, Path(folder) / "storage").path / "sweep.yaml")
+        again = load_sweep(write_sweep(sweep, trials, Storage(Path(folder) / "storage")).path / "sweep.yaml")
     assert again.model_copy(update={"source": sweep.source}) == sweep
     assert [trial.trial_id for trial in expand(again)] == [trial.trial_id for trial in trials]
 
@@ -178,7 +180,7 @@ NO_EVENTS = {
 
 @pytest.fixture
 def journal(tmp_path):
-    return Journal(tmp_path / "journal.jsonl")
+    return journal_at(tmp_path / "journal.jsonl")
 
 
 def fill(journal, written):

@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
-from latent_sweep.config import describe_settings, load_sweep, parse_sweep
-from latent_sweep.plan import expand
 from latent_sweep.settings import parse_yaml
+from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.groups import describe_settings
+from latent_sweep.sweep.plan import expand
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[1] / "README.md"
 
 
 def test_settings_reference_is_current():

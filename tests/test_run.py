@@ -11,14 +11,15 @@ from collections import Counter
 
 import pytest
 import yaml
-from sweeps_for_tests import TINY, end, events, results, start, sweep_folder, tiny, write, write_benchmark
+from helpers.sweeps import TINY, end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep.backends import mlflow_mirror
 from latent_sweep.cli import main
-from latent_sweep.config import load_sweep
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.plan import expand
-from latent_sweep.tracking import SweepFolder, stages, status
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.journal import stages, status
+from latent_sweep.sweep.config import load_sweep
+from latent_sweep.sweep.plan import expand
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -66,7 +67,7 @@ def test_the_files_of_every_trial_are_there_and_agree(finished):
         assert result["scores"] == dict(zip(TASKS, scores["scores"][-1], strict=True))
         assert (result["status"], result["trial_id"]) == ("finished", trial.trial_id)
         assert result["snapshots"] == [f"snapshots/{lineage}.safetensors" for lineage in planned.lineages()]
-        assert all((sweep.storage / snapshot).is_file() for snapshot in result["snapshots"])
+        assert all((sweep.storage.folder / snapshot).is_file() for snapshot in result["snapshots"])
         assert {"python", "torch", "transformers", "latent-sweep"} <= set(result["versions"])
         assert result["timings"]["seconds_train"] > 0
         first, second = (event["metrics"]["generated_share"] for event in stages(trial.events()))
@@ -312,7 +313,7 @@ def test_two_drivers_on_one_storage_learn_every_stage_once(tmp_path):
         for driver in drivers:
             end(driver)
     assert [driver.returncode for driver in drivers] == [0, 0], printed
-    sweeps = [SweepFolder(tmp_path / "runs" / content["name"]) for content in contents]
+    sweeps = [open_sweep(tmp_path / "runs" / content["name"]) for content in contents]
     learned = [event["lineage"] for sweep in sweeps for event in events(sweep, "stage") if not event["reused"]]
     snapshots = {path.stem for path in (tmp_path / "runs" / "snapshots").glob("*.safetensors")}
     assert len(snapshots) == 4

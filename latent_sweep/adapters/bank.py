@@ -71,10 +71,16 @@ class AdapterBank:
                 embedding.register_forward_hook(self._embed_virtual_tokens),
             ]
         self._virtual: Tensor | None = None
+        self._watching: list[Tensor] | None = None
 
     def _delta_hook(self, index: int) -> Any:
         def add_delta(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            return output + self._active.deltas[index](inputs[0]) if self._active.deltas else None
+            if not self._active.deltas:
+                return None
+            delta = self._active.deltas[index](inputs[0])
+            if index == 0:
+                self._watch(delta)
+            return output + delta
 
         return add_delta
 
@@ -91,6 +97,7 @@ class AdapterBank:
         vectors = (-1 - ids).clamp(min=0)
         rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
         found = prompt[vectors] if prompt.dim() == 2 else prompt[rows, vectors]
+        self._watch(found)
         return torch.where((ids < 0).unsqueeze(-1), found.to(output.dtype), output)
 
     @contextmanager
@@ -108,6 +115,29 @@ class AdapterBank:
             yield
         finally:
             self._active = before
+
+    @contextmanager
+    def watching(self, closely: bool = True) -> Iterator[list[Tensor]]:
+        """Watch where gradients arrive: for the forward pass within the block, its backward pass adds to the list.
+
+        An entry tells for every row of the batch, (rows,), whether the gradient of the first projection's delta, or of
+        the soft prompt, is anything but zero. There is none where no gradient arrives at all.
+
+        Args:
+            closely: whether to watch at all: it makes the host wait for the device.
+        """
+        arrived: list[Tensor] = []
+        self._watching = arrived if closely else None
+        try:
+            yield arrived
+        finally:
+            self._watching = None
+
+    def _watch(self, added: Tensor) -> None:
+        """Note which rows' gradients arrive at what was added to the backbone."""
+        arrived = self._watching
+        if arrived is not None and added.requires_grad:
+            added.register_hook(lambda gradient: arrived.append(gradient.detach().flatten(1).any(1)))
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch in what is active: the others have finished their answer."""

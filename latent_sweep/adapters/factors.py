@@ -25,10 +25,10 @@ from filelock import FileLock
 from safetensors import safe_open
 from torch import Tensor
 
-from latent_sweep import versions
 from latent_sweep.errors import ConfigError
-from latent_sweep.files import committing
-from latent_sweep.snapshots import intact, write_sealed
+from latent_sweep.store import versions
+from latent_sweep.store.files import committing
+from latent_sweep.store.sealed import intact, write_sealed
 
 log = logging.getLogger(__name__)
 

@@ -21,22 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latent_sweep.backbones import (
-    Backbone,
-    BackboneSettings,
-    assemble,
-    device_of,
-    empty_model,
-    local_folder,
-    stored_backbone,
-    stored_weight,
-    tensor_files,
-)
-from latent_sweep.config import EngineSettings, TrainingSettings
-from latent_sweep.engine import Engine, Optimizer, TorchOptimizer, learning_rate, optimizer_of, set_learning_rate
+from latent_sweep.backbones.architectures import device_of, empty_model
+from latent_sweep.backbones.files import local_folder, tensor_files
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.loading import Backbone, assemble
+from latent_sweep.backbones.stored import stored_backbone, stored_weight
 from latent_sweep.errors import ConfigError
-from latent_sweep.gang import Gang
-from latent_sweep.redaction import quoted
+from latent_sweep.learn.engine import Engine, Optimizer, TorchOptimizer, learning_rate, optimizer_of, set_learning_rate
+from latent_sweep.learn.worker_group import WorkerGroup
+from latent_sweep.security import quoted
+from latent_sweep.sweep.groups import EngineSettings, TrainingSettings
 
 log = logging.getLogger(__name__)
 
@@ -116,24 +110,24 @@ def _deepspeed() -> Any:
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO over the workers of a gang.
+    """ZeRO over the workers of a group.
 
     Args:
-        gang: the workers, which have met already.
+        group: the workers, which have met already.
         settings: `run.engine`.
 
     Raises:
         ConfigError: DeepSpeed does not know a key of `config`.
     """
 
-    def __init__(self, gang: Gang, settings: EngineSettings):
-        super().__init__(gang)
+    def __init__(self, group: WorkerGroup, settings: EngineSettings):
+        super().__init__(group)
         self._settings, self._config = settings, deepspeed_config(settings)
         self._deepspeed = _deepspeed()
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         self._deepspeed.init_distributed(dist_backend=backend, verbose=False)
-        self.holds_whole_weights = self.answers_apart = settings.zero_stage < 3
+        self.answers_apart = settings.zero_stage < 3
         self._zero: Any = None
         self._gathered = ExitStack()
         self._is_gathered = False
@@ -143,7 +137,7 @@ class DeepSpeedEngine(Engine):
         s = self._settings
         return {
             "engine": "deepspeed",
-            "workers": self.gang.size,
+            "workers": self.group.size,
             "zero_stage": s.zero_stage,
             "offload": s.offload,
             "deepspeed": self._deepspeed.__version__,
@@ -153,7 +147,7 @@ class DeepSpeedEngine(Engine):
         """AdamW in shards. Adafactor's moments are of whole matrices, so there is nothing to shard: plain torch's."""
         if settings.optimizer == "adafactor":
             return TorchOptimizer(parameters, settings, steps)
-        return DeepSpeedOptimizer(parameters, settings, steps, self.gang, self._deepspeed, self._config)
+        return DeepSpeedOptimizer(parameters, settings, steps, self.group, self._deepspeed, self._config)
 
     # --- the backbone ---
 
@@ -196,7 +190,8 @@ class DeepSpeedEngine(Engine):
                 "fewer, larger devices, or run.engine.zero_stage 0 to 2 where a device holds the weights",
                 _whole_bytes(model) / 2**30,
             )
-        return assemble(settings, model, self, stored)
+        self._backbone = assemble(settings, model, stored, whole=False, before_answering=self.begin_answering)
+        return self._backbone
 
     def _shard(self, model: Any, files: Mapping[str, Any], dtype: torch.dtype) -> None:
         """Put the weights of the files into a model without any, each in shards."""
@@ -221,7 +216,7 @@ class DeepSpeedEngine(Engine):
         stored = [name for name in names if name in files]
         if not stored:
             raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
-        if not self.gang.leads:
+        if not self.group.leads:
             return torch.empty(empty.shape, dtype=dtype, device=self._device)
         return stored_weight(files[stored[0]], stored[0]).to(self._device, dtype, copy=True)
 
@@ -233,9 +228,9 @@ class DeepSpeedEngine(Engine):
         if self._device.type == "cuda":
             fits = torch.cuda.mem_get_info()[0] > ROOM * wanted
         else:
-            fits = _available_memory() > ROOM * wanted * self.gang.size  # workers may share the machine
+            fits = _available_memory() > ROOM * wanted * self.group.size  # workers may share the machine
         does_not = torch.tensor([0.0 if fits else 1.0], device=self._device)
-        self.gang.add_up([does_not])
+        self.group.add_up([does_not])
         return not bool(does_not)
 
     def begin_learning(self) -> None:
@@ -302,7 +297,7 @@ class DeepSpeedOptimizer:
         parameters: the learner's, whole in every worker; every step puts the new values there.
         settings: rate, decay and clipping.
         steps: how many there will be.
-        gang: the workers.
+        group: the workers.
         deepspeed: the package.
         config: its JSON.
     """
@@ -312,13 +307,13 @@ class DeepSpeedOptimizer:
         parameters: Mapping[str, Tensor],
         settings: TrainingSettings,
         steps: int,
-        gang: Gang,
+        group: WorkerGroup,
         deepspeed: Any,
         config: Mapping[str, Any],
     ):
         self._parameters, self._settings, self._steps, self._deepspeed = dict(parameters), settings, steps, deepspeed
         count = sum(p.numel() for p in parameters.values())
-        self._padding = -count % gang.size  # stage 3 sets moments in shards of equal length
+        self._padding = -count % group.size  # stage 3 sets moments in shards of equal length
         flat = _Flat(self._flat([p.detach() for p in parameters.values()]))
         self._adamw = optimizer_of([flat.numbers], settings)
         self._numbers = flat.numbers

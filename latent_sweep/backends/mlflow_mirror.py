@@ -34,13 +34,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from latent_sweep import report
-from latent_sweep.addresses import check_tracking_address
+from latent_sweep.backends.addresses import check_tracking_address
 from latent_sweep.errors import LatentSweepError, StoreError, TrackingError
-from latent_sweep.files import private_file, private_folder
-from latent_sweep.leases import FileLease, held
-from latent_sweep.redaction import has_credentials, redact
-from latent_sweep.tracked import (
+from latent_sweep.results import report
+from latent_sweep.results.tracked import (
     KEY_TAG,
     Artifact,
     Kind,
@@ -53,7 +50,10 @@ from latent_sweep.tracked import (
     trial_content,
     trial_mark,
 )
-from latent_sweep.tracking import SweepFolder, TrialFolder
+from latent_sweep.security import has_credentials, redact
+from latent_sweep.store.files import private_file, private_folder
+from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.leases import FileLease, held
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"

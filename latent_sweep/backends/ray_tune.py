@@ -1,4 +1,4 @@
-"""Ray Tune runs packs wherever there is room. With `ray_gang`, the only importer of ray.
+"""Ray Tune runs packs wherever there is room. With `ray_group`, the only importer of ray.
 
 Tune places packs, caps their number, stops configurations early, and starts a pack again whose worker was lost. It
 keeps no state of ours: what a restarted pack has to do follows from the store.
@@ -17,13 +17,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.config import ResourceSettings, RunSettings
+from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, still_to_try
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
-from latent_sweep.plan import Pack
-from latent_sweep.redaction import log_without_secrets, redact, redact_error, traceback_text
-from latent_sweep.retries import LossKind, failure_facts, has_failed, journal_lengths, still_to_try
-from latent_sweep.storage import Storage, has_answer, question, sees, unseen_message
-from latent_sweep.tracking import Event, Journal, stages, status, trial_journal
+from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.journal import Event, Journal, failure_facts, stages, status
+from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
+from latent_sweep.sweep.groups import ResourceSettings, RunSettings
+from latent_sweep.sweep.plan import Pack
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,7 @@ ANSWER_SECONDS = 180.0
 """How long a node may take to say whether it sees the storage; it may have to unpack the job's working folder first."""
 
 
-def run_on_ray(
-    packs: Sequence[Pack], storage: Storage, sweep_name: str, run: RunSettings, fail_fast: bool = False
-) -> None:
+def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool = False) -> None:
     """Run packs on the cluster this process belongs to, or on one started here for as long as it takes.
 
     A pack that fails says so in its trials' journals and does not disturb the others.
@@ -50,7 +49,7 @@ def run_on_ray(
     import ray
     from ray import tune
 
-    sweep_folder, asking = storage.folder / sweep_name, ExitStack()
+    storage, asking = sweep.storage, ExitStack()
     try:
         _check_fits(run.resources, started_here)
         asked = asking.enter_context(question(storage))
@@ -58,14 +57,13 @@ def run_on_ray(
         if run.pack == "auto":
             packs = _measured(packs, storage, run.resources)
         by_id = {pack.pack_id: pack for pack in packs}
-        launched = journal_lengths(packs, sweep_folder)
-        stopper = _failure_stopper(packs, sweep_folder, launched, run) if fail_fast else None
+        launched = journal_lengths(packs, sweep)
+        stopper = _failure_stopper(packs, sweep, launched, run) if fail_fast else None
         trainable = tune.with_parameters(
             _run_in_worker,
             packs=by_id,
-            storage=storage,
+            sweep=sweep,
             asked=asked,
-            sweep_name=sweep_name,
             run=run,
             launched=launched,
         )
@@ -82,24 +80,24 @@ def run_on_ray(
             ),
             run_config=tune.RunConfig(
                 name="ray",
-                storage_path=str(sweep_folder),
+                storage_path=str(sweep.path),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
                 callbacks=[
                     _placement_watch(run.resources),
-                    _loss_recorder(by_id, storage, sweep_folder, launched, run),
+                    _loss_recorder(by_id, sweep, launched, run),
                 ],
                 stop=stopper,
                 verbose=0,
             ),
         )
         results = _fit(tuner)
-        storage.pull(sweep_folder)
+        storage.pull(sweep.path)
         if stopper is not None and stopper.stop_all():
             log.warning("a trial has failed, and the sweep ends here; run it again for the others")
             return
         for result in results:
             if result.config is not None:
-                _close(by_id[result.config["pack_id"]], sweep_folder, result.error)
+                _close(by_id[result.config["pack_id"]], sweep, result.error)
     finally:
         asking.close()
         if started_here:
@@ -149,9 +147,8 @@ def _check_every_node_sees(storage: Storage, asked: str) -> None:
 def _run_in_worker(
     config: dict[str, Any],
     packs: dict[str, Pack],
-    storage: Storage,
+    sweep: SweepFolder,
     asked: str,
-    sweep_name: str,
     run: RunSettings,
     launched: Mapping[str, int],
 ) -> None:
@@ -159,33 +156,33 @@ def _run_in_worker(
     from ray import tune
     from ray.exceptions import RayActorError
 
-    from latent_sweep.backends.ray_gang import run_gang, run_part
+    from latent_sweep.backends.ray_group import run_group, run_part
 
     log_without_secrets()
+    storage = sweep.storage
     if not sees(storage, asked):  # a node that has joined since the start
         raise ConfigError(unseen_message(storage, [socket.gethostname()]))
-    sweep_folder = storage.folder / sweep_name
-    storage.pull(sweep_folder)
-    pack = still_to_try(packs[config["pack_id"]], sweep_folder, launched, run)
+    storage.pull(sweep.path)
+    pack = still_to_try(packs[config["pack_id"]], sweep, launched, run)
     if pack is None:
         return
-    run_here = run_gang if run.resources.workers > 1 else run_part
+    run_here = run_group if run.resources.workers > 1 else run_part
     try:
-        run_here(pack, storage, sweep_name, run, tune.report)
+        run_here(pack, sweep, run, tune.report)
     except (RayActorError, StoreError) as error:
         redact_error(error)  # Ray prints it
         raise  # a worker was lost, or its storage is full or away: worth another try
     except Exception as error:
         log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
-            storage.pull(sweep_folder)
-            _journal_failure(pack, sweep_folder, **failure_facts(error))
-        if still_to_try(pack, sweep_folder, launched, run) is not None:
+            storage.pull(sweep.path)
+            _journal_failure(pack, sweep, **failure_facts(error))
+        if still_to_try(pack, sweep, launched, run) is not None:
             redact_error(error)
             raise
 
 
-def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mapping[str, int], run: RunSettings) -> Any:
+def _failure_stopper(packs: Sequence[Pack], sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Any:
     """A Tune stopper that ends the sweep when a trial has failed for good."""
     from ray.tune import Stopper
 
@@ -198,15 +195,13 @@ def _failure_stopper(packs: Sequence[Pack], sweep_folder: Path, launched: Mappin
         def stop_all(self) -> bool:
             if not self.stopped and time.monotonic() - self.looked > 1.0:
                 self.looked = time.monotonic()
-                self.stopped = any(has_failed(pack, sweep_folder, launched, run) for pack in packs)
+                self.stopped = any(has_failed(pack, sweep, launched, run) for pack in packs)
             return self.stopped
 
     return FailureStopper()
 
 
-def _loss_recorder(
-    packs: Mapping[str, Pack], storage: Storage, sweep_folder: Path, launched: Mapping[str, int], run: RunSettings
-) -> Any:
+def _loss_recorder(packs: Mapping[str, Pack], sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Any:
     """A Tune callback that says in the journals why a worker was lost, before its trials are tried again."""
     from ray.tune import Callback
 
@@ -216,11 +211,11 @@ def _loss_recorder(
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ConfigError):
                 raise cause  # it holds for every trial
-            storage.pull(sweep_folder)
+            sweep.storage.pull(sweep.path)
             pack = packs[trial.config["pack_id"]]
-            for journal, _ in _unfinished(pack, sweep_folder):
+            for journal, _ in _unfinished(pack, sweep):
                 journal.append("lost", kind=_loss_kind(cause), message=redact(str(cause))[-2000:])
-            if still_to_try(pack, sweep_folder, launched, run) is None:
+            if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 
     return LossRecorder()
@@ -254,7 +249,7 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
     """Packs of the size that is fastest where they will run, as far as there are slots for no more of them."""
     import ray
 
-    from latent_sweep.packing import best_size, split
+    from latent_sweep.learn.packing import best_size, split
 
     options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
     if resources.accelerator:
@@ -271,9 +266,9 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
 
 def _measure_there(pack: Pack, storage: Storage, threads: int) -> Sequence[Any]:
     """`packing.measure` on a node, which has a folder of its own for an object store."""
-    from latent_sweep.packing import measure
+    from latent_sweep.learn.packing import measure
 
-    return measure(pack, storage.folder, threads)
+    return measure(pack, storage, threads)
 
 
 def _connect() -> bool:
@@ -310,7 +305,7 @@ def _connect() -> bool:
 
 
 def _placement(resources: ResourceSettings) -> Any:
-    """A trial's own bundle, or one for every worker of its gang: placed together, or not at all."""
+    """A trial's own bundle, or one for every worker of its group: placed together, or not at all."""
     from ray import tune
 
     bundles = [_bundle(resources)] * resources.workers
@@ -416,9 +411,9 @@ def _can_never_come(resources: ResourceSettings) -> bool:
     state = reply.autoscaling_state
     if _fits(resources) or state.pending_instance_requests or state.pending_instances:
         return False
-    gangs = [request for gang in state.infeasible_gang_resource_requests for request in gang.requests]
+    groups = [request for group in state.infeasible_gang_resource_requests for request in group.requests]
     wanted = {kind: amount for kind, amount in _bundle(resources).items() if amount}
-    found = [dict(request.resources_bundle) for request in [*state.infeasible_resource_requests, *gangs]]
+    found = [dict(request.resources_bundle) for request in [*state.infeasible_resource_requests, *groups]]
     return any({kind: other.get(kind, 0) for kind in wanted} == wanted for other in found)
 
 
@@ -436,24 +431,24 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
     )
 
 
-def _close(pack: Pack, sweep_folder: Path, error: Exception | None) -> None:
+def _close(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
     """Say in the journals what only Tune knows: what ended a trial before its end."""
     if error is not None:
-        _journal_failure(pack, sweep_folder, "lost", redact(str(error))[-2000:], traceback_text(error))
+        _journal_failure(pack, sweep, "lost", redact(str(error))[-2000:], traceback_text(error))
         return
-    for journal, events in _unfinished(pack, sweep_folder):
+    for journal, events in _unfinished(pack, sweep):
         if events:
             seen, reason = len(stages(events)), "stopped early by the scheduler: others had a higher AP"
             journal.append("stopped", tasks_seen=seen, reason=reason)
 
 
-def _journal_failure(pack: Pack, sweep_folder: Path, kind: str, message: str, traceback: str) -> None:
+def _journal_failure(pack: Pack, sweep: SweepFolder, kind: str, message: str, traceback: str) -> None:
     """Say in the journals of a pack's unfinished trials what ended them."""
-    for journal, _ in _unfinished(pack, sweep_folder):
+    for journal, _ in _unfinished(pack, sweep):
         journal.append("failed", kind=kind, message=message, traceback=traceback, task=None, step=None)
 
 
-def _unfinished(pack: Pack, sweep_folder: Path) -> list[tuple[Journal, list[Event]]]:
-    journals = [trial_journal(sweep_folder, trial.trial_id) for trial in pack.trials]
+def _unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
+    journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
     found = [(journal, journal.read()) for journal in journals]
     return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]

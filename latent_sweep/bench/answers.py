@@ -15,8 +15,8 @@ import torch
 
 from latent_sweep.bench.rows import Row, Target, ratio, take_turns
 from latent_sweep.bench.workbench import TASKS, Workbench, first_trial
-from latent_sweep.mixing import Array
-from latent_sweep.snapshots import Snapshot
+from latent_sweep.learn.mixing import Array
+from latent_sweep.store.snapshots import Snapshot
 
 GENERATION_RATE = "ours, trained adapter: rows answered"
 """The row that the profile's rate is taken from."""
@@ -40,11 +40,11 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Row]:
     tokenizer = with_padding(backbone.tokenizer)
     longest = s.benchmark.max_target_length
     assert longest is not None
-    lesson = bench.lesson(bench.train_rows(), steps)
+    training = bench.training(bench.train_rows(), steps)
     if steps:
-        bench.train([lesson])
-    snapshot = Snapshot("bench", lesson.learner.finish(), {})
-    prompts = bench.tokens(bench.trial, 0, "test")["prompt_ids"]
+        bench.train([training])
+    snapshot = Snapshot("bench", training.learner.finish(), {})
+    prompts = bench.context.tokens(bench.trial, 0, "test")["prompt_ids"]
     alone = np.ones((len(prompts), 1))
     answers: dict[str, list[str]] = {}
 
@@ -56,7 +56,7 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Row]:
 
     def usual() -> float:
         began = time.perf_counter()
-        with bench.bank.active(bench.method().mixture([snapshot.tensors], torch.ones(1, 1))):
+        with bench.bank.active(bench.method().blend([snapshot.tensors], torch.ones(1, 1))):
             ids = generate_answers(backbone.model, tokenizer, prompts, longest, stop, s.evaluation.batch_size)
         answers["usual"] = answer_texts(tokenizer, ids, stop)
         return time.perf_counter() - began
@@ -96,7 +96,7 @@ def _routed_share(bench: Workbench) -> tuple[float, int]:
         benchmark["tasks"] = list(TASKS[bench.subject.benchmark][: bench.sizes.routed_tasks])
     trial = first_trial(bench.subject.sweep(benchmark, {}))
     mixer, tasks = bench.mixer(trial), range(len(trial.tasks))
-    lengths = [[len(ids) for ids in bench.tokens(trial, position, "test")["prompt_ids"]] for position in tasks]
+    lengths = [[len(ids) for ids in bench.context.tokens(trial, position, "test")["prompt_ids"]] for position in tasks]
     weights = [mixer.weights(stage + 1) for stage in tasks]
     return generated_share(weights, lengths, trial.settings.evaluation.batch_size), len(tasks)
 
@@ -137,7 +137,7 @@ class _Scored:
 def _score_all_stages(bench: Workbench, keep: bool) -> _Scored:
     """Answer the tests of all tasks seen after each task, keeping known answers from stage to stage or not."""
     tasks, rows = range(len(bench.trial.tasks)), bench.one_batch()
-    history = [Snapshot(f"task{i}", bench.lesson(rows, 1, seed=i).learner.finish(), {}) for i in tasks]
+    history = [Snapshot(f"task{i}", bench.training(rows, 1, seed=i).learner.finish(), {}) for i in tasks]
     mixer = bench.mixer(bench.trial)
     answers: list[str] = []
     began, generated = time.perf_counter(), 0

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from latent_sweep.backbones.generation import generate
 from latent_sweep.bench.rows import Row, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench, first_trial
-from latent_sweep.generation import generate
+from latent_sweep.learn.member import MemberRun
+from latent_sweep.learn.training import TaskTraining, TrainingSummary
 from latent_sweep.methods import METHODS
-from latent_sweep.plan import Member, Trial
-from latent_sweep.snapshots import Snapshot
-from latent_sweep.training import Lesson, TrainingSummary
-from latent_sweep.trial import Desk, MemberRun
+from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.sweep.plan import Member, Trial
 
 REFERENCE = "seq_lora"
 """The method that the others are compared with: one LoRA pair, carried from task to task."""
@@ -40,9 +40,7 @@ NOTES = {
 def methods(bench: Workbench) -> list[Row]:
     """Every method, early and late in a sequence of built-in tasks: storage, steps, work around them, answers."""
     trials = {name: method_trial(bench, name) for name in METHODS}
-    desk = Desk(trials[REFERENCE], bench.subject.storage)
-    desk.backbone, desk.bank = bench.backbone, bench.bank  # other parts may have loaded it
-    contenders = {name: _Contender(bench, desk, trial) for name, trial in trials.items()}
+    contenders = {name: _Contender(bench, trial) for name, trial in trials.items()}
     return [*_size_rows(contenders), *_step_rows(bench, contenders), *_answer_rows(bench, contenders)]
 
 
@@ -63,14 +61,14 @@ class _Contender:
 
     Attributes:
         outside: seconds of `begin_task` and `finish`, by stage.
-        lessons: a learner at the start of each measured stage that learns anything, for steps that are timed.
+        trainings: a learner at the start of each measured stage that learns anything, for steps that are timed.
     """
 
-    def __init__(self, bench: Workbench, desk: Desk, trial: Trial):
-        self.bench, self.desk, self.trial = bench, desk, trial
-        self.run = MemberRun(Member((trial,), bench.subject.rank), (), desk)
+    def __init__(self, bench: Workbench, trial: Trial):
+        self.bench, self.context, self.trial = bench, bench.context, trial
+        self.run = MemberRun(Member((trial,), bench.subject.rank), (), bench.context)
         self.outside: dict[int, float] = {}
-        self.lessons: dict[int, Lesson] = {}
+        self.trainings: dict[int, TaskTraining] = {}
         for position in range(len(trial.tasks)):
             self._learn(position)
         gates = self.run.method.gates
@@ -83,22 +81,22 @@ class _Contender:
     def _learn(self, position: int) -> None:
         """Leave the snapshot of a task behind; a stage that learns nothing leaves what was there."""
         lineage, stage = self.run.lineages[position], position + 1
-        snapshot = self.desk.store.get(lineage)
+        snapshot = self.context.store.get(lineage)
         self.outside[stage] = 0.0
         if snapshot is None:
             if stage in self.bench.sizes.stages:
-                self.lessons[stage] = self._lesson(position)
+                self.trainings[stage] = self._training(position)
             snapshot = self._learned(position)
-            self.desk.store.append(snapshot)
+            self.context.store.append(snapshot)
         self.run.snapshots.append(snapshot)
 
-    def _lesson(self, position: int) -> Lesson:
-        return self.run.lesson(position, lambda step, steps, losses: None)
+    def _training(self, position: int) -> TaskTraining:
+        return self.run.training(position, lambda step, steps, losses: None)
 
     def _learned(self, position: int) -> Snapshot:
-        begin, lesson = self.bench.timed(lambda: self._lesson(position))
-        summary = self.bench.train([lesson])[0] if lesson.examples else TrainingSummary(0, {}, {}, 0.0, 0)
-        finish, snapshot = self.bench.timed(lambda: self.run.snapshot(position, lesson, summary))
+        begin, training = self.bench.timed(lambda: self._training(position))
+        summary = self.bench.train([training])[0] if training.examples else TrainingSummary(0, {}, {}, 0.0, 0)
+        finish, snapshot = self.bench.timed(lambda: self.run.snapshot(position, training, summary))
         self.outside[position + 1] = begin + finish
         return snapshot
 
@@ -107,13 +105,13 @@ class _Contender:
 
         A method may add rows of its own.
         """
-        lesson, clock, steps = self.lessons[stage], self.bench.clock(), self.bench.sizes.steps + 1
-        rows = self.desk.tokens(self.trial.settings.benchmark, 0, "train")
+        training, clock, steps = self.trainings[stage], self.bench.clock(), self.bench.sizes.steps + 1
+        rows = self.context.tokens(self.trial, 0, "train")
         examples = [dict(row) for row in rows][: self.bench.sizes.batch_size]
-        settings = lesson.settings.model_copy(
+        settings = training.settings.model_copy(
             update={"epochs": steps, "max_steps": steps, "checkpoint_every": steps + 1}
         )
-        self.bench.train([replace(lesson, examples=examples, settings=settings, on_step=clock.tick)])
+        self.bench.train([replace(training, examples=examples, settings=settings, on_step=clock.tick)])
         return clock.seconds_per_step
 
     def alike(self, stage: int) -> bool:
@@ -127,13 +125,13 @@ class _Contender:
         used = np.flatnonzero(weights.any(axis=0))
         history = self._tensors(stage)
         weights = weights[:1, used] if self.alike(stage) else weights[:, used]
-        rows = self.desk.tokens(self.trial.settings.benchmark, 0, "test")
+        rows = self.context.tokens(self.trial, 0, "test")
         prompts = [self.run.method.prompt(ids) for ids in rows["prompt_ids"]]
 
         def answer() -> None:
             with torch.no_grad():
                 mix = torch.from_numpy(weights).float()
-                adaptation = self.run.method.mixture([history[i] for i in used], mix)
+                adaptation = self.run.method.blend([history[i] for i in used], mix)
                 backbone, bank, choose = self.bench.backbone, self.bench.bank, _never_ending(self.bench)
                 generate(backbone, bank, prompts, adaptation, ANSWER_TOKENS, (), self.alike(stage), choose)
 
@@ -141,7 +139,7 @@ class _Contender:
 
     def stored_bytes(self, stage: int) -> int:
         """Size of the file that learning a stage's task has left behind."""
-        return self.desk.store.path(self.run.lineages[stage - 1]).stat().st_size
+        return self.context.store.path(self.run.lineages[stage - 1]).stat().st_size
 
     @property
     def parameters(self) -> int:
@@ -173,7 +171,7 @@ def _size_rows(contenders: Mapping[str, _Contender]) -> list[Row]:
 
 def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
     early, late = bench.sizes.stages
-    steps = {(name, stage): partial(c.step_seconds, stage) for name, c in contenders.items() for stage in c.lessons}
+    steps = {(name, stage): partial(c.step_seconds, stage) for name, c in contenders.items() for stage in c.trainings}
     seconds = take_turns(steps, bench.sizes.turns)
     reference = seconds[REFERENCE, early]
     rows = [Row.of(f"{REFERENCE}: step at task {early}", [1000 * s for s in reference], "ms")]
@@ -183,7 +181,7 @@ def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[R
         what, note = f"{name}: step at task {late} / at {early}", NOTES.get(name, "")
         rows.append(ratio(what, seconds[name, late], seconds[name, early], note=note))
     for name, contender in contenders.items():
-        for stage in contender.lessons:
+        for stage in contender.trainings:
             note = f"begin and end of task {stage}, {2 * bench.sizes.batch_size} rows"
             rows.append(Row(f"{name}: outside steps, task {stage}", 1000 * contender.outside[stage], "ms", note=note))
     return rows

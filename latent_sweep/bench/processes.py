@@ -18,7 +18,7 @@ from typing import Any
 from latent_sweep.bench.rows import Row, Target, ratio, take_turns
 from latent_sweep.bench.workbench import LAMBDAS, SWEEP_LEARNING_RATE, TASKS, Subject, Workbench, first_trial
 from latent_sweep.errors import LatentSweepError
-from latent_sweep.redaction import redact
+from latent_sweep.security import redact
 
 
 def sweep(bench: Workbench) -> list[Row]:
@@ -62,14 +62,14 @@ def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[fl
     """Seconds, and each trial's AP."""
     import yaml
 
-    from latent_sweep.tracking import SweepFolder
+    from latent_sweep.store.folders import open_sweep
 
     # a storage of its own: nothing that another part has left behind is read
     content = {**content, "run": {**content["run"], "storage": str(folder / "sweep")}}
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     seconds = _run_to_the_end("latent_sweep.run", str(path))
-    results = [trial.path / "result.json" for trial in SweepFolder(folder / "sweep" / content["name"])]
+    results = [trial.path / "result.json" for trial in open_sweep(folder / "sweep" / content["name"])]
     return seconds, [json.loads(result.read_text(encoding="utf-8"))["metrics"]["AP"] for result in results]
 
 
@@ -206,9 +206,10 @@ def _measure_start(subject: Subject, began: str) -> None:
 
     imported = time.time() - float(began)
 
-    from latent_sweep.config import parse_sweep
-    from latent_sweep.plan import expand, pack
-    from latent_sweep.trial import run_pack
+    from latent_sweep.learn.trial import run_pack
+    from latent_sweep.store.folders import SweepFolder
+    from latent_sweep.sweep.config import parse_sweep
+    from latent_sweep.sweep.plan import expand, pack
 
     task = TASKS[subject.benchmark][0]
     benchmark = {"name": subject.benchmark, "tasks": [task], "train_per_task": 8, "test_per_task": 1}
@@ -218,7 +219,7 @@ def _measure_start(subject: Subject, began: str) -> None:
         print(json.dumps({"imported": imported, "stepped": time.time() - float(began)}), flush=True)
         os._exit(0)  # the rest of the trial is of no interest, and this leaves no trace of it in the store
 
-    run_pack(pack(expand(parse_sweep(content, "bench")))[0], subject.storage, subject.storage / "start", stop)
+    run_pack(pack(expand(parse_sweep(content, "bench")))[0], SweepFolder(subject.storage, "start"), stop)
 
 
 def _measure_turns(subject: Subject, threads: str) -> None:
@@ -237,7 +238,7 @@ def _measure_turns(subject: Subject, threads: str) -> None:
                 sys.stdin.readline()
             began = time.perf_counter()
 
-    bench.train([bench.lesson(bench.one_batch(), 1 + turn * bench.sizes.turns, on_step)])
+    bench.train([bench.training(bench.one_batch(), 1 + turn * bench.sizes.turns, on_step)])
 
 
 def _measure_bare(subject: Subject) -> None:

@@ -13,11 +13,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from latent_sweep.backbones import BackboneSettings, describe
+from latent_sweep.backbones.known import BackboneSettings, describe
 from latent_sweep.bench.answers import GENERATION_RATE, evaluate, generate
 from latent_sweep.bench.methods import methods
 from latent_sweep.bench.processes import memory, start, sweep, threads
-from latent_sweep.bench.profile import Profile, profile_path, write_profile
 from latent_sweep.bench.rows import Report, Row, Table
 from latent_sweep.bench.shards import shards
 from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step
@@ -25,9 +24,10 @@ from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.storage import Storage
-from latent_sweep.trial import hardware
-from latent_sweep.versions import installed
+from latent_sweep.learn.context import hardware
+from latent_sweep.store.storage import Storage
+from latent_sweep.store.versions import installed
+from latent_sweep.sweep.profile import Profile, profile_path, write_profile
 
 PARTS: Mapping[str, Callable[[Workbench], list[Row]]] = {
     "step": step,

@@ -45,7 +45,7 @@ def shards(bench: Workbench) -> list[Row]:
     bench.free()
     rows: list[Row] = []
     for name, engine in engines.items():
-        found = _run_gang(bench.subject, engine, workers)
+        found = _run_group(bench.subject, engine, workers)
         rows += _rows(name, found, _predicted(bench, engine, workers), workers)
     return rows
 
@@ -66,8 +66,8 @@ def _rows(name: str, found: Sequence[Mapping[str, float]], predicted: Mapping[st
 
 def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dict[str, float]:
     """What the memory model of `plan` says, in GiB."""
-    from latent_sweep.config import RunSettings
-    from latent_sweep.memory import predict
+    from latent_sweep.sweep.groups import RunSettings
+    from latent_sweep.sweep.memory import predict
 
     gpus = 1 if bench.subject.device == "cuda" else 0
     run = RunSettings.model_validate({"engine": dict(engine), "resources": {"workers": workers, "gpus": gpus}})
@@ -77,9 +77,9 @@ def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dic
     return {"weights": memory.weights / 2**30, "learning": memory.learning / 2**30}
 
 
-def _run_gang(subject: Subject, engine: Mapping[str, Any], workers: int) -> list[dict[str, float]]:
-    """What each worker of a gang measured."""
-    from latent_sweep.gang import listen
+def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> list[dict[str, float]]:
+    """What each worker of a group measured."""
+    from latent_sweep.learn.worker_group import listen
 
     meeting = listen("127.0.0.1")
     port = str(meeting.getsockname()[1])
@@ -98,7 +98,7 @@ def _run_gang(subject: Subject, engine: Mapping[str, Any], workers: int) -> list
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        raise LatentSweepError("a worker of the gang failed; its messages stand above")
+        raise LatentSweepError("a worker of the group failed; its messages stand above")
     return [json.loads(text.strip().splitlines()[-1]) for text in said]
 
 
@@ -106,14 +106,14 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
     """One worker: load, take steps, and print what that took."""
     import torch
 
-    from latent_sweep.config import EngineSettings
-    from latent_sweep.engine import engine_of
-    from latent_sweep.gang import join
+    from latent_sweep.backends.engines import engine_of
+    from latent_sweep.learn.worker_group import join
+    from latent_sweep.sweep.groups import EngineSettings
 
     cuda = subject.device == "cuda"
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    gang = join(rank, size, "127.0.0.1", port)
-    bench = Workbench(subject, engine_of(EngineSettings.model_validate(engine), gang))
+    group = join(rank, size, "127.0.0.1", port)
+    bench = Workbench(subject, engine_of(EngineSettings.model_validate(engine), group))
     before = 0 if cuda else _own_bytes()
     _ = bench.backbone
     loaded = torch.cuda.memory_allocated() if cuda else _own_bytes() - before
@@ -121,8 +121,8 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
     _forget_peak(cuda)
     moments: list[float] = []
     rows = bench.one_batch()
-    lesson = bench.lesson(rows, bench.sizes.steps + 1, lambda *step: moments.append(time.perf_counter()))
-    bench.train([lesson])
+    training = bench.training(rows, bench.sizes.steps + 1, lambda *step: moments.append(time.perf_counter()))
+    bench.train([training])
     found = {
         "loaded_gib": loaded / 2**30,
         "peak_loading_gib": peak_loading / 2**30,
@@ -131,7 +131,7 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
         "tokens": float(sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows)),
     }
     print(json.dumps(found), flush=True)
-    gang.collect(None)  # no worker leaves while another needs it
+    group.collect(None)  # no worker leaves while another needs it
     os._exit(0)  # gloo's threads now and then abort an interpreter that ends
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from latent_sweep.backbones.batches import Batch, collate, label_logits
+from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.bench.rows import Row, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench
-from latent_sweep.methods.protocol import Outputs
-from latent_sweep.training import Batch, collate, label_logits
 
 TRAINING_RATE = "latent: tokens trained"
 """The row that the profile's rate is taken from."""
@@ -121,8 +121,8 @@ def packs(bench: Workbench) -> list[Row]:
 
     def rate(members: int) -> float:
         clock, steps = bench.clock(), 2  # one is timed: it is as many as there are members
-        lessons = [bench.lesson(rows, steps, seed=member) for member in range(members - 1)]
-        bench.train([*lessons, bench.lesson(rows, steps, clock.tick, seed=members - 1)])
+        trainings = [bench.training(rows, steps, seed=member) for member in range(members - 1)]
+        bench.train([*trainings, bench.training(rows, steps, clock.tick, seed=members - 1)])
         return members / clock.seconds_per_step
 
     sizes: Sequence[int] = bench.sizes.pack_sizes

@@ -9,18 +9,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from latent_sweep.store.storage import Storage
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import AdapterBank
-    from latent_sweep.backbones import Backbone
+    from latent_sweep.backbones.loading import Backbone
+    from latent_sweep.backbones.outputs import Example
     from latent_sweep.bench.usual_way import Config
-    from latent_sweep.engine import Engine
-    from latent_sweep.methods.protocol import Example, Method
-    from latent_sweep.mixing import Array, Gates, Mixer
-    from latent_sweep.plan import Trial
-    from latent_sweep.snapshots import Snapshot
-    from latent_sweep.training import Lesson, TrainingSummary
+    from latent_sweep.benchmarks.schema import Split
+    from latent_sweep.learn.context import Context
+    from latent_sweep.learn.engine import Engine
+    from latent_sweep.learn.mixing import Array, Gates, Mixer
+    from latent_sweep.learn.training import TaskTraining, TrainingSummary
+    from latent_sweep.methods.protocol import Method
+    from latent_sweep.store.snapshots import Snapshot
+    from latent_sweep.sweep.plan import Trial
 
 Found = TypeVar("Found")
 
@@ -134,9 +139,9 @@ class Subject:
         return QUICK if self.quick else GPU if self.device == "cuda" else CPU
 
     @property
-    def storage(self) -> Path:
+    def storage(self) -> Storage:
         """Where sweeps keep what they compute."""
-        return Path(self.folder) / "runs"
+        return Storage(Path(self.folder) / "runs")
 
     def sweep(self, benchmark: Mapping[str, Any], training: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         """A sweep file's content: Latent-LoRA on this backbone, two trials at a time with a thread each."""
@@ -147,7 +152,7 @@ class Subject:
             "training": {"learning_rate": LEARNING_RATE, "batch_size": self.sizes.batch_size, "epochs": 1, **training},
         }
         run = {
-            "storage": str(self.storage),
+            "storage": str(self.storage.folder),
             "tracking": {"uri": "none"},
             "resources": {"cpus": 1, "gpus": 0.5 if self.device == "cuda" else 0},
             "max_concurrent": 2,
@@ -157,7 +162,7 @@ class Subject:
     @property
     def rank(self) -> int:
         """The paper's 32, or what a smaller backbone allows."""
-        from latent_sweep.backbones import BackboneSettings, describe, target_shapes
+        from latent_sweep.backbones.known import BackboneSettings, describe, target_shapes
 
         known = describe(BackboneSettings(name=self.backbone))
         shapes = target_shapes(known.family, known.config).values() if known else ()
@@ -170,7 +175,6 @@ class Workbench:
     def __init__(self, subject: Subject, engine: Engine | None = None):
         self.subject, self.sizes = subject, subject.sizes
         self._engine = engine
-        self._methods: dict[str, Method] = {}
 
     @cached_property
     def trial(self) -> Trial:
@@ -185,24 +189,25 @@ class Workbench:
         return first_trial(self.subject.sweep(benchmark, {}))
 
     @cached_property
-    def backbone(self) -> Backbone:
-        """The frozen model."""
-        from latent_sweep.engine import Engine
+    def context(self) -> Context:
+        """What all measurements share: the backbone, what adapts it, tokens."""
+        from latent_sweep.learn.context import Context
 
-        return (self._engine or Engine()).load(self.trial.settings.backbone)
+        return Context(self.trial, self.subject.storage, self._engine)
 
     def free(self) -> None:
         """Forget the backbone and all that hangs on it; it is loaded again when it is needed."""
-        for name in ("backbone", "bank"):
-            self.__dict__.pop(name, None)
-        self._methods.clear()
+        self.__dict__.pop("context", None)
 
-    @cached_property
+    @property
+    def backbone(self) -> Backbone:
+        """The frozen model."""
+        return self.context.backbone
+
+    @property
     def bank(self) -> AdapterBank:
-        """Its adapted projections."""
-        from latent_sweep.adapters.bank import AdapterBank
-
-        return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
+        """What adapts it."""
+        return self.context.bank
 
     @cached_property
     def model_folder(self) -> str:
@@ -215,43 +220,21 @@ class Workbench:
     def method(self, name: str = "latent_lora") -> Method:
         """A method at its default settings; Latent-LoRA with the trial's."""
         from latent_sweep.methods import method_class
-        from latent_sweep.methods.protocol import Workplace
 
-        if name not in self._methods:
-            kind, own = method_class(name), self.trial.settings.method
-            settings = own if name == own.name else kind.settings_class(name=name)
-            resolved = kind.resolve(settings, self.subject.backbone, self.trial.spec.name)
-            workplace = Workplace(self.backbone, self.bank, self.subject.storage, self.subject.rank)
-            self._methods[name] = kind(resolved, workplace)
-        return self._methods[name]
-
-    def tokens(self, trial: Trial, position: int, split: Any, whole: bool = False) -> Any:
-        """Tokenised rows of a trial's task; `whole` prompts are not truncated."""
-        from latent_sweep.benchmarks.loaders import tokenised
-
-        settings = trial.settings.benchmark
-        assert settings.max_source_length is not None
-        return tokenised(
-            trial.spec,
-            trial.tasks[position],
-            split,
-            settings,
-            self.backbone.tokenizer,
-            self.backbone.tokenizer_digest,
-            self.backbone.family,
-            1 << 20 if whole else settings.max_source_length,
-            self.subject.storage / "tokens",
-        )
+        kind, own = method_class(name), self.trial.settings.method
+        settings = own if name == own.name else kind.settings_class(name=name)
+        resolved = kind.resolve(settings, self.subject.backbone, self.trial.spec.name)
+        return self.context.method(resolved, self.subject.rank)
 
     def train_rows(self, count: int | None = None) -> Sequence[Example]:
         """The first training rows of the first task."""
-        return [dict(row) for row in self.tokens(self.trial, 0, "train")][:count]
+        return [dict(row) for row in self.context.tokens(self.trial, 0, "train")][:count]
 
     def one_batch(self) -> Sequence[Example]:
         """The rows of the step that is timed, again and again."""
         return self.train_rows(self.sizes.batch_size)
 
-    def lesson(
+    def training(
         self,
         rows: Sequence[Example],
         steps: int,
@@ -259,13 +242,13 @@ class Workbench:
         method: str = "latent_lora",
         history: Sequence[Mapping[str, Tensor]] = (),
         seed: int = 0,
-    ) -> Lesson:
+    ) -> TaskTraining:
         """What `train_pack` needs to train one adapter on rows for some steps."""
         import torch
 
+        from latent_sweep.learn.training import TaskTraining, derived_seed
         from latent_sweep.methods.protocol import TaskData
-        from latent_sweep.snapshots import TaskCheckpoint
-        from latent_sweep.training import Lesson, derived_seed
+        from latent_sweep.store.snapshots import TaskCheckpoint
 
         def generator(purpose: str) -> torch.Generator:
             return torch.Generator().manual_seed(derived_seed(seed, purpose))
@@ -275,23 +258,23 @@ class Workbench:
         )
         data = TaskData(self.trial.tasks[0].name, len(history), len(history) + 1, rows, generator)
         learner = self.method(method).begin_task(data, history)
-        checkpoint = TaskCheckpoint(Path(self.subject.folder) / "no-checkpoint")
-        return Lesson(learner, rows, settings, (seed, "bench"), checkpoint, (), on_step)
+        checkpoint = TaskCheckpoint(self.subject.storage, Path(self.subject.folder) / "no-checkpoint")
+        return TaskTraining(learner, rows, settings, (seed, "bench"), checkpoint, (), on_step)
 
-    def train(self, lessons: Sequence[Lesson]) -> list[TrainingSummary]:
+    def train(self, trainings: Sequence[TaskTraining]) -> list[TrainingSummary]:
         """Train side by side; what goes wrong is raised."""
-        from latent_sweep.training import train_pack
+        from latent_sweep.learn.training import train_pack
 
-        outcomes = train_pack(lessons, self.backbone, self.bank)
+        outcomes = train_pack(trainings, self.context.engine, self.bank)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
         return outcomes  # type: ignore[return-value]
 
-    def step_seconds(self, **lesson: Any) -> float:
-        """Seconds of one of our optimizer steps, a mean over a turn; the arguments are `lesson`'s."""
+    def step_seconds(self, **training: Any) -> float:
+        """Seconds of one of our optimizer steps, a mean over a turn; the arguments are `training`'s."""
         clock = self.clock()
-        self.train([self.lesson(self.one_batch(), self.sizes.steps + 1, clock.tick, **lesson)])
+        self.train([self.training(self.one_batch(), self.sizes.steps + 1, clock.tick, **training)])
         return clock.seconds_per_step
 
     def clock(self) -> Clock:
@@ -308,24 +291,17 @@ class Workbench:
 
     def mixer(self, trial: Trial, gates: Gates | None = None) -> Mixer:
         """How a trial's snapshots answer together; `gates` are needed where that is how its method mixes."""
-        from latent_sweep.mixing import Mixer
-
-        def tokens(position: int, split: str) -> Any:
-            return self.tokens(trial, position, split, whole=not trial.settings.router.pool.truncate)
-
-        return Mixer(
-            trial.settings.router, self.backbone, tokens, gates or _no_gates, len(trial.tasks), 0, self.subject.storage
-        )
+        return self.context.mixer(trial, gates or _no_gates)
 
     def answer(
         self, history: Sequence[Snapshot], weights: Array, position: int, max_new_tokens: int, cache: Path
     ) -> tuple[list[str], int]:
         """Answers to a task's test rows as evaluation gives them, and how many were not known in the folder `cache`."""
-        from latent_sweep.evaluation import Evaluator
+        from latent_sweep.learn.evaluation import Evaluator
 
         s = self.trial.settings
         evaluator = Evaluator(
-            self.backbone,
+            self.context.engine,
             self.bank,
             self.method(),
             s.evaluation.batch_size,
@@ -334,7 +310,7 @@ class Workbench:
             s.benchmark.references,
             cache,
         )
-        rows = self.tokens(self.trial, position, "test")
+        rows = self.context.tokens(self.trial, position, "test")
         score = evaluator.score(history, weights, rows, "accuracy")
         return [row["prediction"] for row in score.predictions], score.generated
 
@@ -342,8 +318,8 @@ class Workbench:
         """The usual way's settings, with a trial's rows."""
         from latent_sweep.bench.usual_way import Config, Task
 
-        def rows(position: int, split: str, *columns: str) -> list[dict[str, Any]]:
-            return [{name: row[name] for name in columns} for row in self.tokens(trial, position, split)]
+        def rows(position: int, split: Split, *columns: str) -> list[dict[str, Any]]:
+            return [{name: row[name] for name in columns} for row in self.context.tokens(trial, position, split)]
 
         longest, batch_size = trial.settings.benchmark.max_target_length, trial.settings.training.batch_size
         assert longest is not None and batch_size is not None
@@ -400,7 +376,7 @@ def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
 
 def first_trial(sweep: Mapping[str, Any]) -> Trial:
     """The first trial of a sweep file's content."""
-    from latent_sweep.config import parse_sweep
-    from latent_sweep.plan import expand
+    from latent_sweep.sweep.config import parse_sweep
+    from latent_sweep.sweep.plan import expand
 
     return expand(parse_sweep(sweep, "bench"))[0]

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from filelock import FileLock
 
-from latent_sweep import versions
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, is_cut, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
-from latent_sweep.files import committing, local_path, read_regular
-from latent_sweep.redaction import quoted, redact
-from latent_sweep.settings import canonical_json, content_hash
+from latent_sweep.security import quoted, redact
+from latent_sweep.settings import canonical_json, content_hash, local_path, read_regular
+from latent_sweep.store import versions
+from latent_sweep.store.files import committing
 
 if TYPE_CHECKING:
     from datasets import Dataset

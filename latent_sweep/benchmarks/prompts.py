@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.errors import DataError
-from latent_sweep.redaction import quoted
+from latent_sweep.security import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

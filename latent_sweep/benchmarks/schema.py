@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.files import local_path
-from latent_sweep.redaction import quoted
-from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, read_yaml
+from latent_sweep.security import quoted
+from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, local_path, read_yaml
 
 Metric = Literal["accuracy", "rouge_l"]
 Split = Literal["train", "validation", "test"]

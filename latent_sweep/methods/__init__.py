@@ -26,6 +26,10 @@ METHODS: Mapping[str, str] = {
 }
 
 
+DEFAULT = "latent_lora"
+"""What a sweep file that names no method runs."""
+
+
 def method_class(name: str) -> type[Method]:
     """The class registered under `name`.
 

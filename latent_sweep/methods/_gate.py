@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods._gradient_memory import (
     WHERE_MEMORY_IS_FULL,
@@ -20,7 +21,7 @@ from latent_sweep.methods._gradient_memory import (
     columns,
     filled,
 )
-from latent_sweep.methods.protocol import Example, TaskData
+from latent_sweep.methods.protocol import TaskData
 from latent_sweep.settings import Settings
 
 if TYPE_CHECKING:

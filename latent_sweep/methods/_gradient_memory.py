@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field
 
+from latent_sweep.backbones.outputs import IGNORED, Example
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
-from latent_sweep.methods.protocol import IGNORED, Example, TaskData, Workplace
+from latent_sweep.methods.protocol import MethodContext, TaskData
 from latent_sweep.settings import Settings
 
 if TYPE_CHECKING:
@@ -116,13 +117,13 @@ class InputMemory:
         DataError: the task has no rows.
     """
 
-    def __init__(self, gpm: GpmSettings, workplace: Workplace, task: TaskData, history: Snapshots):
+    def __init__(self, gpm: GpmSettings, context: MethodContext, task: TaskData, history: Snapshots):
         from latent_sweep.adapters.gradient_memory import input_blocks
 
         assert gpm.chunks and gpm.cross_attention_v and gpm.mask_padding is not None, "these settings are not resolved"
         check_rows(task)
-        self._gpm, self._workplace, self._task = gpm, workplace, task
-        targets = workplace.backbone.targets
+        self._gpm, self._context, self._task = gpm, context, task
+        targets = context.backbone.targets
         width = next(iter(targets.values())).in_features
         try:
             self._blocks = input_blocks(list(targets), width, gpm.chunks, gpm.cross_attention_v == "own_input")
@@ -177,9 +178,9 @@ class InputMemory:
         import torch
 
         from latent_sweep.adapters.gradient_memory import adding_second_moments
-        from latent_sweep.training import collate, epoch_batches, label_logits
+        from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
 
-        backbone, bank, rows = self._workplace.backbone, self._workplace.bank, self._task.rows
+        backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows
         projections = list(backbone.targets.values())
         lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
         batches = epoch_batches(lengths, self._gpm.batch_size, self._task.generator("memory"), group_by_length=True)

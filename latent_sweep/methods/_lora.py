@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones import EMBEDDED, dropout_rate, family_of
-from latent_sweep.methods.protocol import BRANCHES, Example, Learner, Method, MethodSettings, TaskData
+from latent_sweep.backbones.known import EMBEDDED, dropout_rate, family_of
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -150,13 +151,13 @@ class LoraMethod(Method):
         """m of every adapted projection."""
         from latent_sweep.adapters.lora import outputs_of
 
-        return outputs_of(self.workplace.backbone.targets)
+        return outputs_of(self.context.backbone.targets)
 
     def fresh(self, task: TaskData) -> Branch:
         """A new pair: A drawn, B = 0."""
         from latent_sweep.adapters.lora import new_branch
 
-        return new_branch(self.workplace.backbone.targets, self.rank(), task.generator("start"))
+        return new_branch(self.context.backbone.targets, self.rank(), task.generator("start"))
 
     def carried(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Branch:
         """The newest snapshot's pair, or a new one at the first task."""
@@ -164,16 +165,16 @@ class LoraMethod(Method):
 
     def branch(self, snapshot: Mapping[str, Tensor]) -> Branch:
         """A snapshot's pair, on the backbone's device."""
-        device = self.workplace.backbone.device
+        device = self.context.backbone.device
         return snapshot["A"].to(device), snapshot["B"].to(device)
 
-    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Each row answers with its own sum of pairs; snapshots that no row weighs play no part."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import blended
 
         branches = [self.branch(snapshot) for snapshot in history]
-        dtype = self.workplace.backbone.model.dtype
+        dtype = self.context.backbone.model.dtype
         return Adaptation(blended(branches, weights, self.outputs, self.settings.s, dtype))
 
 
@@ -205,7 +206,7 @@ class BranchMethod(LoraMethod):
         if not history or s.train_active == "current":
             return ()
         branches = [self.branch(snapshot) for snapshot in history]
-        deltas = summed(branches, self.outputs, s.s, self.workplace.backbone.model.dtype)
+        deltas = summed(branches, self.outputs, s.s, self.context.backbone.model.dtype)
         return DeltaSum([deltas], detach=[True]) if s.old_branch_grad == "detach" else deltas
 
 
@@ -247,12 +248,6 @@ class LoraLearner(Learner):
         own = LoraDeltas(self.A, self.B, self.outputs, self.settings.s)
         rate = (self.settings.dropout or 0.0) if torch.is_grad_enabled() else 0.0
         return Adaptation(DeltaSum([own, self._earlier], rate) if self._earlier or rate else own)
-
-    def first_layer_gradients(self) -> list[Tensor | None]:
-        """Gradients of the first projection's A and B; A's is zero as long as B is."""
-        rows_of_B = slice(0, self.outputs[0])
-        firsts = ((self.A, 0), (self.B, rows_of_B))
-        return [None if tensor.grad is None else tensor.grad[first] for tensor, first in firsts]
 
     def finish(self) -> dict[str, Tensor]:
         """The pair."""

@@ -9,22 +9,22 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from latent_sweep.adapters.bank import Adaptation, virtual_tokens
+from latent_sweep.backbones.generation import Sampler, generate
+from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.generation import Sampler, generate
-from latent_sweep.methods.protocol import Example, TaskData, Workplace
+from latent_sweep.methods.protocol import MethodContext, TaskData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from latent_sweep.backbones import Backbone
-    from latent_sweep.methods.lfpt5 import Lfpt5Settings
+    from latent_sweep.backbones.loading import Backbone
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,34 @@ def unpadded(ids: Tensor) -> list[list[int]]:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
+class DrawSettings(Protocol):
+    """How many pseudo-samples are drawn, and how; a method's own settings say so."""
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens of one, at most."""
+
+    @property
+    def samples_per_label(self) -> int:
+        """How many are wanted for each label."""
+
+    @property
+    def samples_per_task(self) -> int:
+        """How many are wanted of a task without labels."""
+
+    @property
+    def tries(self) -> int:
+        """How many are drawn, at most."""
+
+    @property
+    def top_k(self) -> int:
+        """Likeliest tokens from which each token is drawn."""
+
+    @property
+    def repetition_penalty(self) -> float:
+        """What logits of tokens are divided by that it already has."""
+
+
 @dataclass(frozen=True)
 class Samples:
     """Rows of one earlier task that a prompt has written."""
@@ -159,10 +187,10 @@ class Samples:
 
 
 def draw(
-    workplace: Workplace, prompt: Tensor, format: RowFormat, settings: Lfpt5Settings, generator: torch.Generator
+    context: MethodContext, prompt: Tensor, format: RowFormat, settings: DrawSettings, generator: torch.Generator
 ) -> Samples:
     """Have a prompt, (vectors, d), write rows of an earlier task until enough are well-formed or the tries used up."""
-    s, places, writer = settings, (workplace.backbone, workplace.bank), Adaptation(prompt=prompt)
+    s, places, writer = settings, (context.backbone, context.bank), Adaptation(prompt=prompt)
     sampler = Sampler(s.top_k, s.repetition_penalty, generator)
     question = [*format.name, *virtual_tokens(len(prompt))]
     wanted = {tuple(label): s.samples_per_label for label in format.labels} or {(): s.samples_per_task}
@@ -179,6 +207,6 @@ def draw(
                 wanted[label] -= 1
                 rows.append(row)
     if drawn and not rows:
-        name = workplace.backbone.tokenizer.decode(format.name, skip_special_tokens=True)
+        name = context.backbone.tokenizer.decode(format.name, skip_special_tokens=True)
         log.warning("none of %d pseudo-samples of task %s is well-formed: nothing of it is replayed", drawn, name)
     return Samples(format, rows, well_formed, drawn)

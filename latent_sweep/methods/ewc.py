@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from latent_sweep.backbones.outputs import IGNORED, Example
 from latent_sweep.errors import DataError, NonFiniteLoss
 from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
-from latent_sweep.methods.protocol import IGNORED, Example, TaskData, Workplace
+from latent_sweep.methods.protocol import MethodContext, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,11 +84,11 @@ class Ewc(LoraMethod):
                 "give it rows or leave it out of benchmark.tasks"
             )
         branch, anchors = self.carried(task, history), self._anchors(history)
-        return EwcLearner(branch, self.outputs, self.settings, anchors, task, self.workplace)
+        return EwcLearner(branch, self.outputs, self.settings, anchors, task, self.context)
 
     def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[Branch, Branch]]:
         """Every (F, theta*) that the new pair is held to."""
-        device = self.workplace.backbone.device
+        device = self.context.backbone.device
         pairs = [self.branch(snapshot) for snapshot in history]
         own = [(snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history]
         if self.settings.fisher == "separate" or not history:
@@ -107,7 +108,7 @@ class EwcLearner(LoraLearner):
         settings: of the method.
         anchors: every (F, theta*).
         task: the task to be learned, on whose rows F is measured.
-        workplace: where F is measured.
+        context: where F is measured.
     """
 
     settings: EwcSettings
@@ -119,10 +120,10 @@ class EwcLearner(LoraLearner):
         settings: EwcSettings,
         anchors: Sequence[tuple[Branch, Branch]],
         task: TaskData,
-        workplace: Workplace,
+        context: MethodContext,
     ):
         super().__init__(branch, outputs, settings)
-        self._anchors, self._task, self._workplace = anchors, task, workplace
+        self._anchors, self._task, self._context = anchors, task, context
         self._facts: dict[str, float] = {}
 
     def penalty(self) -> dict[str, Tensor]:
@@ -148,7 +149,7 @@ class EwcLearner(LoraLearner):
         s, task = self.settings, self._task
         chosen = torch.randperm(len(task.rows), generator=task.generator("fisher"))[: s.fisher_samples]
         sample = [task.rows[i] for i in chosen.tolist()]
-        F_A, F_B = diagonal_fisher((self.A, self.B), self.outputs, s.s, sample, self._workplace)
+        F_A, F_B = diagonal_fisher((self.A, self.B), self.outputs, s.s, sample, self._context)
         entries = torch.cat([F_A.flatten(), F_B.flatten()])
         if not bool(entries.isfinite().all()):
             raise NonFiniteLoss(
@@ -165,7 +166,7 @@ class EwcLearner(LoraLearner):
 
 
 def diagonal_fisher(
-    branch: Branch, outputs: Sequence[int], scale: float, rows: Sequence[Example], workplace: Workplace
+    branch: Branch, outputs: Sequence[int], scale: float, rows: Sequence[Example], context: MethodContext
 ) -> Branch:
     """Mean over rows of the squared gradient of each row's own loss, the mean over its target tokens.
 
@@ -179,7 +180,7 @@ def diagonal_fisher(
 
     from latent_sweep.adapters.bank import Adaptation
     from latent_sweep.adapters.lora import LoraDeltas
-    from latent_sweep.training import forward
+    from latent_sweep.backbones.batches import forward
 
     A, B = (tensor.detach() for tensor in branch)
     sums = torch.zeros_like(A), torch.zeros_like(B)
@@ -188,7 +189,7 @@ def diagonal_fisher(
         batch = by_length[start : start + FISHER_BATCH]
         own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in (A, B))
         deltas = LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch))
-        found = forward(workplace.backbone, workplace.bank, batch, Adaptation(deltas))
+        found = forward(context.backbone, context.bank, batch, Adaptation(deltas))
         logits, labels = found.logits.float().flatten(0, 1), found.labels.flatten()
         of_tokens = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none").view_as(found.labels)
         of_rows = of_tokens.sum(1) / (found.labels != IGNORED).sum(1)

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from latent_sweep.backbones import family_of
+from latent_sweep.backbones.known import family_of
+from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods._gate import GateSettings, NewGate, gate_of, pooled_prompts, resolved_gate
 from latent_sweep.methods._gradient_memory import (
     Design,
     GpmSettings,
     InputMemory,
     filled,
-    first_gradients,
     resolved_gpm,
 )
 from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
-from latent_sweep.methods.protocol import BRANCHES, Example, Mixing, TaskData
+from latent_sweep.methods.protocol import BRANCHES, Mixing, TaskData
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,7 +125,7 @@ class GainLora(BranchMethod):
         """O-LoRA with these settings, for its penalty."""
         s = self.settings
         own = OLoraSettings(rank=s.rank, alpha=s.alpha, lambda_1=s.lambda_1, lambda_2=s.lambda_2)
-        return OLora(own, self._workplace)
+        return OLora(own, self._context)
 
     # --- learning and answering ---
 
@@ -135,7 +135,7 @@ class GainLora(BranchMethod):
         """g_t(x) of every snapshot's gate for every prompt."""
         import torch
 
-        table, settings = self.workplace.backbone.embedding_table, self.settings.gate
+        table, settings = self.context.backbone.embedding_table, self.settings.gate
         with torch.no_grad():
             p0 = pooled_prompts(table, prompts, settings)
             weights = [gate_of(snapshot, settings, table.device)(p0) for snapshot in history]
@@ -143,9 +143,9 @@ class GainLora(BranchMethod):
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> GainLoraLearner:
         """A new pair behind a new gate that is closed for earlier prompts, beside the earlier pairs behind theirs."""
-        s, table = self.settings, self.workplace.backbone.embedding_table
+        s, table = self.settings, self.context.backbone.embedding_table
         gate = NewGate(s.gate, s.gpm, table, task, history)
-        memory = InputMemory(s.gpm, self.workplace, task, history) if s.variant == "inf_lora" else None
+        memory = InputMemory(s.gpm, self.context, task, history) if s.variant == "inf_lora" else None
         penalty = None if memory else self._o_lora().penalty(task.position, history)
         active = history if s.train_active == "sum" else ()
         earlier = [(self.branch(snapshot), gate_of(snapshot, s.gate, table.device)) for snapshot in active]
@@ -206,10 +206,6 @@ class GainLoraLearner(LoraLearner):
         earlier = () if self._pairs is None else weighed(*self._pairs, self._gates)
         rate = (self.settings.dropout or 0.0) if torch.is_grad_enabled() else 0.0
         return Adaptation(DeltaSum([own, earlier], rate, [False, self._detach]))
-
-    def first_layer_gradients(self) -> list[Tensor | None]:
-        """Of the first projection that can learn."""
-        return first_gradients(self.A, self.B, self.outputs)
 
     def penalty(self) -> dict[str, Tensor]:
         """O-LoRA's, in its variant."""

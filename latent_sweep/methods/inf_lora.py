@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from latent_sweep.backbones import family_of
-from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, first_gradients, resolved_gpm
+from latent_sweep.backbones.known import family_of
+from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, resolved_gpm
 from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 
@@ -74,7 +74,7 @@ class InfLora(BranchMethod):
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> InfLoraLearner:
         """A designed A and B = 0, beside the earlier pairs."""
-        memory = InputMemory(self.settings.gpm, self.workplace, task, history)
+        memory = InputMemory(self.settings.gpm, self.context, task, history)
         return InfLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), memory)
 
 
@@ -93,10 +93,6 @@ class InfLoraLearner(LoraLearner):
         super().__init__(branch, outputs, settings, earlier, train_A=False)
         self._memory = memory
         self.A = memory.down_projection(self.A, settings.design, self.adaptation)
-
-    def first_layer_gradients(self) -> list[Tensor | None]:
-        """Of the first projection that can learn."""
-        return first_gradients(self.A, self.B, self.outputs)
 
     def state(self) -> dict[str, Tensor]:
         """A: another machine's singular vectors might have other signs."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep import versions
-from latent_sweep.backbones import EMBEDDED
-from latent_sweep.methods.protocol import BRANCHES, Example, Learner, Method, MethodSettings, TaskData
+from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import Settings
+from latent_sweep.store import versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +88,7 @@ class LatentLora(Method):
 
     settings_class = LatentLoraSettings
     version = 2
+    factored = True
     mixings = ("soft", *(mixing for mixing in BRANCHES if mixing != "soft"))
     settings: LatentLoraSettings
     _space: LatentSpace | None = None
@@ -134,14 +136,14 @@ class LatentLora(Method):
             from latent_sweep.adapters.factors import load_factors
             from latent_sweep.adapters.latent import LatentSpace
 
-            s, backbone = self.settings, self.workplace.backbone
+            s, backbone = self.settings, self.context.backbone
             factors = load_factors(
                 backbone.projections,
                 backbone.weights_digest,
                 s.rank,
-                self.workplace.storage / "factors",
+                self.context.storage / "factors",
                 s.svd,
-                self.workplace.largest_rank,
+                self.context.largest_rank,
             )
             self._space = LatentSpace(factors, s.s, s.sigma_side, backbone.device, backbone.model.dtype, s.svd)
         return self._space
@@ -166,7 +168,7 @@ class LatentLora(Method):
         active = blend(earlier, torch.ones(1, len(earlier)))[:, 0] if s.train_active == "sum" and earlier else None
         return LatentLearner(space, R, penalty, s.ortho_lambda or 0.0, active, s.dropout)
 
-    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Each row answers with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.latent import blend
@@ -216,10 +218,6 @@ class LatentLearner(Learner):
 
         dropout = self._dropout if torch.is_grad_enabled() else 0.0
         return Adaptation(self._space.deltas(self.R if self._active is None else self.R + self._active, dropout))
-
-    def first_layer_gradients(self) -> list[Tensor | None]:
-        """Gradient of the first projection's R."""
-        return [None if self.R.grad is None else self.R.grad[0]]
 
     def penalty(self) -> dict[str, Tensor]:
         """lambda times the interference with the earlier adapters, equation (10)."""

@@ -32,15 +32,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones import EMBEDDED, dropout_rate
-from latent_sweep.methods.protocol import IGNORED, Example, Learner, Method, MethodSettings, Outputs, TaskData
+from latent_sweep.backbones.known import EMBEDDED, dropout_rate
+from latent_sweep.backbones.outputs import IGNORED, Example, Outputs
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import NOT_IDENTITY
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation
-    from latent_sweep.backbones import Backbone
+    from latent_sweep.backbones.loading import Backbone
     from latent_sweep.methods._pseudo_samples import RowFormat, Samples
 
 DESCRIPTION = "sentence classification"
@@ -139,21 +140,21 @@ class Lfpt5(Method):
         """The previous prompt, to be trained further, with pseudo-samples of every earlier task that it draws now."""
         from latent_sweep.methods._pseudo_samples import RowFormat, draw
 
-        backbone = self.workplace.backbone
+        backbone = self.context.backbone
         format = RowFormat.of(task, backbone)
         if not history:
             start = first_prompt(task, format, backbone, self.settings.prompt_length)
             return Lfpt5Learner(self, start, format, [])
         prompt, generator = history[-1]["prompt"].to(backbone.device), task.generator("pseudo-samples")
         earlier = [RowFormat.load(snapshot, backbone) for snapshot in history]
-        samples = [draw(self.workplace, prompt, of_task, self.settings, generator) for of_task in earlier]
+        samples = [draw(self.context, prompt, of_task, self.settings, generator) for of_task in earlier]
         return Lfpt5Learner(self, prompt, format, samples)
 
-    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """The newest prompt, the same for all rows."""
         from latent_sweep.adapters.bank import Adaptation
 
-        return Adaptation(prompt=history[-1]["prompt"].to(self.workplace.backbone.device))
+        return Adaptation(prompt=history[-1]["prompt"].to(self.context.backbone.device))
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
         """The soft prompt stands behind the input."""
@@ -184,7 +185,7 @@ class Lfpt5Learner(Learner):
     """Trains the prompt to answer, to write rows, and to stay near its earlier answers on replayed ones.
 
     Args:
-        method: whose settings and workplace it has.
+        method: whose settings and context it has.
         prompt: where it starts; it is copied, and the teacher stays there.
         format: of this task's rows.
         samples: of every earlier task, oldest first.
@@ -204,10 +205,6 @@ class Lfpt5Learner(Learner):
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation(prompt=self.prompt)
-
-    def first_layer_gradients(self) -> list[Tensor | None]:
-        """The prompt's gradient."""
-        return [self.prompt.grad]
 
     def examples(self, rows: Sequence[Example]) -> list[Example]:
         """The task's rows and the pseudo-samples, each with the prompt and, as `lm`, as it is to be written."""
@@ -256,10 +253,10 @@ class Lfpt5Learner(Learner):
         return divergence(logits[labels != IGNORED], told.logits[told.labels != IGNORED], temperature=1.0)
 
     def _forward(self, rows: Sequence[Example], adaptation: Adaptation, drop_out: bool | None = None) -> Outputs:
-        from latent_sweep.training import forward
+        from latent_sweep.backbones.batches import forward
 
-        workplace = self._method.workplace
-        return forward(workplace.backbone, workplace.bank, rows, adaptation, drop_out=drop_out)
+        context = self._method.context
+        return forward(context.backbone, context.bank, rows, adaptation, drop_out=drop_out)
 
     def finish(self) -> dict[str, Tensor]:
         """The prompt, the format of this task's rows, and the pseudo-samples of every earlier task, token ids."""

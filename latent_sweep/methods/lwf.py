@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from latent_sweep.backbones.outputs import IGNORED, Outputs
 from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
-from latent_sweep.methods.protocol import IGNORED, Outputs, TaskData, Workplace
+from latent_sweep.methods.protocol import MethodContext, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,7 @@ class Lwf(LoraMethod):
         branch = self.carried(task, history)
         if not history or not self.settings.alpha_kd:
             return LoraLearner(branch, self.outputs, self.settings)
-        return LwfLearner(branch, self.outputs, self.settings, self.workplace)
+        return LwfLearner(branch, self.outputs, self.settings, self.context)
 
 
 class LwfLearner(LoraLearner):
@@ -64,27 +65,27 @@ class LwfLearner(LoraLearner):
         branch: where the pair starts, and the teacher stays.
         outputs: m of every projection.
         settings: of the method.
-        workplace: where the teacher answers.
+        context: where the teacher answers.
     """
 
     settings: LwfSettings
 
-    def __init__(self, branch: Branch, outputs: Sequence[int], settings: LwfSettings, workplace: Workplace):
+    def __init__(self, branch: Branch, outputs: Sequence[int], settings: LwfSettings, context: MethodContext):
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import LoraDeltas
 
         super().__init__(branch, outputs, settings)
-        self._workplace, self._teacher = workplace, Adaptation(LoraDeltas(*branch, outputs, settings.s))
+        self._context, self._teacher = context, Adaptation(LoraDeltas(*branch, outputs, settings.s))
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
         """The cross-entropy, and the distance to the teacher on the same rows."""
         import torch
 
-        from latent_sweep.training import forward
+        from latent_sweep.backbones.batches import forward
 
         s = self.settings
         with torch.no_grad():
-            told = forward(self._workplace.backbone, self._workplace.bank, outputs.rows, self._teacher)
+            told = forward(self._context.backbone, self._context.bank, outputs.rows, self._teacher)
         # among others in a pack, the student's rows may be padded further than the teacher's: compare token by token
         student, teacher = (o.logits[o.labels != IGNORED] for o in (outputs, told))
         distance = s.alpha_kd * divergence(student, teacher, s.temperature) / outputs.denominator

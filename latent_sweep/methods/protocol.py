@@ -20,18 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation, AdapterBank
-    from latent_sweep.backbones import Backbone
+    from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.outputs import Example, Outputs
 
 Mixing = Literal["soft", "hard", "gates", "sum", "last", "oracle"]
 
 BRANCHES: tuple[Mixing, ...] = ("sum", "soft", "hard", "last", "oracle")
 """The mixtures of a method whose every snapshot is an adapter of its own."""
-
-Example = Mapping[str, Any]
-"""One tokenised row: `prompt_ids`, `target_ids` and `input_ids` (the input without its instruction) are token ids."""
-
-IGNORED = -100
-"""Label of positions that carry no loss."""
 
 
 class MethodSettings(Settings):
@@ -42,7 +37,7 @@ class MethodSettings(Settings):
 
 
 @dataclass(frozen=True)
-class Workplace:
+class MethodContext:
     """Where a method works: the backbone, the bank that adapts it, and the folder its caches may use."""
 
     backbone: Backbone
@@ -74,21 +69,23 @@ class Method:
         settings_class: the pydantic class of its `method:` group.
         version: raised when the same settings would train to something else; part of every lineage.
         mixings: how its snapshots can answer together; the first is taken when the sweep file does not say.
+        factored: whether its adapters lie in frozen truncated factors of the weights, which every member keeps.
     """
 
     settings_class: ClassVar[type[MethodSettings]]
     version: ClassVar[int] = 1
     mixings: ClassVar[tuple[Mixing, ...]] = ("last",)
+    factored: ClassVar[bool] = False
 
-    def __init__(self, settings: Any, workplace: Workplace | None = None):
+    def __init__(self, settings: Any, context: MethodContext | None = None):
         self.settings = settings
-        self._workplace = workplace
+        self._context = context
 
     @property
-    def workplace(self) -> Workplace:
+    def context(self) -> MethodContext:
         """Backbone and folders; a method built for planning has none."""
-        assert self._workplace is not None, "this method was built for planning only"
-        return self._workplace
+        assert self._context is not None, "this method was built for planning only"
+        return self._context
 
     # --- planning: no torch, no data ---
 
@@ -137,7 +134,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """How these snapshots answer, weighted row by row: weights (rows, snapshots).
 
         One row of weights holds for every row of any batch.
@@ -155,27 +152,6 @@ class Method:
         return list(ids)
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What a forward pass gives a learner: logits where there are labels, and how they count."""
-
-    rows: Sequence[Example]
-    """The rows that were run: a micro-batch of this learner."""
-    logits: Tensor
-    """(rows, longest target, vocabulary)."""
-    labels: Tensor
-    """(rows, longest target) token ids, IGNORED where there is none."""
-    denominator: float
-    """What the summed cross-entropy is divided by: the same for every micro-batch of a step, so that they add up."""
-
-    def task_loss(self) -> Tensor:
-        """Cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
-        from torch.nn.functional import cross_entropy
-
-        logits, labels = self.logits.float().flatten(0, 1), self.labels.flatten()
-        return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / self.denominator
-
-
 class Learner:
     """Learns one task: the only mutable thing. The loop owns backward, clipping and stepping."""
 
@@ -185,10 +161,6 @@ class Learner:
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
         """What the backbone gets for these rows during training and validation."""
-        raise NotImplementedError
-
-    def first_layer_gradients(self) -> list[Tensor | None]:
-        """Gradients of the first adapted projection: all zero at the first step means that no signal reaches it."""
         raise NotImplementedError
 
     def examples(self, rows: Sequence[Example]) -> Sequence[Example]:

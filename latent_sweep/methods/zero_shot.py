@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from latent_sweep.methods.protocol import Example, Learner, Method, MethodSettings, TaskData
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,7 @@ class ZeroShot(Method):
         """A learner without parameters."""
         return NothingToLearn()
 
-    def mixture(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """The bare backbone."""
         from latent_sweep.adapters.bank import Adaptation
 
@@ -64,7 +65,3 @@ class NothingToLearn(Learner):
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation()
-
-    def first_layer_gradients(self) -> list[Tensor | None]:
-        """None."""
-        return []

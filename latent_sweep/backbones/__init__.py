@@ -1,0 +1,1 @@
+"""The frozen models: known by name, identified, loaded, batched for, and asked for answers."""

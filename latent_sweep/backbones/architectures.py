@@ -1,0 +1,93 @@
+"""Models of the two families by their configuration, with random weights or none, and the device that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from latent_sweep.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+from latent_sweep.backbones.known import BackboneSettings, Family
+
+
+def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
+    """Where `backbone.device` puts a model on this machine.
+
+    Raises:
+        ConfigError: a GPU was asked for, and there is none.
+    """
+    import torch
+
+    if settings.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`"
+        )
+    return settings.device
+
+
+def device_name(device: torch.device) -> str:
+    """What computes: `cpu`, or the GPU's name."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def model_config(family: Family, config: Mapping[str, Any]) -> Any:
+    """The transformers configuration object of a family."""
+    from transformers import LlamaConfig, T5Config
+
+    return (T5Config if family == "t5" else LlamaConfig)(**config)
+
+
+def random_model(
+    family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+) -> Any:
+    """A model with random weights of these shapes: the tests' tiny models, and full shapes without a download."""
+    import torch
+    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+
+    architecture = T5ForConditionalGeneration if family == "t5" else LlamaForCausalLM
+    usual = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        torch.set_default_dtype(dtype)  # a large model would not fit in float32 first
+        try:
+            return architecture(model_config(family, config))
+        finally:
+            torch.set_default_dtype(usual)
+
+
+def empty_model(folder: Path) -> Any:
+    """The model of a checkpoint folder without its weights: parameters are on the meta device, buffers are there."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, LlamaForCausalLM, T5ForConditionalGeneration
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = (T5ForConditionalGeneration if config.model_type == "t5" else LlamaForCausalLM)(config)
+    model.tie_weights()
+    return model
+
+
+def set_dropout(model: Any, rate: float) -> float:
+    """Give all dropout of a model one rate, and return the one before.
+
+    By rate and not by mode, because gradient checkpointing needs training mode, where nothing may wake up (A28).
+    """
+    import torch
+
+    before = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            before, module.p = module.p, rate
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), int | float):
+                before = getattr(module, name)
+                setattr(module, name, rate)
+    return before

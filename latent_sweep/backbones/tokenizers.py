@@ -1,0 +1,103 @@
+"""Tokenizers of backbones: of a checkpoint, or of single bytes for random weights."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.settings import content_hash
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+from latent_sweep.backbones.files import checkpoint_file, embedded_folder, embedded_path
+from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def digest_of_tokenizer(tokenizer: Any) -> str:
+    """Content hash of a tokenizer and its special tokens."""
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.all_special_ids]
+    return content_hash([tokenizer.backend_tokenizer.to_str(), special])
+
+
+def load_tokenizer(settings: BackboneSettings) -> Any:
+    """The transformers tokenizer of a backbone.
+
+    Raises:
+        ConfigError: there is none under this name.
+    """
+    known = describe(settings)
+    if settings.tokenizer is not None:
+        return _from_pretrained(settings.tokenizer, settings.tokenizer_revision)
+    if known is not None and known.source == "config":
+        return byte_tokenizer()
+    if settings.name == EMBEDDED:
+        return _from_pretrained(str(embedded_folder(settings.dtype)), None)
+    return _from_pretrained(known.source if known else settings.name, settings.revision)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of single bytes for the tiny models: nothing to download, any text round-trips."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_bytes_to_ids(), pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _bytes_to_ids() -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.add_special_tokens(specials)
+    return tokenizer
+
+
+def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
+    """What turns text into ids, from this machine's files alone and without transformers, for checks of a plan.
+
+    Returns:
+        None where its file is not here (a hub model that nobody has loaded yet) or cannot be read: loading the
+        backbone fetches it, or says what is wrong with it.
+    """
+    from tokenizers import Tokenizer
+
+    path, known = None, describe(settings)
+    if settings.tokenizer is None and known is not None and known.source == "config":
+        return _bytes_to_ids()
+    if settings.tokenizer is not None:
+        path = checkpoint_file(settings.tokenizer, TOKENIZER_FILE, settings.tokenizer_revision)
+    elif settings.name == EMBEDDED:
+        path = embedded_path(settings.dtype) / TOKENIZER_FILE
+    else:
+        path = checkpoint_file(known.source if known else settings.name, TOKENIZER_FILE, settings.revision)
+    if path is None or not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        log.info("%s cannot be read (%s)", path, error)
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _from_pretrained(source: str, revision: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"backbone.tokenizer: no tokenizer can be loaded from {source!r}: {error}") from error

@@ -1,0 +1,237 @@
+"""Drives a sweep to its end: what is missing is handed to Ray or run here, and mirrored into MLflow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from latent_sweep.backbones.identity import unpinned
+from latent_sweep.backends.addresses import check_ray_address
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.results.tracked import trial_name
+from latent_sweep.security import printable
+from latent_sweep.settings import content_hash, yaml_text
+from latent_sweep.store.files import read_file
+from latent_sweep.store.folders import SweepFolder, driving
+from latent_sweep.store.journal import status
+from latent_sweep.store.sealed import sealed_json
+from latent_sweep.store.storage import JOURNAL, Storage, following, open_storage
+from latent_sweep.sweep.checks import check_sweep
+from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
+from latent_sweep.sweep.forecast import describe_plan
+from latent_sweep.sweep.groups import EngineSettings
+from latent_sweep.sweep.plan import Member, Pack, Trial, expand, pack
+
+log = logging.getLogger(__name__)
+
+SHOWN = 6
+"""Trials that a message lists at most."""
+
+
+def run_sweep(
+    path: str,
+    overrides: Sequence[str] = (),
+    local: bool = False,
+    fail_fast: bool = False,
+    only_failed: bool = False,
+    replace: bool = False,
+) -> int:
+    """Run a sweep file to its end; returns the number of trials that did not come to theirs.
+
+    Args:
+        path: the sweep file.
+        overrides: `path=value`, as after `--set`.
+        local: in this process, without Ray.
+        fail_fast: end the sweep when a trial has failed, instead of going on with the others.
+        only_failed: run the trials that have failed before, and no others.
+        replace: let trials that an earlier sweep of this name has started, and this one lacks, drop out of its results.
+
+    Raises:
+        LatentSweepError: the sweep cannot be started; the message says what to change.
+    """
+    sweep = load_sweep(path, overrides)
+    if not local:
+        check_ray_address(sweep.run.allow_insecure)
+    check_engine(sweep.run.engine)
+    trials = expand(sweep)
+    check_pinned(sweep, trials)
+    packs = pack(trials, sweep.run.pack)
+    storage = open_storage(sweep.run.storage)
+    storage.make()
+    warnings = check_sweep(sweep, trials, storage.folder)
+    folder = SweepFolder(storage, sweep.name)
+    storage.pull(folder.path)
+    _tell(describe_plan(sweep, trials, packs, storage, warnings))
+    with driving(folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
+        storage.pull(folder.path)
+        if not replace:
+            check_name(sweep, trials, folder)
+        return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)
+
+
+def _drive(
+    sweep: Sweep,
+    trials: Sequence[Trial],
+    packs: Sequence[Pack],
+    storage: Storage,
+    local: bool,
+    fail_fast: bool,
+    only_failed: bool,
+) -> int:
+    """Run what is missing of a sweep that nobody else drives."""
+    from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
+    from latent_sweep.results.progress import ProgressPrinter
+    from latent_sweep.results.report import render, summarise
+
+    folder = write_sweep(sweep, trials, storage)
+    todo = _failed(packs, folder) if only_failed else _incomplete(packs, folder)
+    trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
+    if only_failed:
+        _tell(f"{missing} of {trainings} trainings have failed before and are run again")
+    elif missing < trainings:
+        _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
+    mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
+    thread = MirrorThread(mirror, tell=_tell)
+    thread.start()
+    try:
+        if todo:
+            with ProgressPrinter(folder, _tell), following(storage, folder.path):
+                if local:
+                    from latent_sweep.backends.local import run_here
+
+                    run_here(todo, folder, sweep.run, fail_fast, _tell)
+                else:
+                    from latent_sweep.backends.ray_tune import run_on_ray
+
+                    run_on_ray(todo, folder, sweep.run, fail_fast)
+    finally:
+        thread.stop()
+    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    if storage.is_remote:
+        _tell(f"          a copy of what is below {storage.place}")
+    if link := mirror.link():
+        _tell(f"compare   {mirror.ui_command()}\n          {link}")
+    return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
+
+
+def check_engine(settings: EngineSettings) -> None:
+    """Find what DeepSpeed would not accept before anything starts; importing it takes seconds, so only if needed.
+
+    Raises:
+        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
+    """
+    if settings.config:
+        from latent_sweep.backends.deepspeed_engine import deepspeed_config
+
+        deepspeed_config(settings)
+
+
+def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Refuse backbones whose content a hub may change while the sweep runs, or before it is run again.
+
+    Raises:
+        ConfigError: a branch or tag of a hub's model could not be turned into a commit.
+    """
+    settings = {trial.settings.backbone.model_dump_json(): trial.settings.backbone for trial in trials}
+    if faults := [fault for backbone in settings.values() for fault in unpinned(backbone)]:
+        raise fault_report(sweep.source, faults)
+
+
+def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> None:
+    """Refuse a name under which other trials have been started: they would vanish from its results.
+
+    Raises:
+        ConfigError: listing the trials that would drop out.
+    """
+    kept = {trial.trial_id for trial in trials}
+    try:
+        before = list(there) if there.exists else []
+    except StoreError as error:  # it is written anew
+        log.warning("what ran under the name %s is not known: %s", sweep.name, error)
+        return
+    lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
+    if lost:
+        shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
+        raise ConfigError(
+            f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} started trials that {sweep.source} does "
+            f"not have: {'; '.join(shown)}. They would drop out of its table. Choose another name (what both have in "
+            "common is not learned again), or add --replace; their folders stay in either case."
+        )
+
+
+def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> SweepFolder:
+    """Write what the sweep is: the file as resolved, and each trial's complete settings."""
+    folder = SweepFolder(storage, sweep.name)
+    resolved = {
+        "name": sweep.name,
+        "trial": dict(sweep.trial),
+        "search": {axis: list(values) for axis, values in sweep.grid.items()}
+        | {axis: draw.written() for axis, draw in sweep.draws.items()},
+        "run": sweep.run.model_dump(mode="json"),
+    }
+    files = {folder.path / "sweep.yaml": yaml_text(resolved).encode()}
+    entries = []
+    for trial in trials:
+        settings = trial.settings.model_dump(mode="json")
+        files[folder.path / "trials" / trial.trial_id / "trial.yaml"] = yaml_text(settings).encode()
+        entries.append(
+            {
+                "trial_id": trial.trial_id,
+                "training_id": trial.training_id,
+                "values": {axis: trial.values.get(axis) for axis in sweep.axes},
+                "params": _flat(settings) | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)},
+                "n_tasks": len(trial.tasks),
+            }
+        )
+    content = {
+        "name": sweep.name,
+        "sweep_id": content_hash(sorted(trial.trial_id for trial in trials)),
+        "axes": list(sweep.axes),
+        "seed_axis": "seed",
+        "tracking_uri": sweep.run.tracking.uri,
+        "trials": entries,
+    }
+    changed = {path: text for path, text in files.items() if read_file(path) != text}
+    with ThreadPoolExecutor(16) as writers:  # each waits for its disk, or its object store
+        list(writers.map(storage.write, changed, changed.values()))
+    storage.write(folder.path / "sweep.json", sealed_json(content, indent=1))
+    return folder
+
+
+def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
+    """The packs with those of their members that have something missing."""
+
+    def lacks(member: Member) -> bool:
+        return not all(trial.files(folder).complete for trial in member.trials)
+
+    lacking = [Pack(tuple(filter(lacks, p.members))) for p in packs]
+    return [p for p in lacking if p.members]
+
+
+def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
+    """The packs with those of their trials that have failed."""
+
+    def failed(trial: Trial) -> bool:
+        return status(folder.journal(trial.trial_id).read()) == "failed"
+
+    def kept(member: Member) -> Member:
+        return replace(member, trials=tuple(filter(failed, member.trials)))
+
+    left = [Pack(tuple(m for m in map(kept, p.members) if m.trials)) for p in packs]
+    return [p for p in left if p.members]
+
+
+def _tell(text: str) -> None:
+    print(printable(text), flush=True)
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(settings, dict):
+        return {prefix: settings}
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat

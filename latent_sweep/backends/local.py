@@ -1,0 +1,58 @@
+"""Runs packs one after another in this process: for debuggers, tests, and machines without Ray."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from latent_sweep.backends.engines import engine_of
+from latent_sweep.backends.retries import has_failed, journal_lengths, still_to_try
+from latent_sweep.errors import ConfigError, LatentSweepError
+from latent_sweep.learn.events import StageDone, Step
+from latent_sweep.learn.packing import best_size, measure, split
+from latent_sweep.learn.trial import run_pack
+from latent_sweep.results.progress import ProgressWriter
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.sweep.groups import RunSettings
+from latent_sweep.sweep.plan import Pack
+
+log = logging.getLogger(__name__)
+
+
+def run_here(
+    packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool, tell: Callable[[str], None]
+) -> None:
+    """Run packs to their end; one that fails says so in its trials' journals and does not disturb the others.
+
+    Args:
+        fail_fast: end when a trial has failed.
+        tell: prints a line.
+    """
+    if run.resources.workers > 1:
+        raise ConfigError(
+            f"run.resources.workers: found {run.resources.workers}, but --local runs in this process alone; leave "
+            "--local out, or add --set run.resources.workers=1"
+        )
+    if run.pack == "auto":
+        packs = [part for p in packs for part in split(p, best_size(measure(p, sweep.storage)), slots=1)]
+    launched = journal_lengths(packs, sweep)
+    for p in packs:
+        progress = ProgressWriter(sweep, p)
+
+        def emit(event: Step | StageDone, progress: ProgressWriter = progress) -> None:
+            if isinstance(event, Step):
+                progress.write(event)
+
+        left, tried = still_to_try(p, sweep, launched, run), None
+        while left is not None and left != tried:  # tried again as it was, it would fail again
+            try:
+                run_pack(left, sweep, emit, engine=engine_of(run.engine))
+                break
+            except LatentSweepError as error:
+                log.error("pack %s failed: %s", p.pack_id, error)
+            except Exception:
+                log.exception("pack %s failed", p.pack_id)
+            left, tried = still_to_try(p, sweep, launched, run), left
+        if fail_fast and has_failed(p, sweep, launched, run):
+            tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
+            return

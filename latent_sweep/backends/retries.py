@@ -1,0 +1,117 @@
+"""When a trial is tried again: decided from its journal alone, so a worker on any node decides alike.
+
+the node went away, or was taken back     always, free of charge
+the worker died on a node that stayed     `run.max_failures` times in a row without finishing a task in between
+out of memory                             once, with half the rows in a pass: the same optimisation, more slowly
+anything else                             never: it would happen again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from latent_sweep.learn.worker_group import WorkerGroup
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.journal import Event, status
+from latent_sweep.sweep.groups import RunSettings
+from latent_sweep.sweep.plan import Member, Pack, Trial
+
+LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
+"""How a worker was lost."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The next try."""
+
+    halved: bool = False
+    """With half the rows in a pass, because memory did not suffice."""
+    because: str | None = None
+    """What ended the one before; None for the first."""
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """There is none."""
+
+    because: str
+
+
+def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenUp:
+    """What to do with a trial after these events of its journal, those since the sweep was launched."""
+    ends = [event for event in events if event["event"] in ("lost", "failed")]
+    if not ends:
+        return Attempt()
+    out_of_memory = [event for event in ends if event["kind"] == "out_of_memory"]
+    last = ends[-1]
+    if len(out_of_memory) > 1:
+        return GivenUp("out of memory again, with half the rows in a pass")
+    if last["event"] == "failed" and last["kind"] != "out_of_memory":
+        return GivenUp(last["message"])
+    died = 0
+    for event in events:
+        if event["event"] == "stage":
+            died = 0
+        elif event["event"] == "lost" and event["kind"] == "worker_died":
+            died += 1
+    if died > max_failures:
+        return GivenUp(
+            f"its worker died {died} times without finishing a task in between; run.max_failures allows {max_failures}"
+        )
+    return Attempt(halved=bool(out_of_memory), because=last["kind"])
+
+
+def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Pack | None:
+    """What is left of a pack for its next try; the journals of trials that are given up say so.
+
+    Args:
+        launched: length of each trial's journal when the sweep was launched, by trial id: an earlier launch's failures
+            are forgiven.
+    """
+    members, halved = [], False
+    for member in pack.members:
+        trials = []
+        for trial in member.trials:
+            journal = sweep.journal(trial.trial_id)
+            events = journal.read()
+            attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], run.max_failures)
+            if isinstance(attempt, Attempt):
+                trials.append(trial)
+                halved = halved or attempt.halved
+            elif status(events) != "failed":
+                journal.append("failed", kind="lost", message=attempt.because, task=None, step=None)
+        if trials:
+            members.append(replace(member, trials=tuple(trials)))
+    if not members:
+        return None
+    return Pack(tuple(_with_half_the_rows(m, run.resources.workers) for m in members) if halved else tuple(members))
+
+
+def _with_half_the_rows(member: Member, workers: int) -> Member:
+    """A member whose forward passes have half as many rows; its optimizer steps, and so its identity, stay."""
+
+    def changed(trial: Trial) -> Trial:
+        training = trial.settings.training
+        share = WorkerGroup(size=workers).largest_share(training.batch_size or 1)
+        rows = min(share, training.micro_batch_size or share)
+        smaller = training.model_copy(update={"micro_batch_size": max(1, rows // 2)})
+        return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))
+
+    return replace(member, trials=tuple(map(changed, member.trials)))
+
+
+def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> bool:
+    """Whether a trial of the pack has failed since the launch and is not tried again."""
+    for trial in pack.trials:
+        events = sweep.journal(trial.trial_id).read()[launched.get(trial.trial_id, 0) :]
+        if status(events) == "failed" and isinstance(next_attempt(events, run.max_failures), GivenUp):
+            return True
+    return False
+
+
+def journal_lengths(packs: Sequence[Pack], sweep: SweepFolder) -> dict[str, int]:
+    """Number of events in each trial's journal, by trial id."""
+    trials = [trial.trial_id for pack in packs for trial in pack.trials]
+    return {trial: len(sweep.journal(trial).read()) for trial in trials}

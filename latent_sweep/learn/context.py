@@ -1,0 +1,159 @@
+"""What learning and scoring share on one worker: the engine with the backbone, the bank, methods, tokens, the store."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.backbones.architectures import device_name
+from latent_sweep.backbones.identity import backbone_identity
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.benchmarks.loaders import tokenised
+from latent_sweep.benchmarks.schema import Split
+from latent_sweep.errors import ConfigError
+from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.mixing import Gates, Mixer
+from latent_sweep.methods import method_class
+from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
+from latent_sweep.router import PooledScatter
+from latent_sweep.settings import canonical_json
+from latent_sweep.store import versions
+from latent_sweep.store.snapshots import Snapshot, SnapshotStore
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.plan import Trial
+
+WHOLE_PROMPT = 1 << 20
+"""A limit in tokens that no prompt reaches."""
+
+
+class Context:
+    """What trials on one backbone share while they are learned and scored; what is expensive is loaded when needed.
+
+    Args:
+        trial: names the backbone and the tasks; what runs together agrees on both.
+        storage: snapshots, factors, embeddings and tokens lie here, shared by all sweeps.
+        engine: what computes; None is plain torch in this process.
+    """
+
+    def __init__(self, trial: Trial, storage: Storage, engine: Engine | None = None):
+        self.trial, self.tasks, self.storage = trial, trial.tasks, storage
+        self.engine = engine or Engine()
+        self.store = SnapshotStore(storage)
+        self._folds: dict[str, PooledScatter] = {}
+        self._tokens: dict[Any, Any] = {}
+        self._methods: dict[str, Method] = {}
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        """The frozen model, loaded by every worker of the group at the same time."""
+        settings = self.trial.settings.backbone
+        if (found := backbone_identity(settings)) != self.trial.backbone:
+            raise ConfigError(
+                f"backbone {settings.name}: found {found} on {socket.gethostname()}; the sweep was planned with "
+                f"{dict(self.trial.backbone)}. Nothing was learned or scored with it. Put back what was planned with "
+                "and run the same command again, or end the sweep and start it again to plan it with what is there now."
+            )
+        if self.engine.group.leads:
+            self.engine.group.order("load")
+        return self.engine.load(settings)
+
+    @cached_property
+    def bank(self) -> AdapterBank:
+        """What adapts the backbone."""
+        return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
+
+    def order(self, *what: Any) -> None:
+        """Tell the other workers what all of them do now with the backbone, which all of them have by then."""
+        _ = self.backbone
+        self.engine.group.order(*what)
+
+    def check(self, snapshots: Sequence[Snapshot]) -> None:
+        """Hold snapshots that were found in the store against the backbone that is loaded here.
+
+        Their lineages say what the backbone was called; a hub, a random generator or a conversion may have made other
+        weights of it at another place.
+
+        Raises:
+            ConfigError: a snapshot was learned on other weights, or with another tokenizer.
+        """
+        here = backbone_facts(self.backbone)
+        for snapshot in snapshots:
+            if (there := snapshot.facts["backbone"]) != here:
+                raise ConfigError(
+                    f"backbone {self.trial.settings.backbone.name}: snapshot {snapshot.lineage} in {self.store.folder} "
+                    f"was learned with {there}, but what is loaded on {socket.gethostname()} is {here}: one name, two "
+                    "backbones. Install the versions that the snapshot's .json names, or use another run.storage."
+                )
+
+    def method(self, settings: MethodSettings, largest_rank: int) -> Method:
+        """A method with these settings, able to train and to answer; made once.
+
+        Args:
+            largest_rank: of the sweep: factors computed for it serve every smaller one.
+        """
+        key = canonical_json([settings.identity(), largest_rank])
+        if key not in self._methods:
+            context = MethodContext(self.backbone, self.bank, self.storage.folder, largest_rank)
+            self._methods[key] = method_class(settings.name)(settings, context)
+        return self._methods[key]
+
+    def tokens(self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False) -> Any:
+        """The tokenised rows of a trial's task, a `datasets.Dataset`; made once.
+
+        Args:
+            carve: whether validation rows are taken out of the training rows (A31).
+            whole: whether prompts are left as long as they are (A19).
+        """
+        b, task = trial.settings.benchmark, trial.tasks[position]
+        key = (b, task.name, split, carve, whole)
+        if key not in self._tokens:
+            self._tokens[key] = tokenised(
+                trial.spec,
+                task,
+                split,
+                b,
+                self.backbone.tokenizer,
+                self.backbone.tokenizer_digest,
+                self.backbone.family,
+                WHOLE_PROMPT if whole else b.max_source_length,
+                self.storage.folder / "tokens",
+                carve_validation=carve,
+                source=trial.source(task, split),
+            )
+        return self._tokens[key]
+
+    def mixer(self, trial: Trial, gates: Gates) -> Mixer:
+        """How a trial's snapshots answer together.
+
+        Args:
+            gates: gives the weights where that is how its method mixes.
+        """
+        router = trial.settings.router
+        pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=not router.pool.truncate)
+        seed = trial.settings.seed
+        return Mixer(router, self.backbone, pooled, gates, len(trial.tasks), seed, self.storage.folder, self._folds)
+
+
+def backbone_facts(backbone: Backbone) -> dict[str, str]:
+    """What the loaded backbone is, by content."""
+    return {"weights": backbone.weights_digest, "tokenizer": backbone.tokenizer_digest}
+
+
+def computed_with(backbone: Backbone) -> dict[str, str]:
+    """What can move a number in its last digits: libraries, device and type."""
+    libraries = {name: versions.library(name) for name in ("latent-sweep", *versions.LIBRARIES)}
+    return {**libraries, "device": device_name(backbone.device), "dtype": str(backbone.model.dtype).split(".")[-1]}
+
+
+def hardware(engine: Engine | None = None) -> dict[str, Any]:
+    """What it runs on."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+    return found | (engine.facts() if engine else {})

@@ -1,0 +1,200 @@
+"""Scoring the tasks seen so far: one row of the score matrix, with every generation that is already known reused.
+
+Greedy answers depend only on the prompt, the blend of snapshots, what the method and decoding make of them, the
+backbone and, where two tokens are next to equally likely, on the device and the libraries: they are cached under
+exactly that. In bfloat16 they also depend on which rows share a batch: batches are fixed by the test set alone, and a
+batch is the unit of the cache, so a score never depends on what else was computed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.backbones.architectures import device_name
+from latent_sweep.backbones.generation import answer_text, generate
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.mixing import Array
+from latent_sweep.methods.protocol import Method
+from latent_sweep.metrics import Metric, RefsPolicy, score_rows
+from latent_sweep.settings import content_hash
+from latent_sweep.store import versions
+from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
+from latent_sweep.store.snapshots import Snapshot
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """How a trial does on one task at one stage."""
+
+    score: float
+    """Mean over rows, a fraction."""
+    predictions: list[dict[str, Any]]
+    """Per row: id, prediction, references, score and, by task position, the weights that are not zero."""
+    generated: int
+    """Rows whose answer was generated now; the others were known."""
+    rouge_1: float | None
+    """Mean Rouge-1 beside a Rouge-L score; None for an accuracy task."""
+
+
+@dataclass(frozen=True)
+class AnswerBatch:
+    """Prompts to be answered together, and how: all that a worker has to know."""
+
+    lineages: Sequence[str]
+    """The snapshots that answer."""
+    weights: Array
+    """(rows, snapshots)."""
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    """Longest answer, in tokens."""
+    stop: tuple[str, ...]
+    """An answer ends where one of these strings appears."""
+
+
+def answer(
+    batches: Sequence[AnswerBatch],
+    snapshot: Callable[[str], Snapshot],
+    method: Method,
+    engine: Engine,
+    bank: AdapterBank,
+) -> list[list[str]]:
+    """Answer batches, each of them by one worker of the engine's group; all workers call it at the same time.
+
+    Args:
+        batches: no more than there are workers, and one where the engine does not let them answer apart.
+        snapshot: gives the snapshot of a lineage.
+
+    Returns:
+        The answers of every batch at the group's first worker; nothing at the others.
+    """
+    backbone = engine.backbone
+    engine.begin_answering()
+
+    def texts(batch: AnswerBatch) -> list[str]:
+        tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
+        alike = bool((batch.weights == batch.weights[0]).all())
+        weights = torch.from_numpy(batch.weights[:1] if alike else batch.weights).float()
+        with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
+            adaptation = method.blend(tensors, weights)
+            ids = generate(backbone, bank, batch.prompts, adaptation, batch.max_new_tokens, batch.stop, alike)
+        return [answer_text(backbone, found, batch.stop) for found in ids]
+
+    if engine.answers_apart:
+        mine = batches[engine.group.rank : engine.group.rank + 1]
+    else:
+        mine = batches
+    found = engine.group.collect([texts(batch) for batch in mine])
+    return [texts for of_worker in found for texts in of_worker][: len(batches)]
+
+
+class Evaluator:
+    """Answers test rows with blended snapshots and scores them.
+
+    Args:
+        method: says how snapshots answer together; one row of weights stands for a batch whose rows weigh them alike.
+        batch_size: rows per batch; fixed batches, see the module's docstring.
+        max_new_tokens, stop: where an answer ends.
+        references: `single_first` or `max_over_refs`.
+        cache: folder of known answers.
+        tell: lets the other workers of the engine's group know of batches before they are answered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        bank: AdapterBank,
+        method: Method,
+        batch_size: int,
+        max_new_tokens: int,
+        stop: Sequence[str],
+        references: RefsPolicy,
+        cache: Path,
+        tell: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
+    ):
+        self.engine, self.bank, self.method = engine, bank, method
+        self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
+        self.references, self.cache, self.tell = references, cache, tell
+
+    def score(self, history: Sequence[Snapshot], weights: Array, rows: Any, metric: Metric) -> TaskScore:
+        """Score one task.
+
+        Args:
+            history: the snapshots, oldest first.
+            weights: (rows, snapshots).
+            rows: tokenised test rows.
+        """
+        prompts = [self.method.prompt(ids) for ids in rows["prompt_ids"]]
+        order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
+        parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        batches = [self._batch(history, weights[part], [prompts[row] for row in part]) for part in parts]
+        known, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history})
+        answers = [""] * len(prompts)
+        for part, texts in zip(parts, known, strict=True):
+            for row, text in zip(part, texts, strict=True):
+                answers[row] = text
+        references = [list(refs) for refs in rows["references"]]
+        scores = score_rows(metric, answers, references, self.references)
+        predictions = [
+            {"id": row_id, "prediction": answer, "references": refs, "score": float(score), "weights": _nonzero(mix)}
+            for row_id, answer, refs, score, mix in zip(rows["id"], answers, references, scores, weights, strict=True)
+        ]
+        rouge_1 = None
+        if metric == "rouge_l":
+            rouge_1 = float(np.mean(score_rows("rouge_1", answers, references, self.references)))
+        return TaskScore(float(np.mean(scores)), predictions, generated, rouge_1)
+
+    def _batch(self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]]) -> AnswerBatch:
+        used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots that nobody in this batch weighs play no part
+        lineages = [history[i].lineage for i in used]
+        return AnswerBatch(lineages, weights[:, used], prompts, self.max_new_tokens, self.stop)
+
+    def _answers(
+        self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot]
+    ) -> tuple[Sequence[Sequence[str]], int]:
+        """Answers of every batch, and how many of them were generated now."""
+        paths = [self._path(batch) for batch in batches]
+        answers = [read_sealed_json(path) for path in paths]
+        missing = [i for i, known in enumerate(answers) if known is None]
+        at_once = self.engine.group.size if self.engine.answers_apart else 1
+        for start in range(0, len(missing), at_once):
+            now = missing[start : start + at_once]
+            asked = [batches[i] for i in now]
+            self.tell(asked)
+            found = answer(asked, snapshots.__getitem__, self.method, self.engine, self.bank)
+            for i, texts in zip(now, found, strict=True):
+                write_sealed_json(paths[i], texts)
+                answers[i] = texts
+        return [texts or [] for texts in answers], sum(len(batches[i].prompts) for i in missing)
+
+    def _path(self, batch: AnswerBatch) -> Path:
+        key = answers_name(batch, self.method, self.engine.backbone)
+        return self.cache / key[:2] / f"{key}.json"
+
+
+def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone) -> str:
+    """Names the answers to a batch: a hash of all that they depend on."""
+    content = {
+        "decoding": versions.DECODING,
+        "libraries": [versions.library("torch"), versions.library("transformers")],
+        "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
+        "computed": [device_name(backbone.device), str(backbone.model.dtype)],
+        "method": [method.settings.name, method.settings.inference_identity()],
+        "snapshots": batch.lineages,
+        "weights": [[float(w).hex() for w in row] for row in batch.weights],
+        "prompts": batch.prompts,
+        "max_new_tokens": batch.max_new_tokens,
+        "stop": batch.stop,
+    }
+    return content_hash(content, length=32)
+
+
+def _nonzero(weights: Array) -> Mapping[str, float]:
+    return {str(position): float(weight) for position, weight in enumerate(weights) if weight}

@@ -1,0 +1,51 @@
+"""What a running pack tells: a step further, or a stage done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from latent_sweep.metrics import ScoreMatrix
+
+
+@dataclass(frozen=True)
+class Step:
+    """The pack got a step further: an optimizer step was taken, or one of the tasks seen was scored."""
+
+    position: int
+    """Task being learned, 0-based."""
+    doing: Literal["learning", "scoring"]
+    step: int
+    """Steps done, from 1."""
+    steps: int
+    losses: Mapping[str, float]
+    """Terms of the loss; empty while scoring."""
+    training_id: str
+    """Of the member it is about."""
+
+
+@dataclass(frozen=True)
+class StageDone:
+    """All trials of the pack have learned and scored one more task."""
+
+    tasks_seen: int
+    matrices: Sequence[ScoreMatrix]
+    """Score matrix so far, one per trial of the pack."""
+
+    @property
+    def average_performance(self) -> float:
+        """AP so far, a mean over the pack's trials: what a scheduler compares."""
+        return sum(matrix.average_performance() for matrix in self.matrices) / len(self.matrices)
+
+    @property
+    def forgetting(self) -> float:
+        """FM so far, a mean over the pack's trials."""
+        return sum(matrix.forgetting() for matrix in self.matrices) / len(self.matrices)
+
+    def measures(self) -> dict[str, float]:
+        """What a scheduler is told."""
+        return {"tasks_seen": self.tasks_seen, "AP": self.average_performance, "FM": self.forgetting}
+
+
+Emit = Callable[[Step | StageDone], None]

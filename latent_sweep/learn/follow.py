@@ -1,0 +1,54 @@
+"""The other workers of a group: they do their share of what the first one orders, and decide nothing."""
+
+from __future__ import annotations
+
+import socket
+
+from latent_sweep.errors import StoreError
+from latent_sweep.learn.context import Context
+from latent_sweep.learn.evaluation import answer
+from latent_sweep.learn.member import MemberRun, Members
+from latent_sweep.learn.stage import learn_together
+from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.sweep.plan import Pack
+
+
+def follow(pack: Pack, context: Context) -> None:
+    """Do this worker's share of what the group's first worker orders, until it has no more.
+
+    Raises:
+        StoreError: this worker does not see a snapshot that the first one has.
+    """
+    by_id = {member.training_id: MemberRun(member, [], context) for member in pack.members}
+    members = Members(list(by_id.values()), context)
+    snapshots: dict[str, Snapshot] = {}
+
+    def snapshot(lineage: str) -> Snapshot:
+        found = snapshots.get(lineage) or context.store.get(lineage)
+        if found is None:
+            group = context.engine.group
+            raise StoreError(
+                f"worker {group.rank} of {group.size} on {socket.gethostname()} does not find snapshot {lineage} in "
+                f"{context.store.folder}, where the first worker has it; run.storage must be shared by all nodes"
+            )
+        return snapshots.setdefault(lineage, found)
+
+    while (order := context.engine.group.next_order()) != ("end",):
+        what, *how = order
+        if what == "load":
+            _ = context.backbone
+        elif what == "learn":
+            position, lineages = how
+            for member in members.all:
+                if member.method.reads_history(position):
+                    member.snapshots = [snapshot(lineage) for lineage in member.lineages[:position]]
+            learn_together(members, position, lineages, _say_nothing)
+        else:
+            training_id, trial_id, batches = how
+            member = by_id[training_id]
+            (trial,) = (trial for trial in member.member.trials if trial.trial_id == trial_id)
+            answer(batches, snapshot, member.method_of(trial), context.engine, context.bank)
+
+
+def _say_nothing(event: object) -> None:
+    """The first worker reports for all."""

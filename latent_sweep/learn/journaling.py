@@ -1,0 +1,91 @@
+"""What a trial's journal is told while its pack runs: started, a stage done, finished, failed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from latent_sweep.learn.context import Context, computed_with, hardware
+from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.training import TrainingSummary
+from latent_sweep.store import versions
+from latent_sweep.store.journal import attempts, failure_facts, stages, status
+from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.store.trial_files import TrialFiles
+from latent_sweep.sweep.plan import Trial
+
+
+def say_started(files: TrialFiles, trial: Trial, engine: Engine) -> None:
+    """A worker takes the trial up."""
+    started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
+    started["micro_batch_size"] = trial.settings.training.micro_batch_size
+    started |= {"versions": versions.installed(), "hardware": hardware(engine), "pid": os.getpid()}
+    files.journal.append("started", **started)
+
+
+def say_failed(files: TrialFiles, error: Exception, task: str | None, step: int | None) -> None:
+    """What stopped it, if it is running."""
+    if status(files.journal.read()) == "running":
+        files.journal.append("failed", **failure_facts(error), task=task, step=step)
+
+
+def say_stage(
+    files: TrialFiles,
+    snapshot: Snapshot,
+    summary: TrainingSummary | None,
+    scoring: Mapping[str, float],
+    context: Context,
+) -> None:
+    """The newest row is there.
+
+    Args:
+        snapshot: of the task that was learned.
+        summary: of learning it; None where that was done elsewhere or earlier.
+        scoring: timings and shares of scoring it.
+    """
+    facts = snapshot.facts
+    metrics = files.matrix.measures() | dict(scoring) | facts["measures"]
+    metrics |= {"train_loss" if name == "task" else name: loss for name, loss in facts["losses"].items()}
+    if summary is not None:
+        metrics["seconds_train"] = summary.seconds
+        metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
+    computed = {"learned_with": facts["computed_with"], "scored_with": computed_with(context.backbone)}
+    files.tell(snapshot.lineage, summary is None, metrics, computed)
+
+
+def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context) -> None:
+    """Write the trial's result with its provenance, and close its journal."""
+    if files.stop is not None:
+        files.stop_again()
+        return
+    matrix = files.matrix
+    timed = ("seconds_train", "seconds_eval")
+    told = [event["metrics"] for event in stages(files.journal.read())]
+    paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
+    files.finish(
+        {
+            "trial_id": trial.trial_id,
+            "training_id": trial.training_id,
+            "status": "finished",
+            "metrics": matrix.measures(),
+            "scores": dict(zip(matrix.tasks, matrix.rows[-1], strict=True)),
+            "timings": {name: sum(metrics.get(name, 0.0) for metrics in told) for name in timed},
+            "generated_share": _generated_share(files, trial, context),
+            "snapshots": [str(path) for path in paths],
+            "values": dict(trial.values),
+            "versions": versions.installed(),
+            "hardware": hardware(context.engine),
+        }
+    )
+
+
+def _generated_share(files: TrialFiles, trial: Trial, context: Context) -> float:
+    """Of all answers that the trial's stages asked for, the share that was generated; the others were known."""
+    counts = [len(context.tokens(trial, position, "test")) for position in range(len(trial.tasks))]
+    asked = list(itertools.accumulate(counts))  # at each stage: the rows of all tasks seen
+    told = stages(files.journal.read())
+    shares = {event["tasks_seen"]: event["metrics"].get("generated_share", 0.0) for event in told}
+    return sum(shares[seen] * count for seen, count in enumerate(asked, start=1)) / sum(asked)

@@ -1,0 +1,169 @@
+"""The members of a pack on their way through the tasks: what each has learned, who goes on, and who has failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.benchmarks.schema import Split
+from latent_sweep.errors import NonFiniteLoss
+from latent_sweep.learn.context import Context, backbone_facts, computed_with
+from latent_sweep.learn.journaling import say_failed
+from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, derived_seed
+from latent_sweep.methods.protocol import Method, TaskData
+from latent_sweep.settings import content_hash
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.store.trial_files import TrialFiles
+from latent_sweep.sweep.plan import Member, Pack, Trial
+
+log = logging.getLogger(__name__)
+
+PENALTY_WARNING = 10.0
+"""A penalty that ends this many times above the task loss at the start is said aloud: it rules the training (A4b)."""
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """A trial, and what it leaves behind."""
+
+    trial: Trial
+    files: TrialFiles
+
+
+class MemberRun:
+    """One member on its way through its tasks: its method, its snapshots so far, and its trials.
+
+    Args:
+        trials: those that have something missing; none where the member only follows, or is measured.
+    """
+
+    def __init__(self, member: Member, trials: Sequence[TrialRun], context: Context):
+        self.member, self.trials, self.context = member, trials, context
+        self.settings = member.trials[0].settings  # training reads nothing in which its trials differ
+        self.tasks = member.trials[0].tasks
+        self.contents = member.trials[0].stage_contents()
+        self.lineages = tuple(map(content_hash, self.contents))
+        self.wanted = max((run.files.wanted for run in trials), default=len(self.tasks))
+        """How many tasks it is to learn."""
+        self.snapshots: list[Snapshot] = []
+        self.failure: Exception | None = None
+        self.step: int | None = None
+
+    @property
+    def method(self) -> Method:
+        """The method with this member's settings, able to train."""
+        return self.method_of(self.member.trials[0])
+
+    def method_of(self, trial: Trial) -> Method:
+        """The method with the settings of one of this member's trials, able to answer."""
+        return self.context.method(trial.settings.method, self.member.largest_rank)
+
+    def training(self, position: int, on_step: Progress) -> TaskTraining:
+        """What learning the task at this position takes."""
+        s, context, task = self.settings, self.context, self.tasks[position]
+        seed_parts = (s.seed, task.name)
+        carve = s.training.select == "best_validation"
+
+        def rows(split: Split) -> list[Example]:
+            positions = self.method.learns_from(position, len(self.tasks))
+            first = self.member.trials[0]
+            return [dict(row) for i in positions for row in context.tokens(first, i, split, carve)]
+
+        def generator(purpose: str) -> torch.Generator:
+            return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))
+
+        data = TaskData(task.name, position, len(self.tasks), rows("train"), generator)
+        read = self.snapshots if self.method.reads_history(position) else []
+        context.check(read)
+        history = [snapshot.tensors for snapshot in read]
+        return TaskTraining(
+            self.method.begin_task(data, history),
+            data.rows,
+            s.training,
+            seed_parts,
+            context.store.checkpoint(self.lineages[position]),
+            rows("validation") if carve else (),
+            on_step,
+        )
+
+    def snapshot(self, position: int, training: TaskTraining, summary: TrainingSummary) -> Snapshot:
+        """What learning the task at this position has left behind."""
+        task = self.tasks[position]
+        task_loss = summary.first_losses.get("task", 0.0)  # at the end it may be next to nothing
+        for name in training.learner.penalty():
+            loss = summary.losses.get(name, 0.0)
+            if loss > PENALTY_WARNING * task_loss:
+                message = "task %s ends with %s (%.3g) %.0f times the first task loss (%.3g); lower its coefficient"
+                log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
+        tensors = training.learner.finish()
+        facts = {
+            "method": self.settings.method.name,
+            "task": task.name,
+            "seed": self.settings.seed,
+            "steps": summary.steps,
+            "losses": summary.losses,
+            "first_losses": summary.first_losses,
+            "measures": training.learner.facts(),
+            "stage": self.contents[position],
+            "backbone": backbone_facts(self.context.backbone),
+            "computed_with": computed_with(self.context.backbone) | self._masks(),
+        }
+        return Snapshot(self.lineages[position], tensors, facts)
+
+    def _masks(self) -> dict[str, str]:
+        """How the masks of dropout were drawn, where there is some: for all rows that a worker reads at once."""
+        training = self.settings.training
+        if self.method.packable and not training.backbone_dropout:
+            return {}
+        rows = training.micro_batch_size or "all"
+        return {"dropout masks": f"{rows} rows a pass, {self.context.engine.group.size} workers"}
+
+    def fail(self, error: Exception, task: str | None) -> None:
+        """Leave the pack, and say in the journals why."""
+        self.failure = error
+        for run in self.trials:
+            say_failed(run.files, error, task, self.step)
+        log.error("%s failed at task %s, step %s: %s", self.member.trials[0].name, task, self.step, error)
+
+
+class Members:
+    """The members of a pack that run together."""
+
+    def __init__(self, members: Sequence[MemberRun], context: Context):
+        self.all, self.context = members, context
+
+    def going(self, position: int) -> list[MemberRun]:
+        """Those that go on to this task: they have not failed, and no scheduler has stopped them before it."""
+        return [member for member in self.all if member.failure is None and position < member.wanted]
+
+    @contextmanager
+    def leaving(self, members: Sequence[MemberRun], position: int) -> Iterator[None]:
+        """What goes wrong for these members within the block is their own end, not the pack's.
+
+        With several workers only a loss that is not finite is: all workers see it alike.
+        """
+        try:
+            yield
+        except Exception as error:
+            task = self.context.tasks[position].name
+            if self.context.engine.group.size > 1 and not isinstance(error, NonFiniteLoss):
+                log.error("a worker of the group failed at task %s: %s", task, error)
+                raise
+            for member in members:
+                member.fail(error, task)
+
+
+def unfinished(pack: Pack, sweep: SweepFolder, context: Context) -> Members:
+    """The members of a pack with those of their trials that have something missing."""
+    members = []
+    for member in pack.members:
+        runs = [TrialRun(trial, trial.files(sweep)) for trial in member.trials]
+        if lacking := [run for run in runs if not run.files.complete]:
+            members.append(MemberRun(member, lacking, context))
+    return Members(members, context)

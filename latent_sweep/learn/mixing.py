@@ -1,0 +1,185 @@
+"""How snapshots answer together: a weight for every snapshot in every row of a batch.
+
+last    the newest snapshot alone
+sum     all of them with weight one (summing branches, the ablation without a router)
+soft    the router's posterior, equation (15)
+hard    its largest entry
+gates   the method's own gates, read from the prompt (GainLoRA)
+oracle  the snapshot of the row's own task: an upper reference, it needs the task's identity
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.numpy import load_file
+
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.benchmarks.schema import Split
+from latent_sweep.methods.protocol import Mixing
+from latent_sweep.router import (
+    GaussianRouter,
+    PooledScatter,
+    RouterSettings,
+    TaskMixture,
+    TaskScatter,
+    fit_mixture,
+    normalise_embeddings,
+    pooled_covariance,
+    scatter_of,
+)
+from latent_sweep.settings import content_hash
+from latent_sweep.store import versions
+from latent_sweep.store.sealed import intact, write_sealed
+
+Array = npt.NDArray[np.float64]
+MODES = get_args(Mixing)
+
+Tokens = Callable[[int, Split], Any]
+"""Tokenised rows (a `datasets.Dataset`) of the task at a position, for a split."""
+
+Gates = Callable[[int, Sequence[Sequence[int]]], Array]
+"""Weights that the method's gates give the first snapshots for some prompts, (prompts, snapshots)."""
+
+
+class Mixer:
+    """The weights of one trial's snapshots, row by row.
+
+    Args:
+        settings: the trial's `router:` group, its mode resolved.
+        tokens: gives the tokenised rows that the router pools.
+        gates: gives the weights of the mode `gates`.
+        n_tasks: tasks of the whole trial.
+        seed: of K-means.
+        storage: pooled embeddings and router records are cached below it.
+        folds: summed scatters by content, so that a new task is one addition; mixers of one worker may share them.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        backbone: Backbone,
+        tokens: Tokens,
+        gates: Gates,
+        n_tasks: int,
+        seed: int,
+        storage: Path,
+        folds: MutableMapping[str, PooledScatter] | None = None,
+    ):
+        self.settings, self.backbone, self.tokens, self.gates = settings, backbone, tokens, gates
+        self.n_tasks, self.seed, self.storage = n_tasks, seed, storage
+        self.folds = {} if folds is None else folds
+
+    @property
+    def routes(self) -> bool:
+        """Whether weights come from the router's posterior."""
+        return self.settings.mode in ("soft", "hard")
+
+    def weights(self, tasks_seen: int) -> list[Array]:
+        """For each task seen, the weights of its test rows: (rows, tasks_seen)."""
+        mode = self.settings.mode
+        if mode == "soft" or mode == "hard":
+            router = self._router(tasks_seen)
+            return [router.weights(self._embeddings(task, "test"), mode) for task in range(tasks_seen)]
+        if mode == "gates":
+            return [self.gates(tasks_seen, self.tokens(task, "test")["prompt_ids"]) for task in range(tasks_seen)]
+        counts = [len(self.tokens(task, "test")) for task in range(tasks_seen)]
+        alone = np.eye(tasks_seen)
+        row = {"last": lambda task: alone[-1], "sum": lambda task: np.ones(tasks_seen), "oracle": alone.__getitem__}
+        return [np.tile(row[str(mode)](task), (count, 1)) for task, count in enumerate(counts)]
+
+    def _router(self, tasks_seen: int) -> GaussianRouter:
+        """The router over the tasks seen; the covariance reads tasks to come only where the settings say so (A16)."""
+        pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, self.n_tasks)
+        mixtures = [self._mixture(task) for task in range(max(tasks_seen, pooled_tasks))]
+        covariance = pooled_covariance(self._pooled(pooled_tasks), mixtures[:pooled_tasks], self.settings)
+        return GaussianRouter(self.settings).fit(mixtures[:tasks_seen], covariance)
+
+    def _mixture(self, task: int) -> TaskMixture:
+        """The task's components, fitted once and stored."""
+        path = self._record_path(self.mixture_name(task))
+        record = TaskMixture.load(path)
+        if record is None:
+            record = fit_mixture(self._embeddings(task, "train"), self.settings, self.seed)
+            record.save(path)
+        return record
+
+    def _pooled(self, tasks: int) -> PooledScatter:
+        """The summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
+        names = [self.scatter_name(task) for task in range(tasks)]
+        fold = self.folds.setdefault(f"{names[0]}-{self.settings.cov.refresh}", PooledScatter())
+        fold.extend(names, lambda task: self._scatter(task, self._record_path(names[task])))
+        return fold
+
+    def _scatter(self, task: int, path: Path) -> TaskScatter:
+        """The task's scatter, computed once and stored: whatever K and seed, it is the same."""
+        record = TaskScatter.load(path)
+        if record is None:
+            record = scatter_of(self._embeddings(task, "train"))
+            record.save(path)
+        return record
+
+    def _record_path(self, name: str) -> Path:
+        return self.storage / "router" / f"{name}.safetensors"
+
+    def _embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
+        """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (11); pooled once and stored."""
+        path = self.storage / "embeddings" / f"{self.pooled_name(task, split)}.safetensors"
+        if intact(path):
+            pooled = load_file(path)["pooled"]
+        else:
+            pooled = pool(self.backbone, self.tokens(task, split), self.settings)
+            write_sealed(path, {"pooled": pooled})
+        std = self._table_std if self.settings.embed_norm == "std" else None
+        return normalise_embeddings(pooled, self.settings.embed_norm, std)
+
+    @cached_property
+    def _table_std(self) -> float:
+        return float(self.backbone.embedding_table.float().std())
+
+    def pooled_name(self, task: int, split: Split) -> str:
+        """Names a task's pooled embeddings: a hash of all that they depend on."""
+        tokens = Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
+        pooling = [self.settings.pool.identity(), versions.POOLING]
+        return content_hash({"tokens": tokens, "weights": self.backbone.weights_digest, "pool": pooling})
+
+    def mixture_name(self, task: int) -> str:
+        """Names a task's components: a hash of all that they depend on, scikit-learn among it, whose K-means it is."""
+        fit = [self.settings.record_identity(), self.seed, versions.RECORDS, versions.library("scikit-learn")]
+        return content_hash({"mixture": fit, "pooled": self.pooled_name(task, "train")})
+
+    def scatter_name(self, task: int) -> str:
+        """Names a task's scatter: a hash of all that it depends on."""
+        fit = [self.settings.scatter_identity(), versions.RECORDS]
+        return content_hash({"scatter": fit, "pooled": self.pooled_name(task, "train")})
+
+
+@torch.inference_mode()
+def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArray[np.float32]:
+    """Mean of each row's token embeddings from the frozen table, (rows, d) float32, equation (11).
+
+    Which tokens count is `router.pool`'s to say (A18): the prompt or its input alone, with or without special tokens.
+    Without `mask_pad` the mean is over the longest prompt of the rows, padding included, as some released code has it.
+    """
+    column = tokens["prompt_ids" if settings.pool.scope == "prompt" else "input_ids"]
+    rows = [list(row) for row in column]
+    if settings.pool.special == "drop":
+        special = set(backbone.tokenizer.all_special_ids)
+        rows = [[token for token in row if token not in special] for row in rows]
+    if not settings.pool.mask_pad:
+        longest = max(map(len, rows))
+        rows = [row + [backbone.pad_id] * (longest - len(row)) for row in rows]
+    table = backbone.embedding_table
+    means = [table[torch.tensor(row, device=table.device)].float().mean(0) for row in rows]
+    return torch.stack(means).cpu().numpy()
+
+
+def router_accuracy(weights: Sequence[Array]) -> float:
+    """Share of rows whose largest weight is on their own task, a macro mean over tasks."""
+    return float(np.mean([np.mean(rows.argmax(axis=1) == task) for task, rows in enumerate(weights)]))

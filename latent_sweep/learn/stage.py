@@ -1,0 +1,140 @@
+"""One stage: a task's snapshots are learned where nobody has, and the tasks seen are scored where a row is missing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from latent_sweep.benchmarks.schema import scoring_metric
+from latent_sweep.learn.evaluation import Evaluator
+from latent_sweep.learn.events import Emit, Step
+from latent_sweep.learn.journaling import say_stage
+from latent_sweep.learn.member import MemberRun, Members, TrialRun
+from latent_sweep.learn.mixing import router_accuracy
+from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
+from latent_sweep.store.snapshots import Snapshot
+
+log = logging.getLogger(__name__)
+
+Learned = Mapping[str, TrainingSummary]
+"""What learning was like, by lineage, of the snapshots that were learned here and now."""
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def learn_missing(members: Members, position: int, emit: Emit) -> Learned:
+    """Put the task's snapshot at the end of each member's history: found in the store, or learned here and now."""
+    store, learned = members.context.store, {}
+    while wanting := {m.lineages[position]: m for m in members.going(position) if len(m.snapshots) == position}:
+        with store.leases(list(wanting), _say_waiting) as mine:
+            found = {lineage: snapshot for lineage in mine if (snapshot := store.get(lineage))}
+            for lineage in found:
+                store.checkpoint(lineage).remove()  # whoever learned it may have been killed before doing so
+            missing = [lineage for lineage in mine if lineage not in found]
+            if missing:
+                members.context.order("learn", position, missing)
+            for lineage, (snapshot, summary) in learn_together(members, position, missing, emit).items():
+                store.append(snapshot)
+                store.checkpoint(lineage).remove()
+                found[lineage], learned[lineage] = snapshot, summary
+        for member in members.going(position):
+            if len(member.snapshots) == position and member.lineages[position] in found:
+                member.snapshots.append(found[member.lineages[position]])
+    return learned
+
+
+def learn_together(
+    members: Members, position: int, lineages: Sequence[str], emit: Emit
+) -> dict[str, tuple[Snapshot, TrainingSummary]]:
+    """Learn these snapshots side by side, each for all members that share it; all workers of a group do so at once."""
+    going = members.going(position)
+    sharers = {lineage: [m for m in going if m.lineages[position] == lineage] for lineage in lineages}
+    trainings: dict[str, TaskTraining] = {}
+    learned = {}
+    for lineage, sharing in sharers.items():
+        with members.leaving(sharing, position):
+            trainings[lineage] = sharing[0].training(position, _reporter(sharing, position, emit))
+    with members.leaving([member for lineage in trainings for member in sharers[lineage]], position):
+        for lineage, outcome in _outcomes(members, trainings).items():
+            with members.leaving(sharers[lineage], position):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                learned[lineage] = sharers[lineage][0].snapshot(position, trainings[lineage], outcome), outcome
+    return learned
+
+
+def _outcomes(members: Members, trainings: Mapping[str, TaskTraining]) -> dict[str, TrainingSummary | Exception]:
+    """Train side by side what has rows to learn from."""
+    context = members.context
+    with_rows = {lineage: training for lineage, training in trainings.items() if training.examples}
+    outcomes = train_pack(list(with_rows.values()), context.engine, context.bank) if with_rows else []
+    nothing = dict.fromkeys(trainings, TrainingSummary(0, {}, {}, 0.0, 0))
+    return nothing | dict(zip(with_rows, outcomes, strict=True))
+
+
+def _reporter(members: Sequence[MemberRun], position: int, emit: Emit) -> Progress:
+    def on_step(step: int, steps: int, losses: Mapping[str, float]) -> None:
+        for member in members:
+            member.step = step
+        emit(Step(position, "learning", step, steps, losses, members[0].member.training_id))
+
+    return on_step
+
+
+def _say_waiting(lineage: str) -> None:
+    log.info("waiting for another worker to learn %s", lineage)
+
+
+# --- scoring ---------------------------------------------------------------------------------------------------------
+
+
+def score_missing(member: MemberRun, position: int, learned: Learned, emit: Emit) -> None:
+    """Score all tasks seen for those of a member's trials that lack the row, and tell their journals."""
+    for run in member.trials:
+        if len(run.files.rows) <= position < run.files.wanted:
+            scoring = _score(run, member, position, emit)
+            summary = learned.get(member.lineages[position])
+            say_stage(run.files, member.snapshots[position], summary, scoring, member.context)
+
+
+def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[str, float]:
+    """Score all tasks seen for one trial and record the row; returns timings and shares for the journal."""
+    began = time.monotonic()
+    trial, context = run.trial, member.context
+    s, method = trial.settings, member.method_of(trial)
+    member.step = None
+    context.check(member.snapshots[: position + 1])
+
+    def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
+        return method.gates([snapshot.tensors for snapshot in member.snapshots[:tasks_seen]], prompts)
+
+    mixer = context.mixer(trial, gates)
+    weights = mixer.weights(position + 1)
+    evaluator = Evaluator(
+        context.engine,
+        context.bank,
+        method,
+        s.evaluation.batch_size,
+        s.benchmark.max_target_length,
+        trial.spec.stop,
+        s.benchmark.references,
+        context.storage.folder / "predictions",
+        lambda batches: context.order("answer", member.member.training_id, trial.trial_id, batches),
+    )
+    row, predictions, generated, total, rouge_1 = [], {}, 0, 0, {}
+    for j in range(position + 1):
+        task = trial.tasks[j]
+        rows = context.tokens(trial, j, "test")
+        result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task))
+        predictions[task.name] = result.predictions
+        row.append(result.score)
+        if result.rouge_1 is not None:
+            rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
+        generated, total = generated + result.generated, total + len(rows)
+        emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
+    run.files.record(row, predictions)
+    measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1
+    return measured | ({"router_accuracy": router_accuracy(weights)} if mixer.routes else {})

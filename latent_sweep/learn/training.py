@@ -1,0 +1,411 @@
+"""Learning one task: the loop over optimizer steps.
+
+Everything random is derived from (seed, task, purpose), and the position in the task is its step number, so a task that
+is cut and resumed from its checkpoint ends with the same bits as one that was not (on CPU).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latent_sweep.adapters.bank import AdapterBank, side_by_side
+from latent_sweep.backbones.batches import collate, epoch_batches, forward, label_logits
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.outputs import Example, Outputs
+from latent_sweep.errors import NonFiniteLoss
+from latent_sweep.learn.engine import Engine, Optimizer
+from latent_sweep.learn.worker_group import WorkerGroup
+from latent_sweep.methods.protocol import Learner
+from latent_sweep.store.snapshots import TaskCheckpoint
+from latent_sweep.sweep.groups import TrainingSettings
+
+
+def derived_seed(*parts: Any) -> int:
+    """A 63-bit seed from what it is for, e.g. `derived_seed(seed, task, "batches", epoch)`."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """What learning one task did; the first three repeat bit for bit, the others are about this machine."""
+
+    steps: int
+    losses: dict[str, float]
+    """Mean of each named term over the last tenth of the steps."""
+    first_losses: dict[str, float]
+    """Mean of each named term over the first tenth."""
+    seconds: float = field(compare=False)
+    """Wall time; of members that train side by side, each has its share."""
+    tokens: int = field(compare=False)
+    """Prompt and target tokens trained on since this process took the task up, padding left out."""
+
+
+Progress = Callable[[int, int, Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class TaskTraining:
+    """One learner, what it learns from, and how."""
+
+    learner: Learner
+    examples: Sequence[Example]
+    settings: TrainingSettings
+    seed_parts: Sequence[Any]
+    """What this training's randomness is derived from: seed and task."""
+    checkpoint: TaskCheckpoint
+    """Where it is resumed from, if that holds anything."""
+    validation: Sequence[Example] = ()
+    """Held-out rows for `select: best_validation`."""
+    on_step: Progress = lambda step, steps, losses: None
+    """Called after each step with its number (1-based), the number of steps, and the loss terms."""
+
+
+def train_pack(
+    trainings: Sequence[TaskTraining], engine: Engine, bank: AdapterBank
+) -> list[TrainingSummary | Exception]:
+    """Train learners side by side: one forward pass of the shared backbone for all their batches.
+
+    Every worker of the backbone's group calls it with the same trainings and computes its share of every batch. Each
+    learner has its own data order, optimizer, clipping, checkpoint and number of steps, and ends as it would alone (to
+    rounding: its batch is padded to the longest row of all). One that fails leaves; the others go on.
+
+    Returns:
+        In the order of the trainings, a summary, or what stopped it: NonFiniteLoss where its loss or gradient became
+        NaN or infinite, RuntimeError where no gradient reaches the first adapted projection.
+    """
+    with _learning(engine, trainings[0].settings):  # what it reads is of the backbone, so all members agree
+        trainers = [_Trainer(training, engine, bank) for training in trainings]
+        while going := [trainer for trainer in trainers if trainer.goes_on]:
+            began = time.monotonic()
+            torch.manual_seed(going[0].step_seed)  # dropout, which nobody has that trains beside others
+            losses = _gradients(going, engine, bank)
+            for trainer, terms in zip(going, losses, strict=True):
+                trainer.advance(terms)
+            for trainer in going:
+                trainer.seconds += (time.monotonic() - began) / len(going)
+        return [trainer.outcome() for trainer in trainers]
+
+
+@contextmanager
+def _learning(engine: Engine, settings: TrainingSettings) -> Iterator[None]:
+    """Within the block the backbone is as these settings have adapters trained on it."""
+    engine.begin_learning()
+    backbone = engine.backbone
+    checkpointing, rate = settings.gradient_checkpointing, settings.backbone_dropout or 0.0
+    backbone.model.train(checkpointing or rate > 0)
+    if checkpointing:
+        backbone.model.activation_checkpointing_enable({"use_reentrant": False})
+    try:
+        with backbone.dropout(rate):
+            yield
+    finally:
+        if checkpointing:
+            backbone.model.activation_checkpointing_disable()
+        backbone.model.eval()
+
+
+class _Trainer:
+    """A learner on its way through its task."""
+
+    def __init__(self, training: TaskTraining, engine: Engine, bank: AdapterBank):
+        settings, self.training = training.settings, training
+        self.learner = training.learner
+        self.rows = [dict(row) for row in training.learner.examples(training.examples)]
+        self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
+        assert settings.batch_size is not None
+        self.steps = settings.step_count(len(self.rows))
+        self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
+        self.optimizer = engine.optimizer(self.learner.parameters(), settings, self.steps)
+        held_out = self.learner.examples(training.validation) if training.validation else ()
+        self.selection = (
+            _BestOnValidation(self.learner, engine.backbone, bank, held_out, settings) if held_out else None
+        )
+        self.history = _History()
+        self.failure: Exception | None = None
+        self.seconds, self.tokens = 0.0, 0
+        self.reached = False
+        """Whether a gradient has arrived where the adapter acts first."""
+        self.group = engine.group
+        found = self.group.first(training.checkpoint.load)
+        self.step = _resume(found, self.optimizer, self.history, self.selection, self.learner) if found else 0
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+
+    @property
+    def goes_on(self) -> bool:
+        return self.failure is None and self.step < self.steps
+
+    @property
+    def step_seed(self) -> int:
+        own = (self.group.rank,) if self.group.rank else ()  # workers have different rows, so they draw other masks
+        return derived_seed(*self.training.seed_parts, "step", self.step, *own)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a gradient has arrived where the adapter acts first, and at what is trained."""
+        gradients = (parameter.grad for parameter in self.learner.parameters().values())
+        return self.reached and any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+    def batch(self) -> list[Example]:
+        """The rows of the step to come."""
+        epoch, position = divmod(self.step, self.steps_per_epoch)
+        if epoch != self._epoch[0]:
+            settings = self.training.settings
+            assert settings.batch_size is not None
+            shuffle = torch.Generator().manual_seed(derived_seed(*self.training.seed_parts, "batches", epoch))
+            self._epoch = epoch, epoch_batches(self.lengths, settings.batch_size, shuffle, settings.group_by_length)
+        chosen = self._epoch[1][position]
+        self.tokens += sum(self.lengths[i] for i in chosen)
+        return [self.rows[i] for i in chosen]
+
+    def advance(self, losses: Mapping[str, float]) -> None:
+        """Take the step whose gradients are there; what goes wrong ends this trainer alone."""
+        try:
+            if self.failure is None:
+                _check_losses(losses, self.step)
+                _check_gradient(self.optimizer.step(), self.step)
+                self.learner.after_step(self.step)
+        except Exception as failure:
+            self.failure = failure
+        self.optimizer.clear()
+        if self.failure is not None:
+            return
+        self.history.append(losses)
+        self.step += 1
+        last = self.step == self.steps
+        if self.selection and (last or self.step % self.steps_per_epoch == 0):
+            self.selection.consider()
+        if self.step % self.training.settings.checkpoint_every == 0 and not last:
+            tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
+            if self.group.leads:
+                self.training.checkpoint.save(tensors, facts)
+        self.training.on_step(self.step, self.steps, losses)
+
+    def outcome(self) -> TrainingSummary | Exception:
+        if self.failure is not None:
+            return self.failure
+        try:
+            if self.selection:
+                self.selection.restore()
+        except NonFiniteLoss as failure:
+            return failure
+        first, last = self.history.mean(last=False), self.history.mean(last=True)
+        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens)
+
+
+def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) -> list[dict[str, float]]:
+    """Accumulate the gradients of one step of each trainer, over all workers; returns their loss terms.
+
+    The first step of a trainer must show that data reach what it trains.
+    """
+    backbone, group = engine.backbone, engine.group
+    batches = [trainer.batch() for trainer in trainers]
+    settings = [trainer.training.settings for trainer in trainers]
+    denominators = [_denominator(rows, s) for rows, s in zip(batches, settings, strict=True)]
+    chunks = [_passes(rows, s.micro_batch_size, group) for rows, s in zip(batches, settings, strict=True)]
+    losses: list[dict[str, float]] = [{} for _ in trainers]
+
+    def add(terms: Sequence[Mapping[str, Tensor]]) -> None:
+        total = torch.zeros((), device=backbone.device)
+        for mine, found in zip(losses, terms, strict=True):
+            for name, term in found.items():
+                mine[name] = mine.get(name, 0.0) + float(term.detach())
+            if all(math.isfinite(loss) for loss in mine.values()):  # one that is not leaves without touching the others
+                total = sum(found.values(), start=total)
+        if total.requires_grad:
+            total.backward()
+
+    begins = any(trainer.step == 0 for trainer in trainers)
+    for parts in itertools.zip_longest(*chunks, fillvalue=_Pass(())):
+        adaptations = [t.learner.adaptation(part.rows) for t, part in zip(trainers, parts, strict=True) if part.rows]
+        counts = [len(part.rows) for part in parts]
+        batch = collate([row for part in parts for row in part.rows], backbone)
+        # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
+        with bank.active(side_by_side(adaptations, [count for count in counts if count])):
+            with bank.watching(begins) as arrived:
+                logits = label_logits(backbone, batch).split(counts)
+            labels = batch.labels.split(counts)
+            outputs = [
+                Outputs(part.rows, *found) for part, *found in zip(parts, logits, labels, denominators, strict=True)
+            ]
+            terms = [t.learner.loss(o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
+            add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
+        for rows in arrived:
+            for trainer, own in zip(trainers, rows.split(counts), strict=True):
+                trainer.reached = trainer.reached or bool(own.any())
+    _add_up(trainers, losses, group)
+    for trainer, mine in zip(trainers, losses, strict=True):
+        if trainer.step == 0 and not trainer.learns and all(math.isfinite(loss) for loss in mine.values()):
+            trainer.failure = RuntimeError(
+                "no gradient reaches the first adapted projection: training would change nothing. With gradient "
+                "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
+            )
+    add([trainer.learner.penalty() for trainer in trainers])
+    return losses
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Rows of one forward pass of a learner."""
+
+    rows: Sequence[Example]
+    counts: bool = True
+    """Otherwise they stand in: the worker has no rows left, but the others need it for theirs."""
+
+    def counted(self, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return terms if self.counts else {name: 0.0 * term for name, term in terms.items()}
+
+
+def _passes(rows: Sequence[Example], size: int | None, group: WorkerGroup) -> list[_Pass]:
+    """This worker's share of a batch in passes of `size` rows, as many as every other worker has."""
+    largest = group.largest_share(len(rows))
+    mine = [_Pass(chunk) for chunk in _chunks(group.share(rows), size or largest)]
+    stand_in = _Pass(rows[:1], counts=False)
+    return mine + [stand_in] * (math.ceil(largest / (size or largest)) - len(mine))
+
+
+def _add_up(trainers: Sequence[_Trainer], losses: Sequence[dict[str, float]], group: WorkerGroup) -> None:
+    """Give every worker the gradients and losses of all workers' rows."""
+    if group.size == 1:
+        return
+    parameters = [p for trainer in trainers for p in trainer.learner.parameters().values()]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    told = [loss for mine in losses for loss in mine.values()] + [float(trainer.reached) for trainer in trainers]
+    found = torch.tensor(told, device=parameters[0].device)
+    group.add_up([found, *(p.grad for p in parameters if p.grad is not None)])
+    total = iter(found.tolist())
+    for mine in losses:
+        for name in mine:
+            mine[name] = next(total)
+    for trainer in trainers:
+        trainer.reached = next(total) > 0
+
+
+def _denominator(rows: Sequence[Example], settings: TrainingSettings) -> float:
+    targets = sum(len(row["target_ids"]) for row in rows)
+    return {"token_mean": targets, "sequence_mean": len(rows), "sum": 1}[settings.loss_reduce]
+
+
+def _chunks(rows: Sequence[Example], size: int | None) -> list[Sequence[Example]]:
+    size = size or len(rows)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _check_losses(losses: Mapping[str, float], step: int) -> None:
+    if not all(math.isfinite(loss) for loss in losses.values()):
+        terms = ", ".join(f"{name} = {loss:g}" for name, loss in losses.items())
+        raise NonFiniteLoss(
+            f"the loss is not finite at step {step + 1}: {terms}. Lower training.learning_rate, or the method's "
+            "coefficient of the term that grew; check backbone.dtype if it happens at the first step"
+        )
+
+
+def _check_gradient(norm: float, step: int) -> None:
+    if not math.isfinite(norm):
+        raise NonFiniteLoss(
+            f"the loss is finite at step {step + 1}, but its gradient is not (norm {norm}). Lower "
+            "training.learning_rate, or the method's coefficients; check backbone.dtype"
+        )
+
+
+class _History:
+    """Loss terms of every step so far."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: list[list[float]] = []
+
+    def append(self, losses: Mapping[str, float]) -> None:
+        self.names = self.names or list(losses)
+        self.rows.append([losses[name] for name in self.names])
+
+    def mean(self, last: bool) -> dict[str, float]:
+        tenth = max(1, len(self.rows) // 10)
+        rows = self.rows[-tenth:] if last else self.rows[:tenth]
+        return {name: math.fsum(row[i] for row in rows) / len(rows) for i, name in enumerate(self.names)}
+
+
+class _BestOnValidation:
+    """Keeps the parameters of the epoch with the lowest validation loss (A31)."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        backbone: Backbone,
+        bank: AdapterBank,
+        rows: Sequence[Example],
+        settings: TrainingSettings,
+    ):
+        self.loss = math.inf
+        self.parameters: dict[str, Tensor] = {}
+        self._learner, self._backbone, self._bank = learner, backbone, bank
+        ordered = sorted(rows, key=lambda row: len(row["prompt_ids"]))
+        self._batches = _chunks(ordered, settings.micro_batch_size or settings.batch_size)
+        self._targets = sum(len(row["target_ids"]) for row in rows)
+
+    @torch.no_grad()
+    def consider(self) -> None:
+        loss = 0.0
+        for rows in self._batches:
+            outputs = forward(self._backbone, self._bank, rows, self._learner.adaptation(rows), self._targets)
+            loss += float(outputs.task_loss())
+        if loss < self.loss:
+            self.loss = loss
+            self.parameters = {name: p.detach().clone() for name, p in self._learner.parameters().items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if not self.parameters:
+            raise NonFiniteLoss("the validation loss is not finite after any epoch; lower training.learning_rate")
+        for name, parameter in self._learner.parameters().items():
+            parameter.copy_(self.parameters[name])
+
+
+def _state(
+    step: int, optimizer: Optimizer, history: _History, selection: _BestOnValidation | None, learner: Learner
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a checkpoint inside the task."""
+    tensors = {f"engine.{name}": value for name, value in optimizer.state().items()}
+    tensors |= {f"learner.{name}": value for name, value in learner.state().items()}
+    tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
+    if selection:
+        tensors |= {f"best.{name}": value for name, value in selection.parameters.items()}
+    best_loss = selection.loss if selection and selection.parameters else None
+    return tensors, {"step": step, "terms": history.names, "best_loss": best_loss}
+
+
+def _resume(
+    found: tuple[dict[str, Tensor], dict[str, Any]],
+    optimizer: Optimizer,
+    history: _History,
+    selection: _BestOnValidation | None,
+    learner: Learner,
+) -> int:
+    """Go on from a checkpoint; returns the steps already done."""
+    tensors, facts = found
+
+    def named(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    optimizer.load_state(named("engine."))
+    learner.load_state(named("learner."))
+    history.names, history.rows = facts["terms"], tensors["history"].tolist()
+    if selection and facts["best_loss"] is not None:
+        selection.loss = facts["best_loss"]
+        parameters = learner.parameters()
+        selection.parameters = {name: t.to(parameters[name].device) for name, t in named("best.").items()}
+    return int(facts["step"])

@@ -1,0 +1,103 @@
+"""run_pack: for each task, learn what is missing, score what is missing, say so.
+
+A plain function that knows no Ray and no MLflow: a debugger, a test and a cluster call the same one. Disk is the truth:
+whatever the store and the trials' folders already hold is read, the rest is done. With several workers the first of
+them runs the pack, and the others follow it in what needs the backbone (`follow.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from latent_sweep.errors import StoreError
+from latent_sweep.learn.context import Context
+from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.events import Emit, StageDone
+from latent_sweep.learn.follow import follow
+from latent_sweep.learn.journaling import say_finished, say_started
+from latent_sweep.learn.member import Members, unfinished
+from latent_sweep.learn.stage import learn_missing, score_missing
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.store.folders import SweepFolder, writing
+from latent_sweep.sweep.checks import Reader, check_pack
+from latent_sweep.sweep.plan import Pack
+
+
+def run_pack(
+    pack: Pack, sweep: SweepFolder, emit: Emit, threads: int | None = None, engine: Engine | None = None
+) -> None:
+    """Run what is missing of a pack's trials: learn each task once, score it for every trial.
+
+    A member that fails leaves the pack; the others go on to their end. With several workers only a loss that is not
+    finite is the member's own end, because all workers see it alike: anything else ends the pack.
+
+    Args:
+        sweep: the trials' sweep; what it shares with others lies in its storage.
+        emit: told of every optimizer step and every finished stage.
+        threads: CPU threads; None leaves torch's own choice.
+        engine: what computes; None is plain torch in this process. Every worker of its group calls this function with
+            the same pack.
+
+    Raises:
+        Exception: whatever stopped the first member that failed, after a `failed` event in the journal of each of its
+            unfinished trials and after the end of the others. Where a worker of a group fails or is lost: at once, and
+            the journals are the caller's.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    context = Context(pack.trials[0], sweep.storage, engine)
+    if not context.engine.group.leads:
+        follow(pack, context)
+        return
+    with writing(sweep, {m.training_id: [trial.trial_id for trial in m.trials] for m in pack.members}):
+        members = unfinished(pack, sweep, context)
+        if members.all:
+            _lead(pack, members, emit)
+    context.engine.group.order("end")
+    if failures := [member.failure for member in members.all if member.failure is not None]:
+        raise failures[0]
+
+
+def _lead(pack: Pack, members: Members, emit: Emit) -> None:
+    """Run members to their end, or to that of the pack."""
+    context = members.context
+    runs = [run for member in members.all for run in member.trials]
+    for run in runs:
+        run.files.mend()
+        say_started(run.files, run.trial, context.engine)
+    try:
+        if any(len(run.files.rows) < len(pack.tasks) for run in runs):
+            reader = Reader(context.backbone.family, context.backbone.tokenizer.backend_tokenizer)
+            check_pack(pack, reader, context.storage.folder)
+        _learn_and_score(members, emit)
+    except Exception as error:  # of all members, such as a backbone that cannot be loaded
+        # a fault of the storage cannot be journaled, and may pass; who has started a group learns which worker failed
+        # first, or was lost, and what this one says may only follow from it
+        if context.engine.group.size == 1 and not isinstance(error, StoreError):
+            for member in members.all:
+                if member.failure is None:
+                    member.fail(error, None)
+        raise
+
+
+def _learn_and_score(members: Members, emit: Emit) -> None:
+    """For each task: learn what is missing, score what is missing, say so."""
+    n_tasks = len(members.context.tasks)
+    for position in range(n_tasks):
+        learned = learn_missing(members, position, emit)
+        for member in members.going(position):
+            with members.leaving([member], position):
+                score_missing(member, position, learned, emit)
+        if matrices := _matrices(members, position):
+            emit(StageDone(position + 1, matrices))
+    for member in members.going(0):
+        with members.leaving([member], n_tasks - 1):
+            for run in member.trials:
+                say_finished(run.files, run.trial, member.lineages, members.context)
+
+
+def _matrices(members: Members, position: int) -> list[ScoreMatrix]:
+    """The score matrices up to this task, of the trials that go as far."""
+    runs = [run for member in members.going(position) for run in member.trials if position < run.files.wanted]
+    found = [run.files.matrix for run in runs]
+    return [ScoreMatrix(matrix.tasks, matrix.rows[: position + 1]) for matrix in found]

@@ -1,0 +1,254 @@
+"""What a tracker should hold of a sweep, by what lies on disk: the contents of one run for each trial, each finished
+configuration and the sweep itself. Knows no tracker: the mirror brings it, `verify` compares with it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from latent_sweep.results import report
+from latent_sweep.security import redact
+from latent_sweep.settings import content_hash
+from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Kind = Literal["sweep", "trial", "summary"]
+RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+Artifact = Path | str | Callable[[], "Figure"]
+"""A file as it lies on disk, a text, or a picture that is drawn when it is needed."""
+
+KEY_TAG: Mapping[Kind, str] = {"sweep": "sweep_id", "trial": "trial_id", "summary": "configuration"}
+"""The tag that, with `kind`, says which run it is."""
+_CONTEXT = (
+    "method.name",
+    "method.rank",
+    "backbone.name",
+    "backbone.dtype",
+    "benchmark.name",
+    "benchmark.order",
+    "seed",
+)
+"""Settings shown as params of every run, whether they vary or not."""
+_RUN_STATUS: Mapping[Status, RunStatus] = {
+    "running": "RUNNING",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
+}
+_TRIAL_FILES = ("trial.yaml", "scores.json", "result.json", "journal.jsonl")
+_LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one metric; `step` is the number of tasks seen, `time` is in Unix seconds."""
+
+    key: str
+    value: float
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class RunContent:
+    """One run as it should be. Everything follows from the disk, so that bringing it twice brings the same."""
+
+    kind: Kind
+    key: str
+    """With `kind` it says which run it is."""
+    life: str
+    """Which journal of the trial it tells of, by its first event: one whose folder was deleted begins another."""
+    name: str
+    start: float
+    """Unix seconds."""
+    status: RunStatus
+    end: float
+    """Unix seconds; means nothing while the run is running."""
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    mark: Mapping[str, str]
+    """Tags that are written last: they say that everything else has arrived."""
+    history: Sequence[Point]
+    """Every value in order of time. A stage scored again, because its data changed, has two at its step."""
+    artifacts: Mapping[str, Artifact]
+    """By path; none while the run is running."""
+
+    @property
+    def points(self) -> list[Point]:
+        """The newest value of each (metric, step)."""
+        return list({(point.key, point.step): point for point in self.history}.values())
+
+
+def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event]) -> RunContent:
+    """The run of a trial with these events, of which there is at least one.
+
+    Raises:
+        StoreError: a file of the trial is damaged.
+    """
+    starts = attempts(events)
+    tags = {
+        "training_id": trial.training_id,
+        "attempt": starts[-1]["attempt"] if starts else 0,
+        "node": starts[-1]["node"] if starts else "unknown",
+        "status": status(events),
+        "reason": report.end_reason(events),
+        "restarts": ", ".join(restarts(events)),
+    }
+    return RunContent(
+        kind="trial",
+        key=trial.trial_id,
+        life=life_of(events),
+        name=redact(trial_name(sweep, trial)),
+        start=events[0]["time"],
+        status=_RUN_STATUS[status(events)],
+        end=events[-1]["time"],
+        params=_texts(_params(trial), _LONGEST_PARAM),
+        tags=_texts(tags, _LONGEST_TAG),
+        mark=trial_mark(sweep, events),
+        history=list(_history(events)),
+        artifacts={} if status(events) == "running" else _trial_artifacts(sweep, trial, events),
+    )
+
+
+def life_of(events: Sequence[Event]) -> str:
+    """Names a journal by its first event: no other begins at the same time, on the same node, in the same process."""
+    return events[0]["sha256"][:16]
+
+
+def trial_mark(sweep: SweepFolder, events: Sequence[Event]) -> dict[str, str]:
+    """What says that this much of a trial's journal has arrived, for this sweep: another one may share the trial."""
+    return {"sweep_id": sweep.sweep_id, "mirrored_events": str(len(events))}
+
+
+def trial_name(sweep: SweepFolder, trial: TrialFolder) -> str:
+    """The settings that vary, as `lambda=0.1 seed=0`; of a sweep that varies none, the trial's id."""
+    names = report.short_names(sweep.axes)
+    return report.label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id
+
+
+def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Iterator[RunContent]:
+    """The summary run of each configuration with a finished trial: params, and mean, spread and count over seeds."""
+    trials = {trial.trial_id: trial for trial in sweep}
+    seed_name = report.short_names(sweep.axes).get(sweep.seed_axis, "seed")
+    for configuration in summary.configurations:
+        members = [trials[trial_id] for trial_id in configuration.trial_ids]
+        if not configuration.n_finished:
+            continue
+        values: dict[str, float | None] = {"n": float(configuration.n_finished)}
+        for metric, found in (("AP", configuration.average_performance), ("FM", configuration.forgetting)):
+            values |= {f"{metric}_mean": getattr(found, "mean", None), f"{metric}_std": getattr(found, "std", None)}
+        key, end = content_hash(dict(configuration.values)), _last_finish(members)
+        yield RunContent(
+            kind="summary",
+            key=key,
+            life="",
+            name=redact(f"mean {report.label(configuration.values)}".strip()),
+            start=end,
+            status="FINISHED",
+            end=end,
+            params=_texts({k: v for k, v in _params(members[0]).items() if k != seed_name}, _LONGEST_PARAM),
+            tags={},
+            mark={"sweep_id": sweep.sweep_id},
+            history=_summary_points(values, configuration.n_finished, end),
+            artifacts={},
+        )
+
+
+def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
+    """The parent run: tables, the figure, the best AP."""
+    from latent_sweep.results.figures import (
+        curve_figure,  # with matplotlib, which a sweep without a tracker never needs
+    )
+
+    work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
+    n_finished, end = summary.counts.get("finished", 0), _last_finish(list(sweep))
+    rows = report.records(summary)
+    table = {"columns": list(rows[0]) if rows else [], "data": [list(row.values()) for row in rows]}
+    # as a text, not by log_table: that appends to the table already there
+    artifacts: dict[str, Artifact] = {
+        "sweep_table.json": json.dumps(table),
+        "report.md": redact(report.render(summary, "markdown")),
+    }
+    if (curves := report.curves(summary)) is not None:
+        artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_figure, curves.x_name, curves.x_values, curves.series)
+    return RunContent(
+        kind="sweep",
+        key=sweep.sweep_id,
+        life="",
+        name=f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}",
+        start=time.time(),
+        status="KILLED" if work_left else "FINISHED",
+        end=end,
+        params={},
+        tags={"mlflow.loggedArtifacts": '[{"path": "sweep_table.json", "type": "table"}]'},
+        mark={"sweep_id": sweep.sweep_id},
+        history=_summary_points({"best_AP": summary.best_average_performance}, n_finished, end),
+        artifacts=artifacts,
+    )
+
+
+def run_tags(sweep: SweepFolder, content: RunContent) -> dict[str, str]:
+    """The tags by which a run is found again."""
+    found = {"kind": content.kind, "sweep": sweep.name, "sweep_id": sweep.sweep_id, KEY_TAG[content.kind]: content.key}
+    return found | ({"journal": content.life} if content.life else {})
+
+
+def _params(trial: TrialFolder) -> dict[str, Any]:
+    shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | dict(trial.values)
+    names = report.short_names(shown)
+    return {names[path]: value for path, value in shown.items()}
+
+
+def _history(events: Sequence[Event]) -> Iterator[Point]:
+    """Every metric value of a journal; of what a finish tells, only what no stage has told."""
+    told, last_step = set(), 0
+    for event in events:
+        if event["event"] == "stage":
+            last_step = max(last_step, event["tasks_seen"])
+            scores = {f"score/{task}": score for task, score in event["scores"].items()}
+            for key, value in {**event["metrics"], **scores}.items():
+                told.add((key, event["tasks_seen"]))
+                yield Point(key, value, event["tasks_seen"], event["time"])
+        elif event["event"] == "finished":
+            for key, value in event["metrics"].items():
+                if (key, last_step) not in told:
+                    yield Point(key, value, last_step, event["time"])
+
+
+def _summary_points(values: Mapping[str, float | None], n_finished: int, time: float) -> list[Point]:
+    """Values that change as trials finish: their step is how many have, so a closed sweep closes again unchanged."""
+    return [Point(key, value, n_finished, time) for key, value in values.items() if value is not None]
+
+
+def _last_finish(trials: Sequence[TrialFolder]) -> float:
+    """When the last of these trials finished, in Unix seconds; now, if none has."""
+    ends = [events[-1]["time"] for trial in trials if status(events := trial.events()) == "finished"]
+    return max(ends, default=time.time())
+
+
+def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event]) -> dict[str, Artifact]:
+    from latent_sweep.results.figures import score_matrix_figure
+
+    found: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
+    found |= {f"predictions/{path.name}": path for path in sorted((trial.path / "predictions").glob("*.jsonl"))}
+    if told := stages(events):
+        tasks, rows = list(told[-1]["scores"]), [list(stage["scores"].values()) for stage in told]
+        found["scores.csv"] = report.score_matrix_csv(tasks, rows)
+        found["score_matrix.png"] = partial(score_matrix_figure, tasks, rows)
+    for lineage in dict.fromkeys(stage["lineage"] for stage in told) if status(events) == "finished" else ():
+        if sweep.storage.share(path := sweep.snapshots.path(lineage)):
+            found[f"snapshots/{path.name}"] = path
+    return found
+
+
+def _texts(values: Mapping[str, Any], longest: int) -> dict[str, str]:
+    return {key: redact(report.format_value(value))[:longest] for key, value in values.items()}

@@ -1,0 +1,120 @@
+"""Paths as users name them, files that can be read to their end, and writing one so that a reader sees the old one or
+the whole new one; each says what to do when it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from latent_sweep.errors import StoreError
+from latent_sweep.settings import local_path
+
+if TYPE_CHECKING:
+    pass
+from latent_sweep.settings import read_regular
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that is its owner's alone; one that is there already stays as it is.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    with committing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def private_file(path: Path) -> None:
+    """Make an empty file that is its owner's alone; one that is there already stays as it is.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    with committing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
+
+def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None = None) -> None:
+    """Write under a temporary name, flush to disk, rename.
+
+    Args:
+        modified_ns: the time that the file gets, in nanoseconds since 1970; None is now, and later than the old file's.
+
+    Raises:
+        StoreError: it cannot be written; the old file stays.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nodes may share a folder and a process id
+    with committing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if modified_ns is None:
+                modified_ns = max(partial.stat().st_mtime_ns, modified(path) + 1)
+            stamp(partial, modified_ns)
+            os.replace(partial, path)
+        finally:
+            with suppress(OSError):  # the folder itself may be what is missing
+                partial.unlink()
+
+
+@contextmanager
+def committing(path: Path) -> Iterator[None]:
+    """What the operating system refuses within the block becomes an error that says what to do.
+
+    Raises:
+        StoreError: `path` cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot be written: {error.strerror or error}. Expected a folder that can be written, with free "
+            "space. Mend that and run the same command again: what was committed before is whole, and it resumes there."
+        ) from error
+
+
+def read_file(path: Path) -> bytes:
+    """What is in the file; nothing where there is none.
+
+    Raises:
+        StoreError: something else lies there, or it cannot be read.
+    """
+    try:
+        return read_regular(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot be read: {error.strerror or error}. Move away what is there, or mend it, and run the same "
+            "command again."
+        ) from error
+
+
+def modified(path: Path) -> int:
+    """When the file was written, in nanoseconds since 1970; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def stamp(path: Path, modified_ns: int) -> None:
+    """Give a file this time, in nanoseconds since 1970."""
+    os.utime(path, ns=(modified_ns, modified_ns))
+
+
+def cache_folder() -> Path:
+    """Where converted backbones are kept: `LATENT_SWEEP_CACHE`, else `~/.cache/latent_sweep`."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "latent_sweep"
+    return local_path(os.environ.get("LATENT_SWEEP_CACHE", default))

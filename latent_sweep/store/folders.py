@@ -1,0 +1,184 @@
+"""A sweep and its trials on disk: what their driver wrote, and who may write now.
+
+One driver at a time runs a sweep, and one worker at a time writes a trial: `driving` and `writing` see to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.errors import StoreError
+from latent_sweep.settings import local_path
+from latent_sweep.store.journal import Event, Journal
+from latent_sweep.store.leases import held
+from latent_sweep.store.sealed import is_sealed
+from latent_sweep.store.snapshots import SnapshotStore
+from latent_sweep.store.storage import JOURNAL, Storage, open_storage, storage_in
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrialFolder:
+    """One trial of a sweep on disk; the folder is empty or missing until the trial starts."""
+
+    journal: Journal
+    """What it did."""
+    trial_id: str
+    training_id: str
+    values: Mapping[str, Any]
+    """The settings that vary in the sweep, by dotted path."""
+    params: Mapping[str, Any]
+    """Every resolved setting, by dotted path."""
+    n_tasks: int
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.journal.path.parent
+
+    def events(self) -> list[Event]:
+        """Everything in the trial's journal."""
+        return self.journal.read()
+
+    def read_json(self, name: str) -> Any:
+        """The content of the trial's file `name`, or None where it is not there.
+
+        Raises:
+            StoreError: the file cannot be read as JSON.
+        """
+        return _read_json(self.path / name) if (self.path / name).exists() else None
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """One sweep on disk: `<storage>/<name>`. Its `sweep.json` is read once, the trials' journals every time."""
+
+    storage: Storage
+    """What all sweeps share, with the snapshots."""
+    name: str
+    """The sweep's, which is its folder's name and its experiment's."""
+
+    @property
+    def path(self) -> Path:
+        """The folder on this node."""
+        return self.storage.folder / self.name
+
+    @property
+    def exists(self) -> bool:
+        """Whether a sweep has been written here."""
+        return (self.path / "sweep.json").exists()
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        file = self.path / "sweep.json"
+        if not file.exists():
+            raise StoreError(
+                f"{self.path}: found no sweep.json; expected the folder of a sweep, <storage>/<sweep name>. "
+                f"Run the sweep first, or check the path."
+            )
+        if not is_sealed(file):
+            raise StoreError(
+                f"{file}: does not check against its digest: it is damaged, or was written by an earlier version. "
+                "Run the sweep again: that writes it anew, and repeats nothing that is complete."
+            )
+        return _read_json(file)["content"]
+
+    @property
+    def sweep_id(self) -> str:
+        """The hash of the resolved sweep, 16 hexadecimal digits."""
+        return self._content["sweep_id"]
+
+    @property
+    def axes(self) -> list[str]:
+        """The dotted paths that vary, in the sweep file's order."""
+        return self._content["axes"]
+
+    @property
+    def seed_axis(self) -> str:
+        """The axis that repeats a configuration; `seed` also where the sweep does not vary it."""
+        return self._content["seed_axis"]
+
+    @property
+    def tracking_uri(self) -> str | None:
+        """The MLflow address that the sweep file names; None leaves it to the environment."""
+        return self._content.get("tracking_uri")
+
+    @property
+    def snapshots(self) -> SnapshotStore:
+        """What its trials have learned, with those of all other sweeps of the storage."""
+        return SnapshotStore(self.storage)
+
+    def journal(self, trial_id: str) -> Journal:
+        """The journal of one of its trials."""
+        return Journal(self.storage, self.path / "trials" / trial_id / JOURNAL)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads it for itself."""
+        return SweepFolder, (self.storage, self.name)
+
+    def __iter__(self) -> Iterator[TrialFolder]:
+        for entry in self._content["trials"]:
+            yield TrialFolder(self.journal(entry["trial_id"]), **entry)
+
+
+def open_sweep(place: str | Path) -> SweepFolder:
+    """The sweep in a folder `<storage>/<sweep name>`, given by its path or its URI; from a URI it is brought here.
+
+    Raises:
+        ConfigError: no folder can have this path.
+        StoreError: the object store cannot be reached or refuses.
+    """
+    if "://" not in str(place):
+        path = local_path(place).resolve()
+        return SweepFolder(storage_in(path.parent), path.name)
+    address, question, options = str(place).partition("?")
+    parent, _, name = address.rstrip("/").rpartition("/")
+    sweep = SweepFolder(open_storage(parent + question + options), name)
+    sweep.storage.pull(sweep.path)
+    return sweep
+
+
+def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
+    """The right to drive a sweep: to write what it is, to hand out its packs and to mirror it.
+
+    Args:
+        on_wait: told who drives it, where that has to be waited for.
+    """
+    return held(sweep.storage.lease(sweep.path / "locks" / "driver.lock"), on_wait)
+
+
+@contextmanager
+def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator[None]:
+    """The right to write these trials' folders, which are up to date then.
+
+    A worker whose driver was killed, or that Ray has given up, may still be at work when its successor comes.
+
+    Args:
+        trials: trial ids by training id; a training is what is waited for.
+    """
+
+    def say_waiting(holder: str) -> None:
+        log.warning("%s: waiting for %s, which is at work on the same trials", sweep.path, holder)
+
+    with ExitStack() as stack:
+        for training_id in sorted(trials):  # all take them in the same order, so nobody waits in a circle
+            lease = sweep.storage.lease(sweep.path / "locks" / f"{training_id}.lock")
+            stack.enter_context(held(lease, say_waiting))
+            for trial_id in trials[training_id]:
+                sweep.storage.sync_folder(sweep.path / "trials" / trial_id)
+        yield
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise StoreError(f"{path}: cannot be read as JSON: {error}") from error

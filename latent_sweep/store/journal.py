@@ -1,0 +1,192 @@
+"""What a trial did, on disk: an append-only journal of events.
+
+A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Unix seconds), `event` and, at its end,
+`sha256` of all that stands before it in the line:
+
+    started   attempt, node, versions, hardware
+    stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number},
+              key (what the row was computed from), files {name: sha256}
+    finished  metrics, files {name: sha256}
+    failed    kind, message, task, step
+    lost      kind, message: the worker is gone, or what it left is; the trial is tried again, or `failed` follows
+    stopped   tasks_seen, reason
+
+A trial may start several times; its journal is the truth: the files beside it are checked against the digests that it
+tells, and trackers and reports only mirror it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from latent_sweep.errors import LatentSweepError, NonFiniteLoss, StoreError
+from latent_sweep.security import redact, traceback_text
+from latent_sweep.store.files import committing, read_file
+from latent_sweep.store.storage import Storage
+
+
+def failure_facts(error: BaseException) -> dict[str, str]:
+    """What a journal says of what stopped a trial; its `kind` decides whether another try is worth it."""
+    cause = getattr(error, "cause", None) or error  # of a remote error
+    kind = "error"
+    if isinstance(cause, NonFiniteLoss):
+        kind = "non_finite"
+    elif isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":  # torch's, not loaded here
+        kind = "out_of_memory"
+    message = f"{cause}" if isinstance(cause, LatentSweepError) else f"{type(cause).__name__}: {cause}"
+    return {"kind": kind, "message": redact(message)[:2000], "traceback": traceback_text(error)}
+
+
+log = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+EventName = Literal["started", "stage", "finished", "failed", "lost", "stopped"]
+Status = Literal["pending", "running", "finished", "failed", "stopped"]
+
+_STATUS_AFTER: Mapping[str, Status] = {
+    "started": "running",
+    "stage": "running",
+    "finished": "finished",
+    "failed": "failed",
+    "lost": "running",
+    "stopped": "stopped",
+}
+
+
+class Journal:
+    """The append-only record of one trial's events; one writer at a time, any number of readers."""
+
+    def __init__(self, storage: Storage, path: Path):
+        self.path, self._storage = path, storage
+
+    def append(self, event: EventName, /, **fields: Any) -> Event:
+        """Write one event durably and return it as `read` will give it.
+
+        A torn last line, left by a kill, is cut off first. What another node has written is fetched first.
+
+        Raises:
+            StoreError: a field is not plain JSON (finite numbers, strings, lists, mappings), the journal is damaged, or
+                it cannot be written.
+        """
+        try:
+            content = json.dumps({"time": time.time(), "event": event, **fields}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise StoreError(
+                f"{self.path}: event {event!r} is not plain JSON ({error}). Give finite Python numbers, strings, "
+                f"lists and mappings; convert arrays and tensors first."
+            ) from error
+        self._storage.sync(self.path)
+        with committing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # the driver too has something to say of a trial whose worker is lost
+                earlier = self.read()
+                line = _sealed(json.dumps({"seq": len(earlier), **json.loads(content)}))
+                file.truncate(len(self._whole_lines()))
+                file.write(line + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if not earlier:
+                _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
+        self._storage.push(self.path)
+        return json.loads(line)
+
+    def read(self) -> list[Event]:
+        """Every event in order; empty where there is no journal yet.
+
+        A last line without its line end was cut by a kill and never acknowledged: it does not count.
+
+        Raises:
+            StoreError: any other line is not as it was written, or stands elsewhere; the message names file and line.
+        """
+        return [self._parse(number, line) for number, line in enumerate(self._whole_lines().split(b"\n")[:-1])]
+
+    def _whole_lines(self) -> bytes:
+        content = read_file(self.path)
+        return content[: content.rfind(b"\n") + 1]
+
+    def _parse(self, seq: int, line: bytes) -> Event:
+        try:
+            record = json.loads(line)
+            if not (isinstance(record, dict) and _is_event(record)):
+                found = "an entry without seq, time and a known event"
+            elif line[-_SEAL_BYTES:] != _seal(line[:-_SEAL_BYTES]):
+                found = "does not check against its digest: it is damaged, or was written by an earlier version"
+            elif record["seq"] != seq:
+                found = f"seq is {record['seq']}, where {seq} comes next: lines are missing, or there twice"
+            else:
+                return record
+        except (ValueError, RecursionError) as error:
+            found = str(error)
+        raise StoreError(
+            f"{self.path}, line {seq + 1}: {found}; expected one JSON object with seq, time, event and, last, sha256. "
+            f"{mending(self.path.parent.parent.parent)}: stages in the store are not learned twice."
+        )
+
+
+def _sealed(text: str) -> bytes:
+    """The text of a JSON object as a line that ends with the digest of what stands before it."""
+    body = text[:-1].encode()
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+_SEAL_BYTES = len(_seal(b""))
+
+
+def mending(sweep_folder: Path) -> str:
+    """What to do about a file that is damaged, for messages."""
+    command = f"latent-sweep verify --repair {shlex.quote(str(sweep_folder))}"
+    return f"`{command}` sets it aside, and the same run command makes it again"
+
+
+def _is_event(record: Mapping[str, Any]) -> bool:
+    seq, at, event = (record.get(name) for name in ("seq", "time", "event"))
+    return type(seq) is int and isinstance(at, (int, float)) and isinstance(event, str) and event in _STATUS_AFTER
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def stages(events: Sequence[Event]) -> list[Event]:
+    """The stage events by tasks seen; where one is there twice, the later wins."""
+    latest = {event["tasks_seen"]: event for event in events if event["event"] == "stage"}
+    return [latest[tasks_seen] for tasks_seen in sorted(latest)]
+
+
+def status(events: Sequence[Event]) -> Status:
+    """Where the trial stands: what its last event left behind. Started again after a failure, it is running."""
+    return _STATUS_AFTER[events[-1]["event"]] if events else "pending"
+
+
+def attempts(events: Sequence[Event]) -> list[Event]:
+    """The started events, one for each time that a worker took the trial up."""
+    return [event for event in events if event["event"] == "started"]
+
+
+def restarts(events: Sequence[Event]) -> list[str]:
+    """Why the trial was started again each time, in order: the kind of the loss or failure before."""
+    pairs = itertools.pairwise(events)
+    return [
+        before["kind"]
+        for before, after in pairs
+        if before["event"] in ("lost", "failed") and after["event"] == "started"
+    ]

@@ -1,0 +1,365 @@
+"""Where everything that is computed lies: a folder, or an object store (`s3://bucket/prefix`) behind a working folder.
+
+All code works on local files. Below an object store's working folder, which is a cache, what is committed is pushed at
+once, and what is missing or older here is fetched before it counts as missing. Shared are snapshots, checkpoints inside
+tasks and the folders of sweeps; the caches in `NODE_LOCAL` are made again on each node.
+
+A put to an object store is atomic, as a rename in a folder is; commits of several files keep their order on both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.settings import content_hash, local_path
+from latent_sweep.store.files import cache_folder, modified, private_folder, read_file, stamp, write_file
+from latent_sweep.store.leases import FileLease, Lease, ObjectLease
+from latent_sweep.store.objects import Bucket, uri_faults
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileInfo
+
+log = logging.getLogger(__name__)
+
+NODE_LOCAL = frozenset({"tokens", "factors", "embeddings", "router", "predictions", "profiles"})
+"""Caches directly below a storage that stay on their node: cheaper to make again than to fetch, with equal results."""
+JOURNAL = "journal.jsonl"
+"""Name of a trial's journal: the only shared file that grows instead of being replaced."""
+
+DEFAULT_PLACE = "runs"
+"""Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
+that of a folder with another name is the umask's and its administrator's."""
+
+FOLLOWING_SECONDS = 5.0
+"""How often a driver looks for what its workers have pushed."""
+_CONNECTIONS = 16
+
+
+def json_bytes(content: Any) -> bytes:
+    """`content` as indented JSON with sorted keys."""
+    return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+# --- storages --------------------------------------------------------------------------------------------------------
+
+
+class Storage:
+    """A plain folder, which all nodes share or there is one node only: what is written is where it belongs.
+
+    Args:
+        folder: where the files are.
+        place: what `run.storage` says, for messages; None is the folder's path.
+    """
+
+    is_remote = False
+    """Whether `folder` is only a cache of what is elsewhere."""
+
+    def __init__(self, folder: Path, place: str | None = None):
+        self.folder, self.place = folder, place or str(folder)
+
+    def make(self) -> None:
+        """Make the folder where that is not left to the first file in it.
+
+        Raises:
+            StoreError: it cannot be made.
+        """
+        if self.place == DEFAULT_PLACE:
+            private_folder(self.folder)
+
+    def write(self, path: Path, content: bytes | bytearray) -> None:
+        """Commit a file: a reader sees the old one or the whole new one, here and where all nodes read it.
+
+        Raises:
+            StoreError: it cannot be written (a full or read-only disk, an object store that is away); the old file
+                stays.
+        """
+        write_file(path, content)
+        self.push(path)
+
+    def push(self, path: Path) -> None:
+        """Bring a file that was written here to where all nodes read it."""
+
+    def holds(self, path: Path) -> bool:
+        """Whether there is such a file, here or where all nodes read it."""
+        return path.is_file()
+
+    def sync(self, path: Path) -> bool:
+        """Have the newer one of a file both here and where all nodes read it; whether there is one."""
+        return path.is_file()
+
+    def share(self, path: Path) -> bool:
+        """`sync` for a file that never changes: it goes only where it is missing; whether there is one."""
+        return path.is_file()
+
+    def sync_folder(self, folder: Path) -> None:
+        """`sync` for all files below a folder. Only for the one who may write there."""
+
+    def pull(self, folder: Path) -> None:
+        """Bring what is newer below a folder here."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file here and where all nodes read it; it need not be there."""
+        path.unlink(missing_ok=True)
+
+    def lease(self, path: Path) -> Lease:
+        """The lease of this name; it guards against processes on all nodes."""
+        return FileLease(path)
+
+
+class ObjectStorage(Storage):
+    """An object store behind a working folder on each node.
+
+    Whether a file is newer here or there is told by its time: once pushed or fetched it has the object's time, once
+    written again a later one. Of two journals, the one that continues the other is newer.
+
+    Every method that talks to the object store raises `StoreError` when it cannot be reached or refuses.
+    """
+
+    is_remote = True
+
+    def __init__(self, uri: str):
+        super().__init__(_working_folder(uri, cache_folder()), uri)
+        self._bucket = Bucket(uri)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another node has another working folder."""
+        return ObjectStorage, (self.place,)
+
+    def push(self, path: Path) -> None:
+        """Put a file that was written here; nothing where it is not shared."""
+        if self._shared(path):
+            self._bucket.put(self._key(path), path.read_bytes())
+            if (info := self._bucket.info(self._key(path))) is not None:
+                stamp(path, info.mtime_ns)
+
+    def holds(self, path: Path) -> bool:
+        """Whether there is such a file, here or in the object store."""
+        return path.is_file() or (self._shared(path) and self._bucket.info(self._key(path)) is not None)
+
+    def sync(self, path: Path) -> bool:
+        """Have the newer one of a file both here and in the object store; whether there is one."""
+        if self._shared(path):
+            self._bring(path, self._bucket.info(self._key(path)))
+        return path.is_file()
+
+    def share(self, path: Path) -> bool:
+        """`sync` for a file that never changes: it goes only where it is missing; whether there is one."""
+        if self._shared(path):
+            info = self._bucket.info(self._key(path))
+            if info is None or not path.is_file():
+                self._bring(path, info)
+        return path.is_file()
+
+    def sync_folder(self, folder: Path) -> None:
+        """`sync` for all files below a folder. Only for the one who may write there."""
+        there = self._list(folder)
+        for path in {*there, *(path for path in folder.rglob("*") if path.is_file() and self._shared(path))}:
+            self._bring(path, there.get(path))
+
+    def pull(self, folder: Path) -> None:
+        """Bring what is newer below a folder here.
+
+        Events of a journal speak of files that were pushed before them: journals are read first and put in place last.
+        """
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            journals = self._newer(folder, lambda path: path.name == JOURNAL)
+            events = list(pool.map(self._get, journals))
+            files = self._newer(folder, lambda path: path.name != JOURNAL)
+            list(pool.map(self._fetch, files, files.values()))
+        for (path, info), content in zip(journals.items(), events, strict=True):
+            self._take_journal(path, content, info)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file here and in the object store; it need not be there."""
+        if self._shared(path):
+            self._bucket.delete(self._key(path))
+        path.unlink(missing_ok=True)
+
+    def lease(self, path: Path) -> Lease:
+        """The lease of this name; it guards against processes on all nodes."""
+        return ObjectLease(self._bucket, self._key(path))
+
+    def _bring(self, path: Path, info: FileInfo | None) -> None:
+        """Make this file the newer one of both, here and there."""
+        if info is None:
+            if path.is_file():
+                self.push(path)
+        elif path.name == JOURNAL:
+            self._bring_journal(path, info)
+        elif _behind(path, info):
+            self._fetch(path, info)
+        elif modified(path) > info.mtime_ns:
+            self.push(path)
+
+    def _bring_journal(self, path: Path, info: FileInfo) -> None:
+        if path.is_file() and (path.stat().st_size, modified(path)) == (info.size, info.mtime_ns):
+            return
+        self._take_journal(path, self._get(path), info)
+        if path.stat().st_size > info.size:
+            self.push(path)  # written here, and the node or the network failed before it was pushed
+
+    def _take_journal(self, path: Path, there: bytes, info: FileInfo) -> None:
+        """Put a journal in place, unless the one here is the same or continues it."""
+        here = read_file(path)
+        if here == there:
+            stamp(path, info.mtime_ns)
+        elif not here.startswith(there):
+            write_file(path, there, info.mtime_ns)
+
+    def _fetch(self, path: Path, info: FileInfo) -> None:
+        write_file(path, self._get(path), info.mtime_ns)
+
+    def _get(self, path: Path) -> bytes:
+        content = self._bucket.get(self._key(path))
+        if content is None:
+            raise StoreError(f"object store, {self._key(path)}: removed by somebody else while it was being fetched")
+        return content
+
+    def _newer(self, folder: Path, wanted: Callable[[Path], bool]) -> dict[Path, FileInfo]:
+        """The objects of this kind below a folder that are newer than the files here."""
+        return {path: info for path, info in self._list(folder).items() if wanted(path) and _behind(path, info)}
+
+    def _list(self, folder: Path) -> dict[Path, FileInfo]:
+        """What the object store has below a folder, by its path here."""
+        files = {self.folder / key: info for key, info in self._bucket.list(self._key(folder)).items()}
+        return {path: info for path, info in files.items() if self._shared(path)}
+
+    def _shared(self, path: Path) -> bool:
+        first = path.relative_to(self.folder).parts[0]
+        return first not in NODE_LOCAL and path.suffix not in (".lock", ".damaged") and not path.name.startswith(".")
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+
+def open_storage(place: str) -> Storage:
+    """The storage that `run.storage` names: a path, or the URI of an object store.
+
+    Raises:
+        ConfigError: no folder can have this path.
+        StoreError: pyarrow cannot open such a URI.
+    """
+    if "://" not in place:
+        return Storage(local_path(place).resolve(), place if place == DEFAULT_PLACE else None)
+    return ObjectStorage(place)
+
+
+def storage_in(folder: Path) -> Storage:
+    """The storage whose files are in this folder on this node: an object store's, where it is its working folder."""
+    folder = folder.resolve()
+    if folder.parent != _working_folders(cache_folder()):
+        return Storage(folder)
+    return ObjectStorage(read_file(folder / "uri").decode())
+
+
+def place_faults(place: str) -> list[str]:
+    """What is wrong with a value of `run.storage`, as far as the text tells."""
+    if "://" in place:
+        return uri_faults(place)
+    try:
+        local_path(place)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _working_folders(cache: Path) -> Path:
+    return cache.resolve() / "storage"
+
+
+@lru_cache(maxsize=64)
+def _working_folder(uri: str, cache: Path) -> Path:
+    """The working folder of an object store on this node; the file `uri` in it names the object store."""
+    private_folder(_working_folders(cache))  # it holds results, and nobody has chosen who may read them
+    folder = _working_folders(cache) / content_hash(uri)
+    write_file(folder / "uri", uri.encode())
+    return folder
+
+
+def _behind(path: Path, info: FileInfo) -> bool:
+    """Whether the object is newer than the file. Times of objects are whole seconds, so sizes are compared too."""
+    here = modified(path)
+    return info.mtime_ns > here or (info.mtime_ns == here and info.size != path.stat().st_size)
+
+
+# --- drivers and nodes -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def following(storage: Storage, folder: Path) -> Iterator[None]:
+    """Within the block, what other nodes push below `folder` arrives here every few seconds; the rest at its end.
+
+    Raises:
+        StoreError: at its end the object store cannot be reached. Before that it is logged and tried again.
+    """
+    if not storage.is_remote:
+        yield
+        return
+    stopping = threading.Event()
+
+    def follow() -> None:
+        while not stopping.wait(FOLLOWING_SECONDS):
+            try:
+                storage.pull(folder)
+            except StoreError as error:
+                log.warning("what workers have done could not be fetched and is tried again: %s", error)
+
+    thread = threading.Thread(target=follow, name="following", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+        storage.pull(folder)
+
+
+@contextmanager
+def question(storage: Storage) -> Iterator[str]:
+    """A file that shows whether a node sees this storage; its name is given, for `sees` and `has_answer`."""
+    name = uuid.uuid4().hex
+    folder = storage.folder / ".preflight" / name
+    storage.write(folder / "question", b"does every node see this?\n")
+    try:
+        yield name
+    finally:
+        for path in [folder / "question", *folder.glob("*")]:
+            storage.remove(path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sees(storage: Storage, name: str, node: str | None = None) -> bool:
+    """On any node: whether the question is there. Given the node's id, an answer is left for the one who asked."""
+    folder = storage.folder / ".preflight" / name
+    if not storage.sync(folder / "question"):
+        return False
+    if node is not None:
+        storage.write(folder / node, b"yes\n")
+    return True
+
+
+def has_answer(storage: Storage, name: str, node: str) -> bool:
+    """Where the question was asked: whether the answer of a node is there."""
+    return storage.sync(storage.folder / ".preflight" / name / node)
+
+
+def unseen_message(storage: Storage, nodes: list[str]) -> str:
+    """What to do about nodes that do not see the storage."""
+    found = "these nodes do not see" if len(nodes) > 1 else "this node does not see"
+    return (
+        f"run.storage: {storage.place}: {found} what {socket.gethostname()} writes there: {', '.join(nodes)}. "
+        "All nodes need the same storage: a folder of a file system that they share, at the same path, or an object "
+        "store, e.g. --set run.storage=s3://bucket/prefix"
+    )

@@ -1,0 +1,235 @@
+"""What one trial leaves in its folder, and whether it is as its journal says.
+
+The journal is the truth: a row of the score matrix is what a stage told, and every file beside it that holds results
+has its digest there. A file that is missing, or that is another, is set aside and made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.journal import Event, stages, status
+from latent_sweep.store.sealed import set_aside
+from latent_sweep.store.storage import JOURNAL, json_bytes
+
+log = logging.getLogger(__name__)
+
+SCORES, RESULT, PREDICTIONS = "scores.json", "result.json", "predictions"
+EPSILON = sys.float_info.epsilon
+Row = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not what its trial's journal says."""
+
+    path: Path
+    found: str
+
+
+def damages(folder: Path, events: Sequence[Event]) -> list[Damage]:
+    """The files in a trial's folder that are missing, or others than those that its journal tells."""
+    told: dict[str, str] = {}
+    for event in events:
+        if event["event"] == "started":
+            told.pop(RESULT, None)  # it is written again at the end
+        told |= event.get("files", {})
+    found = {folder / name: _fault(folder / name, digest) for name, digest in told.items()}
+    return [Damage(path, fault) for path, fault in found.items() if fault is not None]
+
+
+def _fault(path: Path, digest: str) -> str | None:
+    if not path.exists():
+        return "is missing"
+    same = path.is_file() and _digest(path.read_bytes()) == digest
+    return None if same else "does not check against its digest in the journal"
+
+
+def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
+    """The files whose content does not follow from the rows that the journal tells, whatever their digests say.
+
+    The score matrix holds these rows; AP, FM and BWT, there and in the result, are theirs; the scores of the answers
+    average to the last of them.
+    """
+    told = stages(events)
+    if not told:
+        return []
+    tasks = tuple(told[-1]["scores"])
+    try:
+        matrix = ScoreMatrix(tasks, tuple(tuple(event["scores"].values()) for event in told))
+    except ValueError as error:
+        return [Damage(folder / JOURNAL, f"tells no {error}")]
+    row = dict(zip(tasks, matrix.rows[-1], strict=True))
+    end = end_of(events)
+    metrics = [event["metrics"] for event in (told[-1], end) if event and "metrics" in event]
+
+    def scores_agree(content: bytes) -> bool:
+        found = json.loads(content)
+        same = tuple(map(tuple, found["scores"])) == matrix.rows
+        return same and tuple(found["tasks"][: len(tasks)]) == tasks
+
+    def result_agrees(content: bytes) -> bool:
+        found = json.loads(content)
+        return found["scores"] == row and _are_measures(found["metrics"], matrix)
+
+    def answers_agree(content: bytes, task: str) -> bool:
+        scores = [json.loads(line)["score"] for line in content.splitlines()]
+        return abs(statistics.fmean(scores) - row[task]) <= len(scores) * EPSILON
+
+    checks: dict[str, Callable[[bytes], bool]] = {SCORES: scores_agree}
+    checks |= {f"{PREDICTIONS}/{task}.jsonl": partial(answers_agree, task=task) for task in tasks}
+    if end is not None and end["event"] == "finished":
+        checks[RESULT] = result_agrees
+    agree = all(_are_measures(found, matrix) for found in metrics)
+    found = [] if agree else [Damage(folder / JOURNAL, "tells measures that do not follow from its rows")]
+    for name, agrees in checks.items():
+        try:
+            if agrees((folder / name).read_bytes()):
+                continue
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            pass  # it holds something else altogether
+        found.append(Damage(folder / name, "does not follow from the rows that the journal tells"))
+    return found
+
+
+def _are_measures(found: Mapping[str, float], matrix: ScoreMatrix) -> bool:
+    """Whether these are the measures of the matrix, but for the order in which a machine has summed its rows."""
+    rounding = 4 * len(matrix.rows) * EPSILON
+    return all(abs(found.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
+
+
+def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
+    """The rows that a journal tells and that were computed from the same snapshots, data and settings as now.
+
+    Args:
+        keys: what identifies each row now.
+    """
+    rows: list[Row] = []
+    for key, event in zip(keys, stages(events), strict=False):
+        if (event["tasks_seen"], event.get("key")) != (len(rows) + 1, key):
+            break
+        rows.append(tuple(event["scores"].values()))
+    return rows
+
+
+def end_of(events: Sequence[Event]) -> Event | None:
+    """The event that says for good how far the trial goes: a scheduler has stopped it, or it has finished."""
+    return next((event for event in reversed(events) if event["event"] in ("finished", "stopped")), None)
+
+
+class TrialFiles:
+    """One trial's journal, and what it leaves beside it: settings, score rows, predictions, result.
+
+    Args:
+        sweep: the trial's sweep.
+        trial_id: names its folder.
+        tasks: names of its tasks, in the order they are learned.
+        keys: what identifies each row of its score matrix now.
+    """
+
+    def __init__(self, sweep: SweepFolder, trial_id: str, tasks: Sequence[str], keys: Sequence[str]):
+        self.trial_id, self.keys = trial_id, keys
+        self.journal = sweep.journal(trial_id)
+        self.folder = self.journal.path.parent
+        self._storage, self._tasks = sweep.storage, tuple(tasks)
+        events = self.journal.read()
+        end = end_of(events)
+        self.stop = end if end is not None and end["event"] == "stopped" else None
+        """The event with which a scheduler has stopped the trial for good; None where it goes to its last task."""
+        self.wanted = self.stop["tasks_seen"] if self.stop else len(self._tasks)
+        """How many rows it is to have."""
+        self.rows = told_rows(events, self.keys)
+        """The rows of the score matrix so far."""
+        # while rows are missing, the files may be ahead of the journal, and are written again with the next row
+        self.damages = damages(self.folder, events) if len(self.rows) >= self.wanted else []
+        self.complete = status(events) in ("finished", "stopped") and len(self.rows) >= self.wanted and not self.damages
+        """Whether every row is there, and every file, and the trial has come to its end."""
+        self._files: dict[str, str] = {}
+        """Digests of the newest row's files, by name."""
+
+    @property
+    def matrix(self) -> ScoreMatrix:
+        """The rows so far."""
+        return ScoreMatrix(self._tasks, tuple(self.rows))
+
+    def mend(self) -> None:
+        """Set aside what is damaged; write again what the journal tells, and forget the row whose answers are lost."""
+        for damage in self.damages:
+            if damage.path.exists():
+                set_aside(damage.path, damage.found)
+            else:
+                log.warning("%s is missing and is made again", damage.path)
+        names = {damage.path.relative_to(self.folder).parts[0] for damage in self.damages}
+        if PREDICTIONS in names:
+            self.rows.pop()
+        elif SCORES in names:
+            self._write_scores()
+
+    def record(self, row: Sequence[float], predictions: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Add one row of the score matrix, durably, with the answers that were scored.
+
+        Args:
+            predictions: by task; each answer becomes a line with one JSON object.
+        """
+        self._files = {}
+        for task, answers in predictions.items():
+            lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+            self._files |= self._write(f"{PREDICTIONS}/{task}.jsonl", lines.encode())
+        self.rows.append(tuple(row))
+        self._files |= self._write_scores()
+
+    def tell(
+        self, lineage: str, reused: bool, metrics: Mapping[str, float], computed: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """Tell the journal of the newest row. One that is made again as it was has been told.
+
+        Args:
+            reused: whether the stage was learned elsewhere or earlier.
+            computed: what it was learned and scored with: `learned_with` and `scored_with`.
+        """
+        seen = len(self.rows)
+        told = {
+            "tasks_seen": seen,
+            "task": self._tasks[seen - 1],
+            "lineage": lineage,
+            "scores": dict(zip(self._tasks, self.rows[-1], strict=False)),
+            "key": self.keys[seen - 1],
+            "files": self._files,
+        }
+        before = [event for event in stages(self.journal.read()) if event["tasks_seen"] == seen]
+        if not before or any(before[0].get(name) != value for name, value in told.items()):
+            self.journal.append("stage", **told, **computed, reused=reused, metrics=dict(metrics))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the result, and close the journal."""
+        self.journal.append("finished", metrics=result["metrics"], files=self._write(RESULT, json_bytes(result)))
+
+    def stop_again(self) -> None:
+        """Close the journal of a trial that was stopped for good, and of which something was made again."""
+        assert self.stop is not None
+        self.journal.append("stopped", tasks_seen=self.stop["tasks_seen"], reason=self.stop["reason"])
+
+    def _write_scores(self) -> dict[str, str]:
+        keys = list(self.keys[: len(self.rows)])
+        content = {"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys}
+        return self._write(SCORES, json_bytes(content))
+
+    def _write(self, name: str, content: bytes) -> dict[str, str]:
+        self._storage.write(self.folder / name, content)
+        return {name: _digest(content)}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

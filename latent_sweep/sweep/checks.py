@@ -1,0 +1,485 @@
+"""What would spoil a score, found before anything is learned: faults where nothing sensible can come out, or warnings.
+
+`check_sweep` serves `latent-sweep plan` and the start of a run. It counts tokens where the backbone's tokenizer lies on
+this machine; where it does not, `check_pack` does so in the trial, before its first task.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from latent_sweep.backbones.known import BackboneSettings, Family, family_of
+from latent_sweep.backbones.tokenizers import tokenizer_at_hand
+from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_rows, row_count
+from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, prompt_parts
+from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
+from latent_sweep.errors import DataError
+from latent_sweep.metrics import normalise_answer
+from latent_sweep.settings import canonical_json, content_hash
+from latent_sweep.store.files import write_file
+from latent_sweep.sweep.config import Sweep, fault_report
+from latent_sweep.sweep.plan import SPLITS, Pack, Trial
+
+log = logging.getLogger(__name__)
+
+SAMPLE = 8
+"""Texts that are counted in tokens to know how many characters a token has in others like them."""
+
+SAID = {"train": "training", "test": "test"}
+
+CHECKS_VERSION = 1
+"""Raised when `check_pack` would find something else in the same rows."""
+
+
+class Findings:
+    """What was found, each once. Warnings that differ in their tasks only become one line."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, None] = {}
+        self._tasks: dict[str, dict[str, list[str]]] = {}
+        self._examples: dict[str, str] = {}
+
+    def fault(self, text: str) -> None:
+        """Nothing sensible can come out."""
+        self.faults[text] = None
+
+    def warn(self, topic: str, task: str, count: str, example: str = "") -> None:
+        """Something is not as it seems: what it is, how much of it there is in a task, and an example."""
+        counts = self._tasks.setdefault(topic, {}).setdefault(task, [])
+        counts += [count] if count not in counts else []
+        self._examples.setdefault(topic, example)
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each topic."""
+        return [self._line(topic, tasks) for topic, tasks in self._tasks.items()]
+
+    def _line(self, topic: str, tasks: Mapping[str, Sequence[str]]) -> str:
+        counts = "; ".join(f"{task} {', '.join(found)}" for task, found in tasks.items())
+        example = self._examples[topic]
+        return f"warning: {topic}: {counts}{f'; e.g. {example}' if example else ''}"
+
+
+def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = None) -> list[str]:
+    """What to say of a sweep before it runs, one line each: warnings, and what could not be checked yet.
+
+    Args:
+        folder: a run's storage, where the trials find noted what they need not count again.
+
+    Raises:
+        ConfigError: listing every fault.
+    """
+    found = Findings()
+    for trial in {trial.training_id: trial for trial in trials}.values():
+        if _check_validation(trial, found):
+            _check_steps(trial, found)
+    counted: list[str] = []
+    unread: dict[str, None] = {}
+    for case in _cases(trials):
+        if case.reader.tokenizer is None:
+            unread[case.backbone] = None
+        if _check_rows(case, found) and folder is not None:
+            counted.append(case.key)
+    if found.faults:
+        raise fault_report(sweep.source, list(found.faults))
+    if folder is not None:
+        _note(counted, folder)
+    later = f"note: the tokenizer of {', '.join(unread)} is not on this machine; trials count tokens before they learn"
+    return found.warnings + [later] * bool(unread)
+
+
+def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
+    """Count the targets of all tasks with the backbone's own tokenizer, unless that was done before for the same rows.
+
+    What is found is logged; how many prompts are cut is said when they are tokenised.
+
+    Args:
+        folder: the storage, where it is noted.
+
+    Raises:
+        DataError: listing every fault.
+    """
+    found = Findings()
+    counted = []
+    for case in _cases(pack.trials, reader):
+        if not _marker(case.key, folder).exists():
+            _check_targets(case, found)
+            _check_room(case, found)
+            counted.append(case.key)
+    for warning in found.warnings:
+        log.warning("%s", warning.removeprefix("warning: "))
+    if found.faults:
+        raise DataError("; ".join(found.faults))
+    _note(counted, folder)
+
+
+def _marker(key: str, folder: Path) -> Path:
+    return folder / "tokens" / f"{key}.checked"
+
+
+def _note(keys: Iterable[str], folder: Path) -> None:
+    """These cases need not be counted again."""
+    for path in (_marker(key, folder) for key in keys):
+        if not path.exists():
+            write_file(path, b"")
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _check_steps(trial: Trial, found: Findings) -> None:
+    """A warm-up that is longer than the run never reaches the learning rate that the sweep file names."""
+    s, tasks = trial.settings, trial.tasks
+    warmup, carve = s.training.warmup_steps or 0, s.training.select == "best_validation"
+    steps = {}
+    for position, task in enumerate(tasks) if warmup else ():
+        read = trial.method().learns_from(position, len(tasks))
+        if rows := sum(row_count(trial.spec, tasks[i], "train", s.benchmark, carve) for i in read):
+            steps[task.name] = s.training.step_count(rows)
+    short = {name: count for name, count in steps.items() if count < warmup}
+    if short and len(short) == len(steps):
+        found.fault(
+            f"training.warmup_steps: found {warmup}, but no task of {trial.spec.name} has more than "
+            f"{max(short.values())} steps, so the learning rate would never reach training.learning_rate; use fewer, "
+            "or more epochs"
+        )
+    for name, count in short.items() if len(short) < len(steps) else ():
+        found.warn(
+            f"benchmark {trial.spec.name}: tasks end before training.warmup_steps = {warmup}, below the learning rate",
+            name,
+            f"after {count:,} steps",
+        )
+
+
+def _check_validation(trial: Trial, found: Findings) -> bool:
+    """Held-out rows need rows to be held out of; returns whether there are."""
+    b, before = trial.settings.benchmark, len(found.faults)
+    for task in trial.tasks if trial.settings.training.select == "best_validation" else ():
+        try:
+            row_count(trial.spec, task, "train", b, carve_validation=True)
+        except DataError as error:
+            found.fault(f"training.select: best_validation holds rows out of every task. {error}")
+        rows = row_count(trial.spec, task, "train", b)
+        if rows > 1 and round(rows * b.validation_fraction) < 1:
+            found.warn(
+                f"benchmark {trial.spec.name}: benchmark.validation_fraction = {b.validation_fraction:g} is less than "
+                "a row, so one row is held out",
+                task.name,
+                f"1 of {rows}",
+            )
+    return len(found.faults) == before
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a backbone's tokenizer makes of texts; without one, what can be said all the same."""
+
+    family: Family
+    tokenizer: Any
+    """Of the package tokenizers, or None. What `encode_parts` asks of transformers' own it is asked for below."""
+
+    eos_token_id = 0
+    """Any: ids are only counted."""
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The token that the tokenizer itself puts before a text, if it does."""
+        encoding = self.tokenizer.encode("a")
+        return encoding.ids[0] if encoding.special_tokens_mask[0] else None
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **unused: Any) -> dict[str, Any]:
+        """Ids, and where in the text they stand."""
+        encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
+    @cached_property
+    def digest(self) -> str:
+        """Content hash of the tokenizer."""
+        return content_hash(self.tokenizer.to_str())
+
+    def longer(self, text: str, tokens: int) -> bool:
+        """Whether a text has more than so many tokens."""
+        if text.isascii() and len(text) < tokens:  # at least a character each, and one that stands before all
+            return False
+        return len(self(text, add_special_tokens=False)["input_ids"]) > tokens
+
+    def characters_per_token(self, texts: Sequence[str]) -> float:
+        """Of some of these texts."""
+        sample = _sample(texts)
+        return sum(map(len, sample)) / sum(len(self(text, add_special_tokens=False)["input_ids"]) for text in sample)
+
+    def seen(self, text: str) -> str:
+        """What a model writes that repeats `text` token by token: T5's tokenizers make one space of a line break."""
+        if self.tokenizer is not None:
+            ids = self(text, add_special_tokens=False)["input_ids"]
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True)).lstrip()
+        return " ".join(text.split()) if self.family == "t5" else text.lstrip()
+
+    def is_cut(self, text: str, stop: Sequence[str]) -> bool:
+        """Whether generation would end before an answer that repeats `text` does, so that its score suffers."""
+        if not any(mark in form for mark in stop for form in (text, " ".join(text.split()))):
+            return False
+        seen = kept = self.seen(text)
+        for mark in stop:
+            kept = kept.partition(mark)[0]
+        if kept.strip() == seen.strip():
+            return False
+        return not normalise_answer(kept) or normalise_answer(kept) != normalise_answer(seen)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task's rows as one backbone reads them, under one set of settings."""
+
+    trial: Trial
+    """The first that reads them."""
+    settings: BenchmarkSettings
+    task: TaskSpec
+    backbone: str
+    reader: Reader
+    alone: bool
+    """Whether messages need not name the backbone."""
+
+    @property
+    def spec(self) -> BenchmarkSpec:
+        """The benchmark, as it was planned."""
+        return self.trial.spec
+
+    @property
+    def name(self) -> str:
+        """How messages begin that are about rows."""
+        return f"benchmark {self.spec.name}"
+
+    @property
+    def name_read(self) -> str:
+        """How messages begin that are about tokens."""
+        return self.name if self.alone else f"{self.name} with {self.backbone}"
+
+    @cached_property
+    def rows(self) -> Mapping[str, list[Row]]:
+        """The rows that trials read, by split."""
+        return {
+            split: load_rows(self.spec, self.task, split, self.settings, source=self.trial.source(self.task, split))
+            for split in SPLITS
+        }
+
+    def answers(self, row: Row, split: str) -> tuple[str, ...]:
+        """What a row is trained on, or scored against."""
+        if split == "train":
+            return (row.target,)
+        return row.references[:1] if self.settings.references == "single_first" else row.references
+
+    @property
+    def key(self) -> str:
+        """Names all that the counts depend on."""
+        b = self.settings
+        content = {
+            "version": CHECKS_VERSION,
+            "data": [
+                data_digest(self.spec, self.task, split, b, source=self.trial.source(self.task, split))
+                for split in SPLITS
+            ],
+            "tokenizer": self.reader.digest,
+            "family": self.reader.family,
+            "stop": list(self.spec.stop),
+            "lengths": [b.max_source_length, b.max_target_length, b.truncation, b.bos, b.references],
+        }
+        return content_hash(content)
+
+
+def reader_of(backbone: BackboneSettings) -> Reader:
+    """What is on this machine to read rows as a backbone does."""
+    return Reader(family_of(backbone.name), tokenizer_at_hand(backbone))
+
+
+def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
+    """What to look at for these trials, each once; with `reader`, or with what is on this machine."""
+    tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
+    one_spelling = {"order": None, "tasks": None, "classification_metric": "accuracy", "validation_fraction": 0.1}
+    for trial in trials:
+        settings = trial.settings.benchmark.model_copy(update=one_spelling)
+        backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
+        known = tasks.setdefault((settings, backbone), {})
+        known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
+    readers = {b: reader or reader_of(b) for b in {b: None for _, b in tasks}}
+    alone = len({backbone.name for backbone in readers}) == 1
+    for (settings, backbone), found in tasks.items():
+        for task, trial in found.values():
+            yield Case(trial, settings, task, backbone.name, readers[backbone], alone)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _check_rows(case: Case, found: Findings) -> bool:
+    """Look at all rows of a case; returns whether they were there, and a tokenizer to read them with."""
+    try:
+        _check_numbers(case, found)
+    except DataError:  # not on this machine, as the plan says; what is malformed was found before
+        return False
+    _check_shared(case, found)
+    _check_targets(case, found)
+    if case.reader.tokenizer is None:
+        return False
+    _check_room(case, found)
+    _check_prompts(case, found)
+    return True
+
+
+def _check_numbers(case: Case, found: Findings) -> None:
+    """Fewer rows than asked for are taken without a word."""
+    for split, limit in zip(SPLITS, (case.settings.train_per_task, case.settings.test_per_task), strict=True):
+        rows = len(case.rows[split])
+        if limit and rows < limit:
+            topic = f"{case.name}: fewer rows than benchmark.{split}_per_task = {limit:,}"
+            found.warn(topic, case.task.name, f"{rows:,}")
+
+
+def _check_shared(case: Case, found: Findings) -> None:
+    """Test rows that were trained on say nothing about what was learned."""
+    train, test = (case.rows[split] for split in SPLITS)
+    known = {row.input.strip() for row in train}
+    shared = sum(row.input.strip() in known for row in test)
+    if not shared:
+        return
+    whole = case.settings.model_copy(update={"train_per_task": None, "test_per_task": None})
+    sets = [{(row.input, row.references) for row in load_rows(case.spec, case.task, split, whole)} for split in SPLITS]
+    if sets[0] == sets[1]:
+        found.fault(
+            f"{case.name}, task {case.task.name}: test and training rows are the same{_place(case)}; expected test "
+            "rows that are not trained on"
+        )
+    else:
+        found.warn(f"{case.name}: test inputs are training inputs too", case.task.name, f"{shared:,} of {len(test):,}")
+
+
+def _check_targets(case: Case, found: Findings) -> None:
+    """Targets that no answer can be equal to: generation ends at a stop string, and after so many tokens."""
+    limit = case.settings.max_target_length
+    assert limit is not None
+    for split in SPLITS:
+        rows = case.rows[split]
+        if case.spec.stop:
+            spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, case.spec.stop))
+            marks = canonical_json(case.spec.stop)
+            problem = f"hold one of the stop strings {marks}, where an answer ends"
+            _tell(case.name, case.task, split, problem, spoiled, _stop_advice(case), found)
+        if case.reader.tokenizer is not None:
+            # as `encode_target` cuts what is learned; an answer may have as many tokens as the limit says
+            room = limit - 1 if split == "train" and case.reader.family == "t5" else limit
+            spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
+            problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
+            _tell(case.name_read, case.task, split, problem, spoiled, "raise it, or shorten them", found)
+
+
+class _Spoiled(NamedTuple):
+    rows: int
+    of: int
+    example: str
+
+
+def _spoiled(case: Case, rows: Sequence[Row], split: str, is_spoiled: Any) -> _Spoiled:
+    """The rows none of whose answers is whole."""
+    answers = [case.answers(row, split) for row in rows]
+    known = {text: is_spoiled(text) for text in dict.fromkeys(itertools.chain.from_iterable(answers))}
+    found = [texts[0] for texts in answers if all(known[text] for text in texts)]
+    return _Spoiled(len(found), len(rows), found[0] if found else "")
+
+
+def _tell(name: str, task: TaskSpec, split: str, problem: str, spoiled: _Spoiled, advice: str, found: Findings) -> None:
+    """A fault where all rows are spoiled, a warning where some are."""
+    example = f"{spoiled.example[:60]!r}{' ...' if len(spoiled.example) > 60 else ''}"
+    if spoiled.rows == spoiled.of:
+        found.fault(
+            f"{name}, task {task.name}: all {spoiled.of:,} {SAID[split]} targets {problem}, e.g. {example}; {advice}"
+        )
+    elif spoiled.rows:
+        count = f"{spoiled.rows:,} of {spoiled.of:,} {SAID[split]}"
+        found.warn(f"{name}: targets {problem}", task.name, count, example)
+
+
+def _stop_advice(case: Case) -> str:
+    where = f"{case.settings.name}" if case.spec.layout == "folder" else "the benchmark's file"
+    return f"change `stop` in {where}, or the targets{_place(case)}"
+
+
+def _place(case: Case) -> str:
+    folder = data_folder(case.spec, case.settings)
+    return f" in {folder / case.task.folder}" if folder else ""
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def _check_room(case: Case, found: Findings) -> None:
+    """An instruction that takes the whole prompt leaves nothing of any input."""
+    parts = next(_long_prompts(case, "train"), None)  # what one has no room for, none has
+    if parts is None:
+        return
+    try:
+        ids = _encoded(case, parts)
+    except DataError as error:
+        found.fault(f"{case.name_read}, task {case.task.name}: {error}")
+        return
+    if parts.input.strip() and not ids.input:
+        limit = f"benchmark.max_source_length = {case.settings.max_source_length:,}"
+        found.fault(
+            f"{case.name_read}, task {case.task.name}: the instruction takes all of {limit} tokens, so prompts lose "
+            "their whole input; raise it, or shorten the instruction"
+        )
+
+
+def _encoded(case: Case, parts: PromptParts) -> Any:
+    b, reader = case.settings, case.reader
+    assert b.max_source_length is not None
+    tokenizer: Any = reader
+    return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos)
+
+
+def _check_prompts(case: Case, found: Findings) -> None:
+    """Prompts that are cut: counted where there are few of them, else estimated from a sample's tokens."""
+    limit = case.settings.max_source_length
+    assert limit is not None
+    lost = "the end of their input" if case.settings.truncation == "keep_cue" else "their end, the cue first"
+    for split in SPLITS:
+        rows = case.rows[split]
+        prompts = ["".join(parts) for parts in _long_prompts(case, split)]
+        if len(prompts) <= SAMPLE:
+            count, about = sum(case.reader.longer(prompt, _room(case)) for prompt in prompts), ""
+        else:
+            characters = _room(case) * case.reader.characters_per_token(prompts)
+            count, about = sum(len(prompt) > characters for prompt in prompts), "about "
+        if count:
+            topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
+            found.warn(f"{topic} {lost}", case.task.name, f"{about}{count:,} of {len(rows):,} {SAID[split]}")
+
+
+def _room(case: Case) -> int:
+    """Tokens that a prompt's text may have."""
+    b, reader = case.settings, case.reader
+    assert b.max_source_length is not None
+    special = reader.family == "t5" or (b.bos == "auto" and reader.bos_token_id is not None)
+    return b.max_source_length - special
+
+
+def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
+    """The prompts that may not fit: a token has a byte at least."""
+    for row in case.rows[split]:
+        parts = prompt_parts(case.spec, case.task, row.input)
+        if len("".join(parts).encode()) >= _room(case):
+            yield parts
+
+
+def _sample(texts: Sequence[str]) -> list[str]:
+    """Evenly spread texts, or all of them where there are few."""
+    count = min(SAMPLE, len(texts))
+    return [texts[i * len(texts) // count] for i in range(count)]

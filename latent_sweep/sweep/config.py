@@ -1,0 +1,376 @@
+"""A sweep file becomes a `Sweep`: strict, frozen, every fault reported with its path and what to do about it.
+
+name: lambda
+trial:    one trial, group by group: method, router, backbone, benchmark, training, evaluation, seed
+search:   dotted paths below `trial`; a list is a grid axis, {loguniform: [a, b]} is drawn at random.
+          A value may be a mapping: {name: superni, order: 1} sets two settings of a group together, and below the
+          axis `trial` {method: {name: seq_lora}, router: {mode: last}} sets settings of several groups
+run:      how to run it; no part of any result's identity
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from latent_sweep.benchmarks.schema import validation_faults
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods import DEFAULT, METHODS, method_class
+from latent_sweep.security import quoted
+from latent_sweep.settings import Settings, local_path, parse_yaml, read_yaml
+from latent_sweep.store.storage import NODE_LOCAL
+from latent_sweep.sweep.groups import GROUPS, RunSettings, TrialSettings
+
+MOST_TRIALS = 10_000
+"""Most points of a search: planning them takes half a minute, and nobody compares more."""
+
+STORAGE_FOLDERS = NODE_LOCAL | {"checkpoints", "snapshots"}
+"""What all sweeps share lies in these folders of a storage, beside the folders of the sweeps."""
+
+
+class Draw(Settings):
+    """A random axis: how a value is drawn, in the words of Ray Tune."""
+
+    kind: Literal["choice", "uniform", "loguniform", "randint"]
+    values: tuple[Any, ...]
+    """The choices, or the two bounds; both are included for randint, whose upper bound in the file is excluded."""
+
+    def written(self) -> dict[str, list[Any]]:
+        """The axis as a sweep file says it."""
+        values = list(self.values)
+        return {self.kind: [values[0], values[1] + 1] if self.kind == "randint" else values}
+
+
+class Sweep(Settings):
+    """A sweep file, read."""
+
+    name: str
+    source: str
+    """Path of the file, for messages."""
+    trial: Mapping[str, Any]
+    """The trial template as written; `trial_settings` validates it with one point of the search space applied."""
+    grid: Mapping[str, tuple[Any, ...]]
+    draws: Mapping[str, Draw]
+    run: RunSettings
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Dotted paths of every setting that varies."""
+        values = [(axis, value) for axis, values in self.grid.items() for value in values]
+        values += [(axis, value) for axis, draw in self.draws.items() for value in draw.values]
+        return tuple(dict.fromkeys(path for axis, value in values for path in flatten(axis, value)))
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file and apply `--set path=value` overrides.
+
+    Raises:
+        ConfigError: listing every fault found, each with file, path, what was found and what is allowed.
+    """
+    return parse_sweep(read_yaml(local_path(path)), str(path), overrides)
+
+
+def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Sweep:
+    """A sweep from YAML content; see `load_sweep`."""
+    content = copy.deepcopy(content)
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{source}: a sweep file is a mapping with name, trial, search and run; found {quoted(content)}"
+        )
+    faults: list[str] = []
+    for override in overrides:
+        faults += _apply_override(content, override)
+    unknown = [key for key in content if key not in ("name", "trial", "search", "run")]
+    faults += [_unknown_key(str(key), ("name", "trial", "search", "run"), "") for key in unknown]
+    name = content.get("name")
+    faults += _name_faults(name)
+    template, template_faults = _mapping(content, "trial")
+    search, search_faults = _mapping(content, "search")
+    run_content, run_faults = _mapping(content, "run")
+    faults += template_faults + search_faults + run_faults
+    _, trial_faults = _trial(template)
+    faults += [f"trial.{fault}" for fault in trial_faults]
+    run, run_faults = _group(RunSettings, run_content, "run")
+    faults += run_faults
+    grid: dict[str, tuple[Any, ...]] = {}
+    draws: dict[str, Draw] = {}
+    for axis, values in search.items():
+        faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
+    faults += _overlaps(grid, draws)
+    if isinstance(run, RunSettings):
+        faults += _size_faults(grid, run.num_samples if draws else 1)
+        faults += _sample_faults(search, run.num_samples)
+        faults += _storage_faults(local_path(run.storage))
+        if isinstance(run.pack, tuple):
+            faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
+    if faults:
+        raise fault_report(source, faults)
+    assert isinstance(run, RunSettings) and isinstance(name, str)
+    return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run)
+
+
+def _name_faults(name: Any) -> list[str]:
+    """What is wrong with a sweep's name, which becomes a folder's and an experiment's."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        return [
+            f"name: found {quoted(name)}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
+            "at most 100 in all"
+        ]
+    if name.lower() in STORAGE_FOLDERS:
+        return [f"name: found {name!r}, the name of a folder that all sweeps of a storage share; choose another"]
+    return []
+
+
+def _storage_faults(storage: Path) -> list[str]:
+    """What stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
+    try:
+        nearest = next(path for path in (storage, *storage.parents) if path.exists())
+    except OSError as error:
+        return [f"run.storage: found {quoted(str(storage))}; no folder can have this path: {error.strerror}"]
+    if nearest.is_dir():
+        return []
+    return [f"run.storage: found {str(storage)!r}; expected a folder, but {nearest} is a file. Name another folder"]
+
+
+def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:
+    """What is wrong with a search of this many points."""
+    points = samples * math.prod(map(len, grid.values()))
+    if points <= MOST_TRIALS:
+        return []
+    return [
+        f"search: {points:,} points; at most {MOST_TRIALS:,} are possible. Leave values out, spread them over several "
+        "sweep files, or draw some of them at random (run.num_samples)"
+    ]
+
+
+def _sample_faults(search: Mapping[str, Any], samples: int) -> list[str]:
+    """What is wrong with the number of draws: without a random axis it would have no effect."""
+    if samples == 1 or any(isinstance(values, dict) for values in search.values()):
+        return []
+    return [
+        f"run.num_samples: found {samples}, but no axis of search is random, so it would have no effect. Leave it out, "
+        "or draw an axis, e.g. training.learning_rate: {loguniform: [1.0e-4, 1.0e-2]}"
+    ]
+
+
+def _pack_axis(axis: str, searched: Sequence[str]) -> list[str]:
+    """What is wrong with an axis of `run.pack`."""
+    if axis not in searched:
+        return [f"run.pack: found {axis!r}, which search does not vary; its axes are {', '.join(searched) or 'none'}"]
+    shared = axis in ("method.name", "training.gradient_checkpointing")
+    if axis == "seed" or (axis.startswith(("method.", "training.")) and not shared):
+        return []
+    return [
+        f"run.pack: found {axis!r}; what learns side by side may differ in seed, method.* (not its name) and "
+        "training.* only"
+    ]
+
+
+def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
+    """One error that lists all faults of one file, each once."""
+    unique = list(dict.fromkeys(faults))
+    lines = "".join(f"\n  - {fault}" for fault in unique)
+    return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
+
+
+def flatten(path: str, value: Any) -> dict[str, Any]:
+    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves.
+
+    The axis `trial` has whole groups as its leaves' first names.
+    """
+    if not isinstance(value, dict):
+        return {path: value}
+    prefix = "" if path == "trial" else f"{path}."
+    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{prefix}{key}", inner).items()}
+
+
+def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
+    """The template with one point of the search space applied.
+
+    Raises:
+        ConfigError: the combination is not valid although each value is.
+    """
+    template = copy.deepcopy(dict(sweep.trial))
+    for path, value in point.items():
+        _put(template, path.split("."), value)
+    settings, faults = _trial(template)
+    if settings is None:
+        raise fault_report(sweep.source, [f"trial.{fault}" for fault in faults])
+    return settings
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _mapping(content: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list[str]]:
+    value = content.get(key)
+    if value is None:
+        return {}, []
+    if not isinstance(value, dict):
+        return {}, [f"{key}: found {quoted(value)}; expected a mapping"]
+    return value, []
+
+
+def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | None, list[str]]:
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        return None, [f"{path}: found {quoted(content)}; expected a mapping"]
+    try:
+        return kind.model_validate(content), []
+    except ValidationError as error:
+        return None, [f"{path}.{fault}" for fault in validation_faults(error, kind)]
+
+
+def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]]:
+    """A trial, or every fault of its groups with paths below `trial`."""
+    known = ("method", *GROUPS, "seed")
+    faults = [_unknown_key(str(key), known, "") for key in template if key not in known]
+    method, method_faults = _method(template.get("method"))
+    faults += method_faults
+    groups: dict[str, Any] = {"method": method}
+    for name, kind in GROUPS.items():
+        groups[name], group_faults = _group(kind, template.get(name), name)
+        faults += group_faults
+    seed = template.get("seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        faults.append(f"seed: found {quoted(seed)}; expected a whole number of at least 0")
+    if faults:
+        return None, faults
+    return TrialSettings(**groups, seed=seed), []
+
+
+def _method(content: Any) -> tuple[Settings | None, list[str]]:
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        return None, [f"method: found {quoted(content)}; expected a mapping with a name"]
+    name = content.get("name", DEFAULT)
+    if not isinstance(name, str):
+        return None, [f"method.name: found {quoted(name)}; expected one of {', '.join(METHODS)}"]
+    try:
+        kind = method_class(name).settings_class
+    except ConfigError as error:
+        return None, [f"method.name: {error}"]
+    return _group(kind, {**content, "name": name}, "method")
+
+
+def _axis(
+    axis: str,
+    values: Any,
+    template: Mapping[str, Any],
+    template_faults: set[str],
+    grid: dict[str, tuple[Any, ...]],
+    draws: dict[str, Draw],
+) -> list[str]:
+    """Read one line of `search:`; every value is tried on the template, so that its faults carry its own path."""
+    where = f"search.{axis}"
+    if not all(axis.split(".")):
+        return [f"{where}: expected a dotted path below `trial`, e.g. method.rank"]
+    if isinstance(values, dict):
+        draw, faults = _draw(values, where)
+        if draw is None:
+            return faults
+        draws[axis] = draw
+        tried: Sequence[Any] = draw.values
+    elif isinstance(values, list) and values:
+        if len(values) > MOST_TRIALS:
+            return [f"{where}: found {len(values):,} values; at most {MOST_TRIALS:,} are possible"]
+        grid[axis] = tuple(values)
+        tried = values
+    else:
+        return [f"{where}: found {quoted(values)}; expected a list, or one of choice, uniform, loguniform, randint"]
+    faults = []
+    for index, value in enumerate(tried):
+        candidate = copy.deepcopy(dict(template))
+        if not all(_put(candidate, path.split("."), leaf) for path, leaf in flatten(axis, value).items()):
+            return [
+                f"{where}: a plain value stands where the path has a group; write paths below `trial`, e.g. method.rank"
+            ]
+        _, new_faults = _trial(candidate)
+        faults += [f"{where}[{index}]: {fault}" for fault in new_faults if fault not in template_faults]
+    repeated = [v for i, v in enumerate(tried) if v in tried[:i]] if axis in grid and not faults else []
+    if repeated:
+        return [f"{where}: {repeated[0]!r} appears twice; equal trials would collapse into one"]
+    return faults
+
+
+def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> list[str]:
+    """Settings that two axes set: one of the two would silently have no effect."""
+    axes = dict(grid) | {axis: draw.values for axis, draw in draws.items()}
+    owners: dict[str, str] = {}
+    faults = []
+    for axis, values in axes.items():
+        for path in dict.fromkeys(path for value in values for path in flatten(axis, value)):
+            if path in owners:
+                faults.append(f"search.{axis}: {path} is also set by the axis {owners[path]}; vary it in one of them")
+            owners[path] = axis
+    return faults
+
+
+def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str]]:
+    kinds = ("choice", "uniform", "loguniform", "randint")
+    if len(content) != 1 or next(iter(content)) not in kinds:
+        return None, [f"{where}: found {quoted(dict(content))}; expected a single key out of {', '.join(kinds)}"]
+    kind, values = next(iter(content.items()))
+    if not isinstance(values, list) or not values or (kind != "choice" and len(values) != 2):
+        wanted = "a list of values" if kind == "choice" else "two bounds [lower, upper]"
+        return None, [f"{where}.{kind}: found {quoted(values)}; expected {wanted}"]
+    if kind != "choice":
+        number = (int,) if kind == "randint" else (int, float)
+        if not all(isinstance(v, number) and not isinstance(v, bool) for v in values) or not values[0] < values[1]:
+            return None, [f"{where}.{kind}: found {quoted(values)}; expected two growing numbers"]
+        if kind == "loguniform" and values[0] <= 0:
+            return None, [f"{where}.loguniform: found {quoted(values)}; both bounds must be above 0"]
+        values = [v if kind == "randint" else float(v) for v in values]
+    if kind == "randint":
+        values = [values[0], values[1] - 1]
+    return Draw.model_validate({"kind": kind, "values": tuple(values)}), []
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Set `value` at `path` below `tree`, making groups on the way; False where a plain value is in the way."""
+    for key in path[:-1]:
+        if tree.get(key) is None:
+            tree[key] = {}
+        tree = tree[key]
+        if not isinstance(tree, dict):
+            return False
+    tree[path[-1]] = value
+    return True
+
+
+def _apply_override(content: dict[str, Any], override: str) -> list[str]:
+    """Apply one `--set path=value`; the path begins with name, trial, search or run."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        return [f"--set {override}: expected path=value, e.g. --set trial.training.epochs=1"]
+    value = parse_yaml(text, f"--set {override}")
+    if value is None and text.strip().lower() not in ("null", "~"):  # an empty variable of the shell
+        end = "to remove an axis" if keys[0] == "search" else "for no value"
+        return [f"--set {override}: nothing stands behind the '='; write {path.strip()}=null {end}"]
+    # an axis is one key with dots in it: search.method.rank
+    keys = ["search", ".".join(keys[1:])] if keys[0] == "search" and len(keys) > 1 else keys
+    if keys[0] == "search" and len(keys) == 2 and value is None:
+        axes = content.get("search")
+        if not isinstance(axes, dict) or keys[1] not in axes:
+            return [f"--set {override}: search has no axis {keys[1]!r} to remove"]
+        del axes[keys[1]]
+        return []
+    if not _put(content, keys, value):
+        return [f"--set {override}: {'.'.join(keys[:-1])} is a plain value, not a group"]
+    return []
+
+
+def _unknown_key(key: str, known: Sequence[str], where: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(known)}"
+    return f"{where}{key}: unknown key; {hint}"

@@ -1,0 +1,285 @@
+"""Why a sweep learns what it learns: for every stage, who shares it, and which setting keeps it apart from the others.
+
+A stage is compared with those of the trials that differ from its own in one axis of the search alone: either the axis
+is no part of what names the snapshot, and the stage is shared, or a field of it differs. A stage that is not in the
+store is also compared with the nearest one there. Stages of which the same can be said stand together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from latent_sweep.labels import format_value
+from latent_sweep.settings import canonical_json, content_hash
+from latent_sweep.store.snapshots import SnapshotStore
+from latent_sweep.sweep.config import Sweep, flatten
+from latent_sweep.sweep.forecast import common_values
+from latent_sweep.sweep.plan import Trial
+
+SHOWN = 6
+"""Values, or fields, that a line lists at most."""
+
+EARLIER = "the tasks before it"
+"""What a difference is called that lies in the earlier snapshots alone."""
+
+ROWS = "training rows"
+STORE = "the store"
+
+_NAMES = {
+    "engine": "version of the training loop",
+    "data": ROWS,
+    "settings": "method",
+    **{name: f"benchmark.{name}" for name in ("max_source_length", "max_target_length", "truncation", "bos")},
+}
+"""Parts of a stage's content that have another path in a sweep file, or none."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What names one snapshot."""
+
+    lineage: str
+    tasks: tuple[str, ...]
+    """The tasks that it learns from."""
+    fields: Mapping[str, str]
+    """JSON of everything else that it reads, by dotted path, as in a sweep file where it has one there."""
+    parents: tuple[str, ...]
+    """Lineages of the earlier snapshots that it reads."""
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Stage:
+        """The stage with this content, see `Trial.stage_contents`."""
+        named = {_NAMES.get(key, key): part for key, part in content.items() if key not in ("tasks", "parents")}
+        leaves = chain.from_iterable(flatten(name, part).items() for name, part in named.items())
+        fields = {path: canonical_json(value) for path, value in leaves}
+        return cls(content_hash(content), tuple(content["tasks"]), fields, tuple(content["parents"]))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A stage beside the other points of one axis that learn the same tasks, or beside the nearest one in the store."""
+
+    beside: str
+    """The axis, or the store."""
+    stage: Stage
+    others: tuple[Stage, ...]
+    """One for each other point, all else equal."""
+    causes: tuple[str, ...]
+    """What keeps those apart that are not the same stage."""
+
+    @property
+    def points(self) -> int:
+        """Points of the axis, the stage's own included."""
+        return 1 + len(self.others)
+
+    @property
+    def shared(self) -> int:
+        """How many of them have this very stage."""
+        return 1 + sum(other.lineage == self.stage.lineage for other in self.others)
+
+    @property
+    def reason(self) -> tuple[Any, ...]:
+        """Equal where the same is to be said."""
+        return self.beside, self.shared, self.points, self.causes
+
+
+class Stages:
+    """The distinct stages of a sweep, and who is beside whom.
+
+    Raises:
+        DataError: the benchmark's training data is not at hand.
+    """
+
+    def __init__(self, sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore):
+        # every axis with the settings that it sets; random draws vary all at once, so they are one axis
+        self.axes = {axis: _paths(axis, values) for axis, values in sweep.grid.items()}
+        if sweep.draws:
+            drawn = [_paths(axis, draw.values) for axis, draw in sweep.draws.items()]
+            self.axes["the random draws"] = tuple(chain.from_iterable(drawn))
+        trainings = {trial.training_id: trial for trial in trials}
+        self._histories = {key: [Stage.of(c) for c in trial.stage_contents()] for key, trial in trainings.items()}
+        self.users: dict[str, list[tuple[Trial, int]]] = {}
+        """By lineage, the trials that learn or share the stage, and where in their sequence."""
+        self._points: dict[tuple[str, str], list[Trial]] = {}
+        for trial in trials:
+            for position, stage in enumerate(self._histories[trial.training_id]):
+                self.users.setdefault(stage.lineage, []).append((trial, position))
+            for axis in self.axes:
+                self._points.setdefault((axis, self._all_else(axis, trial)), []).append(trial)
+        self.store = store
+        self._remembered = _remembered(self.store)
+        self._known = {s.lineage: s for s in chain(self._remembered, *self._histories.values())}
+
+    def compare(self, lineage: str) -> list[Comparison]:
+        """A stage beside every axis that has other points for it, and beside the store if it is not there."""
+        stage, (trial, _) = self._known[lineage], self.users[lineage][0]
+        found = []
+        for axis, paths in self.axes.items():
+            if others := self._others(stage, axis, trial):
+                found.append(Comparison(axis, stage, others, self._causes(stage, others, paths)))
+        alike = [other for other in self._remembered if other.tasks == stage.tasks]
+        if lineage not in self.store and alike:
+            nearest = min(alike, key=lambda other: len(self._causes(stage, [other])))
+            found.append(Comparison(STORE, stage, (nearest,), self._causes(stage, [nearest])))
+        return found
+
+    def reads_earlier(self, lineage: str) -> bool:
+        """Whether the stage reads snapshots of the tasks before it."""
+        return bool(self._known[lineage].parents)
+
+    def _others(self, stage: Stage, axis: str, trial: Trial) -> tuple[Stage, ...]:
+        points = [point for point in self._points[axis, self._all_else(axis, trial)] if point is not trial]
+        alike = ([o for o in self._histories[point.training_id] if o.tasks == stage.tasks] for point in points)
+        return tuple(found[0] for found in alike if found)
+
+    def _all_else(self, axis: str, trial: Trial) -> str:
+        """Equal for the trials that differ in this axis alone."""
+        paths = self.axes[axis]
+        return canonical_json({path: value for path, value in trial.values.items() if path not in paths})
+
+    def _causes(self, stage: Stage, others: Iterable[Stage], paths: Sequence[str] = ()) -> tuple[str, ...]:
+        apart = [other for other in others if other.lineage != stage.lineage]
+        return tuple(dict.fromkeys(chain.from_iterable(self._differing(stage, other, paths) for other in apart)))
+
+    def _differing(self, stage: Stage, other: Stage, paths: Sequence[str]) -> list[str]:
+        """The fields that differ; where none does, those of the first earlier stage that does.
+
+        Fields that one of the two does not read at all are named only if the axis sets them, or nothing else differs:
+        with lambda = 0 nothing of how a penalty is measured is read, but lambda is what to look at.
+        """
+        differing = [p for p in {**stage.fields, **other.fields} if stage.fields.get(p) != other.fields.get(p)]
+        if paths and bool(stage.parents) != bool(other.parents) and not set(paths) & set(differing):
+            return [EARLIER]  # one of them is a first task
+        both = [p for p in differing if p in paths or (p in stage.fields and p in other.fields)]
+        if both or differing:
+            return both or differing
+        for mine, theirs in zip(stage.parents, other.parents, strict=False):
+            if mine != theirs:
+                return self._earlier(mine, theirs, paths)
+        return [EARLIER]
+
+    def _earlier(self, mine: str, theirs: str, paths: Sequence[str]) -> list[str]:
+        first, second = self._known.get(mine), self._known.get(theirs)
+        if first is None or second is None or first.tasks != second.tasks:
+            return [EARLIER]
+        causes = self._differing(first, second, paths)
+        return causes if EARLIER in causes else [f"{cause} of {EARLIER}" for cause in causes]
+
+
+def _paths(axis: str, values: Iterable[Any]) -> tuple[str, ...]:
+    """The settings that an axis sets."""
+    return tuple(dict.fromkeys(path for value in values for path in flatten(axis, value)))
+
+
+def _remembered(store: SnapshotStore) -> list[Stage]:
+    """The stages of the store's snapshots, of those that say what they are made from."""
+    found = []
+    for path in sorted(store.folder.glob("*.json")):
+        try:
+            found.append(Stage.of(json.loads(path.read_text(encoding="utf-8"))["facts"]["stage"]))
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):  # a run sets damaged ones aside, and says so
+            continue
+    return found
+
+
+# --- the text --------------------------------------------------------------------------------------------------------
+
+
+def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore) -> str:
+    """What `latent-sweep plan --explain` prints: a few lines for each group of stages of which the same can be said.
+
+    Raises:
+        DataError: the benchmark's training data is not at hand.
+    """
+    stages = Stages(sweep, trials, store)
+    compared = {lineage: stages.compare(lineage) for lineage in stages.users}
+    beside = {axis: [c for found in compared.values() for c in found if c.beside == axis] for axis in stages.axes}
+    free = [axis for axis, found in beside.items() if found and all(c.shared == c.points for c in found)]
+    groups: dict[Any, list[str]] = {}
+    for lineage, found in compared.items():
+        compared[lineage] = [c for c in found if c.beside not in free]
+        group = _state(stages, lineage), *(c.reason for c in compared[lineage])
+        groups.setdefault(group, []).append(lineage)
+
+    width = max(map(len, [*stages.axes, STORE]))
+    lines = ["why stages are learned, and shared"]
+    for axis in free:
+        lines.append(f"  {axis:<{width}}  {max(c.points for c in beside[axis])} values cost no training")
+    for lineages in groups.values():
+        lines += ["", f"  {_title(stages, lineages, trials)}, {_state(stages, lineages[0])}"]
+        columns = zip(*(compared[lineage] for lineage in lineages), strict=True)
+        lines += [f"    {column[0].beside:<{width}}  {_verdict(column)}" for column in columns]
+    return "\n".join(lines)
+
+
+def _title(stages: Stages, lineages: Sequence[str], trials: Sequence[Trial]) -> str:
+    """Which stages a group has."""
+    users = [user for lineage in lineages for user in stages.users[lineage]]
+    concerned = list({trial.trial_id: trial for trial, _ in users}.values())
+    everywhere = common_values(trials)
+    common = {path: value for path, value in common_values(concerned).items() if path not in everywhere}
+    where = "".join(f", {path}={format_value(value)}" for path, value in common.items())
+    places = _ranges(sorted({position + 1 for _, position in users}))
+    return f"{places}{where}: {_count(len(lineages), 'stage')} for {_count(len(concerned), 'trial')}"
+
+
+def _state(stages: Stages, lineage: str) -> str:
+    state = "in the store" if lineage in stages.store else "to learn"
+    if all(position == 0 for _, position in stages.users[lineage]):
+        return state
+    return f"{state}, reading {'' if stages.reads_earlier(lineage) else 'none of '}the tasks before"
+
+
+def _verdict(column: Sequence[Comparison]) -> str:
+    """What one axis, or the store, has to do with the stages of a group: the same for all of them but the values."""
+    first = column[0]
+    if first.shared == first.points:
+        return f"shared by {first.points} values, not read here"
+    causes = _listed([_cause(cause, column) for cause in first.causes], "; ")
+    if first.beside == STORE:
+        return f"has the task with other settings: {causes}"
+    shared = f"shared by {first.shared} of {first.points} values, " if first.shared > 1 else ""
+    return f"{shared}apart: {causes}"
+
+
+def _cause(cause: str, column: Sequence[Comparison]) -> str:
+    """A field with the values that a group's stages have, and the values that others have."""
+    name = "" if cause == column[0].beside else cause
+    if cause == ROWS or not any(cause in stage.fields for c in column for stage in (c.stage, *c.others)):
+        return name  # digests say nothing to a reader
+    mine = list(dict.fromkeys(_value(c.stage, cause) for c in column))
+    others = dict.fromkeys(_value(other, cause) for c in column for other in c.others)
+    elsewhere = _listed([value for value in others if value not in mine])
+    return f"{name} {_listed(mine)}{f' (elsewhere {elsewhere})' if elsewhere else ''}".strip()
+
+
+def _value(stage: Stage, path: str) -> str:
+    return format_value(json.loads(stage.fields[path])) if path in stage.fields else "not read"
+
+
+def _listed(texts: Sequence[str], separator: str = ", ") -> str:
+    more = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return separator.join([*texts[:SHOWN], *more])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Growing positions as people write them: `task 1`, `tasks 2-4, 7`."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return f"task{'s' if len(numbers) > 1 else ''} {', '.join(spans)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,426 @@
+"""What running a sweep would take, what the store already has, and why: the text of `latent-sweep plan`. Without torch.
+
+Two kinds of work are shared. A *stage*, one task learned in one trial, is learned once for all trials with its lineage.
+A *pass*, the test rows of one task answered at one stage, is answered once for all stages that answer it with the same
+snapshots in the same mixture. How far a router spreads its weights is known only once it runs, so with one the number
+of passes is a range: at least those of a router that is always sure of the right task, at most one for each history.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from latent_sweep.benchmarks.loaders import load_rows, row_count
+from latent_sweep.benchmarks.prompts import prompt_parts
+from latent_sweep.errors import DataError, StoreError
+from latent_sweep.labels import label, short_names
+from latent_sweep.settings import canonical_json, content_hash
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.snapshots import SnapshotStore
+from latent_sweep.store.storage import Storage
+from latent_sweep.store.trial_files import told_rows
+from latent_sweep.sweep.checks import Reader, reader_of
+from latent_sweep.sweep.config import Sweep
+from latent_sweep.sweep.groups import RunSettings
+from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict
+from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, router_identity
+from latent_sweep.sweep.profile import Profile, profile_path, read_profile
+
+CHARACTERS_PER_TOKEN = 4.0
+"""Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
+
+"""The mixtures whose weights are a router's."""
+
+
+class Span(NamedTuple):
+    """A number, as far as it is known beforehand."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least:,}" if self.least == self.most else f"{self.least:,} to {self.most:,}"
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What is left of a sweep's work once equal work is done once, and nothing twice."""
+
+    distinct: int
+    """Snapshots that differ."""
+    stored: int
+    """Of those, already in the store."""
+    steps: int
+    """Optimizer steps of the others."""
+    answers: int
+    """Rows to answer if every trial answered every task it has seen, at every stage."""
+    passes: Span
+    """Passes that differ."""
+    open_passes: Span
+    """Of those, without the ones in recorded rows of the score matrices."""
+    open_answers: Span
+    """Their rows."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What running a sweep would take."""
+
+    trials: int
+    trainings: int
+    stages: int
+    """Tasks to learn if every trial learned its own."""
+    passes: int
+    """Tasks to answer, stage by stage, if every trial answered its own."""
+    reuse: Reuse | None
+    """None where the data is not at hand."""
+    missing_data: str | None
+    """Why reuse is unknown."""
+
+
+def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
+    """Count what a sweep would learn and answer, with what is already there.
+
+    Args:
+        folder: the sweep's, where its trials' rows are recorded, in the storage with the snapshots.
+    """
+    reuse, missing = None, None
+    try:
+        reuse = _reuse(trials, folder)
+    except DataError as error:
+        missing = str(error)
+    lengths = [len(trial.tasks) for trial in trials]
+    return Estimate(
+        trials=len(trials),
+        trainings=len({trial.training_id for trial in trials}),
+        stages=sum(lengths),
+        passes=sum(n * (n + 1) // 2 for n in lengths),
+        reuse=reuse,
+        missing_data=missing,
+    )
+
+
+def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
+    lineages = {trial.training_id: trial.lineages() for trial in _trainings(trials)}
+    missing = _missing_stages(trials, lineages, folder.snapshots)
+    distinct = len({lineage for history in lineages.values() for lineage in history})
+    answers = 0
+    known: set[str] = set()
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for trial in trials:
+        recorded = _recorded_rows(trial, folder)
+        for found in _passes(trial, lineages[trial.training_id]):
+            answers += found.rows
+            least[found.least], most[found.most] = found.rows, found.rows
+            if found.stage < recorded:
+                known |= {found.least, found.most}
+    return Reuse(
+        distinct=distinct,
+        stored=distinct - len(missing),
+        steps=sum(_steps(trial, position) for trial, position in missing.values()),
+        answers=answers,
+        passes=Span(len(least), len(most)),
+        open_passes=Span(len(least.keys() - known), len(most.keys() - known)),
+        open_answers=Span(*(sum(rows for key, rows in keys.items() if key not in known) for keys in (least, most))),
+    )
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def _trainings(trials: Sequence[Trial]) -> list[Trial]:
+    """One trial of each training: the others have the same lineages."""
+    return list({trial.training_id: trial for trial in trials}.values())
+
+
+def _missing_stages(
+    trials: Sequence[Trial], lineages: Mapping[str, Sequence[str]], store: SnapshotStore
+) -> dict[str, tuple[Trial, int]]:
+    """The lineages to learn, each with a trial and a position that learn it."""
+    places = {
+        lineage: (trial, position)
+        for trial in _trainings(trials)
+        for position, lineage in reversed(list(enumerate(lineages[trial.training_id])))
+    }
+    return {lineage: place for lineage, place in places.items() if lineage not in store}
+
+
+def _rows(trial: Trial, position: int) -> dict[int, int]:
+    """Number of training rows of each task that a stage learns from, by the task's position."""
+    b, carve = trial.settings.benchmark, trial.settings.training.select == "best_validation"
+    positions = trial.method().learns_from(position, len(trial.tasks))
+    return {i: row_count(trial.spec, trial.tasks[i], "train", b, carve) for i in positions}
+
+
+def _steps(trial: Trial, position: int) -> int:
+    """Optimizer steps of a stage."""
+    return trial.settings.training.step_count(sum(_rows(trial, position).values()))
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+class _Pass(NamedTuple):
+    """One task answered at one stage of a trial."""
+
+    stage: int
+    least: str
+    """What identifies its answers where the router is sure of the right task."""
+    most: str
+    """What identifies them where it spreads its weights over the whole history."""
+    rows: int
+
+
+def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_Pass]:
+    s, mode = trial.settings, trial.settings.router.mode
+    decoding = [s.evaluation.identity(), s.benchmark.max_target_length, trial.spec.stop]
+    decoding += [s.method.inference_identity()]
+    digests = [trial.data_digest_of(task, "test") for task in trial.tasks]
+    tests = [content_hash([digest, *decoding]) for digest in digests]
+    rows = [row_count(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
+    blend = _blend(trial, lineages)
+    for stage, newest in enumerate(lineages):
+        history = f"{blend} {' '.join(lineages[: stage + 1])}"
+        for task in range(stage + 1):
+            alone = newest if mode == "last" else lineages[task]
+            certain = mode in ("last", "oracle") or (stage == 0 and mode != "gates")  # one snapshot, with weight one
+            least = alone if certain or mode in ROUTED else history
+            most = alone if certain else history
+            yield _Pass(stage, f"{least} {tests[task]}", f"{most} {tests[task]}", rows[task])
+
+
+def _blend(trial: Trial, lineages: Sequence[str]) -> str:
+    """What decides the weights of several snapshots, beside the snapshots."""
+    s = trial.settings
+    if s.router.mode not in ROUTED:
+        return str(s.router.mode)
+    # a covariance of all tasks reads those that are still to come (A16)
+    tasks = list(lineages) if s.router.cov.refresh == "final" else None
+    return content_hash([router_identity(s), s.seed, tasks])
+
+
+def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
+    """Rows of the trial's score matrix that a run would keep."""
+    try:
+        events = folder.journal(trial.trial_id).read()
+    except StoreError:  # a run says why
+        return 0
+    return len(told_rows(events, trial.row_keys())) if events else 0
+
+
+# --- the text --------------------------------------------------------------------------------------------------------
+
+
+def describe_plan(
+    sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str] = ()
+) -> str:
+    """What `latent-sweep plan` prints, with what `check_sweep` says at its end."""
+    folder = SweepFolder(storage, sweep.name)
+    found = estimate(trials, folder)
+    backbones = {f"{t.settings.backbone.name} ({t.settings.backbone.dtype})": None for t in trials}
+    sequences = {f"{t.spec.name}, order {t.settings.benchmark.order}": t.tasks for t in trials}
+    lines = [f"sweep {sweep.name}  ({sweep.source})", f"  backbone   {', '.join(backbones)}"]
+    for name, tasks in sequences.items():
+        lines.append(f"  benchmark  {name}, {len(tasks)} tasks: {' '.join(task.name for task in tasks)}")
+    lines += [
+        f"  varies     {_axes_text(sweep)}",
+        "",
+        f"  {found.trials:,} trials, {found.trainings:,} distinct trainings in {len(packs):,} packs",
+        *_reuse_lines(found),
+        *_time_lines(trials, folder),
+        f"  each pack asks for {_resources_text(sweep.run)}",
+        *_memory_lines(packs, sweep.run),
+        "",
+        "  training          trials",
+    ]
+    for pack in packs:
+        # the members of a pack stand together, with a bar beside them
+        bar = "|" if len(pack.members) > 1 else " "
+        lines += [f" {bar}{member.training_id}  {_member_text(member)}" for member in pack.members]
+    return "\n".join([*lines, *([""] if warnings else []), *warnings])
+
+
+def _reuse_lines(found: Estimate) -> list[str]:
+    alone = f"  {found.stages:,} tasks to learn if every trial trained for itself"
+    passes = f"  {found.passes:,} test passes"
+    if found.reuse is None:
+        return [alone, passes, f"  reuse unknown, the data is not at hand: {found.missing_data}"]
+    r = found.reuse
+    to_learn = f"{r.distinct - r.stored:,} to learn: {r.steps:,} optimizer steps"
+    lines = [
+        alone,
+        f"  {r.distinct:,} distinct stages, {r.stored:,} in the store, {to_learn}",
+        f"{passes} if every trial answered for itself: {r.answers:,} answers",
+        f"  {r.passes} distinct passes, {r.open_passes} to answer: {r.open_answers} answers",
+    ]
+    if r.passes.least < r.passes.most:
+        lines.append("    at least with a router that is always sure of the right task, at most with one that never is")
+    return lines
+
+
+def _axes_text(sweep: Sweep) -> str:
+    axes = [f"{axis} {canonical_json(values)}" for axis, values in sweep.grid.items()]
+    axes += [f"{axis} {draw.kind}{list(draw.values)}" for axis, draw in sweep.draws.items()]
+    return "; ".join(axes) or "nothing"
+
+
+def _resources_text(run: RunSettings) -> str:
+    r = run.resources
+    accelerator = f" of type {r.accelerator}" if r.accelerator else ""
+    each = f"{r.cpus:g} CPU, {r.gpus:g} GPU{accelerator}"
+    return each if r.workers == 1 else f"{r.workers} workers at once, each with {each}"
+
+
+def _member_text(member: Member) -> str:
+    """What the trials of a training have in common, and what tells them apart."""
+    names = short_names(path for trial in member.trials for path in trial.values)
+    common = common_values(member.trials)
+    text = f"{len(member.trials)}: {label({names[path]: value for path, value in common.items()})}"
+    variants = [label({names[p]: v for p, v in trial.values.items() if p not in common}) for trial in member.trials]
+    if len(variants) == 1:
+        return text
+    shown = variants if len(variants) <= 4 else [*variants[:3], f"{len(variants) - 3} more"]
+    return f"{text} | {', '.join(shown)}"
+
+
+def common_values(trials: Sequence[Trial]) -> dict[str, Any]:
+    """The values that all these trials share, of the settings that vary in the sweep."""
+    first = trials[0].values
+    return {path: value for path, value in first.items() if all(t.values.get(path) == value for t in trials)}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
+    """What a worker needs at most on every backbone, and a warning where its accelerator does not have that."""
+    found: dict[str, list[tuple[Memory, int]]] = {}
+    for pack in packs:
+        members = 1 if run.pack == "auto" else len(pack.members)  # how many it takes together is measured first
+        for member in pack.members:
+            s = member.trials[0].settings
+            memory, prompt = predict(member.trials[0], run, members), s.benchmark.max_source_length
+            if memory is not None and prompt is not None:
+                found.setdefault(f"{s.backbone.name} ({s.backbone.dtype})", []).append((memory, prompt))
+    lines = []
+    for name, needs in found.items():
+        memory, prompt = max(needs, key=lambda need: need[0].peak)
+        backbone = f", on {name}" if len(found) > 1 else ""
+        lines.append(f"  {_memory_text(memory)} with prompts of {prompt:,} tokens{backbone}{_engine_text(memory, run)}")
+        lines += _memory_warning(memory, run)
+    return lines
+
+
+def _memory_text(memory: Memory) -> str:
+    parts = {
+        "weights": memory.weights,
+        "gathered weights": memory.gathered,
+        "factors": memory.factors,
+        "earlier adapters": memory.history,
+        "activations": memory.activations + memory.working,
+        "logits": memory.logits,
+        "adapter and optimizer": memory.adapter + memory.optimizer,
+    }
+    learning = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    return f"up to {_gib(memory.learning)} GiB a worker to learn ({learning}), {_gib(memory.answering)} to answer"
+
+
+def _engine_text(memory: Memory, run: RunSettings) -> str:
+    workers = run.resources.workers
+    over = f" over {workers} workers" if workers > 1 else ""
+    parts = [f"ZeRO-{run.engine.zero_stage}{over}"] if run.engine.name == "deepspeed" else []
+    parts += [f"{_gib(memory.host)} GiB more in host memory"] if memory.host else []
+    return "".join(f"; {part}" for part in parts)
+
+
+def _memory_warning(memory: Memory, run: RunSettings) -> list[str]:
+    """Which cards of the accelerator's name are too small, and what to do."""
+    room = cards(run.resources)
+    small = [gb for gb, size in room.items() if memory.peak + RESERVE > size]
+    if not small:
+        return []
+    least = room[small[0]]
+    remedies = ["training.micro_batch_size, training.gradient_checkpointing"] * (memory.learning + RESERVE > least)
+    remedies += ["evaluation.batch_size"] * (memory.answering + RESERVE > least)
+    fits = "".join(f", though it fits {gb} GB" for gb in room if gb not in small)
+    which = " or ".join(f"{gb} GB" for gb in small)
+    return [
+        f"  warning: with about {_gib(RESERVE)} GiB for CUDA itself that is more than {run.resources.accelerator} has "
+        f"with {which}{fits}; see {', '.join(remedies)} and run.engine"
+    ]
+
+
+def _gib(size: int) -> str:
+    """Two digits where it is little."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def _time_lines(trials: Sequence[Trial], folder: SweepFolder) -> list[str]:
+    """Hours of one worker, for every backbone of which `latent-sweep bench` has left a profile."""
+    groups: dict[tuple[str, str], list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.settings.backbone.name, trial.settings.backbone.dtype), []).append(trial)
+    lines = []
+    for (backbone, dtype), members in groups.items():
+        profiles = [
+            read_profile(profile_path(folder.storage.folder, backbone, dtype, device)) for device in ("cuda", "cpu")
+        ]
+        lines += [_time_line(members, profile, folder) for profile in profiles if profile is not None]
+    return [line for line in lines if line]
+
+
+def _time_line(trials: Sequence[Trial], profile: Profile, folder: SweepFolder) -> str:
+    reuse = estimate(trials, folder).reuse
+    if reuse is None:
+        return ""
+    reader = reader_of(trials[0].settings.backbone)
+    learning = training_tokens(trials, folder.snapshots, reader) / profile.tokens_per_second_train
+    answering = [_hours(rows / profile.rows_per_second_generate) for rows in reuse.open_answers]
+    return (
+        f"  about {_hours(learning)} of learning and {' to '.join(dict.fromkeys(answering))} of answering with one "
+        f"worker: {profile.backbone} ({profile.dtype}) on {profile.device}, measured {profile.measured_at[:10]}"
+        + ("" if reader.tokenizer else f"; taking {CHARACTERS_PER_TOKEN:g} characters for a token")
+    )
+
+
+def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reader) -> float:
+    """Tokens, padding left out, that are still to be trained on: counted in characters, of which `reader` knows how
+    many make a token.
+
+    Raises:
+        DataError: the benchmark's training data is not at hand.
+    """
+    lineages = {trial.training_id: trial.lineages() for trial in _trainings(trials)}
+    lengths: dict[Any, float] = {}
+    tokens = 0.0
+    for trial, position in _missing_stages(trials, lineages, store).values():
+        batch_size, rows = trial.settings.training.batch_size, _rows(trial, position)
+        assert batch_size is not None
+        for i in rows:
+            key = trial.tasks[i].name, trial.settings.benchmark
+            lengths[key] = lengths.get(key) or _tokens_per_row(trial, i, reader)
+            epochs = _steps(trial, position) / math.ceil(sum(rows.values()) / batch_size)
+            tokens += epochs * rows[i] * lengths[key]
+    return tokens
+
+
+def _tokens_per_row(trial: Trial, position: int, reader: Reader) -> float:
+    """Mean length of a task's training rows, prompts cut where they are too long."""
+    b, task = trial.settings.benchmark, trial.tasks[position]
+    assert b.max_source_length is not None
+    rows = load_rows(trial.spec, task, "train", b)
+    prompts = ["".join(prompt_parts(trial.spec, task, row.input)) for row in rows]
+    each = reader.characters_per_token(prompts) if reader.tokenizer else CHARACTERS_PER_TOKEN
+    tokens = (min(len(prompt) / each, b.max_source_length) for prompt in prompts)
+    return (sum(tokens) + sum(len(row.target) for row in rows) / each) / len(rows)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,255 @@
+"""The groups of settings of a sweep file that belong to no class of their own, and the reference of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
+
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.benchmarks.schema import BenchmarkSettings
+from latent_sweep.methods import METHODS, method_class
+from latent_sweep.methods.protocol import MethodSettings
+from latent_sweep.router import RouterSettings
+from latent_sweep.security import has_credentials
+from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings, yaml_text
+from latent_sweep.store.storage import DEFAULT_PLACE, place_faults
+
+
+class TrainingSettings(Settings):
+    """The `training:` group. What is left out is resolved from the method's preset, and from the paper's protocol."""
+
+    learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate, also of R (A30)."""
+    schedule: Literal["constant", "linear"] | None = None
+    """After the warm-up the learning rate stays, or falls linearly to zero at the task's end."""
+    optimizer: Literal["adamw", "adafactor"] | None = None
+    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's)."""
+    batch_size: int | None = Field(None, ge=1)
+    """Rows per optimizer step, over all micro-batches (A29)."""
+    micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
+    """Rows per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
+    Results do not depend on it beyond rounding, but with dropout the masks do, and on the number of workers: a table
+    whose trials drew them in different ways says so."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over a task's training rows."""
+    max_steps: int | None = Field(None, ge=1)
+    """At most this many optimizer steps per task, whatever `epochs` says."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Decoupled weight decay (A28)."""
+    gradient_clip: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; None does not clip (A28)."""
+    backbone_dropout: float | None = Field(None, ge=0, lt=1)
+    """Rate of the frozen backbone's own dropout while adapters are trained, as released trainers leave it on; T5 has
+    it, Llama has none. None is the preset's: 0, or under `preset: official` what T5's configuration says, 0.1."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps over which the learning rate rises linearly to its peak (A28)."""
+    warmup_start: Literal["share", "zero"] | None = None
+    """The rate of a warm-up's first step: peak / `warmup_steps`, or zero as in the schedules of transformers, whose
+    first step moves nothing. None is the preset's: `share`, or what the method's released trainer has."""
+    loss_reduce: Literal["token_mean", "sequence_mean", "sum"] = "token_mean"
+    """Cross-entropy over a batch: mean over target tokens, mean over rows of their sums, or the sum (A5)."""
+    select: Literal["last", "best_validation"] = "last"
+    """Which parameters a task leaves behind; `best_validation` scores held-out training rows every epoch (A31)."""
+    group_by_length: bool = True
+    """Batches of rows of similar length: less padding, same rows per epoch."""
+    gradient_checkpointing: bool = Field(False, json_schema_extra=NOT_IDENTITY)
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
+    """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
+
+    def step_count(self, rows: int) -> int:
+        """Optimizer steps for a task of this many training rows."""
+        assert self.epochs is not None and self.batch_size is not None
+        steps = self.epochs * math.ceil(rows / self.batch_size)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+
+class EvaluationSettings(Settings):
+    """The `evaluation:` group; training reads none of it."""
+
+    batch_size: int = Field(16, ge=1, json_schema_extra=INFERENCE_ONLY)
+    """Rows generated together. In bfloat16 the answers depend on it, so it is part of what identifies a score."""
+
+
+class ResourceSettings(Settings):
+    """What one trial asks Ray for."""
+
+    workers: int = Field(1, ge=1)
+    """Processes that run a trial together: each has its share of every batch. They are placed all at once or not at
+    all. Results do not depend on their number beyond rounding."""
+    cpus: float = Field(1, gt=0)
+    """CPU cores of each worker; torch uses as many threads, at least one."""
+    gpus: float = Field(0, ge=0, le=1)
+    """GPUs of each worker; a fraction lets several trials of one worker share one."""
+    accelerator: str | None = None
+    """Accelerator type as Ray names it, e.g. `A100`."""
+
+    @model_validator(mode="after")
+    def _a_gpu_each(self) -> ResourceSettings:
+        if self.workers > 1 and self.gpus not in (0, 1):
+            raise ValueError(
+                f"gpus = {self.gpus:g} with workers = {self.workers}: workers of one trial cannot share a GPU; give "
+                "each its own, gpus: 1, or none"
+            )
+        return self
+
+
+class EngineSettings(Settings):
+    """What computes a trial; it changes no result beyond rounding, so snapshots fit every engine."""
+
+    name: Literal["torch", "deepspeed"] = "torch"
+    """Plain torch holds the whole backbone in every worker; `deepspeed` can shard it over them."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """What DeepSpeed ZeRO shards over the workers: 0 nothing; 1 the optimizer's moments; 2 and their gradients; 3 and
+    the weights. What is trained is about a megabyte, so 1 and 2 save next to nothing; 3 shards the backbone."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where the shards wait: with `cpu` in host memory, the weights too at stage 3. Needs a stage of at least 1."""
+    gather: Literal["auto", "always", "never"] = "auto"
+    """Whether stage 3 gathers the weights for answering, once per evaluation: `auto` where they fit beside what is
+    there. Without it every new token gathers every weight, which is slow beyond use for more than a look."""
+    config: Mapping[str, Any] = {}
+    """DeepSpeed's own JSON, merged over ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}."""
+
+    @model_validator(mode="after")
+    def _for_deepspeed(self) -> EngineSettings:
+        fields = type(self).model_fields
+        set_here = sorted(n for n in fields if n != "name" and getattr(self, n) != fields[n].default)
+        if self.name == "torch" and set_here:
+            raise ValueError(f"{', '.join(set_here)}: plain torch has no such setting; add name: deepspeed")
+        if self.offload == "cpu" and self.zero_stage == 0:
+            raise ValueError("offload: cpu with zero_stage: 0: nothing is sharded that could wait in host memory")
+        return self
+
+
+class SchedulerSettings(Settings):
+    """Who goes on and who stops early."""
+
+    name: Literal["fifo", "asha"] = "fifo"
+    """`asha` stops the worse half of the configurations at each rung of tasks seen."""
+    metric: Literal["AP"] = "AP"
+    """Average performance over the tasks seen so far; higher is better."""
+    grace_tasks: int = Field(3, ge=1)
+    """Tasks that every trial learns before it may be stopped."""
+    reduction_factor: int = Field(2, ge=2)
+    """One in this many goes on at each rung."""
+
+
+class TrackingSettings(Settings):
+    """Where runs are compared."""
+
+    uri: str | None = None
+    """MLflow tracking URI; None is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` does without MLflow."""
+
+    @field_validator("uri")
+    @classmethod
+    def _holds_no_password(cls, uri: str | None) -> str | None:
+        if uri is not None and has_credentials(uri):
+            raise ValueError(
+                "found an address with a user, password or token in it, which would be written to the sweep's folder; "
+                "expected an address without. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+                "MLFLOW_TRACKING_TOKEN, or the whole address as MLFLOW_TRACKING_URI, in the environment"
+            )
+        return uri
+
+
+class RunSettings(Settings):
+    """The `run:` group: how to run a sweep. It changes no result."""
+
+    storage: str = Field(DEFAULT_PLACE, min_length=1)
+    """Where everything that is computed lies, shared by all sweeps that name it: a folder, which all nodes must see, or
+    an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials."""
+    resources: ResourceSettings = ResourceSettings()
+    """What each trial asks for."""
+    engine: EngineSettings = EngineSettings()
+    """What computes it."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+    """Early stopping."""
+    tracking: TrackingSettings = TrackingSettings()
+    """MLflow."""
+    allow_insecure: bool = False
+    """Go on although a Ray cluster on another machine asks for no token, or an MLflow server there is without TLS
+    or credentials: for networks that nobody else can enter."""
+    pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
+    """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
+    together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
+    max_concurrent: int | None = Field(None, ge=1)
+    """Trials that run at the same time at most; None is as many as fit."""
+    num_samples: int = Field(1, ge=1)
+    """Random draws of the searched values, for each point of the grid."""
+    search_seed: int = Field(0, ge=0)
+    """Seed of those draws: the same file always means the same trials."""
+    max_failures: int = Field(3, ge=0)
+    """How often in a row, without finishing a task in between, a trial is started again whose worker died on a node
+    that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass; other faults
+    are not retried."""
+
+    @field_validator("storage")
+    @classmethod
+    def _can_be_opened(cls, place: str) -> str:
+        if faults := place_faults(place):
+            raise ValueError("; ".join(faults))
+        return place
+
+
+class TrialSettings(Settings):
+    """The `trial:` group: one trial, complete once `plan.resolve` has filled in the paper's protocol."""
+
+    method: SerializeAsAny[MethodSettings]
+    router: RouterSettings
+    backbone: BackboneSettings
+    benchmark: BenchmarkSettings
+    training: TrainingSettings
+    evaluation: EvaluationSettings
+    seed: int = Field(0, ge=0)
+    """Seed of initialisation, data order and K-means."""
+
+
+GROUPS: Mapping[str, type[Settings]] = {
+    "router": RouterSettings,
+    "backbone": BackboneSettings,
+    "benchmark": BenchmarkSettings,
+    "training": TrainingSettings,
+    "evaluation": EvaluationSettings,
+}
+
+
+def describe_settings() -> str:
+    """Every setting of a sweep file, as Markdown: path, default and what it means, from the classes themselves."""
+    sections = []
+    for kind, methods in _method_groups().items():
+        own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
+        if own:
+            sections.append((f"`trial.method` of {', '.join(methods)}", _rows("trial.method", kind, own)))
+    groups: list[tuple[str, type[Settings]]] = [(f"trial.{name}", kind) for name, kind in GROUPS.items()]
+    groups.append(("run", RunSettings))
+    sections += [(f"`{path}`", _rows(path, kind, list(kind.model_fields))) for path, kind in groups]
+    sections.append(("`trial`", _rows("trial", TrialSettings, ["seed"])))
+    head = ["| setting | default | meaning |", "|---|---|---|"]
+    return "\n\n".join("\n".join([f"{title}:\n", *head, *rows]) for title, rows in sections)
+
+
+def _method_groups() -> dict[type[Settings], list[str]]:
+    """The classes that give methods their settings, each with the methods that have them, the most shared first."""
+    groups: dict[type[Settings], list[str]] = {}
+    for name in METHODS:
+        for kind in method_class(name).settings_class.__mro__:
+            if issubclass(kind, MethodSettings) and kind is not MethodSettings:
+                groups.setdefault(kind, []).append(name)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+
+
+def _rows(path: str, kind: type[Settings], names: Sequence[str]) -> list[str]:
+    lines = []
+    for name in names:
+        field = kind.model_fields[name]
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            lines += _rows(f"{path}.{name}", inner, list(inner.model_fields))
+            continue
+        default = "required" if field.is_required() else f"`{yaml_text(field.default, one_line=True)}`"
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        lines.append(f"| `{path}.{name}` | {default} | {meaning} |")
+    return lines

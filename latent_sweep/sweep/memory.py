@@ -1,0 +1,502 @@
+"""Bytes that a worker needs to learn and to answer, from the settings alone: no torch, no model, no data.
+
+Legend: b bytes of a number in the backbone's type; B rows of a forward pass, members of a pack together; S longest
+prompt, L longest target, T = B S tokens (Llama: B (S + L)); h width, a all heads together, H heads, f inner width of
+the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n.
+
+    weights      b x every parameter, counted exactly; at ZeRO stage 3 a worker holds its share of the large ones
+    factors      latent adapters: b r (o + n) for each projection
+    adapter      8 P: values and gradients in float32; DeepSpeed holds another copy
+    optimizer    8 P: AdamW's two moments
+    history      (4 + b) P for each task, where earlier branches stay active or answer together
+    logits       b V B (L + 1), and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
+    activations  what autograd keeps of every block, and one block's working set in the backward pass
+
+Kept of a Llama block, in bytes per token: 4 (h + 1) for each of two norms, 4 b a for queries, keys, values and output
+of the attention (keys and values repeated for all heads), 4 H for its normaliser, 3 b f in the MLP; and b B (S + L)^2
+for its mask. A frozen projection keeps nothing; a latent adapter keeps 4 r per projection, LoRA b r and its input b h.
+A T5 block differs in its norms, (4 + b) h in bfloat16, its MLP, b f, its masks, b B H S^2 with the position bias in
+them, and in its decoder, where every block keeps keys and values of all prompt tokens. LoRA keeps b P besides, its
+matrices in bfloat16. T5's own dropout keeps noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a
+byte on a GPU and b on a CPU, where attention with dropout is not fused and keeps float32: 8 B H S^2, and in bfloat16
+copies of queries, keys and values, 12 a. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as
+many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the above.
+
+The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
+Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
+(EWC's Fisher pass, InfLoRA's and GainLoRA's second moments of inputs, a gate, the SVD, loading); LwF's teacher; and
+biases, which no named backbone has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, describe, target_shapes
+from latent_sweep.sweep.groups import ResourceSettings, RunSettings
+from latent_sweep.sweep.plan import Trial
+
+GIB = 1 << 30
+
+RESERVE = 3 * GIB // 2
+"""What a GPU's own context, the libraries' workspaces and the allocator's unused rest take, roughly."""
+
+ACCELERATORS: Mapping[str, Mapping[int, float]] = {
+    "T4": {16: 14.6},
+    "V100": {16: 15.8, 32: 31.7},
+    "A10G": {24: 22.1},
+    "L4": {24: 22.0},
+    "L40S": {48: 44.4},
+    "A100": {40: 39.4, 80: 79.1},
+    "A100-40G": {40: 39.4},
+    "A100-80G": {80: 79.1},
+    "H100": {80: 79.1},
+    "H200": {141: 139.7},
+    "B200": {192: 178.3},
+}
+"""GiB that programs see on accelerators by Ray's names, by the GB they are sold with; `A100` covers two cards."""
+
+GENERATION_ROOM = 64
+"""Tokens by which the key-value cache of Llama grows; as in `latent_sweep.backbones.generation`."""
+
+GATHER_ROOM = 1.25
+"""Weights are gathered to answer where so many times their size is free; as in `latent_sweep.backends`."""
+
+ZERO_DEFAULTS: Mapping[str, int] = {
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
+"""DeepSpeed's own, in numbers; `run.engine.config` may say others."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker, on the device that computes, at the fullest moment of a step or of an answer."""
+
+    weights: int
+    """Of the backbone, that always lie there."""
+    gathered: int
+    """Of the backbone, from other workers or the host, while blocks that need them compute."""
+    gathered_to_answer: int
+    """The same, while answers are generated."""
+    factors: int
+    """Of latent adapters."""
+    history: int
+    """Adapters of earlier tasks."""
+    activations: int
+    """Kept for the backward pass."""
+    working: int
+    """One block's in the backward pass; with gradient checkpointing, what was recomputed for it too."""
+    logits: int
+    """With what the cross-entropy makes of them."""
+    adapter: int
+    """What is trained, and its gradients."""
+    optimizer: int
+    """Moments."""
+    cache: int
+    """Keys and values while answers are generated."""
+    reading: int
+    """Activations beside them."""
+    host: int
+    """Weights and moments that wait in host memory instead."""
+
+    @property
+    def learning(self) -> int:
+        """The peak while a task is learned."""
+        passed = self.activations + self.working + self.logits
+        return self.weights + self.gathered + self.factors + self.history + passed + self.adapter + self.optimizer
+
+    @property
+    def answering(self) -> int:
+        """The peak while answers are generated."""
+        read = self.cache + self.reading
+        return self.weights + self.gathered_to_answer + self.factors + self.history + read
+
+    @property
+    def peak(self) -> int:
+        """The larger of both."""
+        return max(self.learning, self.answering)
+
+
+def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
+    """What a worker needs for a trial.
+
+    Args:
+        run: engine, number of workers and accelerator.
+        members: trainings that learn side by side; all are taken to be like this one.
+
+    Returns:
+        None where only the hub knows the backbone's shapes.
+    """
+    s, method = trial.settings, trial.method()
+    shape = shape_of(s.backbone)
+    if shape is None:
+        return None
+    trained = members * method.parameter_count(shape.targets, shape.width)
+    adapters = _adapters(trial, shape, trained)
+    tasks = len(trial.tasks)
+    learns = any(method.learns_from(position, tasks) for position in range(tasks))
+    step = _step(trial, shape, adapters, run.resources, members) if learns else _Moment(0, 0, 0)
+    answer = _answer(trial, shape)
+    weights = _weights(shape, run)
+    moments, waiting_moments = _moments(trial, trained, run)
+    sides = sum(m + n for m, n in shape.targets.values())
+    return Memory(
+        weights=weights.held,
+        gathered=weights.gathered,
+        gathered_to_answer=weights.gathered_to_answer,
+        factors=members * shape.bytes * method.rank() * sides if adapters.latent else 0,
+        history=tasks * trained * (4 + shape.bytes) if "sum" in method.mixings else 0,
+        activations=step.activations,
+        working=step.working,
+        logits=step.logits,
+        adapter=trained * (12 if run.engine.name == "deepspeed" else 8),
+        optimizer=moments,
+        cache=answer.cache,
+        reading=answer.reading,
+        host=weights.waiting + waiting_moments,
+    )
+
+
+def cards(resources: ResourceSettings) -> dict[int, float]:
+    """Bytes that a worker has on its accelerator, by the GB that the card is sold with; empty where it is not known."""
+    known = ACCELERATORS.get(resources.accelerator or "", {}) if resources.gpus else {}
+    return {size: resources.gpus * GIB * visible for size, visible in known.items()}
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a backbone that memory follows from; see the legend above."""
+
+    family: Family
+    bytes: int
+    vocabulary: int
+    width: int
+    blocks: int
+    """Of Llama, or of T5's encoder."""
+    decoder_blocks: int
+    """Of T5."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    gated: bool
+    """Whether the MLP multiplies two projections."""
+    tied: bool
+    """Whether the language-model head is the input embedding table."""
+    buckets: int
+    """Of T5's relative positions."""
+    targets: Mapping[str, tuple[int, int]]
+    """Adapted projections, (out, in)."""
+
+    @property
+    def attention(self) -> int:
+        """All heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def parameters(self) -> dict[int, int]:
+        """How many weight tensors there are of each size, in numbers."""
+        h, a, k, f = self.width, self.attention, self.kv_heads * self.head_dim, self.inner
+        table, mlp, blocks = self.vocabulary * h, 3 if self.gated else 2, self.blocks + self.decoder_blocks
+        found = [(table, 1 if self.tied else 2), (h * f, mlp * blocks)]
+        if self.family == "llama":
+            found += [(h * a, 2 * blocks), (h * k, 2 * blocks), (h, 2 * blocks + 1)]
+        else:
+            found += [(h * a, 4 * blocks + 4 * self.decoder_blocks), (self.buckets * self.heads, 2)]
+            found += [(h, 2 * self.blocks + 3 * self.decoder_blocks + 2)]
+        sizes: dict[int, int] = {}
+        for size, count in found:
+            sizes[size] = sizes.get(size, 0) + count
+        return sizes
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers in all weights."""
+        return sum(size * count for size, count in self.parameters.items())
+
+
+def shape_of(settings: BackboneSettings) -> Shape | None:
+    """The sizes of a backbone; None where only the hub knows them."""
+    known = describe(settings)
+    if known is None:
+        return None
+    c: Mapping[str, Any] = known.config
+    number = {"bfloat16": 2, "float32": 4}[settings.dtype]
+    tied = c.get("tie_word_embeddings", known.family == "t5" or settings.name == EMBEDDED)
+    common = dict(family=known.family, bytes=number, vocabulary=c["vocab_size"], tied=tied)
+    common["targets"] = target_shapes(known.family, c)
+    if known.family == "t5":
+        return Shape(
+            **common,
+            width=c["d_model"],
+            blocks=c["num_layers"],
+            decoder_blocks=c.get("num_decoder_layers") or c["num_layers"],
+            heads=c["num_heads"],
+            kv_heads=c["num_heads"],
+            head_dim=c["d_kv"],
+            inner=c["d_ff"],
+            gated=c.get("feed_forward_proj", "relu").startswith("gated"),
+            buckets=c.get("relative_attention_num_buckets", 32),
+        )
+    return Shape(
+        **common,
+        width=c["hidden_size"],
+        blocks=c["num_hidden_layers"],
+        decoder_blocks=0,
+        heads=c["num_attention_heads"],
+        kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
+        head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+        inner=c["intermediate_size"],
+        gated=True,
+        buckets=0,
+    )
+
+
+# --- what the engine shards ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Bytes of the backbone's weights, by where they lie and when; see `Memory`."""
+
+    held: int
+    gathered: int = 0
+    gathered_to_answer: int = 0
+    waiting: int = 0
+    """In host memory."""
+
+
+def _weights(shape: Shape, run: RunSettings) -> _Weights:
+    """Whole in every worker, or at ZeRO stage 3 in shares.
+
+    There a weight stays gathered where it is used again within DeepSpeed's reuse distance: about the turn from the
+    forward to the backward pass, these are the last half of that distance. The next ones are prefetched.
+    """
+    b, engine, workers = shape.bytes, run.engine, run.resources.workers
+    whole = b * shape.parameter_count
+    if engine.name == "torch" or engine.zero_stage < 3:
+        return _Weights(whole)
+    offloaded = engine.offload == "cpu"
+    if workers == 1 and not offloaded:  # the only share is everything
+        return _Weights(whole)
+    said = engine.config.get("zero_optimization", {})
+    persistent, reuse, prefetch = (int(said.get(name, default)) for name, default in ZERO_DEFAULTS.items())
+    small = b * sum(size * count for size, count in shape.parameters.items() if size <= persistent)
+    large = whole - small
+    gathered = min(large, b * (max(reuse // 2, *shape.parameters) + prefetch))
+    share = _share(large, workers)
+    held, waiting = (small, share) if offloaded else (small + share, 0)
+    room = max(cards(run.resources).values(), default=math.inf)
+    fits = engine.gather == "always" or (engine.gather == "auto" and held + GATHER_ROOM * large + RESERVE <= room)
+    return _Weights(held, gathered, large if fits else gathered, waiting)
+
+
+def _moments(trial: Trial, trained: int, run: RunSettings) -> tuple[int, int]:
+    """Bytes of the optimizer's moments on the device, and in host memory."""
+    if trial.settings.training.optimizer != "adamw":  # Adafactor's are rows and columns
+        return 0, 0
+    engine = run.engine
+    sharded = engine.name == "deepspeed" and engine.zero_stage > 0
+    own = _share(8 * trained, run.resources.workers) if sharded else 8 * trained
+    return (0, own) if engine.offload == "cpu" else (own, 0)
+
+
+def _share(total: int, workers: int) -> int:
+    return -(-total // workers)
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """What adapters make autograd keep, in bytes."""
+
+    latent: bool
+    input: int
+    """Of an attention's input, per token."""
+    inner: int
+    """Of the product inside one adapter, per token."""
+    casts: int
+    """Of the matrices, whatever the batch."""
+
+
+def _adapters(trial: Trial, shape: Shape, trained: int) -> _Adapters:
+    method, b = trial.method(), shape.bytes
+    latent = method.factored
+    if not trained or not method.rank():  # nothing to learn, or a soft prompt
+        return _Adapters(latent, 0, 0, 0)
+    read = 0 if latent else b
+    if not method.packable:  # dropout: each of the two projections has an input of its own, and a mask
+        read = 2 * (read + 1)
+    casts = b * trained if b < 4 and not latent else 0
+    return _Adapters(latent, read * shape.width, (4 if latent else b) * method.rank(), casts)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Equal blocks one after another; bytes of one of them."""
+
+    blocks: int
+    kept: int
+    """For the backward pass."""
+    working: int
+    """Beside them in the backward pass, at most."""
+    input: int
+    """What gradient checkpointing keeps instead."""
+    norm: int
+    """Kept of the norm behind the last block."""
+    recomputing: int = 0
+    """What a block recomputed by gradient checkpointing needs besides."""
+
+
+def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, kept_besides: int, recomputing: int = 0) -> _Stack:
+    """A stack that keeps so many bytes for each of its tokens, the MLP left out, and others for the whole batch."""
+    b, h, f = shape.bytes, shape.width, shape.inner
+    mlp = b * f * (3 if shape.gated else 1)
+    in_mlp = b * f * (3 if shape.gated else 2)
+    in_norm = 4 * 4 * h - mlp  # of float32, when what the MLP kept is gone
+    return _Stack(
+        blocks=blocks,
+        kept=tokens * (per_token + mlp) + kept_besides,
+        working=tokens * (max(in_mlp, in_norm) + 2 * b * h),
+        input=tokens * b * h,
+        norm=tokens * _norm(shape),
+        recomputing=recomputing,
+    )
+
+
+def _stacks(
+    shape: Shape, adapters: _Adapters, rows: int, prompt: int, target: int, noise: int, unfused: bool
+) -> list[_Stack]:
+    """In the order of the forward pass.
+
+    Args:
+        noise: bytes of a number that the backbone's dropout draws; 0 without dropout.
+        unfused: whether attention keeps its probabilities because of it.
+    """
+    b, a, norm = shape.bytes, shape.attention, _norm(shape)
+    attention = 4 * b * a + 4 * shape.heads + adapters.input + 2 * adapters.inner
+    if shape.family == "llama":
+        tokens, mask = rows * (prompt + target), b * rows * (prompt + target) ** 2
+        return [_stack(shape, shape.blocks, tokens, 2 * norm + attention, mask)]
+    read, written, heads = rows * prompt, rows * target, b * rows * shape.heads
+    mask_of_encoder, mask_across = heads * prompt**2, heads * prompt * target
+    across = read * (2 * b * a + adapters.inner) + mask_across
+    # under gradient checkpointing transformers has the empty position bias across require a gradient, which no fused
+    # attention gives: keys, values and probabilities are there in float32, also as copies
+    recomputing = read * 4 * a * (4 if b < 4 else 2) + 3 * 4 * rows * shape.heads * prompt * target
+    of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if unfused else 0
+    copied = 4 * a if unfused and b < 4 else 0  # of queries, and as much of keys and of values
+    across += drawn * target * (prompt + target) + 2 * copied * read
+    return [
+        _stack(
+            shape,
+            shape.blocks,
+            read,
+            2 * norm + attention + 3 * copied + 2 * noise * shape.width + of_block,
+            mask_of_encoder + drawn * prompt**2,
+        ),
+        _stack(
+            shape,
+            shape.decoder_blocks,
+            written,
+            3 * norm + 2 * attention + 4 * copied + 3 * noise * shape.width + of_block,
+            across,
+            recomputing,
+        ),
+    ]
+
+
+def _norm(shape: Shape) -> int:
+    """Per token: the float32 input and its inverse root; T5 keeps the input in the backbone's type as well."""
+    also = shape.bytes if shape.family == "t5" and shape.bytes < 4 else 0
+    return (4 + also) * shape.width + 4
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes at one moment of a step; see `Memory`."""
+
+    activations: int
+    working: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.working + self.logits
+
+
+def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, members: int) -> _Moment:
+    """The fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
+    training = trial.settings.training
+    assert training.batch_size is not None
+    share = _share(training.batch_size, resources.workers)
+    rows = members * min(share, training.micro_batch_size or share)
+    prompt, target = _longest(trial)
+    on_cpu = not resources.gpus
+    noise = (shape.bytes if on_cpu else 1) if training.backbone_dropout else 0
+    stacks = _stacks(shape, adapters, rows, prompt, target, noise, bool(noise) and on_cpu)
+    logits = shape.bytes * shape.vocabulary * rows * (target + (shape.family == "llama"))
+    in_loss = logits + 12 * shape.vocabulary * rows * target
+    if training.gradient_checkpointing:
+        inputs = sum(stack.blocks * stack.input for stack in stacks)
+        fullest = max(stack.kept + stack.working + stack.recomputing for stack in stacks)
+        moments = [_Moment(inputs + sum(s.norm for s in stacks), 0, in_loss), _Moment(inputs, fullest, logits)]
+        return max(moments, key=lambda moment: moment.total)
+    # the first norm of a stack keeps nothing, since nothing below it learns; the one behind the stack makes up for it
+    kept = list(itertools.accumulate(stack.blocks * stack.kept for stack in stacks))
+    moments = [_Moment(kept[-1] + adapters.casts, 0, in_loss)]
+    for below, stack in zip(kept, stacks, strict=True):  # the stacks above have done their backward pass
+        moments.append(_Moment(below + adapters.casts, stack.working, logits))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _longest(trial: Trial) -> tuple[int, int]:
+    """Tokens of the longest prompt, with a soft one, and of the longest target."""
+    limits = trial.settings.benchmark
+    assert limits.max_source_length is not None and limits.max_target_length is not None
+    return limits.max_source_length + len(trial.method().prompt(())), limits.max_target_length
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Bytes at the fullest moment of a batch of answers; see `Memory`."""
+
+    cache: int
+    reading: int
+
+
+def _answer(trial: Trial, shape: Shape) -> _Answer:
+    """While the prompts are read, or while the longest answers end."""
+    rows, (prompt, target) = trial.settings.evaluation.batch_size, _longest(trial)
+    b, a, h, tokens = shape.bytes, shape.attention, shape.width, rows * prompt
+    in_mlp = tokens * b * ((3 if shape.gated else 2) * shape.inner + 4 * h)
+    if shape.family == "llama":
+        of_token = 2 * b * shape.kv_heads * shape.head_dim * rows  # keys and values of one block
+        in_attention = tokens * b * (8 * a + 3 * h) + b * rows * prompt**2
+        room = GENERATION_ROOM * math.ceil(target / GENERATION_ROOM)
+        moments = [
+            _Answer(shape.blocks * of_token * (prompt + GENERATION_ROOM), max(in_mlp, in_attention) + rows * prompt**2),
+            _Answer(shape.blocks * of_token * (prompt + room), of_token * (prompt + room)),  # one block's are copied
+        ]
+    else:
+        in_attention = tokens * b * (3 * a + 3 * h) + 2 * b * rows * shape.heads * prompt**2
+        cache = 2 * b * shape.decoder_blocks * a * rows * (prompt + target)
+        moments = [
+            _Answer(0, max(in_mlp, in_attention) + (rows + b * shape.heads) * prompt**2),
+            _Answer(cache, tokens * b * h + b * a * rows * target),  # what was read, and one block's keys are copied
+        ]
+    return max(moments, key=lambda moment: moment.cache + moment.reading)

@@ -1,0 +1,443 @@
+"""A sweep becomes trials, and trials become packs: pure, without torch, in well under two seconds.
+
+Three identities, all hashes of content and none of position in a file:
+
+    trial id      every setting that can change a trial's scores, of the sweep file and of the benchmark's own
+    training id   the part that training reads: trials that share it form one pack and train once
+    lineage       one snapshot: the settings, data and seed of its stage, and its ancestors where it reads them
+
+and a key for every row of scores, which adds the test data and all that answering and scoring read. What lies outside
+the settings (data files, a backbone's folder, a hub's newest commit) is looked at once, when a trial is planned;
+whoever reads it later holds it against that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from latent_sweep.backbones.identity import backbone_identity, pinned
+from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, target_shapes
+from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count, source_digest
+from latent_sweep.benchmarks.schema import (
+    BenchmarkSettings,
+    BenchmarkSpec,
+    Split,
+    TaskSpec,
+    load_benchmark,
+    order_key,
+    scoring_metric,
+    task_sequence,
+)
+from latent_sweep.errors import ConfigError
+from latent_sweep.labels import label, short_names
+from latent_sweep.methods import method_class
+from latent_sweep.methods.protocol import Method
+from latent_sweep.settings import content_hash, local_path
+from latent_sweep.store import versions
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.trial_files import TrialFiles
+from latent_sweep.sweep.config import Sweep, fault_report, flatten, trial_settings
+from latent_sweep.sweep.groups import TrialSettings
+
+PROTOCOL: Mapping[str, Mapping[str, Any]] = {
+    "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30, max_source_length=512),
+    "llama": dict(learning_rate=5e-5, batch_size=4, epochs=15, max_source_length=1024),
+    # the paper has no backbone of this size; a few dozen steps at this rate learn a task on a CPU
+    EMBEDDED: dict(learning_rate=4e-3, batch_size=8, epochs=2, max_source_length=512),
+}
+"""What a sweep file may leave out: the paper's appendix "Training", by backbone family (A27, A29, A30)."""
+
+
+SPLITS: tuple[Split, ...] = ("train", "test")
+"""What data files there are; validation rows are taken out of the training rows."""
+
+ROUTED = ("soft", "hard")
+"""Modes whose weights are the router's posterior."""
+
+COMMON: dict[str, Any] = dict(
+    optimizer="adamw",
+    schedule="constant",
+    warmup_steps=0,
+    warmup_start="share",
+    weight_decay=0.0,
+    backbone_dropout=0.0,
+)
+"""What holds for every backbone (A28)."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point of the search space with every setting resolved: complete, it looks nothing up."""
+
+    trial_id: str
+    training_id: str
+    settings: TrialSettings
+    values: Mapping[str, Any]
+    """The settings that vary in this sweep and matter to this trial, by dotted path."""
+    tasks: tuple[TaskSpec, ...]
+    """In the order they are learned."""
+    spec: BenchmarkSpec
+    """The benchmark, as its file was when the trial was planned."""
+    backbone: Mapping[str, Any]
+    """What the backbone was then, see `backbone_identity`."""
+    sources: Mapping[tuple[str, str], str | None]
+    """`source_digest` of the data then, by task and split (`train` or `test`); None where it was not at hand."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it: the values that vary, and the id."""
+        names = short_names(self.values)
+        values = label({names[path]: value for path, value in self.values.items()})
+        return f"{values} [{self.trial_id}]" if values else self.trial_id
+
+    def method(self) -> Method:
+        """The method, for asking what it reads; it cannot train."""
+        return method_class(self.settings.method.name)(self.settings.method)
+
+    def lineages(self) -> tuple[str, ...]:
+        """The snapshot each task will leave behind, by hash chain.
+
+        Raises:
+            DataError: the benchmark's training data is not at hand.
+        """
+        return tuple(map(content_hash, self.stage_contents()))
+
+    def stage_contents(self) -> list[dict[str, Any]]:
+        """All that can change each task's snapshot; the parents among it are named by their own hashes.
+
+        Raises:
+            DataError: the benchmark's training data is not at hand.
+        """
+        s, method = self.settings, self.method()
+        carve = s.training.select == "best_validation"
+        data = [self.data_digest_of(task, "train", carve) for task in self.tasks]
+        common = {
+            "engine": versions.TRAINING,
+            "tokens": versions.TOKENS,
+            "method": {"name": s.method.name, "version": method.version},
+            "backbone": self.backbone,
+            "training": s.training.training_identity(),
+            "max_source_length": s.benchmark.max_source_length,
+            "max_target_length": s.benchmark.max_target_length,
+            "truncation": s.benchmark.truncation,
+            "bos": s.benchmark.bos,
+            "seed": s.seed,
+        }
+        contents: list[dict[str, Any]] = []
+        lineages: list[str] = []
+        for position in range(len(self.tasks)):
+            learned = method.learns_from(position, len(self.tasks))
+            stage = {
+                "tasks": [self.tasks[i].name for i in learned],
+                "data": [data[i] for i in learned],
+                "settings": method.stage_identity(position),
+                "parents": lineages[:position] if method.reads_history(position) else [],
+            }
+            # a stage that learns nothing leaves behind what was there before it
+            contents.append(common | stage if learned or not contents else contents[-1])
+            lineages.append(content_hash(contents[-1]))
+        return contents
+
+    def row_keys(self) -> tuple[str, ...]:
+        """What identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
+        s = self.settings
+        lineages = self.lineages()
+        tests = [
+            [self.data_digest_of(task, "test"), scoring_metric(s.benchmark, task), s.benchmark.references]
+            for task in self.tasks
+        ]
+        common = {
+            "decoding": versions.DECODING,
+            "scoring": versions.SCORING,
+            "router": router_identity(s),
+            "routing": [versions.POOLING, versions.RECORDS] if s.router.mode in ROUTED else None,
+            "method": s.method.inference_identity(),
+            "seed": s.seed,
+            "evaluation": s.evaluation.identity(),
+            "stop": list(self.spec.stop),
+            # a covariance of all tasks reads those that are still to come (A16)
+            "tasks": lineages if s.router.cov.refresh == "final" else None,
+        }
+        return tuple(
+            content_hash(common | {"snapshots": lineages[: i + 1], "tests": tests[: i + 1]}) for i in range(len(tests))
+        )
+
+    def files(self, sweep: SweepFolder) -> TrialFiles:
+        """What it has left behind so far as a trial of this sweep."""
+        return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
+
+    def source(self, task: TaskSpec, split: Split) -> str | None:
+        """`source_digest` of a split when the trial was planned; validation rows are taken out of the training rows."""
+        return self.sources[task.name, "test" if split == "test" else "train"]
+
+    def data_digest_of(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
+        """`data_digest` of a split when the trial was planned."""
+        s = self.settings.benchmark
+        return data_digest(self.spec, task, split, s, carve_validation, self.source(task, split))
+
+
+@dataclass(frozen=True)
+class Member:
+    """Trials that share their training and differ in what inference reads: its variants."""
+
+    trials: tuple[Trial, ...]
+    largest_rank: int
+    """The largest rank of the sweep on this backbone: factors computed for it serve all trials."""
+
+    @property
+    def training_id(self) -> str:
+        """What its trials have in common."""
+        return self.trials[0].training_id
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What one worker runs: members learn side by side, in one forward pass of the backbone they share."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def pack_id(self) -> str:
+        """Names the pack: its member's training id where there is one member."""
+        ids = [member.training_id for member in self.members]
+        return ids[0] if len(ids) == 1 else content_hash(ids)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Every trial of every member."""
+        return tuple(trial for member in self.members for trial in member.trials)
+
+    @property
+    def tasks(self) -> tuple[TaskSpec, ...]:
+        """The tasks, in the order they are learned; the same for all members."""
+        return self.trials[0].tasks
+
+
+def router_identity(settings: TrialSettings) -> dict[str, Any]:
+    """What inference reads of the router: nothing but the mode where no posterior is asked for."""
+    if settings.router.mode in ROUTED:
+        return settings.router.identity()
+    return {"mode": settings.router.mode}
+
+
+def expand(sweep: Sweep) -> list[Trial]:
+    """Every trial of a sweep: grid x random draws, defaults resolved, equal trials collapsed into one.
+
+    Raises:
+        ConfigError: listing every fault of every combination.
+    """
+    trials: dict[str, Trial] = {}
+    faults: list[str] = []
+    places: dict[str, str] = {}
+    for point in _points(sweep):
+        try:
+            trial = _trial(trial_settings(sweep, point), point)
+        except ConfigError as error:
+            faults.append(str(error))
+            continue
+        trials.setdefault(trial.trial_id, trial)
+        name, place = trial.spec.name, trial.settings.benchmark.name
+        if places.setdefault(name, place) != place:  # by its name, wherever it lies, a benchmark is known
+            faults.append(f"benchmark.name: {places[name]} and {place} both call themselves {name!r}; rename one")
+        faults += _faults(trial)
+    if faults:
+        raise fault_report(sweep.source, faults)
+    return list(trials.values())
+
+
+def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"] = 1) -> list[Pack]:
+    """Trials grouped by training, and trainings into packs: inference-only axes cost no training.
+
+    Args:
+        together: `run.pack`: a number of trainings, or the axes whose values learn side by side; with `auto`, all that
+            can, for `latent_sweep.learn.packing` to split. Trainings that no forward pass can hold together (another
+            method, backbone or task sequence, or dropout) never share a pack.
+    """
+    ranks: dict[str, int] = {}
+    for trial in trials:
+        name = trial.settings.backbone.name
+        ranks[name] = max(ranks.get(name, 0), trial.method().rank())
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.training_id, []).append(trial)
+    members = [Member(tuple(group), ranks[group[0].settings.backbone.name]) for group in groups.values()]
+    alike: dict[str, list[Member]] = {}
+    for member in members:
+        alike.setdefault(_pack_key(member, together), []).append(member)
+    size = together if isinstance(together, int) else max(1, len(members))
+    return [Pack(tuple(group[i : i + size])) for group in alike.values() for i in range(0, len(group), size)]
+
+
+def _pack_key(member: Member, together: int | Sequence[str]) -> str:
+    """Equal for members that may learn side by side."""
+    trial = member.trials[0]
+    s = trial.settings
+    if not trial.method().packable or s.training.backbone_dropout:  # masks are drawn for a whole batch
+        return trial.training_id
+    shared = {
+        "method": s.method.name,
+        "backbone": s.backbone.identity(),
+        "benchmark": s.benchmark.training_identity(),
+        "tasks": [task.name for task in trial.tasks],
+        "gradient_checkpointing": s.training.gradient_checkpointing,
+    }
+    if isinstance(together, int) or together == "auto":
+        return content_hash(shared)
+    own = {"seed": s.seed}
+    own |= flatten("method", s.method.training_identity()) | flatten("training", s.training.training_identity())
+    return content_hash(shared | {path: value for path, value in own.items() if path not in together})
+
+
+def resolve(settings: TrialSettings) -> TrialSettings:
+    """Fill in what the sweep file left out, from the paper's protocol for this benchmark and backbone family."""
+    spec = load_benchmark(settings.benchmark.name)
+    name = settings.backbone.name
+    protocol = PROTOCOL.get(name) or PROTOCOL[family_of(name)]
+    kind = method_class(settings.method.name)
+    method = kind.resolve(settings.method, name, spec.name)
+    defaults = COMMON | dict(protocol) | dict(kind.training_defaults(method, name, spec.name))
+    return settings.model_copy(
+        update={
+            "method": method,
+            "backbone": pinned(settings.backbone),
+            "router": _fill(settings.router, {"mode": kind.mixings[0]}),
+            "benchmark": _fill(
+                settings.benchmark.model_copy(update=_located(settings.benchmark, spec)),
+                {
+                    "max_source_length": protocol["max_source_length"],
+                    "max_target_length": spec.max_target_length,
+                },
+            ),
+            "training": _fill(settings.training, defaults),
+        }
+    )
+
+
+def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]:
+    """One spelling of the order, and paths that a worker in another folder, or on another machine, can follow."""
+    data_dir = settings.data_dir or os.environ.get(DATA_VARIABLE)
+    return {
+        "order": order_key(settings, spec),
+        "name": str(local_path(settings.name).resolve()) if spec.layout == "folder" else settings.name,
+        "data_dir": str(local_path(data_dir).resolve()) if data_dir else None,
+    }
+
+
+def _fill(settings: Any, defaults: Mapping[str, Any]) -> Any:
+    """With the defaults of what was not written, or written as None."""
+    known, written = type(settings).model_fields, settings.model_fields_set
+    left_out = {k: v for k, v in defaults.items() if k in known and (k not in written or getattr(settings, k) is None)}
+    return settings.model_copy(update=left_out)
+
+
+def _points(sweep: Sweep) -> list[dict[str, Any]]:
+    """The search space's points: for each of `num_samples` draws, the whole grid."""
+    source = random.Random(sweep.run.search_seed)
+    axes = [[flatten(axis, value) for value in values] for axis, values in sweep.grid.items()]
+    grid = [dict(itertools.chain.from_iterable(map(dict.items, point))) for point in itertools.product(*axes)]
+    if not sweep.draws:
+        return grid
+    points = []
+    for _ in range(sweep.run.num_samples):
+        drawn: dict[str, Any] = {}
+        for axis, draw in sweep.draws.items():
+            drawn |= flatten(axis, _draw(draw.kind, draw.values, source))
+        points += [point | drawn for point in grid]
+    return points
+
+
+def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
+    if kind == "choice":
+        return source.choice(values)
+    if kind == "randint":
+        return source.randint(values[0], values[1])
+    if kind == "uniform":
+        return source.uniform(values[0], values[1])
+    return math.exp(source.uniform(math.log(values[0]), math.log(values[1])))
+
+
+def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
+    settings = resolve(written)
+    spec = load_benchmark(settings.benchmark.name)
+    tasks = task_sequence(settings.benchmark, spec)
+    backbone = backbone_identity(settings.backbone)
+    # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
+    named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
+    named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
+    scored = {"metrics": [scoring_metric(settings.benchmark, task) for task in tasks], "stop": list(spec.stop)}
+    training = {
+        "method": settings.method.training_identity(),
+        "backbone": backbone,
+        "benchmark": settings.benchmark.training_identity() | named,
+        "training": settings.training.training_identity(),
+        "seed": settings.seed,
+    }
+    inference = {
+        "method": settings.method.inference_identity(),
+        "router": router_identity(settings),
+        "benchmark": settings.benchmark.identity() | named | scored,
+        "evaluation": settings.evaluation.identity(),
+    }
+    unread = settings.router.mode not in ROUTED
+    # the values as resolved; what the router would not read says nothing about the trial
+    read = [path for path in point if not (unread and path.startswith("router.") and path != "router.mode")]
+    values = {path: _setting(settings, path) for path in read}
+    return Trial(
+        trial_id=content_hash([training, inference]),
+        training_id=content_hash(training),
+        settings=settings,
+        values=values,
+        tasks=tasks,
+        spec=spec,
+        backbone=backbone,
+        sources={(t.name, split): source_digest(spec, t, split, settings.benchmark) for t in tasks for split in SPLITS},
+    )
+
+
+def _setting(settings: Any, path: str) -> Any:
+    for name in path.split("."):
+        settings = getattr(settings, name)
+    return list(settings) if isinstance(settings, tuple) else settings
+
+
+def _faults(trial: Trial) -> list[str]:
+    """What is wrong with a resolved trial as a whole: ranks and component counts that its backbone or data rule out."""
+    s, faults = trial.settings, []
+    known = describe(s.backbone)
+    if known is None and "/" not in s.backbone.name:
+        near = difflib.get_close_matches(s.backbone.name, KNOWN, n=1, cutoff=0.8)
+        faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
+    if known is not None:
+        shapes = target_shapes(known.family, known.config)
+        name, shape = min(shapes.items(), key=lambda item: min(item[1]))
+        if trial.method().rank() > min(shape):
+            faults.append(
+                f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
+                f"so at most {min(shape)} is possible"
+            )
+        if s.training.backbone_dropout and known.family != "t5":
+            faults.append(
+                f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
+                "dropout of its own; leave it out"
+            )
+    if s.router.mode not in trial.method().mixings:
+        possible = ", ".join(trial.method().mixings)
+        faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
+    if s.router.mode in ROUTED:
+        for task in trial.tasks:
+            rows = row_count(trial.spec, task, "train", s.benchmark)
+            if rows is not None and s.router.components > rows:
+                faults.append(
+                    f"router.components: found {s.router.components}, but task {task.name} has {rows} training rows; "
+                    f"use at most {rows}, or raise benchmark.train_per_task"
+                )
+    for task in trial.tasks:  # rows that cannot be scored are better found before anything is learned
+        row_count(trial.spec, task, "test", s.benchmark)
+    return faults

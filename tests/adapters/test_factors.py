@@ -1,0 +1,378 @@
+"""Factors: exact against numpy's and torch's own SVD, unique, cached once for every rank of a sweep, streamed."""
+
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny import load_tiny
+from safetensors.torch import load_file
+from scipy.linalg import subspace_angles
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from latent_sweep.adapters import factors
+from latent_sweep.adapters.factors import load_factors, truncated_svd
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.stored import StoredProjection, stored_backbone
+from latent_sweep.errors import ConfigError
+from latent_sweep.store import sealed
+
+
+def weight(rows, columns, seed=0, spectrum=None):
+    """A weight as flat as pretrained ones: singular values fall by two per cent from one to the next."""
+    source = torch.Generator().manual_seed(seed)
+    side = min(rows, columns)
+    left, _ = torch.linalg.qr(torch.randn(rows, side, generator=source, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(columns, side, generator=source, dtype=torch.float64))
+    values = 0.98 ** torch.arange(side, dtype=torch.float64) if spectrum is None else spectrum
+    return (left * values @ right.T).float()
+
+
+def assert_exact(found, W, rank, tolerance=2e-6):
+    """The triplets of numpy's SVD in float64, which takes another route (no Gram matrix, no power iteration)."""
+    U, S, Vh = np.linalg.svd(W.numpy().astype(np.float64), full_matrices=False)
+    assert found.U.shape == (W.shape[0], rank)
+    assert found.V.shape == (W.shape[1], rank)
+    np.testing.assert_allclose(found.S.numpy(), S[:rank], rtol=tolerance)
+    assert subspace_angles(found.U.double().numpy(), U[:, :rank]).max() < 1e-4
+    assert subspace_angles(found.V.double().numpy(), Vh[:rank].T).max() < 1e-4
+    best = (U[:, :rank] * S[:rank]) @ Vh[:rank]
+    np.testing.assert_allclose((found.U * found.S) @ found.V.T, best, atol=1e-4 * S[0])
+    for side in (found.U, found.V):
+        torch.testing.assert_close(side.T @ side, torch.eye(rank), atol=2e-5, rtol=0)
+
+
+SHAPES = [(40, 40), (24, 64), (64, 24)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [1, 8, 24])
+def test_exact_factors_are_those_of_a_full_svd(shape, rank):
+    W = weight(*shape)
+    found = truncated_svd(W, rank)
+    assert_exact(found, W, rank)
+    assert all(part.dtype == torch.float32 and part.is_contiguous() for part in (found.U, found.S, found.V))
+
+
+@pytest.mark.parametrize("shape", [(160, 160), (128, 192), (192, 128)])
+def test_block_power_iteration_is_as_exact(shape, monkeypatch):
+    monkeypatch.setattr(factors, "GRAM_COLUMNS", 16)
+    W = weight(*shape)
+    assert_exact(truncated_svd(W, 12), W, 12)
+
+
+def test_a_flat_spectrum_stops_the_block_power_iteration(monkeypatch):
+    monkeypatch.setattr(factors, "GRAM_COLUMNS", 16)
+    monkeypatch.setattr(factors, "SPARE_COLUMNS", 0)
+    monkeypatch.setattr(factors, "MOST_ITERATIONS", 3)
+    with pytest.raises(RuntimeError, match=r"96 x 96 weight did not converge at rank 8: .* another method\.rank"):
+        truncated_svd(weight(96, 96, spectrum=torch.linspace(1, 0.999, 96, dtype=torch.float64)), 8)
+
+
+def test_a_weight_of_lower_rank_has_factors_too():
+    spectrum = torch.tensor([3.0, 2.0, 1.0] + [0.0] * 21, dtype=torch.float64)
+    for W in (weight(24, 64, spectrum=spectrum), torch.zeros(24, 64)):
+        found = truncated_svd(W, 8)
+        torch.testing.assert_close((found.U * found.S) @ found.V.T, W, atol=1e-6, rtol=0)
+        for side in (found.U, found.V):
+            torch.testing.assert_close(side.T @ side, torch.eye(8), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_signs_are_a_matter_of_the_weight_alone(shape):
+    W = weight(*shape)
+    found, mirrored = truncated_svd(W, 8), truncated_svd(-W, 8)
+    peaks = found.V.gather(0, found.V.abs().argmax(0, keepdim=True))
+    assert bool((peaks > 0).all())
+    torch.testing.assert_close(mirrored.V, found.V, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mirrored.U, -found.U, atol=1e-5, rtol=0)
+    assert found.S.tolist() == sorted(found.S.tolist(), reverse=True)
+
+
+def test_a_low_precision_weight_is_factored_in_high_precision():
+    W = weight(24, 40).bfloat16()
+    assert_exact(truncated_svd(W, 8), W.float(), 8)
+
+
+def test_the_randomised_subspace_is_another_one():
+    """Its purpose: what LoRA-XS does differs from the exact truncation where the spectrum has no gap."""
+    source = torch.Generator().manual_seed(0)
+    W = torch.randn(300, 300, generator=source)
+    exact, randomised = truncated_svd(W, 8), truncated_svd(W, 8, "randomized")
+    assert subspace_angles(exact.V.numpy(), randomised.V.numpy()).max() > 0.05
+    state = torch.get_rng_state()
+    again = truncated_svd(W, 8, "randomized")
+    assert torch.equal(again.V, randomised.V)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("algorithm", ["exact", "randomized"])
+def test_a_rank_that_does_not_fit_is_refused(algorithm):
+    with pytest.raises(ValueError, match="rank 25 exceeds the smaller side of a 24 x 64 weight"):
+        truncated_svd(weight(24, 64), 25, algorithm)
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def targets():
+    layers = {"a": torch.nn.Linear(40, 24, bias=False), "b": torch.nn.Linear(40, 40, bias=False)}
+    for seed, layer in enumerate(layers.values()):
+        layer.weight.data = weight(*layer.weight.shape, seed)
+    return layers
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def parts(found):
+    return {f"{name}.{part}": getattr(f, part) for name, f in found.items() for part in "USV"}
+
+
+def test_one_file_serves_every_smaller_rank(targets, tmp_path):
+    largest = load_factors(targets, "digest", 16, tmp_path)
+    stored = load_file(tmp_path / "digest-exact-v1-r16.safetensors")
+    smaller = load_factors(targets, "digest", 8, tmp_path)
+    assert files(tmp_path) == ["digest-exact-v1-r16.safetensors"]
+    for name, tensor in parts(smaller).items():
+        assert tensor.shape[-1] == 8
+        assert torch.equal(tensor, stored[name][..., :8])
+        assert torch.equal(tensor, parts(largest)[name][..., :8])
+    torch.testing.assert_close(smaller["a"].S, torch.linalg.svdvals(targets["a"].weight)[:8])
+
+
+def test_the_largest_rank_of_a_sweep_is_computed_at_once(targets, tmp_path):
+    found = load_factors(targets, "digest", 4, tmp_path, compute_rank=12)
+    assert files(tmp_path) == ["digest-exact-v1-r12.safetensors"]
+    assert found["b"].S.shape == (4,)
+
+
+def test_a_sweep_rank_beyond_this_backbone_stops_at_its_narrowest_projection(targets, tmp_path):
+    load_factors(targets, "digest", 4, tmp_path, compute_rank=64)
+    assert files(tmp_path) == ["digest-exact-v1-r24.safetensors"]
+
+
+def test_a_larger_rank_than_the_cached_one_is_computed(targets, tmp_path):
+    load_factors(targets, "digest", 8, tmp_path)
+    assert load_factors(targets, "digest", 16, tmp_path)["a"].S.shape == (16,)
+    assert files(tmp_path) == ["digest-exact-v1-r16.safetensors", "digest-exact-v1-r8.safetensors"]
+
+
+def test_a_rank_beyond_the_narrowest_projection_is_refused(targets, tmp_path):
+    with pytest.raises(ConfigError, match=r"method\.rank: found 25; the smallest side .* is 24"):
+        load_factors(targets, "digest", 25, tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_other_weights_and_another_algorithm_have_files_of_their_own(targets, tmp_path):
+    for digest, algorithm in (("one", "exact"), ("two", "exact"), ("one", "randomized")):
+        load_factors(targets, digest, 4, tmp_path, algorithm)
+    assert files(tmp_path) == [
+        "one-exact-v1-r4.safetensors",
+        "one-randomized-v1-r4.safetensors",
+        "two-exact-v1-r4.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "flipped"])
+def test_a_damaged_file_is_set_aside_and_computed_again(targets, tmp_path, caplog, damage):
+    expected = {name: part.clone() for name, part in parts(load_factors(targets, "digest", 8, tmp_path)).items()}
+    path = tmp_path / "digest-exact-v1-r8.safetensors"
+    content = path.read_bytes()
+    flipped = content[:-5] + bytes([content[-5] ^ 4]) + content[-4:]
+    path.unlink()  # what is mapped must not be cut
+    path.write_bytes({"cut": content[:-10], "empty": b"", "noise": b"\xff" * 200, "flipped": flipped}[damage])
+    found = parts(load_factors(targets, "digest", 8, tmp_path))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert files(tmp_path) == ["digest-exact-v1-r8.damaged", "digest-exact-v1-r8.safetensors"]
+    assert path.read_bytes() == content
+    assert "it is set aside as digest-exact-v1-r8.damaged and made again" in caplog.text
+
+
+def test_a_damaged_file_of_another_rank_is_left_alone(targets, tmp_path):
+    load_factors(targets, "digest", 8, tmp_path)
+    path = tmp_path / "digest-exact-v1-r16.safetensors"
+    path.write_bytes(b"damaged")
+    load_factors(targets, "digest", 8, tmp_path)
+    assert path.read_bytes() == b"damaged"
+    load_factors(targets, "digest", 12, tmp_path)
+    assert files(tmp_path) == [
+        "digest-exact-v1-r12.safetensors",
+        "digest-exact-v1-r16.damaged",
+        "digest-exact-v1-r8.safetensors",
+    ]
+
+
+def test_a_file_is_hashed_once(targets, tmp_path, monkeypatch):
+    load_factors(targets, "digest", 8, tmp_path)
+    digests, plain = [], sealed._digest_without
+    monkeypatch.setattr(sealed, "_digest_without", lambda *a: digests.append(a) or plain(*a))
+    for rank in (8, 4, 2):
+        load_factors(targets, "digest", rank, tmp_path)
+    assert len(digests) == 1
+
+
+def test_the_number_of_threads_is_as_before(targets, tmp_path):
+    before = torch.get_num_threads()
+    load_factors(targets, "digest", 4, tmp_path)
+    assert torch.get_num_threads() == before
+
+
+# --- streamed from a checkpoint --------------------------------------------------------------------------------------
+
+
+def saved(model, folder, shard="5GB"):
+    """The checkpoint folder of a backbone, as transformers saves it."""
+    model.model.save_pretrained(folder, max_shard_size=shard)
+    model.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def only_file(folder):
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("published", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+@pytest.mark.one_machine
+def test_streamed_factors_are_those_of_the_loaded_model(name, shard, published, dtype, tmp_path):
+    folder = saved(load_tiny(name, published), tmp_path / "checkpoint", shard)
+    assert (folder / "model.safetensors.index.json").is_file() == (shard == "20KB")
+    settings = BackboneSettings(name=str(folder), dtype=dtype, device="cpu")
+    stored = stored_backbone(settings)
+    loaded = load_backbone(settings)
+    assert stored.weights_digest == loaded.weights_digest
+    assert list(stored.projections) == list(loaded.targets)
+    assert loaded.projections == stored.projections
+    for projection, module in zip(stored.projections.values(), loaded.targets.values(), strict=True):
+        assert torch.equal(projection.weight, module.weight)
+        assert projection.weight.dtype == module.weight.dtype
+        assert (projection.out_features, projection.in_features) == (module.out_features, module.in_features)
+    load_factors(stored.projections, stored.weights_digest, 8, tmp_path / "streamed")
+    load_factors(loaded.targets, loaded.weights_digest, 8, tmp_path / "in memory")
+    streamed, in_memory = (only_file(tmp_path / kind) for kind in ("streamed", "in memory"))
+    assert streamed.name == in_memory.name
+    assert streamed.read_bytes() == in_memory.read_bytes()
+
+
+def test_only_one_weight_lives_at_a_time(tmp_path):
+    alive = []
+
+    class Watched:
+        out_features = in_features = 24
+
+        @property
+        def weight(self):
+            assert [reference for reference in alive if reference() is not None] == []
+            W = weight(24, 24, seed=len(alive))
+            alive.append(weakref.ref(W))
+            return W
+
+    load_factors({str(i): Watched() for i in range(5)}, "digest", 4, tmp_path)
+    assert len(alive) == 5
+
+
+def test_random_weights_have_no_checkpoint(backbone):
+    assert backbone.projections is backbone.targets
+    assert stored_backbone(BackboneSettings(name="tiny-llama")) is None
+
+
+@pytest.fixture
+def checkpoint(llama, tmp_path):
+    return saved(llama, tmp_path / "checkpoint", "20KB")
+
+
+def test_a_checkpoint_of_bin_files_is_read_from_the_loaded_model(llama, tmp_path, caplog):
+    folder = saved(llama, tmp_path / "checkpoint")
+    (folder / "model.safetensors").unlink()
+    torch.save(llama.model.state_dict(), folder / "pytorch_model.bin")
+    settings = BackboneSettings(name=str(folder), dtype="float32", device="cpu")
+    with caplog.at_level("INFO"):
+        loaded = load_backbone(settings)
+    assert loaded.projections is loaded.targets
+    assert loaded.weights_digest == llama.weights_digest
+    assert f"{folder} has no safetensors files here; its weights are read from the loaded model" in caplog.text
+
+
+def test_a_missing_shard_is_said(checkpoint, caplog):
+    shard_of = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    (checkpoint / shard_of["model.layers.1.self_attn.v_proj.weight"]).unlink()
+    with caplog.at_level("INFO"):
+        assert stored_backbone(BackboneSettings(name=str(checkpoint))) is None
+    assert "holds no model.layers." in caplog.text
+
+
+def test_other_names_than_the_models_are_said(llama, tmp_path, caplog):
+    """A checkpoint of the bare decoder has no prefix; transformers renames, and so its weights come from the model."""
+    llama.model.model.save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        assert stored_backbone(BackboneSettings(name=str(tmp_path))) is None
+    assert "holds no model.embed_tokens.weight in its safetensors files" in caplog.text
+
+
+def test_a_model_in_the_hubs_cache_is_found_there(checkpoint, llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    settings = BackboneSettings(name="somebody/some-model", dtype="float32", device="cpu")
+    assert stored_backbone(settings) is None
+    model = tmp_path / "hub" / "models--somebody--some-model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(checkpoint, model / "snapshots" / ("0" * 40))
+    stored = stored_backbone(settings)
+    assert stored.weights_digest == llama.weights_digest
+    assert all(isinstance(p, StoredProjection) and model in p.file.parents for p in stored.projections.values())
+    assert stored_backbone(settings.model_copy(update={"revision": "elsewhere"})) is None
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from latent_sweep.adapters.factors import load_factors, truncated_svd
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.stored import stored_backbone
+def kib(field):  # not resource.getrusage: its peak is inherited from the process that started this one
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
+torch.set_num_threads(1)
+truncated_svd(torch.randn(64, 64), 4, "randomized")  # what a first call loads is no matter of weights
+resident = kib("VmRSS")
+stored = stored_backbone(BackboneSettings(name=sys.argv[1], dtype="float32", device="cpu"))
+digest = stored.weights_digest
+load_factors(stored.projections, digest, 4, Path(sys.argv[2]), "randomized")
+print(1024 * (kib("VmHWM") - resident))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.one_machine
+def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
+    """Of a sharded checkpoint of 140 MB, 16 weights of 4 MB are read: resident memory grows by a few of them."""
+    width, layers = 1024, 8
+    one = 4 * width * width
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            intermediate_size=64,
+            vocab_size=width // 2,
+        )
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="40MB")
+    assert sum(path.stat().st_size for path in (tmp_path / "checkpoint").glob("*-of-*.safetensors")) > 32 * one
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "checkpoint"), str(tmp_path / "factors")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    print(f"grown by {grown / one:.1f} weights of {one / 1e6:.1f} MB")
+    assert grown < 6 * one

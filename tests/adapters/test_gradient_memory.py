@@ -1,0 +1,372 @@
+"""Gradient projection memory: its rules against direct computations, and which inputs of a backbone it reads."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.rounding import PASS, assert_same_to_rounding, same_to_rounding
+from helpers.tiny import random_rows, task_data
+
+from latent_sweep.adapters.bank import Adaptation
+from latent_sweep.adapters.gradient_memory import (
+    adding_second_moments,
+    complement,
+    designed,
+    input_blocks,
+    leading_directions,
+    new_columns,
+    outside,
+    projected,
+)
+from latent_sweep.backbones.batches import collate, label_logits
+from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
+from latent_sweep.methods._gradient_memory import GpmSettings, InputMemory, added_columns, resolved_gpm
+from latent_sweep.methods.protocol import MethodContext
+
+ROWS = random_rows(7, seed=3)
+EPSILONS = (0.3, 0.7, 0.95, 0.999)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(k=12, tokens=200, seed=0):
+    """Inputs (tokens, k) whose energy falls by a factor from direction to direction."""
+    return draw(tokens, k, seed=seed) * 0.75 ** torch.arange(k) @ orthonormal(k, k, seed + 1)
+
+
+def orthonormal(k, columns, seed=0):
+    return torch.linalg.qr(draw(k, columns, seed=seed)).Q
+
+
+def projector(M):
+    return M.double() @ M.double().T
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [0, 1, 5, 12])
+def test_the_complement_is_everything_outside(columns):
+    M = orthonormal(12, columns)
+    Q = complement(M.float())
+    assert Q.shape == (12, 12 - columns)
+    assert torch.allclose(projector(Q) + projector(M), torch.eye(12, dtype=torch.float64), atol=1e-6)
+
+
+def direct_shares(H, M, energy):
+    """As the codes compute it: an SVD of what is left of the covariance, or of the inputs themselves."""
+    full = H.T @ H if energy == "sigma4" else H.T
+    U, S, _ = torch.linalg.svd(full - projector(M) @ full, full_matrices=False)
+    return U, S.square() / full.square().sum()
+
+
+@pytest.mark.parametrize("energy", ["sigma4", "sigma2"])
+@pytest.mark.parametrize("columns", [0, 4])
+def test_leading_directions_are_those_of_a_direct_svd(energy, columns):
+    H, M = inputs(), orthonormal(12, columns, seed=5)
+    directions, shares = leading_directions(H.T @ H, M, energy)
+    U, expected = direct_shares(H, M, energy)
+    assert torch.allclose(shares, expected[: 12 - columns], atol=1e-12)
+    assert torch.allclose((directions.T @ U[:, : 12 - columns]).abs(), torch.eye(12 - columns).double(), atol=1e-5)
+    assert (directions.T @ M).abs().max() < 1e-12 if columns else True
+
+
+def released_rule(H, M, threshold, energy):
+    """How many columns the released loop adds."""
+    _, ratio = direct_shares(H, M, energy)
+    if M.shape[1] == 0:
+        return max(1, int(np.sum(np.cumsum(ratio.numpy()) < threshold)))
+    accumulated, count = 1 - float(ratio.sum()), 0
+    for share in ratio.tolist():
+        if accumulated >= threshold:
+            break
+        accumulated += share
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("threshold", EPSILONS)
+@pytest.mark.parametrize("energy", ["sigma4", "sigma2"])
+@pytest.mark.parametrize("columns", [0, 4])
+def test_as_many_columns_are_added_as_in_the_released_loop(columns, energy, threshold):
+    H, M = inputs(), orthonormal(12, columns, seed=5)
+    added = new_columns(H.T @ H, M, threshold, energy)
+    assert added.shape[1] == released_rule(H, M, threshold, energy)
+
+
+@pytest.mark.parametrize("energy", ["sigma4", "sigma2"])
+def test_the_memory_then_holds_the_share_that_was_asked_for(energy):
+    H, M = inputs(), orthonormal(12, 3, seed=5)
+    grown = torch.cat([M, new_columns(H.T @ H, M, 0.9, energy)], 1)
+    full = H.T @ H if energy == "sigma4" else H.T
+    held = [float((projector(N) @ full).square().sum() / full.square().sum()) for N in (grown[:, :-1], grown)]
+    assert held[0] < 0.9 <= held[1]
+
+
+def test_the_fourth_power_keeps_fewer_directions():
+    H = inputs(k=32, tokens=500)
+    none = torch.zeros(32, 0)
+    fourth, second = (new_columns(H.T @ H, none, 0.995, energy).shape[1] for energy in ("sigma4", "sigma2"))
+    assert 1 <= fourth < second < 32
+
+
+@pytest.mark.parametrize("threshold", EPSILONS)
+def test_dual_gpm_takes_the_same_directions_out_of_the_complement(threshold):
+    """DualGPM's form `retain`, as released, from a memory of more than half of the columns."""
+    M, H = orthonormal(12, 8, seed=5), inputs(seed=7)
+    C = (H.T @ H).numpy()
+    kept = complement(M).numpy()
+    U, S, _ = np.linalg.svd(kept @ kept.T @ C)
+    share, count = np.sum(S**2) / np.linalg.norm(C) ** 2, 0
+    while share >= 1 - threshold and count < 4:
+        share -= S[count] ** 2 / np.linalg.norm(C) ** 2
+        count += 1
+    left = kept - U[:, :count] @ U[:, :count].T @ kept
+    retained = np.linalg.svd(left)[0][:, : 4 - count]
+    grown = torch.cat([M, new_columns(torch.from_numpy(C), M, threshold)], 1)
+    assert grown.shape[1] == 8 + count
+    assert np.allclose(np.eye(12) - retained @ retained.T, projector(grown), atol=1e-9)
+
+
+@pytest.mark.parametrize("energy", ["sigma4", "sigma2"])
+@pytest.mark.parametrize("k", [12, 40])
+def test_columns_stay_orthonormal_over_fifteen_tasks(k, energy):
+    """As stored, in float32; the smaller memory fills up on the way."""
+    gpm = GpmSettings(eps_0=0.9, energy=energy)
+    M, counts = torch.zeros(k, 0), []
+    for position in range(15):
+        H = inputs(k, seed=10 * position)
+        task = task_data([{}], position=position)
+        M = torch.cat([M, added_columns(gpm, task, {"x": H.T @ H}, {"x": M})["memory.x"]], 1)
+        counts.append(M.shape[1])
+        assert M.dtype == torch.float32
+        assert (M.double().T @ M.double() - torch.eye(M.shape[1])).abs().max() < 1e-6
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] <= k
+    assert counts[-1] == 12 if k == 12 else counts[0] < counts[-1]
+
+
+def test_the_share_rises_towards_one_and_stays_below():
+    gpm = GpmSettings(eps_0=0.97, ramp=3)
+    assert [gpm.threshold(position) for position in range(5)] == pytest.approx([0.97, 0.98, 0.99, 0.99, 0.99])
+
+
+# --- the inputs of a backbone ----------------------------------------------------------------------------------------
+
+
+def seen_inputs(backbone, batch):
+    """What every adapted projection reads in one forward pass, by its position."""
+    seen = {}
+    handles = [
+        module.register_forward_pre_hook(lambda module, args, i=i: seen.__setitem__(i, args[0]))
+        for i, module in enumerate(backbone.targets.values())
+    ]
+    with torch.no_grad():
+        label_logits(backbone, batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_projections_share_a_block_where_they_read_one_tensor(backbone):
+    seen = seen_inputs(backbone, collate(ROWS, backbone))
+    blocks = input_blocks(list(backbone.targets), 32)
+    assert sorted(i for block in blocks for i in block.projections) == list(range(len(backbone.targets)))
+    owner = {i: block.name for block in blocks for i in block.projections}
+    for i in seen:
+        for j in seen:
+            assert (owner[i] == owner[j]) == (seen[i] is seen[j])
+    longest = max(len(row["target_ids"]) for row in ROWS)
+    for block in blocks:
+        length = seen[block.projections[0]].shape[1]
+        assert (length == longest) == block.of_decoder, "targets are shorter than prompts here"
+
+
+def test_in_cross_attention_v_may_count_as_reading_what_q_reads(t5):
+    names = list(t5.targets)
+    assert [b.name for b in input_blocks(names, 32) if len(b.projections) == 1] == [
+        f"decoder.block.{i}.layer.1.EncDecAttention" for i in (0, 1)
+    ]
+    blocks = input_blocks(names, 32, cross_reads_encoder=False)
+    assert len(blocks) == 6 and all(len(block.projections) == 2 for block in blocks)
+
+
+def test_stretches_cover_every_input(backbone):
+    names = list(backbone.targets)
+    whole, split = input_blocks(names, 32), input_blocks(names, 32, chunks=4)
+    assert len(split) == 4 * len(whole) and len({block.name for block in split}) == len(split)
+    for block in whole:
+        parts = [part for part in split if part.projections == block.projections]
+        assert [i for part in parts for i in range(32)[part.dimensions]] == list(range(32))
+    with pytest.raises(ValueError, match="inputs of 32 dimensions cannot be split into 5 equal stretches"):
+        input_blocks(names, 32, chunks=5)
+
+
+def moments_of(backbone, rows, masked=True, **blocks):
+    """Second moments of a batch of these rows."""
+    batch, sums = collate(rows, backbone), {}
+    masks = (batch.inputs["attention_mask"].bool(), batch.labels != -100) if masked else ()
+    found = input_blocks(list(backbone.targets), 32, **blocks)
+    with torch.no_grad(), adding_second_moments(sums, found, list(backbone.targets.values()), *masks):
+        label_logits(backbone, batch)
+    return sums
+
+
+def test_masked_moments_are_those_of_rows_without_padding(backbone):
+    together = moments_of(backbone, ROWS)
+    alone = [moments_of(backbone, [row], masked=False) for row in ROWS]
+    padded = moments_of(backbone, ROWS, masked=False)
+    for name, moment in together.items():
+        expected = sum(moments[name] for moments in alone)
+        assert moment.dtype == torch.float64
+        assert_same_to_rounding(moment, expected, PASS)
+        assert not same_to_rounding(padded[name], expected, 1e-2)
+
+
+def test_moments_are_those_of_the_true_inputs(backbone):
+    seen = seen_inputs(backbone, collate(ROWS, backbone))
+    for block in input_blocks(list(backbone.targets), 32):
+        h = seen[block.projections[0]].flatten(0, 1).double()
+        assert torch.allclose(moments_of(backbone, ROWS, masked=False)[block.name], h.T @ h)
+
+
+def test_the_values_of_cross_attention_read_the_encoders_output(t5):
+    batch = collate(ROWS, t5)
+    mask = batch.inputs["attention_mask"]
+    with torch.no_grad():
+        h = t5.model.encoder(input_ids=batch.inputs["input_ids"], attention_mask=mask).last_hidden_state
+    h = h[mask.bool()].double()
+    assert torch.allclose(moments_of(t5, ROWS)["encoder.output"], h.T @ h)
+
+
+def test_moments_of_stretches_are_the_blocks_of_the_whole(backbone):
+    whole, parts = moments_of(backbone, ROWS), moments_of(backbone, ROWS, chunks=2)
+    for name, moment in whole.items():
+        assert torch.allclose(parts[f"{name}.0"], moment[:16, :16])
+        assert torch.allclose(parts[f"{name}.1"], moment[16:, 16:])
+
+
+def test_no_hook_stays(backbone):
+    moments_of(backbone, ROWS)
+    assert not any(module._forward_pre_hooks for module in backbone.targets.values())
+
+
+# --- down-projections ------------------------------------------------------------------------------------------------
+
+BLOCKS = input_blocks(["a.q", "a.v", "b.q", "b.v"], 12)
+CHUNKED = input_blocks(["a.q", "a.v", "b.q", "b.v"], 12, chunks=2)
+
+
+def memory_of(blocks, columns):
+    return {block.name: orthonormal(block.length, columns, seed=i).float() for i, block in enumerate(blocks)}
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, CHUNKED], ids=["whole", "chunked"])
+def test_a_designed_A_is_the_svd_of_what_is_left_of_the_inputs(blocks):
+    memory = memory_of(blocks, 2)
+    H = {block.name: inputs(block.length, seed=20 + i) for i, block in enumerate(blocks)}
+    A = designed(torch.zeros(4, 3, 12), blocks, memory, {name: h.T @ h for name, h in H.items()}, "sigma4")
+    assert torch.allclose(A.norm(dim=-1), torch.full((4, 3), 3**-0.5))
+    assert A[0].equal(A[1]) and A[2].equal(A[3]) and not A[0].equal(A[2])
+    chunks = len(blocks) // 2
+    for block in blocks:
+        U, _ = direct_shares(H[block.name], memory[block.name], "sigma4")
+        rows = (3 * chunks) ** 0.5 * A[block.projections[0]][:, block.dimensions]
+        assert torch.allclose((rows.double() @ U[:, :3]).abs(), torch.eye(3).double(), atol=1e-5)
+        assert (rows @ memory[block.name]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, CHUNKED], ids=["whole", "chunked"])
+def test_a_projected_A_is_its_part_outside_of_the_memory(blocks):
+    memory, A = memory_of(blocks, 2), draw(4, 3, 12).float()
+    found = projected(A, blocks, memory)
+    expected = A.clone()
+    for block in blocks:
+        for i in block.projections:
+            expected[i][:, block.dimensions] = outside(A[i][:, block.dimensions], memory[block.name])
+    assert torch.allclose(found, expected / expected.norm(dim=-1, keepdim=True) / 3**0.5, atol=1e-6)
+    assert not found[0].allclose(found[1]), "query and value keep their own random numbers"
+
+
+def test_what_no_direction_is_left_for_is_zero():
+    memory = {"a": orthonormal(12, 12).float(), "b": orthonormal(12, 10).float()}
+    moments = {name: torch.eye(12, dtype=torch.float64) for name in memory}
+    for A in (
+        designed(torch.zeros(4, 3, 12), BLOCKS, memory, moments, "sigma4"),
+        projected(draw(4, 3, 12), BLOCKS, memory),
+    ):
+        assert not A[:2].any()
+        assert torch.linalg.matrix_rank(A[2].double()) == 2
+        assert (A[2].double() @ memory["b"].double()).abs().max() < 1e-6
+
+
+# --- the memory of a task --------------------------------------------------------------------------------------------
+
+
+def bare(rows):
+    return Adaptation()
+
+
+@pytest.fixture
+def memory_at(backbone, bank, tmp_path):
+    def build(history=(), rows=ROWS, **gpm):
+        settings = resolved_gpm(GpmSettings(**gpm), "unified", backbone.family)
+        return InputMemory(settings, MethodContext(backbone, bank, tmp_path, 4), task_data(rows, len(history)), history)
+
+    return build
+
+
+def test_a_task_reads_all_its_rows_or_as_many_batches_as_it_may(memory_at, backbone):
+    everything = memory_at(batch_size=3)._moments(bare)
+    for name, moment in moments_of(backbone, ROWS).items():
+        assert_same_to_rounding(everything[name], moment, PASS)
+    some = memory_at(batch_size=3, max_batches=1)._moments(bare)
+    assert all(some[name].trace() < 0.7 * moment.trace() for name, moment in everything.items())
+
+
+def test_each_task_leaves_the_columns_that_it_added(memory_at):
+    history = []
+    for seed in range(3):
+        memory = memory_at(history, random_rows(6, seed=seed), eps_0=0.6)
+        history.append(memory.added(bare))
+        totals = [sum(snapshot[name].shape[1] for snapshot in history) for name in history[0]]
+        assert memory.facts() == {"memory_columns": sum(totals) / len(totals), "memory_full": 0.0}
+    for name in history[0]:
+        M = torch.cat([snapshot[name] for snapshot in history], 1).double()
+        assert torch.allclose(M.T @ M, torch.eye(M.shape[1], dtype=torch.float64), atol=1e-6)
+    assert memory_at(history, eps_0=0.6)._memory.keys() == {name.removeprefix("memory.") for name in history[0]}
+
+
+@pytest.mark.parametrize("design", ["svd", "random_project"])
+def test_a_full_memory_leaves_nothing_to_learn_from(memory_at, design):
+    names = [block.name for block in memory_at()._blocks]
+    full = {f"memory.{name}": torch.eye(32) for name in names}
+    count = len(memory_at()._context.backbone.targets)
+    with pytest.raises(LatentSweepError, match=r"task task: earlier tasks use all directions .* method\.gpm\.eps_0"):
+        memory_at([full]).down_projection(draw(count, 4, 32).float(), design, bare)
+    full[f"memory.{names[-1]}"] = torch.eye(32)[:, :31]
+    A = memory_at([full]).down_projection(draw(count, 4, 32).float(), design, bare)
+    assert A.any() and A[..., :31].abs().max() < 1e-6
+    assert memory_at([full]).facts()["memory_full"] == (len(names) - 1) / len(names)
+
+
+def test_faults_say_what_to_do(memory_at, backbone):
+    with pytest.raises(DataError, match="task task: found no training rows"):
+        memory_at(rows=[])
+    with pytest.raises(ConfigError, match=r"method\.gpm\.chunks: .* 5 equal stretches; give a divisor of 32"):
+        memory_at(chunks=5)
+    first = next(iter(backbone.targets.values()))
+    handle = first.register_forward_pre_hook(lambda module, args: (args[0] * float("nan"),), prepend=True)
+    try:
+        with pytest.raises(NonFiniteLoss, match=r"task task: the second moment of the inputs of .* is not finite"):
+            memory_at().added(bare)
+    finally:
+        handle.remove()
+
+
+def test_presets_of_the_memory():
+    unified = resolved_gpm(GpmSettings(), "unified", "t5")
+    assert (unified.chunks, unified.mask_padding, unified.cross_attention_v) == (1, True, "own_input")
+    for family, chunks in (("t5", 1), ("llama", 4)):
+        official = resolved_gpm(GpmSettings(mask_padding=True), "official", family)
+        assert (official.chunks, official.mask_padding, official.cross_attention_v) == (chunks, True, "decoder_state")

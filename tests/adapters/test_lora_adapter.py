@@ -1,0 +1,257 @@
+"""The LoRA adapter against dense matrices: one branch, several, side by side, row by row, and against peft."""
+
+import pytest
+import torch
+from helpers.peft_models import peft_model
+from helpers.rounding import PASS, PRODUCT, assert_same_to_rounding
+from helpers.tiny import bank_of, load_tiny, random_rows
+from torch import nn
+
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.adapters.lora import DeltaSum, DenseDelta, LoraDeltas, blended, new_branch, outputs_of, summed
+from latent_sweep.backbones.batches import collate, label_logits
+
+OUTPUTS, N, RANK, SCALE = [16, 8, 16], 12, 3, 0.5
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_branch(seed, rank=RANK):
+    return normal(3, rank, N, seed=seed), normal(sum(OUTPUTS), rank, seed=100 + seed)
+
+
+def dense(branch, scale=SCALE):
+    """dW = s B A of every projection, in float64."""
+    A, B = (tensor.detach().double() for tensor in branch)
+    return [scale * b @ a for a, b in zip(A, B.split(OUTPUTS), strict=True)]
+
+
+def answers(deltas, h):
+    assert len(deltas) == len(OUTPUTS)
+    return [delta(h) for delta in deltas]
+
+
+def assert_answers(found, h, weights):
+    """`found` are the outputs of all projections for dense weights, one (m, n) each, or one for each row."""
+    for y, dW in zip(found, weights, strict=True):
+        expected = h.detach().double() @ dW.transpose(-1, -2)
+        assert_same_to_rounding(y, expected.float(), 4 * PRODUCT)
+
+
+# --- one branch ------------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_starts_as_a_linear_layer_does_and_changes_nothing(backbone):
+    A, B = new_branch(backbone.targets, 4, torch.Generator().manual_seed(0))
+    again, _ = new_branch(backbone.targets, 4, torch.Generator().manual_seed(0))
+    assert A.shape == (len(backbone.targets), 4, 32)
+    assert B.shape == (sum(outputs_of(backbone.targets)), 4)
+    assert torch.equal(A, again)
+    assert not B.any()
+    bound = 32**-0.5
+    assert 0.95 * bound < float(A.abs().max()) <= bound
+    assert float(A.norm(dim=-1).mean()) == pytest.approx(3**-0.5, rel=0.05), "the expected norm of a row"
+
+
+def test_projections_of_different_inputs_are_refused():
+    with pytest.raises(ValueError, match=r"one input width; found \[4, 5\]"):
+        outputs_of({"q": nn.Linear(4, 2), "v": nn.Linear(5, 2)})
+
+
+def test_the_bank_answers_like_the_changed_weights():
+    torch.manual_seed(0)
+    layers = {f"layer{i}": nn.Linear(N, m, bias=False) for i, m in enumerate(OUTPUTS)}
+    bank, branch, h = AdapterBank(layers), random_branch(0), normal(2, 5, N, seed=1)
+    with torch.no_grad(), bank.active(Adaptation(LoraDeltas(*branch, OUTPUTS, SCALE))):
+        found = [layer(h) for layer in layers.values()]
+    weights = [layer.weight.detach().double() for layer in layers.values()]
+    assert_answers(found, h, [W + dW for W, dW in zip(weights, dense(branch), strict=True)])
+
+
+def test_bfloat16_inputs_get_bfloat16_answers():
+    branch, h = random_branch(0), normal(2, 5, N, seed=1)
+    exact = answers(LoraDeltas(*branch, OUTPUTS, SCALE), h)
+    for found, y in zip(answers(LoraDeltas(*branch, OUTPUTS, SCALE), h.bfloat16()), exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), y, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
+def test_the_model_answers_like_pefts(family):
+    backbone = load_tiny(family)
+    bank, batch = bank_of(backbone), collate(random_rows(6), backbone)
+    A, _ = new_branch(backbone.targets, 4, torch.Generator().manual_seed(0))
+    branch = A, 0.3 * normal(sum(outputs_of(backbone.targets)), 4)
+    with torch.no_grad():
+        bare = label_logits(backbone, batch)
+        with bank.active(Adaptation(LoraDeltas(*branch, outputs_of(backbone.targets), 8.0 / 4))):
+            found = label_logits(backbone, batch)
+    bank.remove()
+    peft_model(backbone, branch, alpha=8.0)
+    with torch.no_grad():
+        expected = label_logits(backbone, batch)
+    assert float((expected - bare).abs().max()) > 0.1, "the adapter must matter"
+    assert_same_to_rounding(found, expected, PASS)
+
+
+# --- several branches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("branches", "kind"), [(1, LoraDeltas), (2, LoraDeltas), (4, list), (7, list)])
+def test_the_sum_of_branches_is_exact_whichever_way_is_cheaper(branches, kind):
+    """Seven branches of rank 3 on 12 inputs would cost more one after another than one matrix of full rank."""
+    many = [random_branch(seed) for seed in range(branches)]
+    deltas = summed(many, OUTPUTS, SCALE, torch.float32)
+    assert isinstance(deltas, kind)
+    assert kind is LoraDeltas or all(isinstance(delta, DenseDelta) for delta in deltas)
+    h = normal(2, 5, N, seed=9)
+    assert_answers(answers(deltas, h), h, [sum(dWs) for dWs in zip(*map(dense, many), strict=True)])
+
+
+def test_branches_of_different_ranks_blend_row_by_row():
+    many = [random_branch(0, rank=1), random_branch(1, rank=3), random_branch(2, rank=2)]
+    weights = torch.tensor([[1.0, 0, 0], [0, 0, 1], [0.2, 0.3, 0.5], [1, 1, 1]])
+    h = normal(4, 5, N, seed=9)
+    deltas = blended(many, weights, OUTPUTS, SCALE, torch.float32)
+    blends = [
+        torch.einsum("bt,tmn->bmn", weights.double(), torch.stack(d)) for d in zip(*map(dense, many), strict=True)
+    ]
+    assert_answers(answers(deltas, h), h, blends)
+    kept = torch.tensor([3, 1])
+    assert_answers([delta.select(kept)(h[kept]) for delta in deltas], h[kept], [blend[kept] for blend in blends])
+
+
+def test_one_row_of_weights_holds_for_every_row():
+    many, h = [random_branch(seed) for seed in range(3)], normal(4, 5, N, seed=9)
+    deltas = blended(many, torch.tensor([[0.5, 0.0, 2.0]]), OUTPUTS, SCALE, torch.float32)
+    expected = [0.5 * first + 2 * third for first, _, third in zip(*map(dense, many), strict=True)]
+    assert_answers(answers(deltas, h), h, expected)
+    kept = torch.tensor([2])
+    assert_answers([delta.select(kept)(h[kept]) for delta in deltas], h[kept], expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_nobody_weighs_plays_no_part(rows):
+    """Not even where it holds numbers that would spoil the others."""
+    broken = tuple(torch.full_like(tensor, torch.nan) for tensor in random_branch(0))
+    weights = torch.tensor([[0.0, 1.0]]).expand(rows, 2)
+    deltas = blended([broken, random_branch(1)], weights, OUTPUTS, SCALE, torch.float32)
+    h = normal(3, 5, N, seed=9)
+    assert_answers(answers(deltas, h), h, dense(random_branch(1)))
+    assert blended([broken], torch.zeros(rows, 1), OUTPUTS, SCALE, torch.float32) == ()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_weights_get_the_gradient_of_the_dense_formula(rows):
+    many, h = [random_branch(seed) for seed in range(2)], normal(rows, 5, N, seed=9)
+    weights = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    sum(y.square().sum() for y in answers(blended(many, weights, OUTPUTS, SCALE, torch.float32), h)).backward()
+    exact = weights.detach().double().requires_grad_(True)
+    dWs = [torch.einsum("bt,tmn->bmn", exact, torch.stack(d)) for d in zip(*map(dense, many), strict=True)]
+    sum((h.double() @ dW.mT).square().sum() for dW in dWs).backward()
+    assert_same_to_rounding(weights.grad, exact.grad.float(), 8 * PRODUCT)
+
+
+# --- sums of deltas --------------------------------------------------------------------------------------------------
+
+
+def two_terms(**options):
+    many = [random_branch(0), random_branch(1, rank=2)]
+    return many, DeltaSum([LoraDeltas(A, B, OUTPUTS, SCALE) for A, B in many], **options)
+
+
+def test_a_sum_of_deltas_adds_their_answers():
+    many, deltas = two_terms()
+    h = normal(3, 5, N, seed=9)
+    expected = [sum(dWs) for dWs in zip(*map(dense, many), strict=True)]
+    assert_answers(answers(deltas, h), h, expected)
+    kept = torch.tensor([2, 0])
+    assert_answers([delta.select(kept)(h[kept]) for delta in deltas], h[kept], expected)
+
+
+def test_a_detached_term_answers_but_passes_no_gradient_to_its_input():
+    """An empty term before it changes nothing in which one is detached."""
+    own, frozen = random_branch(0), random_branch(1)
+    terms = [LoraDeltas(*own, OUTPUTS, SCALE), (), LoraDeltas(*frozen, OUTPUTS, SCALE)]
+    deltas = DeltaSum(terms, detach=[False, False, True])
+    h = normal(2, 5, N, seed=9).requires_grad_(True)
+    found = answers(deltas, h)
+    assert_answers(found, h, [sum(dWs) for dWs in zip(dense(own), dense(frozen), strict=True)])
+    sum(y.sum() for y in found).backward()
+    through_own = sum(dW.sum(0) for dW in dense(own)).float()
+    assert_same_to_rounding(h.grad, through_own.expand_as(h), 4 * PRODUCT)
+
+
+def test_terms_share_one_dropout_mask():
+    many, deltas = two_terms(rate=0.5)
+    h = normal(3, 5, N, seed=9)
+    expected = [sum(dWs) for dWs in zip(*map(dense, many), strict=True)]
+    for delta, dW in zip(deltas, expected, strict=True):
+        torch.manual_seed(1)
+        found = delta(h)
+        torch.manual_seed(1)
+        dropped = nn.functional.dropout(h, 0.5)
+        assert 0.3 < float((dropped == 0).float().mean()) < 0.7
+        assert_same_to_rounding(found, (dropped.double() @ dW.T).float(), 4 * PRODUCT)
+
+
+# --- side by side ----------------------------------------------------------------------------------------------------
+
+MEMBERS = [(0, 3, 0.5), (1, 1, 2.0), (2, 5, 0.25)]
+"""Seed, rank and scale of three members of a pack."""
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
+def test_branches_side_by_side_answer_each_for_its_own_rows(counts):
+    branches = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
+    alone = [LoraDeltas(*branch, OUTPUTS, m[2]) for branch, m in zip(branches, MEMBERS, strict=True)]
+    together = LoraDeltas.beside(alone, counts)
+    h = normal(6, 5, N, seed=9)
+    dWs = [dense(branch, scale) for branch, (_, _, scale) in zip(branches, MEMBERS, strict=True)]
+    owner = torch.repeat_interleave(torch.tensor(counts))
+    assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
+def test_side_by_side_every_branch_gets_its_own_gradient(counts):
+    branches = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
+    leaves = [tensor.requires_grad_(True) for branch in branches for tensor in branch]
+    alone = [LoraDeltas(*branch, OUTPUTS, m[2]) for branch, m in zip(branches, MEMBERS, strict=True)]
+    h = normal(6, 5, N, seed=9)
+    together = answers(LoraDeltas.beside(alone, counts), h)
+    found = torch.autograd.grad(sum(y.square().sum() for y in together), leaves)
+    parts = zip(alone, h.split(counts), strict=True)
+    each = sum(y.square().sum() for deltas, part in parts for y in answers(deltas, part))
+    for gradient, expected in zip(found, torch.autograd.grad(each, leaves), strict=True):
+        assert_same_to_rounding(gradient, expected, 8 * PRODUCT)
+
+
+def test_rows_with_their_own_weights_do_not_stand_side_by_side():
+    plain = LoraDeltas(*random_branch(0), OUTPUTS, SCALE)
+    weighted = LoraDeltas(*random_branch(1), OUTPUTS, SCALE, w=torch.ones(2, RANK))
+    assert LoraDeltas.beside([plain, weighted], [2, 2]) is None
+
+
+@pytest.mark.parametrize("earlier", [1, 6], ids=["narrow", "dense"])
+@pytest.mark.parametrize("counts", [[2, 2], [1, 3]], ids=str)
+def test_sums_stand_side_by_side_term_by_term(earlier, counts):
+    members, dWs = [], []
+    for member in range(2):
+        own, *others = [random_branch(10 * member + i) for i in range(1 + earlier)]
+        terms = [LoraDeltas(*own, OUTPUTS, SCALE), summed(others, OUTPUTS, SCALE, torch.float32)]
+        members.append(DeltaSum(terms, detach=[False, True]))
+        dWs.append([sum(of_all) for of_all in zip(*map(dense, [own, *others]), strict=True)])
+    together = DeltaSum.beside(members, counts)
+    assert together.detach == [False, True]
+    h, owner = normal(4, 5, N, seed=9), torch.repeat_interleave(torch.tensor(counts))
+    assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
+
+
+def test_sums_that_differ_in_kind_do_not_stand_side_by_side():
+    _, plain = two_terms()
+    _, with_dropout = two_terms(rate=0.1)
+    _, detaching = two_terms(detach=[False, True])
+    assert DeltaSum.beside([plain, with_dropout], [1, 1]) is None
+    assert DeltaSum.beside([plain, detaching], [1, 1]) is None

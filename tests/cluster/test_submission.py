@@ -1,0 +1,173 @@
+"""Sweeps submitted to a real cluster as people do it: `ray job submit`, with a token, from a working directory."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from helpers.moments import at_step
+from helpers.ray_heads import ROOT, eventually, head
+from helpers.sweeps import TINY, events, family, results, sweep_folder, tiny, write
+
+from latent_sweep.cli import main
+
+pytestmark = pytest.mark.slow
+
+STEPS = 24
+LONG = tiny(
+    trial__training__epochs=STEPS // 8,
+    trial__training__checkpoint_every=5,
+    search={"router.components": [1, 2]},
+    name="long",
+)
+"""One pack of two trials that is cut inside its second task."""
+
+
+@pytest.fixture(scope="module")
+def inside_the_second_task(tmp_path_factory):
+    """Where the worker of `LONG` halts; the other sweep has more steps."""
+    return at_step(tmp_path_factory.mktemp("moment") / "moment", position=1, step=8, of=STEPS)
+
+
+@pytest.fixture(scope="module")
+def cluster(inside_the_second_task):
+    options = ["--num-cpus=2", "--num-gpus=0", "--object-store-memory=120000000"]
+    with head(*options, **inside_the_second_task.environment) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working directory with the code, two sweep files and a model that nobody should ship; results lie beside it."""
+    folder = tmp_path_factory.mktemp("place")
+    checkout = folder / "checkout"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "latent_sweep", checkout / "latent_sweep", ignore=ignore)
+    shutil.copy(ROOT / ".gitignore", checkout)
+    for content in (TINY, LONG):
+        content = content | {"run": content["run"] | {"storage": str(folder / "runs")}}
+        (checkout / f"{content['name']}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    (checkout / "runs").mkdir()
+    with (checkout / "runs" / "model.safetensors").open("wb") as model:
+        model.truncate(200 * 2**20)  # more than Ray takes
+    return folder
+
+
+def submit(cluster, place, name, *options, **environment):
+    """`ray job submit` of a sweep; waits for its end unless told otherwise."""
+    command = ["ray", "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", *options]
+    return subprocess.run(
+        [*command, "--", "python", "-m", "latent_sweep.run", f"{name}.yaml"],
+        env=cluster.environment | environment,
+        cwd=place / "checkout",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def submitted(cluster, place):
+    return submit(cluster, place, "tiny")
+
+
+def test_the_job_log_tells_plan_progress_and_result(submitted):
+    assert submitted.returncode == 0, submitted.stdout
+    parts = [
+        r"4 trials, 2 distinct trainings in 2 packs",
+        r"\[\d+:\d\d\] K=1 seed=[01]: 1/2 mood \(.*\) AP",
+        r"\[\d+:\d\d\] K=2 seed=[01]: finished",
+        r"sweep tiny: 4 trials \(4 finished\)",
+        r"K +n +AP \(%\) +FM \(%\)",
+        r"Job 'raysubmit_\w+' succeeded",
+    ]
+    found = [re.search(part, submitted.stdout) for part in parts]
+    assert all(found), submitted.stdout
+    assert [match.start() for match in found] == sorted(match.start() for match in found)
+
+
+def test_what_is_ignored_is_not_shipped(cluster, submitted):
+    home = cluster.environment["HOME"]
+    (package,) = set(re.findall(r"(_ray_pkg_\w+)\.zip", submitted.stdout))
+    (shipped,) = (path for path in Path(home).glob(f"ray/session_2*/runtime_resources/working_dir_files/{package}"))
+    files = [path for path in shipped.rglob("*") if path.is_file()]
+    assert shipped / "latent_sweep" / "run.py" in files
+    assert not (shipped / "runs").exists()
+    assert sum(path.stat().st_size for path in files) < 5e6
+
+
+def test_submitting_a_complete_sweep_again_learns_nothing(cluster, place, submitted):
+    sweep = sweep_folder(place)
+    before = {trial.trial_id: trial.events() for trial in sweep}
+    again = submit(cluster, place, "tiny")
+    assert again.returncode == 0, again.stdout
+    assert "2 of 2 trainings are complete" in again.stdout
+    assert "sweep tiny: 4 trials (4 finished)" in again.stdout
+    assert {trial.trial_id: trial.events() for trial in sweep} == before
+
+
+def drivers(cluster, name):
+    """The processes that run a sweep's main job."""
+    found = []
+    for member in family(cluster.process):
+        try:
+            if member.cmdline()[1:] == ["-m", "latent_sweep.run", f"{name}.yaml"]:
+                found.append(member)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_a_sweep_whose_driver_is_killed_goes_on_when_submitted_again(cluster, place, inside_the_second_task, tmp_path):
+    submitted = submit(cluster, place, "long", "--no-wait")  # it returns though the work waits to be let go
+    assert submitted.returncode == 0, submitted.stdout
+    assert eventually(lambda: inside_the_second_task.reached, 240)
+    sweep = sweep_folder(place, "long")
+    (driver,) = drivers(cluster, "long")
+    driver.kill()
+    assert eventually(lambda: not drivers(cluster, "long"), 120)
+    assert events(sweep, "finished") == []
+
+    again = submit(cluster, place, "long")
+    assert again.returncode == 0, again.stdout
+    for trial in sweep:
+        assert [event["event"] for event in trial.events()] == ["started", "stage", "started", "stage", "finished"]
+    assert [event["reused"] for event in events(sweep, "stage")] == [False] * 4
+    assert results_of(sweep) == undisturbed(tmp_path)
+
+
+def results_of(sweep):
+    """What came out in the trials of a sweep, byte for byte; the storage holds other sweeps' snapshots, too."""
+    return {name: content for name, content in results(sweep).items() if name.startswith(sweep.path.name)}
+
+
+def undisturbed(folder):
+    """The same, run at once without Ray."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a pack with one CPU has
+    try:
+        assert main(["run", write(folder, LONG), "--local"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return results_of(sweep_folder(folder, "long"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer"),
+    [
+        ({"RAY_AUTH_TOKEN": "0" * 64}, "Invalid authentication token"),
+        ({"RAY_AUTH_MODE": "disabled"}, "Missing authentication token"),
+    ],
+    ids=["wrong", "missing"],
+)
+def test_who_has_no_token_is_refused(cluster, place, environment, answer):
+    refused = submit(cluster, place, "tiny", "--no-wait", **environment)
+    assert refused.returncode != 0
+    assert answer in refused.stdout or "oken authentication is enabled" in refused.stdout  # Ray has two ways to say it
+    assert "submitted successfully" not in refused.stdout

@@ -1,0 +1,189 @@
+"""Gangs of plain processes, without Ray: what several workers do together, for tests to look at.
+
+    python tests/helpers/group_of_processes.py RANK SIZE PORT
+
+is one worker. It reads jobs from its input, one JSON object a line, and answers each with a line of JSON: to a sweep,
+{sweep, engine, folder}, the terms of the loss at every optimizer step; to {question}, what the function of this name
+returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ZERO_3 = {
+    "name": "deepspeed",
+    "zero_stage": 3,
+    # otherwise weights as small as a tiny model's are not sharded
+    "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
+"""`run.engine` of shards that tiny weights are put into, too."""
+
+ANSWER_SECONDS = 120.0
+"""How long a job may take."""
+
+
+@contextlib.contextmanager
+def group_of(size: int, folder: Path) -> Iterator[Callable[..., Any]]:
+    """A group of so many processes; a function that gives it a job, by its fields, and returns the first one's answer.
+
+    It raises AssertionError with what the workers said where one of them fails.
+    """
+    from helpers.ray_heads import free_ports
+
+    (port,) = free_ports(1)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context((folder / f"worker {rank}.log").open("w")) for rank in range(size)]
+        workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(size), str(port)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            for rank, log in enumerate(logs)
+        ]
+
+        def answer_of(worker: subprocess.Popen[str]) -> Any:
+            line = worker.stdout.readline() if select.select([worker.stdout], [], [], ANSWER_SECONDS)[0] else ""
+            assert line, "\n".join(Path(log.name).read_text() for log in logs)
+            return json.loads(line)
+
+        def ask(**job: Any) -> Any:
+            for worker in workers:
+                with contextlib.suppress(BrokenPipeError):  # it has failed, and its log says why
+                    worker.stdin.write(json.dumps(job) + "\n")
+                    worker.stdin.flush()
+            first, *_ = [answer_of(worker) for worker in workers]
+            return first
+
+        try:
+            yield ask
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.communicate()
+
+
+def main(rank: int, size: int, port: int) -> None:
+    import torch
+
+    from latent_sweep.learn.worker_group import join
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    torch.set_num_threads(1)
+    group = join(rank, size, "127.0.0.1", port)
+    for line in sys.stdin:
+        job = json.loads(line)
+        question = job.pop("question", None)
+        answer = {"hand_over": hand_over, "shards": shards, None: run}[question](group, **job)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        gc.freeze()  # DeepSpeed collects garbage for every optimizer; through all modules that is slow
+    os._exit(0)  # gloo's threads now and then abort an interpreter that ends
+
+
+def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) -> list[dict[str, float]]:
+    """Run a sweep in a folder; the terms of the loss at every step."""
+    from latent_sweep.backends.engines import engine_of
+    from latent_sweep.learn.events import Step
+    from latent_sweep.learn.trial import run_pack
+    from latent_sweep.store.folders import open_sweep
+    from latent_sweep.sweep.config import parse_sweep
+    from latent_sweep.sweep.groups import EngineSettings
+    from latent_sweep.sweep.plan import expand, pack
+
+    parsed, storage, seen = parse_sweep(sweep, "test"), Path(folder), []
+    runs_on = engine_of(EngineSettings.model_validate(engine), group)
+    for each in pack(expand(parsed), parsed.run.pack):
+        run_pack(each, open_sweep(storage / parsed.name), seen.append, engine=runs_on)
+    return [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
+
+
+def hand_over(group: Any) -> dict[str, float]:
+    """Each engine takes five steps, and every other goes on from its state for five more, beside plain torch's ten.
+
+    Returns:
+        By "giver to taker", the largest difference of any parameter.
+    """
+    import torch
+
+    from latent_sweep.backends.engines import engine_of
+    from latent_sweep.learn.engine import Engine
+    from latent_sweep.sweep.groups import EngineSettings, TrainingSettings
+
+    settings = TrainingSettings(learning_rate=0.01, weight_decay=0.1, warmup_steps=2, schedule="linear")
+    kinds = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
+    kinds += [{"zero_stage": stage, "offload": "cpu"} for stage in (2, 3)]
+    engines = {"torch": Engine(group)}
+    for kind in kinds:
+        engines[json.dumps(kind)] = engine_of(EngineSettings.model_validate({"name": "deepspeed", **kind}), group)
+
+    def begin(engine):
+        source = torch.Generator().manual_seed(0)
+        parameters = {name: torch.randn(shape, generator=source) for name, shape in {"A": (3, 5), "B": (7,)}.items()}
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        return parameters, engine.optimizer(parameters, settings, 10)
+
+    def go_on(parameters, optimizer, first, last):
+        for step in range(first, last):
+            source = torch.Generator().manual_seed(100 + step)
+            for parameter in parameters.values():
+                parameter.grad = torch.randn(parameter.shape, generator=source)
+            optimizer.step()
+            with torch.no_grad():  # as a learner may do after a step
+                parameters["A"].mul_(0.9)
+            optimizer.clear()
+
+    whole, optimizer = begin(engines["torch"])
+    go_on(whole, optimizer, 0, 10)
+    differences = {}
+    for giver, first in engines.items():
+        parameters, optimizer = begin(first)
+        go_on(parameters, optimizer, 0, 5)
+        state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+        for taker, second in engines.items():
+            parameters, optimizer = begin(second)
+            optimizer.load_state(state)
+            go_on(parameters, optimizer, 5, 10)
+            found = [(parameters[name] - whole[name]).abs().max().item() for name in whole]
+            differences[f"{giver} to {taker}"] = max(found)
+    return differences
+
+
+def shards(group: Any) -> dict[str, list[int]]:
+    """Numbers of the tiny backbone's weights that a worker holds at ZeRO stage 3: [of its shards, gathered ones]."""
+    from latent_sweep.backbones.known import BackboneSettings
+    from latent_sweep.backends.engines import engine_of
+    from latent_sweep.sweep.groups import EngineSettings
+
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    engine = engine_of(EngineSettings(name="deepspeed", zero_stage=3, gather="always", config=config), group)
+    model = engine.load(BackboneSettings(name="tiny-llama", dtype="float32", device="cpu")).model
+
+    def held() -> list[int]:
+        return [sum(p.ds_tensor.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters())]
+
+    found = {"whole": [0, sum(p.ds_numel for p in model.parameters())], "loaded": held()}
+    engine.begin_answering()
+    found["answering"] = held()
+    engine.begin_learning()
+    return found | {"learning": held()}
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

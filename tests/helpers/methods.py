@@ -1,0 +1,23 @@
+"""Every method on the tiny backbones: settings that fit them, and small sweeps of the built-in benchmark."""
+
+from __future__ import annotations
+
+TASKS = ["mood", "ticket", "past"]
+OPTIONS = {
+    "latent_lora": {"rank": 8, "alpha": 32.0, "ortho_lambda": 1e-3},
+    "inf_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
+    "gain_lora": {"rank": 4, "gpm": {"eps_0": 0.7}},
+    "lfpt5": {"prompt_length": 4, "sample_length": 24, "tries": 2},
+}
+"""Settings of a method for the tiny backbones, where its defaults do not fit them."""
+
+
+def changes(method, family):
+    return {
+        "search": {},
+        "trial__method": {"name": method, **OPTIONS.get(method, {})},
+        "trial__backbone__name": family,
+        "trial__benchmark": {"name": "builtin", "tasks": TASKS, "train_per_task": 8, "test_per_task": 3},
+        "trial__training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},
+        "trial__router": {"components": 2},
+    }

@@ -1,0 +1,70 @@
+"""A real MLflow server for the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from helpers.sweeps import end, wait_until
+from latent_sweep.backends import mlflow_mirror
+
+
+def empty_database(folder: Path) -> Path:
+    """An empty database in a folder: making one takes seconds, copying it none."""
+    path = folder / "mlflow.db"
+    mlflow_mirror._quiet_client(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+class Server:
+    """An MLflow server on a port of its own; stopped and started again, it is the same one."""
+
+    def __init__(self, folder: Path, database: Path):
+        folder.mkdir()
+        shutil.copy(database, folder / "mlflow.db")
+        self.folder = folder
+        self.process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        options = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--workers", "1"]
+        options += ["--artifacts-destination", str(self.folder / "artifacts"), "--port", str(self.port)]
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", *options],
+                env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        wait_until(self.listens, self.process, seconds=60)
+
+    def listens(self) -> bool:
+        """Whether it answers on its port."""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
+
+    def kill(self) -> None:
+        if self.process is not None:
+            end(self.process)
+        self.process = None
+
+    def client(self) -> Any:
+        return mlflow_mirror._quiet_client(self.uri)
+
+    def runs(self, kind: str) -> list[Any]:
+        """What it holds of the tiny sweep, by the tag `kind`."""
+        experiment = self.client().get_experiment_by_name("tiny")
+        if experiment is None:
+            return []
+        return self.client().search_runs([experiment.experiment_id], f"tags.kind = '{kind}'")

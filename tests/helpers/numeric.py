@@ -1,0 +1,30 @@
+"""Which test files compute numbers, that other processors may round otherwise."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+NOT_NUMERIC = {
+    "test_bench.py": "measures seconds",
+    "test_checks.py": "counts rows and tokens",
+    "test_explain.py": "explains plans",
+    "test_forecast.py": "counts tokens",
+    "test_hostile_inputs.py": "spoils files",
+    "test_identities.py": "compares names",
+    "test_memory.py": "counts bytes",
+    "test_planned.py": "edits what was planned",
+    "test_ray.py": "torch is told its number of threads",
+    "test_resume.py": "torch is told its number of threads",
+    "test_storage.py": "torch is told its number of threads",
+    "test_submission.py": "torch is told its number of threads",
+}
+"""Test files that import what computes and compare no numbers, and why they do."""
+COMPUTING = re.compile(r"^\s*(?:from|import) (?:torch|numpy|scipy|sklearn|helpers\.(?:tiny|in_turn))\b", re.MULTILINE)
+
+
+@cache
+def computes_numbers(path: Path) -> bool:
+    """Whether a test file imports what computes: then other processors may round otherwise in it."""
+    return bool(COMPUTING.search(path.read_text(encoding="utf-8")))

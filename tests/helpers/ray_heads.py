@@ -1,0 +1,175 @@
+"""Real Ray clusters for the tests: on the loopback interface, with ports and a token of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+
+from helpers.sweeps import end, family, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running head; `environment` is what a process needs to belong to its cluster."""
+
+    process: subprocess.Popen[str]
+    environment: dict[str, str]
+    dashboard: str
+
+    def workers(self) -> int:
+        """Nodes beside the head, as the machine's processes show."""
+        parents = dict(filter(None, map(raylet_and_parent, family(self.process))))
+        # what a raylet has just forked, to become a worker, still bears its name
+        return sum(parent not in parents for parent in parents.values()) - 1
+
+
+def raylet_and_parent(process: psutil.Process) -> tuple[int, int] | None:
+    """The process ids of a raylet and of its parent; None for any other process and for one that has ended."""
+    try:
+        return (process.pid, process.ppid()) if process.name() == "raylet" else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def head(
+    *options: str,
+    dashboard: bool = True,
+    prepare: Callable[[int], Sequence[str]] = lambda port: (),
+    **environment: str,
+) -> Iterator[Head]:
+    """A head started by cluster/local.sh, with everything below it gone at the end.
+
+    Args:
+        options: further ones of `ray start`.
+        dashboard: whether it takes jobs.
+        prepare: gets the head's port and returns options that need it.
+        environment: further variables.
+    """
+    port, dashboard_port, agent_port, client_port = free_ports(4)
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:  # short, for names of sockets
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        own = {
+            "HOME": home,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "RAY_AUTH_MODE": "token",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: every socket on 127.0.0.1
+        }
+        ports = {
+            "port": port,
+            "dashboard-port": dashboard_port,
+            "dashboard-agent-listen-port": agent_port,
+            "ray-client-server-port": client_port,
+        }
+        arguments = [f"--{name}={number}" for name, number in ports.items()]
+        arguments += [f"--include-dashboard={str(dashboard).lower()}", f"--temp-dir={home}/ray", "--block"]
+        with (Path(home) / "head.log").open("w+") as log:
+            process = subprocess.Popen(
+                [ROOT / "cluster" / "local.sh", "head", *arguments, *options, *prepare(port)],
+                env=inherited | own | environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            address = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+            found = Head(process, inherited | own | address, f"http://127.0.0.1:{dashboard_port}")
+            try:
+                ready = (lambda: answers(found)) if dashboard else (lambda: listens(port) and found.workers() == 0)
+                wait_until(ready, process, seconds=60)
+                yield found
+            finally:
+                members = family(process)
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(15)
+                end(process, members)
+
+
+@contextlib.contextmanager
+def nodes(*cpus: int, **environment: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    """A cluster of nodes with so many CPUs each, the head first; its nodes and what a driver needs to belong to it."""
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: every socket on 127.0.0.1
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    from ray._private.authentication_test_utils import reset_auth_token_state
+    from ray.cluster_utils import Cluster
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(reset_auth_token_state)  # a process reads mode and token once, unless it is told
+        stack.enter_context(mock.patch.dict(os.environ, own | environment))
+        reset_auth_token_state()
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True))  # short
+        head_only = {"include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head_only | node(cpus[0]))
+        stack.callback(cluster.shutdown)
+        for count in cpus[1:]:
+            cluster.add_node(**node(count))
+        cluster.wait_for_nodes()
+        yield cluster, own | {"RAY_ADDRESS": cluster.address}
+
+
+def node(cpus: int) -> dict[str, int]:
+    """What a cluster of `nodes` needs to add another one."""
+    return {"num_cpus": cpus, "object_store_memory": 80_000_000}
+
+
+def answers(of: Head) -> bool:
+    """Whether the dashboard of a head is up, for somebody with the token."""
+    token = Path(of.environment["HOME"]) / ".ray" / "auth_token"
+    if not token.exists():
+        return False
+    headers = {"Authorization": f"Bearer {token.read_text()}"}
+    request = urllib.request.Request(f"{of.dashboard}/api/version", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def listens(port: int) -> bool:
+    """Whether somebody listens on a port of the loopback interface."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether `condition` comes true within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

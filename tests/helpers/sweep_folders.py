@@ -1,0 +1,105 @@
+"""Sweep folders as a run leaves them, for the tests of what reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from latent_sweep.store.folders import SweepFolder, TrialFolder, open_sweep
+from latent_sweep.store.journal import Journal
+from latent_sweep.store.sealed import sealed_json
+
+TASKS = ["sentiment", "summary", "intent"]
+CONTEXT = {
+    "method.name": "latent_lora",
+    "method.rank": 32,
+    "backbone.name": "t5-large",
+    "backbone.dtype": "bfloat16",
+    "benchmark.name": "superni",
+    "benchmark.order": 1,
+    "router.components": 5,
+    "method.ortho_lambda": 0.0,
+    "seed": 0,
+}
+
+
+def write_sweep(
+    storage: Path, axes: dict[str, list[Any]], *, name: str = "lambda", sweep_id: str = "5eed5eed5eed5eed"
+) -> SweepFolder:
+    """A sweep over the grid of `axes`, none of whose trials has started."""
+    trials = []
+    for number, point in enumerate(itertools.product(*axes.values())):
+        values = dict(zip(axes, point, strict=True))
+        trials.append(
+            {
+                "trial_id": f"trial{number:04d}",
+                "training_id": f"training{number:04d}",
+                "values": values,
+                "params": CONTEXT | values,
+                "n_tasks": len(TASKS),
+            }
+        )
+    content = {"sweep_id": sweep_id, "name": name, "axes": list(axes), "trials": trials, "seed_axis": "seed"}
+    folder = storage / name
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep = open_sweep(folder)
+    sweep.storage.write(folder / "sweep.json", sealed_json(content))
+    for trial in sweep:
+        trial.path.mkdir(parents=True, exist_ok=True)
+        (trial.path / "trial.yaml").write_text(yaml.safe_dump(dict(trial.params)))
+    return sweep
+
+
+def journal_of(trial: TrialFolder) -> Journal:
+    return trial.journal
+
+
+def start(trial: TrialFolder, attempt: int = 1) -> None:
+    journal_of(trial).append("started", attempt=attempt, node="node-a", versions={}, hardware="cpu")
+
+
+def learn(trial: TrialFolder, tasks_seen: int, average: float) -> None:
+    """The stage after `tasks_seen` tasks, every seen task scored `average`."""
+    journal_of(trial).append(
+        "stage",
+        tasks_seen=tasks_seen,
+        task=TASKS[tasks_seen - 1],
+        lineage=trial.training_id,
+        reused=False,
+        scores=dict.fromkeys(TASKS[:tasks_seen], average),
+        metrics={"AP": average, "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
+    )
+
+
+def finish(trial: TrialFolder, average: float, forgetting: float) -> None:
+    """The end of a trial whose stages are there, with the files that lie beside its journal."""
+    snapshots = trial.path.parents[2] / "snapshots"
+    snapshots.mkdir(exist_ok=True)
+    (snapshots / f"{trial.training_id}.safetensors").write_bytes(b"weights")
+    rows = [[average] * (i + 1) for i in range(len(TASKS))]
+    files = {
+        "scores.json": json.dumps({"tasks": TASKS, "scores": rows}),
+        "result.json": json.dumps({"snapshots": [f"snapshots/{trial.training_id}.safetensors"], "status": "finished"}),
+        "predictions/sentiment.jsonl": '{"answer": "good"}\n',
+    }
+    (trial.path / "predictions").mkdir(exist_ok=True)
+    for name, content in files.items():
+        (trial.path / name).write_text(content)
+    journal_of(trial).append(
+        "finished",
+        metrics={"AP": average, "FM": forgetting, "seconds_total": 9.0},
+        files={name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()},
+    )
+
+
+def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:
+    """A whole trial: started, every stage, finished."""
+    start(trial)
+    for tasks_seen in range(1, len(TASKS) + 1):
+        learn(trial, tasks_seen, average)
+    finish(trial, average, forgetting)

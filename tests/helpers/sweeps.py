@@ -1,0 +1,149 @@
+"""Tiny sweeps that the tests of the sweep file, the plan and the runs share."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from latent_sweep.store.folders import SweepFolder, open_sweep
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "trial": {
+        "method": {"name": "latent_lora", "rank": 16, "alpha": 64.0, "ortho_lambda": 1e-5},
+        "backbone": {"name": "tiny-llama", "dtype": "float32"},
+        "benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 32, "test_per_task": 12},
+        "training": {"learning_rate": 0.1, "epochs": 8, "batch_size": 4},
+    },
+    "search": {"seed": [0, 1], "router.components": [1, 2]},
+    "run": {"tracking": {"uri": "none"}},
+}
+"""A sweep that runs in seconds and whose scores are not all zero: two trainings of two tasks, four trials."""
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """`TINY` with some settings changed; a double underscore stands for a dot, None removes: `search__seed=[3]`."""
+    content = copy.deepcopy(TINY)
+    for path, value in changes.items():
+        *groups, last = path.split("__")
+        group = content
+        for name in groups:
+            group = group.setdefault(name, {})
+        if value is None:
+            group.pop(last, None)
+        else:
+            group[last] = value
+    return content
+
+
+def write(folder: Path, content: dict[str, Any]) -> str:
+    """`content` as a sweep file in `folder`, below which it stores what it computes; returns the file's path."""
+    content = copy.deepcopy(content)
+    content.setdefault("run", {}).setdefault("storage", str(folder / "runs"))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return str(path)
+
+
+def sweep_folder(folder: Path, name: str = "tiny") -> SweepFolder:
+    """What a sweep file of `write` has left behind."""
+    return open_sweep(folder / "runs" / name)
+
+
+def results(sweep: SweepFolder) -> dict[str, bytes]:
+    """Every file that says what came out, byte for byte: score matrices, predictions and snapshots."""
+    files = [path for trial in sweep for path in (trial.path / "scores.json", *trial.path.glob("predictions/*.jsonl"))]
+    files += sorted(sweep.snapshots.folder.glob("*.safetensors"))
+    files += sorted(sweep.snapshots.folder.glob("*.json"))
+    return {str(path.relative_to(sweep.storage.folder)): path.read_bytes() for path in files}
+
+
+def events(sweep: SweepFolder, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in all journals of a sweep."""
+    return [event for trial in sweep for event in trial.events() if event["event"] == kind]
+
+
+def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), rows: int = 24) -> Path:
+    """A user's own benchmark folder with two-word answers; returns the folder."""
+    for number, task in enumerate(tasks):
+        (folder / task).mkdir(parents=True)
+        for split, count in (("train", rows), ("test", 6)):
+            content = [
+                {
+                    "id": f"{task}-{split}-{i}",
+                    "input": f"{split} row {i} of {task}",
+                    "output": f"{'ab'[(i + number) % 2]}x",
+                }
+                for i in range(count)
+            ]
+            (folder / task / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")
+    benchmark = {"name": "own", "max_target_length": 4, "tasks": [{"name": t, "metric": "accuracy"} for t in tasks]}
+    (folder / "benchmark.yaml").write_text(yaml.safe_dump(benchmark), encoding="utf-8")
+    return folder
+
+
+def start(path: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The main job in a process group of its own, on one thread; of Ray it knows what `environment` says."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "latent_sweep.run", path, *arguments],
+        env=inherited | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 150.0) -> None:
+    """Wait for `condition` while `process` runs; that it ends first is a failure of the test, with what it printed."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode} too early:\n{process.communicate()[0]}")
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def wait_for_line(part: str, process: subprocess.Popen[str]) -> str:
+    """Read and return what `process` prints up to a line with this in it; that it ends first is a failure."""
+    assert process.stdout is not None
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if part in line:
+            return "".join(printed)
+    raise AssertionError(f"ended without printing {part!r}:\n{''.join(printed)}")
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """A process and everything below it; empty where it has ended."""
+    try:
+        root = psutil.Process(process.pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end(process: subprocess.Popen[str], members: Iterable[psutil.Process] = ()) -> None:
+    """Kill a process with everything below it, and what was below it earlier, and nothing else."""
+    doomed = {*family(process), *members}
+    for member in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(list(doomed), timeout=30)
+    if process.stdout is not None:
+        process.stdout.close()
+    process.wait()

@@ -1,0 +1,251 @@
+"""EWC: the Fisher information of single rows, the distance that it weighs, and what is remembered of earlier tasks."""
+
+import pytest
+import torch
+from helpers.in_turn import (
+    begin,
+    check_cut_and_resumed,
+    check_identity_is_what_training_reads,
+    equal,
+    learned,
+    lesson,
+    method_at_work,
+)
+from helpers.tiny import bank_of, random_rows, task_data
+from pydantic import ValidationError
+
+from latent_sweep.adapters.bank import Adaptation
+from latent_sweep.adapters.lora import LoraDeltas, outputs_of
+from latent_sweep.backbones.batches import forward
+from latent_sweep.errors import DataError, NonFiniteLoss
+from latent_sweep.methods.ewc import Ewc, EwcSettings, diagonal_fisher
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.methods.seq_lora import SeqLora
+from latent_sweep.sweep.groups import TrainingSettings
+
+
+def random_pair(backbone, rank=4, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    outputs = outputs_of(backbone.targets)
+    n = next(iter(backbone.targets.values())).in_features
+    A = 0.1 * torch.randn(len(outputs), rank, n, generator=source)
+    return A, 0.1 * torch.randn(sum(outputs), rank, generator=source)
+
+
+def random_history(backbone, count):
+    history = []
+    for i in range(count):
+        (A, B), (F_A, F_B) = random_pair(backbone, seed=2 * i), random_pair(backbone, seed=2 * i + 1)
+        history.append({"A": A, "B": B, "fisher_A": F_A.square(), "fisher_B": F_B.square()})
+    return history
+
+
+def row_gradients(backbone, bank, pair, rows, scale):
+    """Gradient of each row's mean loss, one row and one backward pass at a time."""
+    found = []
+    for row in rows:
+        A, B = (tensor.clone().requires_grad_(True) for tensor in pair)
+        deltas = LoraDeltas(A, B, outputs_of(backbone.targets), scale)
+        forward(backbone, bank, [row], Adaptation(deltas), len(row["target_ids"])).task_loss().backward()
+        found.append((A.grad, B.grad))
+    return found
+
+
+# --- Fisher information ----------------------------------------------------------------------------------------------
+
+
+def test_fisher_is_the_mean_of_squared_gradients_of_single_rows(backbone, bank, tmp_path):
+    pair, rows = random_pair(backbone), random_rows(11, seed=3)
+    gradients = row_gradients(backbone, bank, pair, rows, 2.0)
+    found = diagonal_fisher(pair, outputs_of(backbone.targets), 2.0, rows, MethodContext(backbone, bank, tmp_path, 4))
+    for F, of_rows in zip(found, zip(*gradients, strict=True), strict=True):
+        stacked = torch.stack(of_rows).double()
+        expected = stacked.square().mean(0)
+        assert F.double().allclose(expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
+        of_the_batch = stacked.mean(0).square()
+        assert not F.double().allclose(of_the_batch, rtol=0.1), "which is not the squared gradient of the batch"
+
+
+def test_fisher_needs_neither_order_nor_gradients_of_the_pair(llama, tmp_path):
+    bank = bank_of(llama)
+    context = MethodContext(llama, bank, tmp_path, 4)
+    pair, rows = random_pair(llama), random_rows(10)
+    trained = tuple(tensor.clone().requires_grad_(True) for tensor in pair)
+    there = diagonal_fisher(trained, outputs_of(llama.targets), 2.0, rows, context)
+    back = diagonal_fisher(pair, outputs_of(llama.targets), 2.0, rows[::-1], context)
+    assert all(one.allclose(other, rtol=1e-4, atol=1e-9) for one, other in zip(there, back, strict=True))
+    assert all(tensor.grad is None for tensor in trained)
+    bank.remove()
+
+
+def test_fisher_is_measured_on_a_drawn_sample(backbone, bank, tmp_path):
+    rows = random_rows(9)
+
+    def snapshot(samples):
+        method = method_at_work(Ewc, backbone, bank, fisher_samples=samples)
+        return method.begin_task(task_data(rows), []).finish()
+
+    method = method_at_work(Ewc, backbone, bank)
+    pair = method.fresh(task_data(rows))
+    F_A, F_B = diagonal_fisher(pair, method.outputs, method.settings.s, rows, method.context)
+    assert snapshot(9)["fisher_B"].allclose(F_B, rtol=1e-4, atol=1e-9)
+    assert equal(snapshot(9), snapshot(1000)), "a task with fewer rows is measured on all of them"
+    assert equal(snapshot(2), snapshot(2))
+    of_single_rows = [b.square() for _, b in row_gradients(backbone, bank, pair, rows, 2.0)]
+    drawn = snapshot(1)["fisher_B"]
+    assert sum(drawn.allclose(F, rtol=1e-3, atol=1e-8) for F in of_single_rows) == 1
+    assert not F_A.any(), "where B is zero, nothing depends on A"
+
+
+def test_a_task_without_rows_is_a_fault(backbone, bank):
+    with pytest.raises(DataError, match=r"task 'mood' has no training rows.*benchmark.tasks"):
+        method_at_work(Ewc, backbone, bank).begin_task(task_data(name="mood"), [])
+
+
+def test_fisher_that_is_not_finite_is_a_fault(backbone, bank):
+    learner = begin(method_at_work(Ewc, backbone, bank))
+    with torch.no_grad():
+        learner.B.fill_(float("inf"))
+    with pytest.raises(NonFiniteLoss, match=r"Fisher information of task 'task 0' is not finite.*from 7 rows"):
+        learner.finish()
+
+
+# --- the distance ----------------------------------------------------------------------------------------------------
+
+
+def distance(learner, fisher, pair):
+    """sum_k F_k (theta_k - theta*_k)^2, entry by entry."""
+    total = 0.0
+    for F, anchor, parameter in zip(fisher, pair, (learner.A.detach(), learner.B.detach()), strict=True):
+        for f, a, p in zip(F.flatten().tolist(), anchor.flatten().tolist(), parameter.flatten().tolist(), strict=True):
+            total += f * (p - a) ** 2
+    return total
+
+
+def moved(learner):
+    with torch.no_grad():
+        for seed, parameter in enumerate(learner.parameters().values()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return learner
+
+
+def test_at_the_anchor_there_is_neither_penalty_nor_gradient(backbone, bank):
+    learner = begin(method_at_work(Ewc, backbone, bank), random_history(backbone, 2))
+    (penalty,) = learner.penalty().values()
+    penalty.backward()
+    assert float(penalty.detach()) == 0
+    assert not learner.A.grad.any() and not learner.B.grad.any()
+
+
+def test_online_holds_the_newest_pair_by_the_decayed_sum(backbone, bank):
+    history = random_history(backbone, 3)
+    learner = moved(begin(method_at_work(Ewc, backbone, bank, ewc_lambda=30.0, gamma=0.5), history))
+    fisher = [sum(0.5 ** (2 - i) * history[i][f"fisher_{name}"] for i in range(3)) for name in "AB"]
+    expected = 30.0 / 2 * distance(learner, fisher, (history[2]["A"], history[2]["B"]))
+    (penalty,) = learner.penalty().values()
+    assert float(penalty.detach()) == pytest.approx(expected, rel=1e-4)
+    penalty.backward()
+    for F, name in zip(fisher, "AB", strict=True):
+        parameter = learner.parameters()[name]
+        assert parameter.grad.allclose(30.0 * F * (parameter.detach() - history[2][name]), rtol=1e-4)
+
+
+def test_separate_holds_every_pair_by_its_own(backbone, bank):
+    history = random_history(backbone, 3)
+    learner = moved(begin(method_at_work(Ewc, backbone, bank, ewc_lambda=30.0, fisher="separate"), history))
+    expected = sum(30.0 / 2 * distance(learner, (s["fisher_A"], s["fisher_B"]), (s["A"], s["B"])) for s in history)
+    assert float(learner.penalty()["ewc_penalty"].detach()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_first_task_and_lambda_zero_have_no_penalty(backbone, bank, tmp_path):
+    assert begin(method_at_work(Ewc, backbone, bank)).penalty() == {}
+    assert begin(method_at_work(Ewc, backbone, bank, ewc_lambda=0.0), random_history(backbone, 1)).penalty() == {}
+    free = learned(method_at_work(Ewc, backbone, bank, ewc_lambda=0.0), tmp_path, tasks=2)
+    plain = learned(method_at_work(SeqLora, backbone, bank), tmp_path, tasks=2)
+    for one, other in zip(free, plain, strict=True):
+        assert equal({name: one[name] for name in "AB"}, other)
+
+
+def test_a_larger_lambda_keeps_the_pair_where_the_first_task_needs_it(backbone, bank, tmp_path):
+    """The distance weighed by F, and the first task's loss, after the second task."""
+    first = lesson(method_at_work(Ewc, backbone, bank), [], tmp_path)[0]
+    training = TrainingSettings(learning_rate=0.02, batch_size=3, epochs=8)
+    distances = []
+    for ewc_lambda in (0.0, 1e2, 1e5):
+        method = method_at_work(Ewc, backbone, bank, ewc_lambda=ewc_lambda)
+        second = lesson(method, [first], tmp_path, training)[0]
+        distances.append(sum(float((first[f"fisher_{n}"] * (second[n] - first[n]).square()).sum()) for n in "AB"))
+    assert distances[0] > 1.5 * distances[1] > 5 * distances[2]
+
+
+# --- snapshots and settings ------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_holds_the_fisher_of_its_own_task_alone(backbone, bank, tmp_path):
+    method = method_at_work(Ewc, backbone, bank)
+    history = learned(method, tmp_path, tasks=2)
+    rows = random_rows(7, seed=1)
+    pair = history[1]["A"], history[1]["B"]
+    F_A, F_B = diagonal_fisher(pair, method.outputs, method.settings.s, rows, method.context)
+    assert history[1]["fisher_A"].allclose(F_A, rtol=1e-4, atol=1e-9)
+    assert history[1]["fisher_B"].allclose(F_B, rtol=1e-4, atol=1e-9)
+    assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in history[1].values())
+    _, learner, summary = lesson(method, history, tmp_path)
+    assert summary.losses.keys() == {"task", "ewc_penalty"}
+    assert learner.facts().keys() == {"fisher_mean", "fisher_max"}
+    assert 0 < learner.facts()["fisher_mean"] < learner.facts()["fisher_max"]
+
+
+@pytest.mark.one_machine
+def test_cut_and_resumed_ends_the_same(backbone, bank, tmp_path):
+    method = method_at_work(Ewc, backbone, bank)
+    history = learned(method, tmp_path, tasks=1)
+    check_cut_and_resumed(method, history, tmp_path, step=5)
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        ({}, {"ewc_lambda": 1e4}),
+        ({}, {"ewc_lambda": 0.0}),
+        ({}, {"gamma": 0.5}),
+        ({}, {"fisher": "separate"}),
+        ({}, {"fisher_samples": 2}),
+        ({"ewc_lambda": 0.0}, {"rank": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.one_machine
+def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(llama, tmp_path, base, change):
+    bank = bank_of(llama)
+    check_identity_is_what_training_reads(Ewc, llama, bank, tmp_path, change, base)
+    bank.remove()
+
+
+def test_without_a_penalty_nothing_names_how_it_is_summed():
+    def identity(**settings):
+        return Ewc(EwcSettings(ewc_lambda=0.0, **settings)).stage_identity(2)
+
+    assert identity() == identity(gamma=0.5) == identity(fisher="separate")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ewc_lambda": -1.0},
+        {"ewc_lambda": float("nan")},
+        {"gamma": 1.5},
+        {"fisher": "full"},
+        {"fisher_samples": 0},
+        {"params": "full"},
+    ],
+)
+def test_values_out_of_range_are_refused(settings):
+    with pytest.raises(ValidationError):
+        EwcSettings(**settings)
+
+
+def test_gamma_without_a_sum_is_refused():
+    with pytest.raises(ValidationError, match=r"gamma = 0.5 decays the sum.*fisher: online"):
+        EwcSettings(fisher="separate", gamma=0.5)
+    assert EwcSettings(fisher="separate").gamma == 1

@@ -1,0 +1,410 @@
+"""GainLoRA: its gates against direct formulas, that they stay closed for earlier prompts, and its two variants."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers.in_turn import (
+    begin,
+    check_cut_and_resumed,
+    check_identity_is_what_training_reads,
+    learned,
+    lesson,
+    method_at_work,
+)
+from helpers.rounding import PASS, PRODUCT, assert_same_to_rounding
+from helpers.tiny import bank_of, random_rows, task_data
+from pydantic import ValidationError
+
+from latent_sweep.adapters.gate import Gate, layers, new_maps, pooled
+from latent_sweep.backbones.batches import collate, label_logits
+from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.errors import DataError, LatentSweepError
+from latent_sweep.methods.gain_lora import GainLora, GainLoraSettings
+from latent_sweep.sweep.groups import TrainingSettings
+
+GPM = {"eps_0": 0.7, "chunks": 1, "mask_padding": True, "cross_attention_v": "own_input"}
+GATE = {
+    "form": "two_silu",
+    "width": 20,
+    "pooling": "true_length",
+    "key_design": "svd",
+    "rescale_rows": False,
+}
+INF = {"design": "svd", "old_branch_grad": "flow", "gpm": GPM, "gate": GATE}
+O_LORA = {"variant": "o_lora", "lambda_1": 0.5, "lambda_2": 0.1} | {k: v for k, v in INF.items() if k != "design"}
+EVERYTHING = GPM | {"energy": "sigma2", "eps_0": 1 - 1e-9}
+"""A memory that holds all that the few prompts of a tiny task span."""
+PARTS = ("G1", "G2", "key")
+
+
+@pytest.fixture(params=[INF, O_LORA], ids=["inf_lora", "o_lora"])
+def variant(request):
+    return request.param
+
+
+@pytest.fixture
+def method_of(backbone, bank):
+    def build(base=INF, **settings):
+        return method_at_work(GainLora, backbone, bank, **base | settings)
+
+    return build
+
+
+def prompts_of(position):
+    """The prompts of the task that `learned` learns at this position."""
+    return [row["prompt_ids"] for row in random_rows(7, seed=position)]
+
+
+def memory_of(history, part):
+    return torch.cat([snapshot[f"memory.gate.{part}"] for snapshot in history], 1)
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("form", ["two_silu", "one_silu"])
+def test_the_gate_is_its_formula(form):
+    G1, G2 = new_maps(6, 5, torch.Generator().manual_seed(0))
+    source = torch.Generator().manual_seed(1)
+    key, p0 = torch.randn(6, generator=source), torch.randn(3, 6, generator=source)
+    p1 = p0.numpy() @ G1.numpy().T
+    p2 = silu((silu(p1) if form == "two_silu" else p1) @ G2.numpy().T)
+    cosine = p2 @ key.numpy() / np.linalg.norm(p2, axis=1) / np.linalg.norm(key)
+    found = Gate(G1, G2, key, form)(p0)
+    assert np.allclose(found, np.abs(2 / (1 + np.exp(-4 * cosine)) - 1), atol=1e-6)
+    assert all(
+        np.allclose(x, y, atol=1e-6)
+        for x, y in zip(layers(p0, G1, G2, form)[1:], (silu(p1) if form == "two_silu" else p1, p2), strict=True)
+    )
+
+
+def test_a_gate_is_open_along_its_key_and_closed_across_it():
+    G1, G2 = new_maps(6, 5, torch.Generator().manual_seed(0))
+    p0 = torch.randn(1, 6, generator=torch.Generator().manual_seed(1))
+    *_, p2 = layers(p0, G1, G2, "two_silu")
+    across = torch.linalg.qr(p2.T, mode="complete").Q[:, 1]
+    assert float(Gate(G1, G2, -3 * p2[0])(p0)) == pytest.approx(math.tanh(2))
+    assert float(Gate(G1, G2, across)(p0)) < 1e-6
+
+
+def test_maps_start_as_linear_layers_do():
+    G1, G2 = new_maps(40, 30, torch.Generator().manual_seed(0))
+    assert (G1.shape, G2.shape) == ((30, 40), (40, 30))
+    for G in (G1, G2):
+        assert 0.95 < G.abs().max() * G.shape[1] ** 0.5 <= 1
+        assert float(G.std() * (3 * G.shape[1]) ** 0.5) == pytest.approx(1, abs=0.05)
+
+
+def test_prompts_are_pooled_over_their_own_length_or_the_longest():
+    table = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    prompts = [[1, 2, 3], [4], [5, 5]]
+    own = pooled(table, prompts)
+    expected = torch.stack([table[1:4].mean(0), table[4], table[5]])
+    assert_same_to_rounding(own, expected)
+    assert_same_to_rounding(pooled(table, prompts[1:]), expected[1:])
+    padded = pooled(table, prompts, padded=True)
+    assert_same_to_rounding(padded[1], table[4] / 3)
+    assert_same_to_rounding(pooled(table, prompts[1:], padded=True)[0], table[4] / 2)
+
+
+# --- closed for what is old ------------------------------------------------------------------------------------------
+
+
+def test_the_first_key_is_the_leading_direction_of_the_prompts(method_of):
+    method = method_of()
+    gate = begin(method)._gate.gate
+    *_, p2 = gate.inputs(pooled(method.context.backbone.embedding_table, prompts_of(0)))
+    key, leading = gate.key.detach(), torch.linalg.svd(p2.detach().T).U[:, 0]
+    assert float(key.norm()) == pytest.approx((32 / 3) ** 0.5)
+    assert float((key @ leading).abs() / key.norm()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("key_design", ["svd", "random_project"])
+def test_a_new_gate_is_closed_for_earlier_prompts_and_stays_so(method_of, tmp_path, key_design):
+    method = method_of(O_LORA, gpm=EVERYTHING, gate=GATE | {"key_design": key_design})
+    history = learned(method, tmp_path, tasks=2)
+    begun = begin(method, history)
+    start = {f"gate.{part}": getattr(begun._gate.gate, part).detach().clone() for part in PARTS}
+    snapshot, learner, _ = lesson(method, history, tmp_path, learner=begun)
+    for part in ("G1", "G2"):
+        assert start[f"gate.{part}"].equal(history[-1][f"gate.{part}"]), "it starts as a copy"
+        assert not snapshot[f"gate.{part}"].equal(start[f"gate.{part}"]), "and is trained"
+    # the second task's: of the first one's directions the rule always leaves out the last
+    before, after = (method.gates([gate], prompts_of(1)).max() for gate in (start, snapshot))
+    assert before < 1e-3 and after < 1e-3
+    assert learner.facts()["gate_mean"] == pytest.approx(method.gates([snapshot], prompts_of(2)).mean(), abs=1e-6)
+    assert method.gates([snapshot], prompts_of(2)).mean() > 0.01, "it is open for its own"
+
+
+def test_a_key_starts_as_the_leading_direction_outside_of_its_memory(method_of, tmp_path):
+    method = method_of()
+    history = learned(method, tmp_path, tasks=1)
+    M, gate = memory_of(history, "key").double(), begin(method, history)._gate.gate
+    key = gate.key.detach().double()
+    *_, p2 = gate.inputs(pooled(method.context.backbone.embedding_table, prompts_of(1)))
+    C = (p2.T @ p2).detach().double()
+    leading = torch.linalg.svd(C - M @ M.T @ C).U[:, 0]
+    assert float((key @ leading).abs() / key.norm()) == pytest.approx(1, abs=1e-5)
+    assert (key @ M).abs().max() < 1e-5
+
+
+def test_changes_of_a_gate_lie_outside_of_its_memory(method_of, tmp_path, variant):
+    method = method_of(variant)
+    history = learned(method, tmp_path)
+    for part in ("G1", "G2"):
+        M = memory_of(history[:2], part)
+        change = history[2][f"gate.{part}"] - history[1][f"gate.{part}"]
+        assert M.shape[1] >= 1 and change.norm() > 1e-3
+        assert (change @ M).abs().max() < 1e-5
+    assert (history[2]["gate.key"] @ memory_of(history[:2], "key")).abs().max() < 1e-5
+
+
+def test_without_the_projection_a_gate_opens_again(method_of, tmp_path, monkeypatch):
+    method = method_of(O_LORA, gpm=EVERYTHING)
+    history = learned(method, tmp_path, tasks=2)
+    learner = begin(method, history)
+    monkeypatch.setattr(learner, "after_step", lambda step: None)
+    snapshot, *_ = lesson(method, history, tmp_path, learner=learner)
+    assert method.gates([snapshot], prompts_of(1)).max() > 1e-2
+
+
+def test_rescaled_rows_keep_the_norm_that_the_optimizer_gave_them(method_of, tmp_path):
+    history = learned(method_of(), tmp_path, tasks=1)
+    for rescale in (False, True):
+        gate = begin(method_of(gate=GATE | {"rescale_rows": rescale}), history)._gate
+        with torch.no_grad():
+            for parameter in gate.parameters().values():
+                parameter.add_(0.3)
+        norms = {name: parameter.norm(dim=-1).detach().clone() for name, parameter in gate.parameters().items()}
+        gate.project()
+        for name, parameter in gate.parameters().items():
+            assert torch.allclose(parameter.norm(dim=-1), norms[name], rtol=1e-5) == rescale
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+def test_every_step_of_a_gate_is_projected_from_where_it_began(method_of, tmp_path, rescale):
+    """As the released code does it: where rows are rescaled, what that moves inside of the memory stays and adds up."""
+    history = learned(method_of(), tmp_path, tasks=1)
+    gate = begin(method_of(gate=GATE | {"rescale_rows": rescale}), history)._gate
+    source = torch.Generator().manual_seed(0)
+    parameters = gate.parameters()
+    expected = {name: parameter.detach().double().numpy() for name, parameter in parameters.items()}
+    start = {name: values.copy() for name, values in expected.items()}
+    steps = 5
+    for _ in range(steps):
+        for name, parameter in parameters.items():
+            update = 0.1 * torch.randn(parameter.shape, generator=source)
+            with torch.no_grad():
+                parameter.add_(update)
+            M, u = history[0][f"memory.{name}"].double().numpy(), update.double().numpy()
+            stepped, after = expected[name] + u, expected[name] + u - u @ M @ M.T
+            norms = [np.linalg.norm(values, axis=-1, keepdims=True) for values in (stepped, after)]
+            expected[name] = after * norms[0] / norms[1] if rescale else after
+        gate.project()
+    for name, parameter in parameters.items():
+        # a step rounds sums of at most 32 numbers, none above 4, some ten times
+        assert np.allclose(parameter.detach(), expected[name], rtol=0, atol=steps * 10 * 4 * 32**0.5 * 6e-8)
+        inside = np.abs((expected[name] - start[name]) @ history[0][f"memory.{name}"].double().numpy()).max()
+        # the key has nothing inside that rescaling could move
+        assert inside > 1e-3 if rescale and name != "gate.key" else inside < 1e-6
+
+
+def test_earlier_gates_answer_the_same_after_later_tasks(method_of, tmp_path, variant):
+    method = method_of(variant)
+    history = learned(method, tmp_path)
+    for prompts in (prompts_of(0), prompts_of(2)):
+        weights = method.gates(history, prompts)
+        assert weights.shape == (7, 3) and weights.dtype == np.float64
+        assert np.array_equal(weights[:, :2], method.gates(history[:2], prompts))
+        assert (weights >= 0).all() and (weights <= math.tanh(2) + PRODUCT).all()
+
+
+def test_the_memories_of_a_gate_are_orthonormal(method_of, tmp_path):
+    history = learned(method_of(), tmp_path)
+    for part in PARTS:
+        M = memory_of(history, part).double()
+        assert (M.T @ M - torch.eye(M.shape[1])).abs().max() < 1e-6
+        assert all(snapshot[f"memory.gate.{part}"].dtype == torch.float32 for snapshot in history)
+
+
+# --- pairs behind gates ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("detach", ["flow", "detach"])
+def test_training_sees_the_model_that_answers(method_of, backbone, bank, tmp_path, variant, detach):
+    method = method_of(variant, old_branch_grad=detach)
+    history = learned(method, tmp_path, tasks=2)
+    snapshot, learner, _ = lesson(method, history, tmp_path)
+    rows = random_rows(5, seed=9)
+    batch = collate(rows, backbone)
+    history = [*history, snapshot]
+    weights = torch.from_numpy(method.gates(history, [row["prompt_ids"] for row in rows])).float()
+    adaptations = [learner.adaptation(rows), method.blend(history, weights)]
+    with torch.no_grad():
+        logits = []
+        for adaptation in adaptations:
+            with bank.active(adaptation):
+                logits.append(label_logits(backbone, batch))
+        plain = label_logits(backbone, batch)
+    assert_same_to_rounding(*logits, PASS)
+    assert not torch.allclose(logits[0], plain, atol=1e-2)
+
+
+def test_gradients_stop_at_detached_earlier_pairs(method_of, backbone, bank, tmp_path):
+    method = method_of()
+    history = learned(method, tmp_path, tasks=1)
+    rows, found = random_rows(5, seed=9), []
+    for grad in ("flow", "detach"):
+        learner = begin(method_of(old_branch_grad=grad), history)
+        with bank.active(learner.adaptation(rows)):
+            label_logits(backbone, collate(rows, backbone)).square().sum().backward()
+        found.append(learner.B.grad)
+    assert not found[0].allclose(found[1])
+
+
+def test_where_only_the_new_pair_is_active_earlier_gates_do_nothing(method_of, backbone, bank, tmp_path):
+    method = method_of(train_active="current")
+    history = learned(method_of(), tmp_path, tasks=1)
+    rows = random_rows(5, seed=9)
+    batch = collate(rows, backbone)
+    with torch.no_grad(), bank.active(begin(method, history).adaptation(rows)):
+        logits = label_logits(backbone, batch)
+    with torch.no_grad():
+        assert_same_to_rounding(logits, label_logits(backbone, batch), PASS)
+
+
+def test_the_variant_inf_lora_keeps_A_outside_of_the_memory(method_of, tmp_path):
+    method = method_of()
+    history = learned(method, tmp_path)
+    learner = begin(method, history)
+    assert learner.parameters().keys() == {"B", "gate.G1", "gate.G2", "gate.key"}
+    for block in learner._memory._blocks:
+        M = torch.cat([snapshot[f"memory.{block.name}"] for snapshot in history], 1)
+        assert (learner.A[list(block.projections)] @ M).abs().max() < 1e-5
+    assert learner.penalty() == {}
+
+
+def test_the_variant_o_lora_has_its_penalty_and_no_memory_of_inputs(method_of, tmp_path):
+    method = method_of(O_LORA)
+    history = learned(method, tmp_path, tasks=2)
+    assert {name for name in history[0] if name.startswith("memory.")} == {f"memory.gate.{part}" for part in PARTS}
+    learner = begin(method, history)
+    assert learner.parameters().keys() == {"A", "B", "gate.G1", "gate.G2", "gate.key"}
+    overlaps = [earlier["A"][i] @ learner.A[i].detach().T for earlier in history for i in range(len(learner.A))]
+    terms = {name: term.detach() for name, term in learner.penalty().items()}
+    assert float(terms["ortho_penalty"]) == pytest.approx(0.5 * sum(float(o.abs().sum()) for o in overlaps), rel=1e-5)
+    norms = [float(a.norm()) for a in learner.A.detach()]
+    assert float(terms["norm_penalty"]) == pytest.approx(0.1 * sum(norms), rel=1e-5), "B is zero"
+    assert learner.state() == {}
+
+
+@pytest.mark.one_machine
+@pytest.mark.parametrize("rescale", [False, True])
+def test_a_lesson_that_is_cut_goes_on_as_if_it_were_not(method_of, tmp_path, variant, rescale):
+    method = method_of(variant, gate=GATE | {"rescale_rows": rescale})
+    check_cut_and_resumed(method, learned(method, tmp_path, tasks=1), tmp_path, step=5)
+
+
+def test_faults_say_what_to_do(method_of, tmp_path, variant):
+    method = method_of(variant)
+    with pytest.raises(DataError, match="task task: found no training rows"):
+        method.begin_task(task_data([]), [])
+    (snapshot,) = learned(method, tmp_path, tasks=1)
+    full = snapshot | {"memory.gate.key": torch.eye(32)}
+    with pytest.raises(LatentSweepError, match=r"task 1: .* directions of the gate's key.* method\.gpm\.eps_0"):
+        begin(method, [full])
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (INF, {"gpm": GPM | {"chunks": 2}}),
+        (INF, {"gate": GATE | {"form": "one_silu"}}),
+        (INF, {"gate": GATE | {"pooling": "padded"}}),
+        (INF, {"gate": GATE | {"rescale_rows": True}}),
+        (O_LORA, {"gpm": GPM | {"eps_0": 0.9}}),
+        (O_LORA, {"lambda_1": 0.0}),
+        (O_LORA, {"gate": GATE | {"key_design": "random_project"}}),
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+@pytest.mark.one_machine
+def test_settings_name_what_they_change(llama, tmp_path, base, change):
+    bank = bank_of(llama)
+    check_identity_is_what_training_reads(GainLora, llama, bank, tmp_path, change, base)
+    bank.remove()
+
+
+@pytest.mark.parametrize("change", [{"chunks": 2}, {"mask_padding": False}, {"batch_size": 3}, {"max_batches": 1}])
+def test_the_variant_o_lora_reads_no_inputs(change):
+    one, other = (
+        GainLora(GainLoraSettings(**O_LORA | {"gpm": GPM | more}, rank=4, alpha=8.0)) for more in ({}, change)
+    )
+    assert [one.stage_identity(i) for i in range(2)] == [other.stage_identity(i) for i in range(2)]
+
+
+def test_the_first_task_knows_neither_ramp_nor_overlap():
+    one, other = (
+        GainLora(GainLoraSettings(**O_LORA | {"gpm": GPM | {"ramp": ramp}, "lambda_1": weight}, rank=4, alpha=8.0))
+        for ramp, weight in ((5, 0.1), (15, 0.5))
+    )
+    assert one.stage_identity(0) == other.stage_identity(0)
+    assert one.stage_identity(1) != other.stage_identity(1)
+    assert [one.reads_history(position) for position in range(3)] == [False, True, True]
+
+
+def test_presets():
+    unified = GainLora.resolve(GainLoraSettings(), "llama-2-7b", "superni")
+    assert (unified.rank, unified.alpha, unified.design, unified.lambda_1, unified.gpm.chunks) == (
+        8,
+        16,
+        "svd",
+        None,
+        1,
+    )
+    assert unified.gate.model_dump() == GATE | {"width": 100}
+    t5 = GainLora.resolve(GainLoraSettings(preset="official"), "t5-large", "long_sequence")
+    assert (t5.rank, t5.alpha, t5.design, t5.old_branch_grad, t5.gpm.chunks) == (8, 32, "svd", "detach", 1)
+    assert t5.gate.model_dump() == GATE | {"width": 100, "pooling": "padded", "rescale_rows": True}
+    llama = GainLora.resolve(GainLoraSettings(preset="official"), "llama-2-7b", "superni")
+    assert (llama.rank, llama.design, llama.gpm.chunks) == (4, "random_project", 4)
+    assert llama.gate.model_dump() == GATE | {"width": 50, "form": "one_silu", "key_design": "random_project"}
+    o_lora = GainLora.resolve(GainLoraSettings(variant="o_lora"), "t5-large", "superni")
+    assert (o_lora.design, o_lora.lambda_1, o_lora.lambda_2) == (None, 0.5, 0.0)
+    for resolved in (unified, t5, llama, o_lora):
+        assert GainLoraSettings.model_validate(resolved.model_dump()) == resolved, "what is written can be read"
+    assert GainLora.mixings[:2] == ("gates", "sum")
+    assert GainLora.training_defaults(t5, "t5", "superni")["epochs"] == 100
+    assert TrainingSettings(**GainLora.training_defaults(llama, "llama", "superni")).learning_rate == 5e-5
+
+
+@pytest.mark.parametrize(("width", "gate"), [(100, 205_824), (50, 103_424)])
+def test_numbers_per_task(width, gate):
+    shapes = target_shapes("t5", KNOWN["t5-large"].config)
+    for variant, pairs in (("inf_lora", 1_179_648), ("o_lora", 2_359_296)):
+        settings = GainLoraSettings(variant=variant, gate={"width": width})
+        method = GainLora(GainLora.resolve(settings, "t5-large", "superni"))
+        assert method.parameter_count(shapes, 1024) == pairs + gate
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lambda_1": 0.5}, "lambda_1 has no effect with variant 'inf_lora'"),
+        ({"variant": "o_lora", "design": "svd"}, "design has no effect with variant 'o_lora'"),
+        ({"gate": {"width": 0}}, "greater than or equal to 1"),
+        ({"gate": {"form": "silu"}}, "two_silu"),
+    ],
+)
+def test_faults_of_settings(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        GainLoraSettings(**settings)

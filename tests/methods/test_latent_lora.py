@@ -1,0 +1,313 @@
+"""Latent-LoRA as a method: what names its snapshots, what its settings change, and where its adapters start."""
+
+import pytest
+import torch
+from helpers.tiny import bank_of, learn, learns, random_rows, task_data
+from pydantic import ValidationError
+
+from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.sweep.groups import TrainingSettings
+
+TASKS = ["date", "ticket", "past"]  # the built-in second order takes them the other way round
+
+
+def method(**settings):
+    return LatentLora(LatentLoraSettings(**{"rank": 8, "alpha": 32.0, "ortho_lambda": 0.1, **settings}))
+
+
+# --- what training reads ---------------------------------------------------------------------------------------------
+
+
+def lineages(runs, **changes):
+    """The lineages of every trial of a sweep over three tasks, by its values."""
+    packs = runs.packs(**{"search": {}, "trial__benchmark__tasks": TASKS, **changes})
+    return {tuple(trial.values.values()): trial.lineages() for pack in packs for trial in pack.trials}
+
+
+def test_the_first_task_is_shared_by_all_lambdas(runs):
+    found = list(lineages(runs, search={"method.ortho_lambda": [0.0, 1e-5, 1e-3]}).values())
+    assert len({chain[0] for chain in found}) == 1
+    assert len({chain[1] for chain in found}) == len({chain[2] for chain in found}) == 3
+
+
+def test_without_a_penalty_adapters_do_not_know_their_order(runs):
+    orders = [1, 2]
+    for ortho_lambda, shared in ((0.0, 3), (1e-3, 0)):
+        found = lineages(
+            runs, search={"benchmark.order": orders}, trial__method={"rank": 8, "ortho_lambda": ortho_lambda}
+        )
+        assert len(found) == 2
+        first, second = map(set, found.values())
+        assert len(first & second) == shared
+
+
+def test_without_a_penalty_another_order_learns_nothing_again(runs):
+    changes = {
+        "search": {"benchmark.order": [1, 2]},
+        "trial__method": {"rank": 8, "ortho_lambda": 0.0},
+        "trial__benchmark__tasks": TASKS,
+        "trial__training": {"learning_rate": 0.05, "epochs": 1, "batch_size": 4},
+        "trial__benchmark__train_per_task": 8,
+        "trial__benchmark__test_per_task": 2,
+    }
+    first, second = runs.packs(**changes)
+    assert [task.name for task in first.tasks] != [task.name for task in second.tasks]
+    runs.run([first])
+    before = runs.files()
+    steps = []
+    runs.run([second], lambda event: steps.append(event) if learns(event) else None)
+    assert steps == []
+    after = runs.files()
+    assert {name for name in set(after) - set(before) if name.startswith("snapshots")} == set()
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        {"router.components": [1, 2]},
+        {"router.epsilon": [0.01, 0.1]},
+        {"router.mode": ["soft", "hard", "sum", "last", "oracle"]},
+        {"evaluation.batch_size": [4, 16]},
+        {"benchmark.test_per_task": [4, 8]},
+        {"training.micro_batch_size": [1, 2]},
+        {"training.checkpoint_every": [1, 2]},
+    ],
+    ids=lambda axis: next(iter(axis)),
+)
+def test_what_only_inference_reads_names_no_snapshot(runs, axis):
+    found = lineages(runs, search=axis)
+    assert len(set(found.values())) == 1
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        {"seed": [0, 1]},
+        {"training.learning_rate": [0.1, 0.2]},
+        {"training.batch_size": [2, 4]},
+        {"training.loss_reduce": ["token_mean", "sum"]},
+        {"training.select": ["last", "best_validation"]},
+        {"benchmark.train_per_task": [16, 32]},
+        {"benchmark.max_source_length": [64, 128]},
+        {"backbone.dtype": ["float32", "bfloat16"]},
+        {"backbone.name": ["tiny-llama", "tiny-t5"]},
+        {"method.rank": [4, 8]},
+        {"method.dropout": [0.0, 0.1]},
+    ],
+    ids=lambda axis: next(iter(axis)),
+)
+def test_what_training_reads_names_every_snapshot(runs, axis):
+    one, other = lineages(runs, search=axis).values()
+    assert not set(one) & set(other)
+
+
+def test_alpha_acts_through_the_scale_alone():
+    for position in (0, 1):
+        wide = method(rank=8, alpha=32.0).stage_identity(position)
+        assert wide == method(rank=8, alpha=32.0, scale=4.0).stage_identity(position)
+        assert wide == method(rank=8, alpha=1.0, scale=4.0).stage_identity(position)
+        assert wide != method(rank=8, alpha=16.0).stage_identity(position)
+        plain = method(scale="none").stage_identity(position)
+        assert plain == method(scale=1.0).stage_identity(position) != wide
+
+
+@pytest.mark.parametrize(
+    ("settings", "reads"),
+    [
+        ({}, True),
+        ({"ortho_lambda": 0.0}, False),
+        ({"ortho_lambda": 0.0, "R_init": "prev"}, True),
+        ({"ortho_lambda": 0.0, "train_active": "sum"}, True),
+    ],
+)
+def test_history_is_read_only_where_something_reads_it(settings, reads):
+    assert [method(**settings).reads_history(position) for position in range(3)] == [False, reads, reads]
+
+
+def test_numbers_per_task():
+    shapes = {"q": (64, 32), "v": (16, 32)}
+    assert method(rank=8).parameter_count(shapes, 64) == 2 * 64
+    assert method(rank=8).rank() == 8
+
+
+# --- what is left out ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backbone", "benchmark", "expected"),
+    [
+        ("t5-large", "superni", 0.05),
+        ("t5-large", "long_sequence", 0.02),
+        ("llama-2-13b", "long_sequence", 0.02),
+        ("tiny-llama", "builtin", 0.05),
+        (EMBEDDED, "builtin", 1e-5),
+        (EMBEDDED, "superni", 1e-5),
+    ],
+)
+def test_lambda_is_the_papers_where_it_is_left_out(backbone, benchmark, expected):
+    settings = LatentLoraSettings(rank=8)
+    assert LatentLora.resolve(settings, backbone, benchmark) == settings.model_copy(update={"ortho_lambda": expected})
+    for given in (0.0, 0.3):
+        settings = LatentLoraSettings(ortho_lambda=given)
+        assert LatentLora.resolve(settings, backbone, benchmark) == settings
+
+
+def test_the_papers_defaults():
+    settings = LatentLoraSettings()
+    assert (settings.rank, settings.alpha, settings.s) == (32, 16.0, 0.5)
+    assert (settings.sigma_side, settings.R_init, settings.R_std) == ("out", "normal", 1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank": 0},
+        {"rank": 8.0},
+        {"alpha": 0.0},
+        {"alpha": float("inf")},
+        {"scale": "alpha"},
+        {"sigma_side": "left"},
+        {"ortho_lambda": -1.0},
+        {"ortho": {"norm": "nuclear"}},
+        {"R_std": -1.0},
+        {"dropout": 1.0},
+        {"lamda": 0.1},
+    ],
+)
+def test_values_out_of_range_are_refused(settings):
+    with pytest.raises(ValidationError):
+        LatentLoraSettings(**settings)
+
+
+# --- every setting does something ------------------------------------------------------------------------------------
+
+CHANGES = [
+    {"rank": 4},
+    {"alpha": 8.0},
+    {"scale": "none"},
+    {"scale": 0.25},
+    {"sigma_side": "in"},
+    {"sigma_side": "none"},
+    {"ortho_lambda": 0.0},
+    {"ortho_lambda": 0.2},
+    {"ortho": {"include_scale": True}},
+    {"ortho": {"reduce": "mean"}},
+    {"ortho": {"norm": "spectral"}},
+    {"ortho": {"normalise": "spectral"}},
+    {"R_init": "zero"},
+    {"R_init": "prev"},
+    {"R_std": 1e-3},
+    {"R_init": "zero", "R_std": 1e-3},
+    {"train_active": "sum"},
+    {"dropout": 0.2},
+    {"svd": "randomized"},
+]
+
+
+@pytest.fixture(scope="module")
+def learned(llama, tmp_path_factory):
+    """Both adapters of a short training on two tasks: `learned(**settings)` gives (R_1, R_2)."""
+    folder, bank = tmp_path_factory.mktemp("learned"), bank_of(llama)
+    known = {}
+
+    def learned(**settings):
+        key = repr(settings)
+        if key in known:
+            return known[key]
+        own, history = method(**settings), []
+        own._context = MethodContext(llama, bank, folder, 8)
+        for position in range(2):
+            earlier = history if own.reads_history(position) else []
+            learner = own.begin_task(task_data(position=position, seed=position), earlier)
+            training = TrainingSettings(learning_rate=0.05, batch_size=3, epochs=3)
+            rows = random_rows(6, seed=position)
+            learn(learner, rows, llama, bank, training, folder / "none.safetensors", ("task", position))
+            history.append(learner.finish())
+        known[key] = tuple(snapshot["R"] for snapshot in history)
+        return known[key]
+
+    yield learned
+    bank.remove()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: " ".join(f"{k}={v}" for k, v in change.items()))
+def test_a_setting_changes_exactly_the_trainings_that_its_identity_names(learned, change):
+    """Both ways: what trains to something else is named otherwise, and what is named otherwise trains to it."""
+    before, after = learned(), learned(**change)
+    other_training = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    other_name = [method().stage_identity(i) != method(**change).stage_identity(i) for i in range(2)]
+    assert other_training[0] == other_name[0]
+    assert other_training[1] == (other_name[1] or other_name[0])
+    assert other_training[1], "a setting must do something"
+
+
+def test_the_scale_counts_in_a_normalised_penalty_too(learned):
+    plain = learned(ortho={"normalise": "spectral"})
+    scaled = learned(ortho={"normalise": "spectral", "include_scale": True})
+    assert torch.equal(plain[0], scaled[0])
+    assert not torch.equal(plain[1], scaled[1])
+
+
+def test_the_penalty_keeps_adapters_apart(learned):
+    """What lambda is for: less overlap of the weighted adapters, R_1^T S^2 R_2, than without it."""
+
+    def overlap(adapters, weight):
+        first, second = (weight.unsqueeze(-1) * R for R in adapters)
+        return float((first.transpose(1, 2) @ second).square().sum())
+
+    ones = torch.ones(1)
+    free, bound = (learned(sigma_side="none", ortho_lambda=value) for value in (0.0, 50.0))
+    assert overlap(bound, ones) < 0.2 * overlap(free, ones)
+
+
+@pytest.mark.parametrize(("weight", "warned"), [(1e-5, False), (1e5, True)], ids=["small", "large"])
+def test_a_penalty_that_rules_the_training_is_said_aloud(runs, caplog, weight, warned):
+    runs.run(runs.packs(trial__method__ortho_lambda=weight, trial__training__epochs=1, search={}))
+    assert ("task ticket ends with ortho_penalty" in caplog.text) == warned, caplog.text
+    assert "task mood" not in caplog.text, "the first task has no penalty"
+
+
+def test_a_learner_adds_the_penalty_with_its_weight(llama, tmp_path):
+    own = method(ortho_lambda=0.3)
+    own._context = MethodContext(llama, bank_of(llama), tmp_path, 8)
+    earlier = [{"R": torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(i))} for i in range(3)]
+    learner = own.begin_task(task_data(position=3), earlier)
+    with torch.no_grad():
+        learner.R.normal_(generator=torch.Generator().manual_seed(9))
+    total = 0.0
+    for index, target in enumerate(llama.targets.values()):
+        S = torch.diag(torch.linalg.svdvals(target.weight.double())[:8])
+        for snapshot in earlier:
+            kernel = (S @ snapshot["R"][index].double()).T @ (S @ learner.R[index].detach().double())
+            total += float(kernel.square().sum())
+    (penalty,) = learner.penalty().values()
+    assert float(penalty.detach()) == pytest.approx(0.3 * total, rel=1e-4)
+    first = own.begin_task(task_data(), [])
+    assert first.penalty() == {}
+
+
+def test_where_adapters_start(llama, tmp_path):
+    context = MethodContext(llama, bank_of(llama), tmp_path, 8)
+    previous = {"R": torch.full((4, 8, 8), 0.5)}
+
+    def start(position, seed=0, **settings):
+        own = method(**settings)
+        own._context = context
+        history = [previous] if position else []
+        return own.begin_task(task_data(position=position, seed=seed), history).R.detach()
+
+    draws = start(0).numel()
+    by_chance = 4 / (2 * draws) ** 0.5  # four standard deviations of a standard deviation
+    assert float(start(0).std()) == pytest.approx(1e-5, rel=by_chance)
+    assert not torch.equal(start(0), start(0, seed=1))
+    assert not start(1, R_init="zero").any()
+    assert torch.equal(start(1, R_init="prev"), previous["R"])
+    assert torch.equal(start(0, R_init="prev"), start(0))
+    assert float(start(0, R_std=0.1).std()) == pytest.approx(0.1, rel=by_chance)
+    learner = method(R_init="prev")
+    learner._context = context
+    with torch.no_grad():
+        learner.begin_task(task_data(position=1), [previous]).R.add_(1)
+    assert torch.equal(previous["R"], torch.full((4, 8, 8), 0.5)), "an earlier snapshot is never changed"

@@ -1,0 +1,564 @@
+"""LFPT5: what is learned, what is written and read back, what is replayed, and what names a snapshot."""
+
+import dataclasses
+import logging
+import types
+
+import pytest
+import torch
+from helpers.rounding import PASS, PRODUCT, assert_trained_alike
+from helpers.tiny import bank_of, learn, load_tiny, task_data
+from pydantic import ValidationError
+from torch.nn.functional import cross_entropy, log_softmax
+
+from latent_sweep.adapters.bank import Adaptation
+from latent_sweep.backbones.batches import forward
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.methods import _pseudo_samples
+from latent_sweep.methods._pseudo_samples import RowFormat, Samples, draw, padded, separator, unpadded
+from latent_sweep.methods.lfpt5 import DESCRIPTION, Lfpt5, Lfpt5Learner, Lfpt5Settings, first_prompt
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.sweep.groups import TrainingSettings
+
+SEPARATOR, EOS = 1, 2
+INPUTS = ["good", "so so", "awful food", "nice", "never again", "great view"]
+LABELS = ["up", "down"]
+
+
+def encode(backbone, text):
+    return backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def rows_of(backbone, inputs=INPUTS, targets=LABELS, head="Mark: ", cue=" = "):
+    """Tokenised rows, targets in turn; T5 prompts end with EOS."""
+    last = [EOS] if backbone.family == "t5" else []
+    rows = []
+    for number, text in enumerate(inputs):
+        ids, target = encode(backbone, text), encode(backbone, targets[number % len(targets)])
+        prompt = [*encode(backbone, head), *ids, *encode(backbone, cue), *last]
+        rows.append({"prompt_ids": prompt, "input_ids": ids, "target_ids": [*target, EOS]})
+    return rows
+
+
+def method(backbone=None, bank=None, folder=None, **settings):
+    context = MethodContext(backbone, bank, folder, 0) if backbone else None
+    small = {"prompt_length": 6, "sample_length": 40, "tries": 4, "accumulation": 1}
+    return Lfpt5(Lfpt5Settings(**{**small, **settings}), context)
+
+
+def task_of(backbone, position=0, seed=0, name="mood", **rows):
+    return task_data(rows_of(backbone, **rows), position=position, seed=seed, name=name)
+
+
+def learner_of(own, position=1, samples=None, seed=0):
+    """A learner whose prompt, teacher and pseudo-samples are given, not drawn: two rows of an earlier task."""
+    backbone = own.context.backbone
+    prompt = torch.randn(own.settings.prompt_length, 32, generator=torch.Generator().manual_seed(seed))
+    earlier = RowFormat.of(task_of(backbone, name="past", head="Say ", targets=["old", "new"]), backbone)
+    rows = rows_of(backbone, INPUTS[:2], ["old", "new"], head="Say ")
+    samples = [Samples(earlier, rows, 3, 4)] if samples is None else samples
+    format = RowFormat.of(task_of(backbone, position), backbone)
+    return Lfpt5Learner(own, prompt, format, samples if position else [])
+
+
+def shift(learner, by=0.1, seed=9):
+    with torch.no_grad():
+        learner.prompt.add_(by * torch.randn(learner.prompt.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+# --- what a task's rows look like ------------------------------------------------------------------------------------
+
+
+def test_a_row_is_written_as_input_separator_target(backbone):
+    format, rows = RowFormat.of(task_of(backbone), backbone), rows_of(backbone)
+    assert format.name == encode(backbone, "mood")
+    for row in rows:
+        written = format.write(row, 40)
+        assert written == [*row["input_ids"], SEPARATOR, *row["target_ids"]]
+        assert format.read(written[:-1]) == row
+
+
+def test_a_long_input_is_cut_and_its_target_stays(backbone):
+    format = RowFormat.of(task_of(backbone), backbone)
+    row = rows_of(backbone)[2]
+    assert format.write(row, 8) == [*row["input_ids"][:4], SEPARATOR, *row["target_ids"]]
+    assert format.write(row, 2) == [SEPARATOR, *row["target_ids"]]
+
+
+def test_labels_are_targets_that_come_back(backbone):
+    def labels(targets):
+        found = RowFormat.of(task_of(backbone, targets=targets), backbone).labels
+        return {backbone.tokenizer.decode(label) for label in found}
+
+    assert labels(["up", "down"]) == {"up", "down"}
+    assert labels(["a", "b", "c"]) == {"a", "b", "c"}, "twice each, in six rows"
+    assert labels(["a", "b", "c", "d"]) == set()
+    assert labels(["up", ""]) == {"up"}
+
+
+def test_what_is_not_well_formed_is_not_read(backbone):
+    text, up, other = (encode(backbone, t) for t in ("fine", "up", "sideways"))
+    labelled = RowFormat.of(task_of(backbone), backbone)
+    free = RowFormat.of(task_of(backbone, targets=["a", "b", "c", "d"]), backbone)
+    good = [*text, SEPARATOR, *up]
+    assert labelled.read(good) and free.read(good)
+    assert free.read([*text, SEPARATOR, *other]) and not labelled.read([*text, SEPARATOR, *other])
+    for bad in (text, [], [SEPARATOR], [SEPARATOR, *up], [*text, SEPARATOR], [*good, SEPARATOR, *up]):
+        assert labelled.read(bad) is None
+        assert free.read(bad) is None
+
+
+def test_instruction_and_cue_are_those_of_most_rows(backbone):
+    """A row whose prompt was cut has lost its cue; an input may be part of the instruction too."""
+    cut = {"prompt_ids": encode(backbone, "Mark: gone"), "input_ids": encode(backbone, "gone"), "target_ids": [5, EOS]}
+    rows = [cut, *rows_of(backbone, [*INPUTS, "ar"])]
+    format = RowFormat.of(task_data(rows), backbone)
+    last = [EOS] if backbone.family == "t5" else []
+    assert format.head == encode(backbone, "Mark: ")
+    assert format.cue == [*encode(backbone, " = "), *last]
+
+
+def test_rows_without_inputs_are_a_fault(backbone):
+    rows = [{**row, "input_ids": []} for row in rows_of(backbone)]
+    with pytest.raises(DataError, match="none of its 6 training rows has one"):
+        RowFormat.of(task_data(rows, name="mood"), backbone)
+
+
+@pytest.mark.parametrize("targets", [["up", "down"], ["a", "b", "c", "d"]])
+def test_a_snapshot_holds_the_format(backbone, targets):
+    format = RowFormat.of(task_of(backbone, targets=targets), backbone)
+    assert dataclasses.asdict(RowFormat.load(format.tensors(), backbone)) == dataclasses.asdict(format)
+
+
+@pytest.mark.parametrize("sequences", [[], [[]], [[1, 2], [3]], [[], [4, 0]]])
+def test_padded_sequences_come_back(sequences):
+    assert unpadded(padded(sequences)) == sequences
+
+
+@pytest.mark.parametrize(
+    ("special", "unknown", "pad", "found"),
+    [
+        ([7, 2, 0], 0, 0, 7),  # Llama: BOS, EOS, unknown
+        ([2, 5, 0, 103, 102], 5, 0, 103),  # T5: EOS, unknown, padding, sentinels
+        ([2, 9], None, 2, 9),  # BOS is EOS
+    ],
+)
+def test_the_separator_is_a_special_token_that_means_nothing_else(special, unknown, pad, found):
+    tokenizer = types.SimpleNamespace(all_special_ids=special, unk_token_id=unknown, all_special_tokens=special)
+    assert separator(types.SimpleNamespace(tokenizer=tokenizer, eos_id=2, pad_id=pad)) == found
+
+
+def test_a_tokenizer_without_such_a_token_is_refused():
+    tokenizer = types.SimpleNamespace(all_special_ids=[2, 0], unk_token_id=0, all_special_tokens=["</s>", "<unk>"])
+    with pytest.raises(ConfigError, match=r"backbone.tokenizer: .*found only \['</s>', '<unk>'\]"):
+        separator(types.SimpleNamespace(tokenizer=tokenizer, eos_id=2, pad_id=2))
+
+
+# --- the first prompt ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_prompt_says_what_the_task_is(backbone):
+    task = task_of(backbone)
+    prompt = first_prompt(task, RowFormat.of(task, backbone), backbone, 30)
+    table = backbone.embedding_table
+    assert prompt.shape == (30, 32) and prompt.dtype == torch.float32
+    for vector, text in zip(prompt, [DESCRIPTION, "mood", *sorted(LABELS)], strict=False):
+        torch.testing.assert_close(vector, table[encode(backbone, text)].mean(0))
+    used = {token for row in task.rows for token in (*row["prompt_ids"], *row["target_ids"])}
+    drawn = [int((table == vector).all(1).nonzero()[0]) for vector in prompt[4:]]
+    assert set(drawn) <= used and len(set(drawn)) > 5
+    other = task_of(backbone, seed=1)
+    assert not torch.equal(prompt, first_prompt(other, RowFormat.of(other, backbone), backbone, 30))
+    short = first_prompt(task, RowFormat.of(task, backbone), backbone, 3)
+    assert torch.equal(short, prompt[:3])
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+def outputs_of(learner, rows, denominator):
+    place = learner._method.context
+    return forward(place.backbone, place.bank, rows, learner.adaptation(rows), denominator)
+
+
+def test_every_row_has_the_prompt_and_its_writing(backbone, bank, tmp_path):
+    own = method(backbone, bank, tmp_path)
+    learner, virtual = learner_of(own), [-1, -2, -3, -4, -5, -6]
+    rows = rows_of(backbone)
+    examples = learner.examples(rows)
+    assert [row["pseudo"] for row in examples] == [False] * 6 + [True] * 2
+    for row, example in zip(rows, examples, strict=False):
+        assert example["prompt_ids"] == [*row["prompt_ids"], *virtual] == own.prompt(row["prompt_ids"])
+        assert example["target_ids"] == row["target_ids"]
+        assert example["lm"]["prompt_ids"] == [*encode(backbone, "mood"), *virtual]
+        assert example["lm"]["target_ids"] == [*row["input_ids"], SEPARATOR, *row["target_ids"]]
+    for example in examples[6:]:
+        assert example["lm"]["prompt_ids"] == [*encode(backbone, "past"), *virtual]
+        assert example["prompt_ids"][: len("Say ")] == encode(backbone, "Say ")
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_loss_is_the_formula(backbone, bank, tmp_path, accumulation):
+    """Each term against logits of one row at a time."""
+    own = method(backbone, bank, tmp_path, lm_weight=0.4, kl_weight=0.2, accumulation=accumulation)
+    learner = learner_of(own)
+    shift(learner, by=1.0)
+    examples = learner.examples(rows_of(backbone))[4:]
+    denominator = sum(len(row["target_ids"]) for row in examples)
+    terms = learner.loss(outputs_of(learner, examples, denominator))
+
+    def alone(row, prompt):
+        outputs = forward(backbone, bank, [row], Adaptation(prompt=prompt))
+        return outputs.logits[0].double(), outputs.labels[0]
+
+    task = lm = kl = rounding = 0.0
+    for row in examples:
+        logits, labels = alone(row, learner.prompt)
+        task += cross_entropy(logits, labels, reduction="sum") / denominator
+        lm += cross_entropy(*alone(row["lm"], learner.prompt)) * len(row["target_ids"]) / denominator
+        if row["pseudo"]:
+            p, q = (log_softmax(found, -1) for found in (alone(row, learner._previous)[0], logits))
+            kl += (p.exp() * (p - q)).sum()
+            # of a small difference of large logarithms, and of the logits, which move it by how far p and q lie apart
+            rounding += PRODUCT * (p.exp() * (p + q).abs()).sum()
+            rounding += PASS * logits.abs().max() * (p.exp() - q.exp()).abs().sum()
+    assert terms.keys() == {"task", "lm", "kl"}
+    assert float(kl.detach()) > 20 * float(rounding.detach())
+    for name, expected in (("task", 0.8 * task), ("lm", 0.8 * 0.4 * lm)):
+        assert terms[name].item() == pytest.approx(expected.item(), rel=PASS)
+    kl, rounding = (0.2 * float(found.detach()) / accumulation for found in (kl, rounding))
+    assert terms["kl"].item() == pytest.approx(kl, rel=0, abs=rounding)
+
+
+def test_micro_batches_add_up(backbone, bank, tmp_path):
+    learner = learner_of(method(backbone, bank, tmp_path, kl_weight=0.2))
+    shift(learner, by=1.0)
+    examples = learner.examples(rows_of(backbone))
+    denominator = sum(len(row["target_ids"]) for row in examples)
+    whole = learner.loss(outputs_of(learner, examples, denominator))
+    parts = [learner.loss(outputs_of(learner, examples[i : i + 3], denominator)) for i in (0, 3, 6)]
+    for name, term in whole.items():
+        share = 0.05 if name == "kl" else PASS  # it is a small difference of large logarithms
+        assert sum(part[name].item() for part in parts) == pytest.approx(term.item(), rel=share)
+
+
+def test_the_teacher_drops_out_as_in_the_released_code(t5, tmp_path):
+    """There the model is in training mode for both: equal prompts give other answers."""
+    bank = bank_of(t5)
+    learner = learner_of(method(t5, bank, tmp_path, kl_weight=0.5))
+    examples = learner.examples(rows_of(t5))
+    t5.model.train()
+    with t5.dropout(0.3):
+        torch.manual_seed(0)
+        outputs = outputs_of(learner, examples, 1.0)
+        masks = torch.get_rng_state()
+        found = learner._divergence(outputs)
+        torch.set_rng_state(masks)
+        pseudo = [row for row in examples if row["pseudo"]]
+        told = forward(t5, bank, pseudo, Adaptation(prompt=learner._previous))
+    t5.model.eval()
+    p, q = (log_softmax(o.logits[-2:][o.labels[-2:] != -100].detach(), -1) for o in (told, outputs))
+    assert found.item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-4)
+    assert found.item() > 1e-2
+    bank.remove()
+
+
+def test_equal_prompts_give_equal_answers(backbone, bank, tmp_path):
+    learner = learner_of(method(backbone, bank, tmp_path, kl_weight=0.5))
+    examples = learner.examples(rows_of(backbone))
+    kl = learner.loss(outputs_of(learner, examples, 1.0))["kl"]
+    assert abs(kl.item()) < 1e-5
+    kl.backward()
+    assert learner.prompt.grad.abs().max().item() < 1e-5
+    shift(learner)
+    assert learner.loss(outputs_of(learner, examples, 1.0))["kl"].item() > 1e-3
+
+
+def test_rows_of_the_task_itself_are_free_to_change(backbone, bank, tmp_path):
+    learner = learner_of(method(backbone, bank, tmp_path))
+    shift(learner)
+    own_rows = learner.examples(rows_of(backbone))[:6]
+    assert learner.loss(outputs_of(learner, own_rows, 1.0))["kl"].item() == 0.0
+
+
+@pytest.mark.parametrize("case", ["first task", "nothing replayed", "k = 0"])
+def test_without_pseudo_samples_the_task_counts_in_full(backbone, bank, tmp_path, case):
+    own = method(backbone, bank, tmp_path, kl_weight=0.0 if case == "k = 0" else 0.5, lm_weight=0.25)
+    nothing = [Samples(RowFormat.of(task_of(backbone), backbone), [], 0, 4)]
+    learner = learner_of(own, int(case != "first task"), nothing if case == "nothing replayed" else None)
+    examples = learner.examples(rows_of(backbone))
+    outputs = outputs_of(learner, examples, 7.0)
+    terms = learner.loss(outputs)
+    assert terms.keys() == {"task", "lm"}
+    assert torch.equal(terms["task"], outputs.task_loss())
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writes(monkeypatch, backbone):
+    """Has texts written, over and over, `|` standing for the separator; gives a list that batch sizes are added to."""
+
+    def writes(*texts):
+        asked, supply = [], iter(texts * 1000)
+
+        def generate(backbone, bank, prompts, adaptation, longest, **more):
+            asked.append(len(prompts))
+            parts = [[encode(backbone, part) for part in next(supply).split("|")] for _ in prompts]
+            return [[token for i, part in enumerate(p) for token in ([SEPARATOR] if i else []) + part] for p in parts]
+
+        monkeypatch.setattr(_pseudo_samples, "generate", generate)
+        return asked
+
+    return writes
+
+
+def drawn(own, targets=LABELS):
+    backbone = own.context.backbone
+    format = RowFormat.of(task_of(backbone, targets=targets), backbone)
+    return draw(own.context, torch.zeros(6, 32), format, own.settings, torch.Generator().manual_seed(0))
+
+
+def texts(backbone, samples):
+    decode = backbone.tokenizer.decode
+    return [f"{decode(row['input_ids'])}|{decode(row['target_ids'][:-1])}" for row in samples.rows]
+
+
+def test_well_formed_samples_are_kept_two_per_label(backbone, bank, tmp_path, writes):
+    asked = writes("a|up", "b|sideways", "c|up", "nothing", "d|up", "|down", "e|down", "f|down|down")
+    samples = drawn(method(backbone, bank, tmp_path, tries=16))
+    assert texts(backbone, samples) == ["a|up", "c|up", "e|down", "e|down"]
+    assert (samples.well_formed, samples.drawn, asked) == (8, 16, [16])
+    for row in samples.rows:
+        assert row["prompt_ids"] == [*samples.format.head, *row["input_ids"], *samples.format.cue]
+
+
+def test_drawing_ends_when_there_is_enough(backbone, bank, tmp_path, writes):
+    asked = writes("a|up", "b|down")
+    assert len(drawn(method(backbone, bank, tmp_path, tries=100)).rows) == 4
+    assert asked == [32]
+    asked = writes("a|up")
+    assert len(drawn(method(backbone, bank, tmp_path, tries=100)).rows) == 2
+    assert asked == [32, 32, 32, 4], "never a second label"
+
+
+def test_free_text_needs_only_a_text(backbone, bank, tmp_path, writes):
+    writes("a|one", "b|", "c|two")
+    samples = drawn(method(backbone, bank, tmp_path, tries=9, samples_per_task=3), targets=["1", "2", "3", "4"])
+    assert texts(backbone, samples) == ["a|one", "c|two", "a|one"]
+
+
+@pytest.mark.parametrize("targets", [LABELS, ["1", "2", "3", "4"]])
+def test_nothing_wanted_is_nothing_drawn(backbone, bank, tmp_path, writes, targets):
+    asked = writes("a|up")
+    samples = drawn(method(backbone, bank, tmp_path, samples_per_label=0, samples_per_task=0), targets)
+    assert (samples.rows, samples.drawn, asked) == ([], 0, [])
+
+
+def test_when_none_is_well_formed_it_is_said(backbone, bank, tmp_path, writes, caplog):
+    writes("nothing")
+    with caplog.at_level(logging.WARNING):
+        assert drawn(method(backbone, bank, tmp_path)).rows == []
+    assert "none of 4 pseudo-samples of task mood is well-formed" in caplog.text
+
+
+def test_draws_repeat_by_their_seed(backbone, bank, tmp_path):
+    """With the backbone's own writing, as it comes."""
+    own = method(backbone, bank, tmp_path, tries=3, sample_length=12, top_k=200)
+    format = RowFormat.of(task_of(backbone, targets=["1", "2", "3", "4"]), backbone)
+    seen = []
+
+    def written(seed):
+        reading = types.SimpleNamespace(name=format.name, labels=[], read=seen.append)
+        seen.clear()
+        prompt = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+        draw(own.context, prompt, reading, own.settings, torch.Generator().manual_seed(seed))
+        return list(seen)
+
+    first = written(0)
+    assert len(first) == 3 and first[0] != first[1]
+    assert written(0) == first != written(1)
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+TRAINING = TrainingSettings(learning_rate=0.05, batch_size=4, epochs=4, checkpoint_every=2)
+
+
+def history_of(own, tmp_path, writes):
+    """The first task's snapshot, and a learner for the second one."""
+    backbone, bank = own.context.backbone, own.context.bank
+    first = own.begin_task(task_of(backbone), [])
+    learn(first, rows_of(backbone), backbone, bank, TRAINING, tmp_path / "first.safetensors")
+    writes("warm|up", "cold|down")
+    return first.finish()
+
+
+def second_task(backbone):
+    return task_of(backbone, position=1, name="next", head="Say ", targets=["old", "new"])
+
+
+def test_the_second_task_goes_on_from_the_first(backbone, bank, tmp_path, writes):
+    own = method(backbone, bank, tmp_path)
+    snapshot = history_of(own, tmp_path, writes)
+    kept = {name: tensor.clone() for name, tensor in snapshot.items()}
+    task = second_task(backbone)
+    learner = own.begin_task(task, [snapshot])
+    assert torch.equal(learner.prompt, snapshot["prompt"])
+    assert len(learner.examples(task.rows)) == 10
+    summary = learn(learner, task.rows, backbone, bank, TRAINING, tmp_path / "second.safetensors")
+    assert summary.losses.keys() == {"task", "lm", "kl"}
+    assert summary.losses["task"] < summary.first_losses["task"]
+    second = learner.finish()
+    assert not torch.equal(second["prompt"], snapshot["prompt"])
+    assert all(torch.equal(snapshot[name], tensor) for name, tensor in kept.items()), (
+        "an earlier snapshot never changes"
+    )
+    written = [
+        [*encode(backbone, a), SEPARATOR, *encode(backbone, b), EOS] for a, b in [("warm", "up"), ("cold", "down")]
+    ]
+    assert unpadded(second["pseudo_samples.0"]) == written * 2
+    assert learner.facts() == {"pseudo_samples": 4.0, "well_formed_share": 1.0}
+    third = own.begin_task(task_of(backbone, position=2, name="third"), [snapshot, second])
+    assert len(third.examples(rows_of(backbone))) == 6 + 4, "the second task's labels are others"
+    assert third.facts() == {"pseudo_samples": 4.0, "well_formed_share": 0.5}
+    assert unpadded(third.finish()["pseudo_samples.1"]) == []
+
+
+@pytest.mark.one_machine
+def test_cut_inside_a_task_it_ends_the_same(backbone, bank, tmp_path, writes):
+    own = method(backbone, bank, tmp_path)
+    snapshot, task = history_of(own, tmp_path, writes), second_task(backbone)
+
+    def run(name, on_step=None):
+        writes("warm|up", "cold|down")
+        learner = own.begin_task(task, [snapshot])
+        learn(learner, task.rows, backbone, bank, TRAINING, tmp_path / name, on_step=on_step)
+        return learner.finish()
+
+    def cut(step, steps, losses):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    whole = run("whole.safetensors")
+    with pytest.raises(KeyboardInterrupt):
+        run("cut.safetensors", cut)
+    resumed = run("cut.safetensors")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
+
+
+def test_recomputed_activations_change_nothing(backbone, bank, tmp_path):
+    """The backward pass runs layers again after the passes for writing and for the teacher."""
+    own = method(backbone, bank, tmp_path, kl_weight=0.2)
+    found = []
+    for recompute in (False, True):
+        learner = learner_of(own)
+        training = TRAINING.model_copy(update={"epochs": 1, "gradient_checkpointing": recompute})
+        learn(learner, rows_of(backbone), backbone, bank, training, tmp_path / "none.safetensors")
+        found.append(learner.prompt.detach())
+    assert_trained_alike(*found, learner_of(own).prompt.detach())
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_the_base_weights_stay(name, tmp_path):
+    backbone = load_tiny(name)
+    before = {key: weight.clone() for key, weight in backbone.model.state_dict().items()}
+    bank = bank_of(backbone)
+    own = method(backbone, bank, tmp_path, tries=2, sample_length=12)
+    history = []
+    for position in range(2):
+        learner = own.begin_task(task_of(backbone, position), history)
+        learn(learner, rows_of(backbone), backbone, bank, TRAINING, tmp_path / f"{position}.safetensors")
+        history.append(learner.finish())
+    after = backbone.model.state_dict()
+    assert all(torch.equal(after[key], weight) for key, weight in before.items())
+
+
+def test_the_newest_prompt_answers(backbone, bank, tmp_path):
+    own = method(backbone, bank, tmp_path)
+    history = [{"prompt": torch.full((6, 32), float(i))} for i in range(3)]
+    adaptation = own.blend(history, torch.tensor([[0.0, 0.0, 1.0]]))
+    assert torch.equal(adaptation.prompt, history[2]["prompt"])
+    assert not adaptation.deltas
+    assert own.prompt([5, 7]) == [5, 7, -1, -2, -3, -4, -5, -6]
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_scripts_for_classification():
+    s = Lfpt5Settings()
+    assert (s.prompt_length, s.lm_weight, s.kl_weight, s.samples_per_label) == (300, 0.25, 0.01, 2)
+    assert (s.top_k, s.repetition_penalty, s.sample_length) == (64, 2.5, 256)
+    assert Lfpt5(s).parameter_count({"q": (1024, 1024)}, 1024) == 307_200  # T5-Large
+    assert Lfpt5(s).packable and Lfpt5.mixings == ("last",)
+
+
+def test_presets():
+    unified, official = (Lfpt5Settings(preset=preset) for preset in ("unified", "official"))
+    assert Lfpt5.training_defaults(unified, "t5", "superni") == {}
+    scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
+    for backbone, dropout in (("google/t5-large-lm-adapt", 0.1), ("tiny-llama", 0.0)):
+        found = Lfpt5.training_defaults(official, backbone, "superni")
+        assert found == {**scripts, "gradient_clip": None, "backbone_dropout": dropout}
+    unified, official = (Lfpt5.resolve(settings, "t5", "superni") for settings in (unified, official))
+    assert (unified.accumulation, official.accumulation) == (1, 4)
+    written = Lfpt5Settings(preset="official", accumulation=2)
+    assert Lfpt5.resolve(written, "t5", "superni") == written
+    assert Lfpt5(unified).stage_identity(0) == Lfpt5(official).stage_identity(0)
+    assert Lfpt5(unified).stage_identity(1) | {"accumulation": 4} == Lfpt5(official).stage_identity(1)
+
+
+def test_without_a_divergence_its_weight_beside_the_task_means_nothing():
+    one, other = (method(kl_weight=0.0, accumulation=number).stage_identity(1) for number in (1, 4))
+    assert one == other
+
+
+OF_SAMPLES = [
+    "kl_weight",
+    "accumulation",
+    "samples_per_label",
+    "samples_per_task",
+    "tries",
+    "top_k",
+    "repetition_penalty",
+]
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_the_first_task_does_not_read_what_is_about_samples(name):
+    change = {name: 0.3 if name == "kl_weight" else 3.0 if name == "repetition_penalty" else 7}
+    assert method().stage_identity(0) == method(**change).stage_identity(0)
+    assert method().stage_identity(1) != method(**change).stage_identity(1)
+    alone = {"samples_per_label": 0, "samples_per_task": 0}
+    if not name.startswith("samples"):
+        assert method(**alone).stage_identity(1) == method(**alone, **change).stage_identity(1)
+
+
+def test_the_length_of_samples_is_read_where_they_are_written():
+    for position, settings, reads in ((0, {}, True), (0, {"lm_weight": 0.0}, False), (1, {"lm_weight": 0.0}, True)):
+        identities = [method(**settings, sample_length=n).stage_identity(position) for n in (40, 50)]
+        assert (identities[0] != identities[1]) == reads
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prompt_length": 0},
+        {"lm_weight": -0.1},
+        {"kl_weight": 1.0},
+        {"accumulation": 0},
+        {"sample_length": 0},
+        {"samples_per_label": -1},
+        {"tries": 0},
+        {"top_k": 0},
+        {"repetition_penalty": 0.0},
+        {"preset": "paper"},
+        {"rank": 8},
+    ],
+)
+def test_values_out_of_range_are_refused(settings):
+    with pytest.raises(ValidationError):
+        Lfpt5Settings(**settings)

@@ -1,0 +1,527 @@
+"""SeqLoRA, IncLoRA, O-LoRA and the references: their formulas, presets, and what names their snapshots."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers.peft_models import peft_model
+from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding, assert_trained_alike
+from helpers.tiny import bank_of, checkpoint_at, learn, learns, load_tiny, random_rows, task_data
+from pydantic import ValidationError
+
+from latent_sweep.adapters.lora import DeltaSum, new_branch, outputs_of
+from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
+from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.benchmarks.schema import load_benchmark
+from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.training import TaskTraining, derived_seed, train_pack
+from latent_sweep.methods import method_class
+from latent_sweep.methods._lora import Scripts, gain_lora_scripts
+from latent_sweep.methods.o_lora import LONG_LAMBDA_1, LONG_LAMBDA_2, OLoraPenalty
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.sweep.groups import TrainingSettings
+
+LORA = ("seq_lora", "inc_lora", "o_lora", "joint_lora")
+ROWS = random_rows(12, seed=1)
+TRAINING = {"learning_rate": 0.02, "batch_size": 4, "epochs": 4}
+
+
+def resolved(name, backbone="tiny-llama", benchmark="superni", **settings):
+    kind = method_class(name)
+    return kind.resolve(kind.settings_class(**settings), backbone, benchmark)
+
+
+def planned(name, **settings):
+    """The method as planning sees it."""
+    return method_class(name)(resolved(name, **settings))
+
+
+@pytest.fixture
+def method_of(backbone, bank, tmp_path):
+    """A method at work on the backbone: `method_of("seq_lora", rank=4)`."""
+
+    def build(name, **settings):
+        return method_class(name)(resolved(name, **{"rank": 4, **settings}), MethodContext(backbone, bank, tmp_path, 8))
+
+    return build
+
+
+@pytest.fixture
+def train(backbone, bank, tmp_path):
+    """Train a learner; returns its snapshot and the loss terms of every step."""
+
+    def run(learner, rows=ROWS, name="c", **training):
+        losses = []
+        settings = TrainingSettings(**{**TRAINING, **training})
+        path = tmp_path / f"{name}.safetensors"
+        learn(learner, rows, backbone, bank, settings, path, on_step=lambda step, steps, terms: losses.append(terms))
+        return learner.finish(), losses
+
+    return run
+
+
+def snapshots(backbone, count, rank=4):
+    """Random snapshots of earlier tasks, large enough to change what the model answers."""
+    shapes = [tensor.shape for tensor in new_branch(backbone.targets, rank, torch.Generator())]
+    sources = [torch.Generator().manual_seed(seed) for seed in range(count)]
+    return [{k: 0.2 * torch.randn(s, generator=g) for k, s in zip("AB", shapes, strict=True)} for g in sources]
+
+
+def logits(backbone, bank, adaptation):
+    with torch.no_grad(), bank.active(adaptation):
+        return label_logits(backbone, collate(ROWS, backbone))
+
+
+@contextmanager
+def weights_changed(backbone, *pairs, s=4.0):
+    """Within the block, `s B A` of these snapshots is added to the frozen weights themselves."""
+    before = [module.weight.clone() for module in backbone.targets.values()]
+    with torch.no_grad():
+        for pair in pairs:
+            for module, a, b in zip(backbone.targets.values(), *parts_of(backbone, pair), strict=True):
+                module.weight += s * b @ a
+    yield
+    with torch.no_grad():
+        for module, weight in zip(backbone.targets.values(), before, strict=True):
+            module.weight.copy_(weight)
+
+
+def parts_of(backbone, pair):
+    return pair["A"].unbind(0), pair["B"].split(outputs_of(backbone.targets))
+
+
+def changed_logits(backbone, *pairs, s=4.0):
+    with torch.no_grad(), weights_changed(backbone, *pairs, s=s):
+        return label_logits(backbone, collate(ROWS, backbone))
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_the_unified_preset_is_the_papers_protocol(name):
+    settings = resolved(name)
+    assert (settings.rank, settings.alpha, settings.dropout) == (8, 16.0, 0.0)
+    assert settings.s == 2
+    assert method_class(name).training_defaults(settings, "t5", "superni") == {}
+    assert method_class(name)(settings).packable
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_the_official_preset_is_o_loras_release(name):
+    settings = resolved(name, preset="official")
+    assert (settings.rank, settings.alpha, settings.dropout) == (8, 32.0, 0.1)
+    assert not method_class(name)(settings).packable, "masks are drawn for a whole batch"
+    for backbone, rate, dropout in (("t5-large", 1e-3, 0.1), ("llama-2-7b", 1e-4, 0.0)):
+        found = method_class(name).training_defaults(settings, backbone, "superni")
+        expected = {"learning_rate": rate, "batch_size": 64, "epochs": 1, "backbone_dropout": dropout}
+        assert found == expected, "trainers call model.train()"
+
+
+@pytest.mark.parametrize(
+    ("backbone", "benchmark", "rank", "training"),
+    [
+        ("t5-large", "superni", 4, (3e-4, 32, 100)),
+        ("t5-large", "long_sequence", 8, (3e-4, 32, 10)),
+        ("llama-2-7b", "superni", 4, (5e-5, 32, 50)),
+        ("someone/llama-3", "long_sequence", 4, (5e-5, 32, 20)),
+        ("someone/T5-small", "long_sequence", 8, (3e-4, 32, 10)),
+    ],
+)
+def test_the_gain_lora_lineage_depends_on_backbone_and_benchmark(backbone, benchmark, rank, training):
+    class Lineage(method_class("inc_lora")):
+        @classmethod
+        def official(cls, family: str, benchmark: str) -> Scripts:
+            return gain_lora_scripts(family, benchmark)
+
+    settings = Lineage.resolve(Lineage.settings_class(preset="official"), backbone, benchmark)
+    assert (settings.rank, settings.alpha, settings.dropout) == (rank, 32.0, 0.0)
+    assert settings.old_branch_grad == "detach"
+    family = "t5" if "t5" in backbone.lower() else "llama"
+    found = Lineage.training_defaults(settings, family, benchmark)
+    expected = dict(zip(("learning_rate", "batch_size", "epochs"), training, strict=True))
+    assert found == expected | {"backbone_dropout": 0.1 if family == "t5" else 0.0}
+
+
+def test_what_is_written_stays_whatever_the_preset():
+    settings = resolved("o_lora", preset="official", rank=2, alpha=3.0, dropout=0.0, lambda_1=[0.1, 0.2])
+    assert (settings.rank, settings.alpha, settings.dropout, settings.lambda_1) == (2, 3.0, 0.0, (0.1, 0.2))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"rank": 0},
+        {"rank": 2.0},
+        {"alpha": 0.0},
+        {"dropout": 1.0},
+        {"preset": "theirs"},
+        {"lambda_1": -0.1},
+        {"lambda_1": []},
+        {"lambda_2": [0.1, -0.1]},
+        {"lambda_2": "0.1"},
+        {"penalty": "l2"},
+        {"train_active": "all"},
+    ],
+    ids=str,
+)
+def test_a_fault_is_found_when_the_settings_are_read(fault):
+    with pytest.raises(ValidationError):
+        method_class("o_lora").settings_class(**fault)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "count"),
+    [
+        ("t5-large", 2_359_296),
+        ("t5-3b", 5_898_240),
+        ("llama-2-7b", 4_194_304),
+        ("llama-3-8b", 3_407_872),
+        ("llama-2-13b", 6_553_600),
+    ],
+)
+def test_the_parameter_counts_of_the_papers_table(backbone, count):
+    """At r = 8; Llama-3-8B is narrower in v than the paper's table counts."""
+    known = KNOWN[backbone]
+    assert planned("seq_lora").parameter_count(target_shapes(known.family, known.config), 1024) == count
+
+
+def test_a_faulty_schedule_is_told_with_its_values():
+    with pytest.raises(ValidationError, match=r"found \(0\.5, -1\.0\); expected a number of at least 0, or a list"):
+        method_class("o_lora").settings_class(lambda_1=[0.5, -1.0])
+
+
+# --- what names a snapshot -------------------------------------------------------------------------------------------
+
+
+def test_the_preset_names_no_snapshot_but_what_it_resolves_to_does():
+    written = planned("o_lora", preset="official")
+    same = planned("o_lora", rank=8, alpha=32.0, dropout=0.1, lambda_1=0.5, lambda_2=0.0, old_branch_grad="flow")
+    assert written.stage_identity(1) == same.stage_identity(1) != planned("o_lora").stage_identity(1)
+    assert "preset" not in written.settings.training_identity()
+
+
+def test_learning_alone_reads_no_history_and_ignores_the_order():
+    """IncLoRA with only its own pair active: with the oracle's mixing, per-task fine-tuning."""
+    alone, beside = planned("inc_lora", train_active="current"), planned("inc_lora")
+    assert [alone.reads_history(position) for position in range(3)] == [False, False, False]
+    assert alone.stage_identity(0) == alone.stage_identity(2) == beside.stage_identity(0) != beside.stage_identity(2)
+    assert [beside.reads_history(position) for position in range(3)] == [False, True, True]
+
+
+def test_the_first_task_is_shared_by_all_that_earlier_tasks_decide():
+    first = planned("o_lora").stage_identity(0)
+    changes = {"lambda_1": 3.0, "penalty": "squared", "train_active": "current", "old_branch_grad": "detach"}
+    for change in ({name: value} for name, value in changes.items()):
+        assert planned("o_lora", **change).stage_identity(0) == first
+        assert planned("o_lora", **change).stage_identity(1) != planned("o_lora").stage_identity(1)
+    assert planned("o_lora", lambda_2=0.1).stage_identity(0) != first
+
+
+def test_a_schedule_gives_each_task_its_weights():
+    method = planned("o_lora", lambda_1=[9.0, 0.5, 5.0], lambda_2=[0.1, 0.0])
+    assert [method.coefficients(position) for position in range(5)] == [
+        (0.0, 0.1),  # the first task has nothing to overlap with
+        (0.5, 0.0),
+        (5.0, 0.0),
+        (5.0, 0.0),
+        (5.0, 0.0),
+    ]
+    plain = planned("o_lora", lambda_1=5.0, lambda_2=0.0)
+    assert method.stage_identity(2) == plain.stage_identity(2), "only its own position counts"
+
+
+def test_o_lora_without_overlap_reads_history_like_inc_lora():
+    for settings in ({"train_active": "sum"}, {"train_active": "current"}):
+        for lambda_1, more in ((0.0, False), (0.5, True)):
+            found = planned("o_lora", lambda_1=lambda_1, **settings).reads_history(1)
+            assert found == (planned("inc_lora", **settings).reads_history(1) or more)
+
+
+def test_the_official_schedules_of_long_sequence():
+    method = planned("o_lora", preset="official", backbone="t5-large", benchmark="long_sequence")
+    found = [method.coefficients(position) for position in range(15)]
+    assert [first for first, _ in found] == [0] + [0.5] * 8 + [5] * 6
+    names = load_benchmark("long_sequence").orders["4"]
+    weighed = {name: second for name, (_, second) in zip(names, found, strict=True) if second}
+    assert weighed == {"copa": 0.1, "qqp": 0.1, "rte": 0.3, "sst2": 0.1, "yahoo": 0.1, "boolq": 0.1, "wic": 0.3}
+    assert (len(LONG_LAMBDA_1), len(LONG_LAMBDA_2)) == (10, 15)
+    for backbone, benchmark in (("t5-large", "superni"), ("llama-2-7b", "long_sequence")):
+        other = planned("o_lora", preset="official", backbone=backbone, benchmark=benchmark)
+        assert other.coefficients(9) == (0.5, 0.0)
+
+
+# --- SeqLoRA ---------------------------------------------------------------------------------------------------------
+
+
+def test_seq_lora_goes_on_from_the_previous_pair_and_leaves_it_alone(backbone, method_of, train):
+    method, (first,) = method_of("seq_lora"), snapshots(backbone, 1)
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    learner = method.begin_task(task_data(position=1), [first])
+    assert all(torch.equal(learner.finish()[name], first[name]) for name in "AB")
+    second, _ = train(learner)
+    for name in "AB":
+        assert torch.equal(first[name], kept[name]), "the earlier snapshot is not what is trained"
+        assert not torch.equal(second[name], first[name])
+
+
+def test_the_newest_pair_answers_like_the_changed_weights(backbone, bank, method_of):
+    method, history = method_of("seq_lora"), snapshots(backbone, 2)
+    found = logits(backbone, bank, method.blend(history, torch.tensor([[0.0, 1.0]])))
+    bare = logits(backbone, bank, method.blend(history, torch.tensor([[0.0, 0.0]])))
+    assert_same_to_rounding(found, changed_logits(backbone, history[1]), PASS)
+    assert float((found - bare).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
+def test_twenty_steps_end_where_pefts_end(family, tmp_path):
+    """The same start and batches in a plain loop around peft's model, its loss and torch's own AdamW."""
+    backbone, other = load_tiny(family), load_tiny(family)
+    bank = bank_of(backbone)
+    method = method_class("seq_lora")(
+        resolved("seq_lora", rank=4, alpha=8.0), MethodContext(backbone, bank, tmp_path, 4)
+    )
+    learner = method.begin_task(task_data(ROWS), [])
+    start = learner.finish()
+    settings = TrainingSettings(learning_rate=1e-2, batch_size=4, epochs=7, max_steps=20, weight_decay=0.01)
+    learn(learner, ROWS, backbone, bank, settings, tmp_path / "c")
+    ours = learner.finish()
+    bank.remove()
+
+    model = peft_model(other, (start["A"], start["B"]), alpha=8.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == method.parameter_count(
+        {name: tuple(module.weight.shape) for name, module in backbone.targets.items()}, 32
+    )
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.01)
+    lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in ROWS]
+    shuffles = [torch.Generator().manual_seed(derived_seed(0, "task", "batches", epoch)) for epoch in range(7)]
+    batches = [batch for shuffle in shuffles for batch in epoch_batches(lengths, 4, shuffle, True)]
+    for rows in batches[:20]:
+        batch = collate([ROWS[i] for i in rows], other)
+        found = label_logits(other, batch)
+        loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    layers = [other.model.get_submodule(name) for name in backbone.targets]
+    theirs = {
+        "A": torch.stack([layer.lora_A["default"].weight for layer in layers]),
+        "B": torch.cat([layer.lora_B["default"].weight for layer in layers]),
+    }
+    for name in "AB":
+        assert float((ours[name] - start[name]).abs().max()) > 0.02, "it must have learned for this to mean anything"
+        assert_trained_alike(ours[name], theirs[name].detach(), start[name])
+
+
+# --- IncLoRA ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", ["flow", "detach"])
+def test_earlier_pairs_are_active_while_a_new_one_is_learned(backbone, bank, method_of, grad):
+    """B is zero at the start, so the model answers as the earlier pairs' sum does."""
+    history = snapshots(backbone, 2)
+    learner = method_of("inc_lora", old_branch_grad=grad).begin_task(task_data(position=2), history)
+    expected = changed_logits(backbone, *history)
+    assert_same_to_rounding(logits(backbone, bank, learner.adaptation(ROWS)), expected, PASS)
+    alone = method_of("inc_lora", train_active="current").begin_task(task_data(position=2), [])
+    bare = changed_logits(backbone)
+    assert_same_to_rounding(logits(backbone, bank, alone.adaptation(ROWS)), bare, PASS)
+    assert float((expected - bare).abs().max()) > 0.1
+
+
+def first_gradients(backbone, bank, learner):
+    with bank.active(learner.adaptation(ROWS)):
+        label_logits(backbone, collate(ROWS, backbone)).square().mean().backward()
+    return learner.B.grad
+
+
+def test_detached_earlier_pairs_change_gradients_below_the_last_layer_only(backbone, bank, method_of):
+    """The last projection's gradient passes through no other pair; the first one's does."""
+    history = snapshots(backbone, 1)
+    found = {}
+    for grad in ("flow", "detach"):
+        learner = method_of("inc_lora", old_branch_grad=grad).begin_task(task_data(position=1), history)
+        parts = first_gradients(backbone, bank, learner).split(outputs_of(backbone.targets))
+        found[grad] = parts[0], parts[-1]
+    assert_same_to_rounding(found["flow"][1], found["detach"][1], GRADIENT)
+    assert float((found["flow"][0] - found["detach"][0]).abs().max()) > 1e-3 * float(found["flow"][0].abs().max())
+
+
+def test_gradients_that_flow_are_those_of_the_changed_weights(backbone, bank, method_of):
+    (earlier,) = snapshots(backbone, 1)
+    learner = method_of("inc_lora").begin_task(task_data(position=1), [earlier])
+    found = first_gradients(backbone, bank, learner)
+    alone = method_of("inc_lora", train_active="current").begin_task(task_data(position=1), [])
+    with weights_changed(backbone, earlier):
+        expected = first_gradients(backbone, bank, alone)
+    assert_same_to_rounding(found, expected, GRADIENT)
+
+
+def test_all_pairs_answer_as_their_sum_and_the_scale_stays_one_tasks(backbone, bank, method_of):
+    method, history = method_of("inc_lora"), snapshots(backbone, 3)
+    assert method.mixings[0] == "sum"
+    together = logits(backbone, bank, method.blend(history, torch.ones(1, 3)))
+    assert_same_to_rounding(together, changed_logits(backbone, *history), PASS)
+    rowwise = logits(backbone, bank, method.blend(history, torch.eye(3)[[0, 1, 2] * 4]))
+    each = [changed_logits(backbone, snapshot) for snapshot in history]
+    expected = torch.stack([each[row % 3][row] for row in range(12)])
+    assert_same_to_rounding(rowwise, expected, PASS)
+
+
+def test_dropout_is_for_learning_only(backbone, bank, method_of):
+    learner = method_of("inc_lora", dropout=0.5).begin_task(task_data(position=1), snapshots(backbone, 1))
+    assert isinstance(learner.adaptation(ROWS).deltas, DeltaSum)
+    assert learner.adaptation(ROWS).deltas.rate == 0.5
+    with torch.no_grad():
+        assert not learner.adaptation(ROWS).deltas.rate, "nor is it for validation"
+
+
+PACK = [
+    ({"rank": 8, "alpha": 16.0}, {"learning_rate": 3e-3, "batch_size": 4}),
+    ({"rank": 2, "alpha": 8.0}, {"learning_rate": 1e-2, "batch_size": 4}),
+    ({"rank": 4, "alpha": 4.0}, {"learning_rate": 5e-3, "batch_size": 3}),
+]
+
+
+def test_members_beside_earlier_pairs_end_as_alone(backbone, bank, method_of, tmp_path):
+    def trainings(folder):
+        for i, (settings, training) in enumerate(PACK):
+            history = [{k: t / 2 for k, t in s.items()} for s in snapshots(backbone, 2, rank=settings["rank"])]
+            learner = method_of("inc_lora", **settings).begin_task(task_data(position=2, seed=i), history)
+            train = TrainingSettings(epochs=20, max_steps=20, **training)
+            checkpoint = checkpoint_at(tmp_path / folder / str(i))
+            yield TaskTraining(learner, random_rows(14, seed=i, longest=5 + 3 * i), train, (i, "task"), checkpoint)
+
+    together, alone = list(trainings("together")), list(trainings("alone"))
+    start = [lesson.learner.finish() for lesson in alone]
+    train_pack(together, Engine(backbone=backbone), bank)
+    for member, lesson, first in zip(together, alone, start, strict=True):
+        train_pack([lesson], Engine(backbone=backbone), bank)
+        found, expected = member.learner.finish(), lesson.learner.finish()
+        for key in "AB":
+            assert float((expected[key] - first[key]).abs().max()) > 1e-3
+            assert_trained_alike(found[key], expected[key], first[key])
+
+
+# --- O-LoRA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_without_its_penalties_o_lora_is_inc_lora_bit_for_bit(backbone, method_of, train, dropout):
+    history, ends = snapshots(backbone, 2), []
+    for name, settings in (("inc_lora", {}), ("o_lora", {"lambda_1": 0.0, "lambda_2": 0.0})):
+        method = method_of(name, dropout=dropout, **settings)
+        ends.append(train(method.begin_task(task_data(position=2), history), name=name))
+    (inc, inc_losses), (o, o_losses) = ends
+    assert all(torch.equal(inc[key], o[key]) for key in "AB")
+    assert inc_losses == o_losses
+    assert inc_losses[-1]["task"] < inc_losses[0]["task"]
+
+
+def test_the_penalty_is_the_sum_over_projections_tasks_and_entries():
+    outputs, A = [3, 2], torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0))
+    B = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
+    earlier = [torch.randn(2, rank, 4, generator=torch.Generator().manual_seed(rank)) for rank in (2, 3)]
+    total = {"l1": 0.0, "squared": 0.0}
+    for module in range(2):
+        for old in earlier:
+            for row in old[module]:
+                for new in A[module]:
+                    product = math.fsum(float(x) * float(y) for x, y in zip(row, new, strict=True))
+                    total["l1"] += abs(product)
+                    total["squared"] += product**2
+    matrices = [A[0], A[1], B[:3], B[3:]]
+    size = sum(math.sqrt(math.fsum(float(x) ** 2 for x in matrix.flatten())) for matrix in matrices)
+    for kind, overlap in total.items():
+        terms = OLoraPenalty(earlier, outputs, 0.5, 0.1, kind)(A, B)
+        assert terms == {
+            "ortho_penalty": pytest.approx(0.5 * overlap, rel=1e-5),
+            "norm_penalty": pytest.approx(0.1 * size, rel=1e-5),
+        }
+    assert OLoraPenalty([], outputs, 0.5, 0.0)(A, B) == {}
+    assert list(OLoraPenalty(earlier, outputs, 0.0, 0.1)(A, B)) == ["norm_penalty"]
+
+
+def test_a_pair_that_is_zero_has_a_finite_gradient(backbone, method_of):
+    """B starts at zero, where the 2-norm has a kink."""
+    learner = method_of("o_lora", lambda_2=0.3).begin_task(task_data(position=1), snapshots(backbone, 1))
+    terms = learner.penalty()
+    assert set(terms) == {"ortho_penalty", "norm_penalty"}
+    sum(terms.values()).backward()
+    assert learner.A.grad.isfinite().all() and learner.A.grad.any()
+    assert not learner.B.grad.any()
+
+
+def test_the_overlap_shrinks_while_it_is_learned_under_it(backbone, method_of, train):
+    """Against the same task without the penalty: the new rows turn away from the earlier ones."""
+    history = snapshots(backbone, 2)
+
+    def cosine(A):
+        old = torch.cat([snapshot["A"] for snapshot in history], 1)
+        return float(torch.nn.functional.cosine_similarity(old.unsqueeze(2), A.unsqueeze(1), dim=-1).abs().mean())
+
+    found = {}
+    for lambda_1 in (0.0, 0.1):
+        learner = method_of("o_lora", lambda_1=lambda_1).begin_task(task_data(position=2), history)
+        end, losses = train(learner, learning_rate=3e-3, epochs=10)
+        found[lambda_1] = cosine(end["A"])
+        assert ("ortho_penalty" in losses[0]) == bool(lambda_1)
+    assert found[0.1] < 0.5 * found[0.0]
+    assert losses[-1]["task"] < losses[0]["task"]
+    assert losses[-1]["ortho_penalty"] < 0.5 * losses[0]["ortho_penalty"]
+
+
+# --- references ------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "search": {},
+    "trial__benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 4},
+    "trial__training": {"learning_rate": 0.02, "epochs": 1, "batch_size": 4},
+}
+
+
+def rows_of_scores(runs):
+    (trial,) = (runs.folder / "tiny" / "trials").iterdir()
+    predictions = {path.stem: path.read_text() for path in (trial / "predictions").iterdir()}
+    return runs.stages[-1].matrices[0].rows, predictions
+
+
+def test_zero_shot_answers_as_the_bare_backbone_without_training(runs, llama):
+    steps = []
+    packs = runs.packs(**SMALL, trial__method={"name": "zero_shot"})
+    runs.run(packs, lambda event: steps.append(event) if learns(event) else None)
+    rows, _ = rows_of_scores(runs)
+    assert steps == []
+    assert rows[0][0] == rows[1][0]
+    assert len(set(packs[0].trials[0].lineages())) == 1
+    assert method_class("zero_shot").mixings == ("last",)
+    method = planned("zero_shot")
+    assert method.blend([{}], torch.ones(1, 1)).deltas == ()
+    assert (method.rank(), method.parameter_count({"q": (4, 4)}, 4)) == (0, 0)
+
+
+def test_joint_lora_learns_all_tasks_once_and_answers_the_same_ever_after(runs):
+    steps = []
+    packs = runs.packs(**SMALL, trial__method={"name": "joint_lora", "rank": 4})
+    runs.run(packs, lambda event: steps.append((event.position, event.steps)) if learns(event) else None)
+    assert steps == [(0, 4)] * 4, "sixteen rows of two tasks, four at a time"
+    rows, predictions = rows_of_scores(runs)
+    assert rows[0][0] == rows[1][0]
+    assert set(predictions) == {"mood", "ticket"}
+    assert len(set(packs[0].trials[0].lineages())) == 1
+
+
+def test_per_task_fine_tuning_is_learned_once_for_every_order(runs):
+    """The reference that forgets nothing: IncLoRA alone behind the oracle; its snapshots do not know their order."""
+    method = {"name": "inc_lora", "rank": 4, "train_active": "current"}
+    changes = {**SMALL, "search": {"benchmark.order": [1, 2]}, "trial__method": method, "trial__router__mode": "oracle"}
+    changes["trial__benchmark"] = {**SMALL["trial__benchmark"], "tasks": ["date", "ticket", "past"]}
+    first, second = runs.packs(**changes)
+    one, other = (set(pack.trials[0].lineages()) for pack in (first, second))
+    assert one == other
+    runs.run([first])
+    matrix = runs.stages[-1].matrices[0]
+    assert matrix.forgetting() == 0, "every task keeps its own answers"

@@ -1,0 +1,251 @@
+import csv
+import io
+import math
+import re
+
+import numpy as np
+import pytest
+from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
+from matplotlib import image
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.results import report
+from latent_sweep.results.figures import curve_figure, save_figure, score_matrix_figure
+
+AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
+
+
+@pytest.fixture
+def summary(tmp_path):
+    """lambda=0: AP 0.40, 0.41, 0.45 over three seeds; lambda=0.1: one seed at 0.50, one failed, one stopped."""
+    sweep = write_sweep(tmp_path, AXES)
+    trials = list(sweep)
+    for trial, average, forgetting in zip(trials, (0.40, 0.41, 0.45, 0.50), (0.10, 0.12, 0.14, 0.02), strict=False):
+        run_to_end(trial, average, forgetting)
+    start(trials[4])
+    journal_of(trials[4]).append("failed", kind="non_finite", message="the loss is nan", task="summary", step=120)
+    start(trials[5])
+    learn(trials[5], 1, 0.2)
+    journal_of(trials[5]).append("stopped", tasks_seen=1, reason="below the median")
+    return report.summarise(sweep)
+
+
+def test_numbers_worked_by_hand(summary):
+    first, second = summary.configurations
+    assert first.values == {"lambda": 0.0}
+    assert (first.n_finished, first.n_trials) == (3, 3)
+    assert first.average_performance.mean == pytest.approx(0.42)
+    # deviations -0.02, -0.01, 0.03: squares sum to 0.0014, over n - 1 = 2
+    assert first.average_performance.std == pytest.approx(math.sqrt(0.0007))
+    assert first.forgetting.mean == pytest.approx(0.12)
+    assert first.forgetting.std == pytest.approx(0.02)
+    assert first.task_scores["intent"].mean == pytest.approx(0.42)
+    assert (second.n_finished, second.n_trials) == (1, 3)
+    assert second.average_performance == report.Statistic(mean=0.5, std=None, n=1)
+    assert summary.counts == {"finished": 4, "failed": 1, "stopped": 1}
+    assert summary.best_average_performance == 0.5
+
+
+def test_the_text_table(summary):
+    lines = report.render(summary).splitlines()
+    assert lines[0] == "sweep lambda: 6 trials (4 finished, 1 failed, 1 stopped)"
+    assert lines[2].split() == ["lambda", "n", "AP", "(%)", "FM", "(%)"]
+    assert lines[4].split() == ["0.0", "3", "42.00", "±", "2.65", "12.00", "±", "2.00"]
+    assert lines[5].split() == ["0.1", "1/3", "50.00", "*", "2.00"]
+    assert "lambda=0.1 seed=1 failed: non_finite at task summary, step 120: the loss is nan" in lines
+    assert "lambda=0.1 seed=2 stopped: after 1 tasks: below the median" in lines
+    assert "T3 = intent" in lines
+
+
+def test_the_markdown_table(summary):
+    text = report.render(summary, "markdown")
+    assert "| lambda | n | AP (%) | FM (%) |\n| --- | --- | --- | --- |" in text
+    assert "| 0.1 | 1/3 | **50.00** | 2.00 |" in text
+    assert "| 0.0 | 42.00 | 42.00 | 42.00 |" in text
+
+
+def test_the_latex_table(summary):
+    text = report.render(summary, "latex")
+    assert r"$\lambda$ & $n$ & AP (\%) & FM (\%) \\" in text
+    assert r"0.0 & 3 & 42.00 $\pm$ 2.65 & 12.00 $\pm$ 2.00 \\" in text
+    assert r"\textbf{50.00}" in text
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
+
+
+def test_the_csv_table(summary):
+    rows = list(csv.DictReader(io.StringIO(report.render(summary, "csv"))))
+    assert rows[0] == {
+        "lambda": "0.0",
+        "n_finished": "3",
+        "n_trials": "3",
+        "AP_mean": "42.00",
+        "AP_std": "2.65",
+        "FM_mean": "12.00",
+        "FM_std": "2.00",
+        "best_AP": "false",
+        **{f"score/{task}": "42.00" for task in TASKS},
+    }
+    assert (rows[1]["AP_std"], rows[1]["best_AP"]) == ("", "true")
+
+
+def test_an_unknown_format_names_the_known_ones(summary):
+    with pytest.raises(ConfigError, match="'html'; expected one of text, markdown, csv, latex"):
+        report.render(summary, "html")
+
+
+@pytest.mark.parametrize("format", report.FORMATS)
+def test_a_sweep_that_has_not_begun_renders(tmp_path, format):
+    summary = report.summarise(write_sweep(tmp_path, {"seed": [0, 1]}))
+    assert report.render(summary, format)
+    assert summary.best_average_performance is None
+    assert report.curves(summary) is None
+
+
+def test_latex_and_markdown_survive_special_characters(tmp_path):
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft_&", "a|b"], "seed": [0]})
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    summary = report.summarise(sweep)
+    assert r"soft\_\&" in report.render(summary, "latex")
+    assert r"a\|b" in report.render(summary, "markdown")
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["method.ortho_lambda", "router.components", "seed"], ["lambda", "K", "seed"]),
+        (["method.name", "backbone.name"], ["method", "backbone"]),
+        (["method.rank", "probe.rank", "seed"], ["method.rank", "probe.rank", "seed"]),
+    ],
+)
+def test_short_names(paths, expected):
+    assert list(report.short_names(paths).values()) == expected
+
+
+def test_close_values_keep_different_labels():
+    assert report.label({"lr": 3e-05}) != report.label({"lr": 2e-05})
+    assert report.label({"lambda": 0.1, "mode": "soft", "seed": 0}) == "lambda=0.1 mode=soft seed=0"
+
+
+def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.3, 0.4, 0.5, 0.6, 0.7), strict=False):
+        run_to_end(trial, average, 0.0)
+    curves = report.curves(report.summarise(sweep))
+    assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
+    means, stds = curves.series["mode=soft"]
+    np.testing.assert_allclose(means, [55.0, 35.0])
+    np.testing.assert_allclose(stds, [100 * math.sqrt(0.005)] * 2)
+    means, stds = curves.series["mode=hard"]
+    np.testing.assert_allclose(means, [np.nan, 70.0])
+    assert np.isnan(stds).all()
+
+
+def test_the_score_matrix_as_csv():
+    text = report.score_matrix_csv(["a", "b", "c"], [[0.5], [0.25, None]])
+    assert text == "after,a,b,c\na,0.5,,\nb,0.25,,\n"
+
+
+def test_the_score_matrix_figure_writes_every_known_score_once(tmp_path):
+    figure = score_matrix_figure(["a", "b", "c"], [[0.5], [0.25, 1.0]])
+    axes = figure.axes[0]
+    assert {text.get_position(): text.get_text() for text in axes.texts} == {
+        (0, 0): "50.0",
+        (0, 1): "25.0",
+        (1, 1): "100.0",
+    }
+    save_figure(figure, tmp_path / "new" / "matrix.png")
+    assert image.imread(tmp_path / "new" / "matrix.png").ndim == 3
+
+
+def test_fifteen_long_task_names_do_not_overlap():
+    tasks = [f"task{100 + i}_a_rather_long_name_for_a_task_indeed" for i in range(15)]
+    figure = score_matrix_figure(tasks, [[0.5] * (i + 1) for i in range(15)])
+    figure.draw_without_rendering()
+    boxes = [name.get_window_extent() for name in figure.axes[0].get_yticklabels()]
+    cells = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+    assert not any(a.overlaps(b) for i, a in enumerate(cells) for b in cells[i + 1 :])
+    assert all(box.x0 >= 0 and box.y0 >= 0 for box in boxes)
+
+
+@pytest.mark.parametrize(
+    ("x_values", "scale"), [([0.0, 0.01, 0.1], "symlog"), ([1e-5, 1e-3], "symlog"), ([1, 3, 5, 8], "linear")]
+)
+def test_the_x_axis_is_symlog_where_it_fits(x_values, scale):
+    n = len(x_values)
+    figure = curve_figure("lambda", x_values, {"": ([50.0] * n, [1.0] * n)})
+    axes = figure.axes[0]
+    assert axes.get_xscale() == scale
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [f"{x:g}" for x in x_values]
+    assert axes.get_legend() is None
+
+
+@pytest.mark.parametrize("format", ["text", "markdown"])
+def test_trials_that_were_started_again_say_why(tmp_path, format):
+    sweep = write_sweep(tmp_path, {"seed": [0, 1]})
+    first, second = sweep
+    start(first)
+    journal_of(first).append("lost", kind="node_lost", message="its node has died")
+    start(first, attempt=2)
+    journal_of(first).append("failed", kind="out_of_memory", message="no memory", task=None, step=None)
+    journal_of(first).append("started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4)
+    start(second)
+    summary = report.summarise(sweep)
+    line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"
+    assert summary.started_again == (line,)
+    assert line in report.render(summary, format)
+
+
+HOSTILE = "<img src=x onerror=alert(1)>|`a`[b](javascript:c)**d**\x1b[2J\n# e\u202e"
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A sweep whose values, reasons and names were written by somebody with bad intentions."""
+    sweep = write_sweep(tmp_path, {"benchmark.name": [HOSTILE, "=cmd()"], "seed": [0]}, name="a<script>\x1b[31m")
+    first, second = sweep
+    run_to_end(first, 0.5, 0.1)
+    start(second)
+    journal_of(second).append("failed", kind="error", message=HOSTILE, task="<b>t</b>", step=None)
+    return report.summarise(sweep)
+
+
+@pytest.mark.parametrize("format", report.FORMATS)
+def test_no_report_steers_a_terminal_or_breaks_its_lines(hostile, format):
+    text = report.render(hostile, format)
+    assert not set(text) & set("\x1b\u202e\r")
+    assert format == "csv" or "\n# e" not in text  # quotes hold it together
+    assert "onerror=alert(1)" in text
+
+
+def test_markdown_shows_html_and_markdown_as_text(hostile):
+    text = report.render(hostile, "markdown")
+    assert "<" not in text
+    assert r"&lt;img src=x onerror=alert(1)&gt;\|\`a\`\[b\](javascript:c)\*\*d\*\*\\x1b\[2J # e\\u202e" in text
+    assert text.startswith("# Sweep a&lt;script&gt;\\\\x1b\\[31m\n")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][:4]
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [5] * 4
+
+
+def test_csv_holds_no_formula(hostile, tmp_path):
+    rows = list(csv.DictReader(io.StringIO(report.render(hostile, "csv"))))
+    assert [row["benchmark"][0] for row in rows] == ["<", "'"]
+    assert rows[1]["benchmark"] == "'=cmd()"
+    numbers = write_sweep(tmp_path / "other", {"method.alpha": [-1.5, 2], "router.mode": ["-x", "+3"], "seed": [0]})
+    rows = list(csv.DictReader(io.StringIO(report.render(report.summarise(numbers), "csv"))))
+    assert [(row["alpha"], row["mode"]) for row in rows][:2] == [("-1.5", "'-x"), ("-1.5", "+3")]
+    assert report.score_matrix_csv(["@a"], [[0.5]]) == "after,'@a\n'@a,0.5\n"
+
+
+def test_latex_takes_no_bracket_for_an_argument(hostile, tmp_path):
+    sweep = write_sweep(tmp_path / "other", {"benchmark.tasks": [["a"], ["b"]], "seed": [0]})
+    text = report.render(report.summarise(sweep), "latex")
+    assert '\n{[}"a"{]} & ' in text
+    assert r"\textless{}img" in report.render(hostile, "latex")
+
+
+def test_figures_draw_dollars_as_they_are():
+    figure = curve_figure("$x", [1, 2], {"a=$\\frac{": ([50.0] * 2, [1.0] * 2), "a=$b$": ([40.0] * 2, [1.0] * 2)})
+    figure.draw_without_rendering()
+    score_matrix_figure(["$\\frac$", "b"], [[0.5], [0.5, 0.5]]).draw_without_rendering()

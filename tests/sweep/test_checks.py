@@ -1,0 +1,380 @@
+"""What would spoil a score is found before anything is learned: by `plan`, at the start of a run, or in the trial."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.sweeps import tiny, write, write_benchmark
+from helpers.tiny import load_tiny
+
+from latent_sweep.backbones.generation import answer_text
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.tokenizers import byte_tokenizer, tokenizer_at_hand
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.metrics import exact_match
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.sweep.checks import Reader, check_sweep
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import expand
+
+BYTES = Reader("llama", tokenizer_at_hand(BackboneSettings(name="tiny-llama")))
+
+
+FEW: dict[str, Any] = {"trial__router": {"components": 1}, "search": {}}
+"""A single trial, whatever the number of rows."""
+
+
+def rows(task: str, split: str, targets: list[Any], text: str = "") -> list[dict[str, Any]]:
+    return [{"input": f"{split} row {i} of {task}{text}", "output": target} for i, target in enumerate(targets)]
+
+
+def put(own: Path, task: str, split: str, content: list[dict[str, Any]]) -> None:
+    (own / task / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def describe(own: Path, **changes: Any) -> None:
+    """Change keys of the benchmark's file; `task_x` is the key x of its first task."""
+    content = yaml.safe_load((own / "benchmark.yaml").read_text())
+    for key, value in changes.items():
+        (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
+    (own / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A benchmark of two tasks with 24 training and 6 test rows each, in which nothing is wrong."""
+    return write_benchmark(tmp_path / "own")
+
+
+def said_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> list[str]:
+    """What is said of a sweep of one trial on a benchmark of one's own."""
+    content = tiny(trial__benchmark={"name": str(own), **(benchmark or {})}, **FEW, **changes)
+    sweep = parse_sweep(content, "sweep.yaml")
+    return check_sweep(sweep, expand(sweep))
+
+
+def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        said_of(own, benchmark, **changes)
+    return str(caught.value)
+
+
+def test_nothing_is_said_where_nothing_is_wrong(own: Path) -> None:
+    describe(own, stop=["\n"])
+    assert said_of(own) == []
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
+
+CUT = [
+    ("red\nblue", ("\n",), True),
+    ("  \n red", ("\n",), False),  # blanks before an answer are none
+    ("red\n", ("\n",), False),  # nothing is lost
+    ("red.", (".",), False),  # nor is anything that is scored
+    ("red. blue", (".",), True),
+    ("END", ("END",), True),
+    (" END", ("END",), True),
+    ("red; blue", ("\n", ";"), True),
+    ("red blue", (" ",), True),
+    ("red", ("\n", " "), False),
+]
+
+
+@pytest.mark.parametrize(("text", "stop", "cut"), CUT)
+def test_a_target_is_cut_where_generation_cuts_it(llama: Any, text: str, stop: tuple[str, ...], cut: bool) -> None:
+    ids = llama.tokenizer(text).input_ids
+    whole, stopped = (answer_text(llama, ids, marks) for marks in ((), stop))
+    assert exact_match(stopped, [whole]) == (not cut)
+    assert BYTES.is_cut(text, stop) == Reader("llama", None).is_cut(text, stop) == cut
+
+
+def test_a_target_that_is_a_stop_string_of_punctuation_is_cut() -> None:
+    assert BYTES.is_cut(".", (".",))  # nothing would be left, although nothing is compared of it either
+
+
+def test_without_its_tokenizer_a_line_break_of_t5_is_a_space() -> None:
+    reader = Reader("t5", None)
+    assert not reader.is_cut("red\nblue", ("\n",))
+    assert reader.is_cut("red\nblue", (" ",))
+
+
+def test_a_task_whose_targets_all_hold_a_stop_string_is_a_fault(own: Path, tmp_path: Path, capsys: Any) -> None:
+    describe(own, stop=["\n", "#"], max_target_length=90)
+    put(own, "right", "train", rows("right", "train", [f"a\nb{'c' * 70}"] * 5))
+    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={}))
+    for command in (["plan", path], ["run", path, "--local"]):
+        assert main(command) == 2
+        example = f"'a\\nb{'c' * 57}' ..."
+        assert capsys.readouterr().err.splitlines()[1:] == [
+            '  - benchmark own, task right: all 5 training targets hold one of the stop strings ["\\n","#"], where an '
+            f"answer ends, e.g. {example}; change `stop` in {own}, or the targets in {own / 'right'}"
+        ]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["own", "sweep.yaml"]
+
+
+def test_some_targets_that_hold_a_stop_string_are_counted_by_task(own: Path) -> None:
+    describe(own, stop=["\n"])
+    put(own, "left", "train", rows("left", "train", ["a\nb", "ax", "a\nc", "bx"]))
+    put(own, "left", "test", rows("left", "test", ["ax", "b\nc"]))
+    put(own, "right", "test", rows("right", "test", ["ax", "ax", "b\nc"]))
+    assert said_of(own) == [
+        'warning: benchmark own: targets hold one of the stop strings ["\\n"], where an answer ends: '
+        "left 2 of 4 training, 1 of 2 test; right 1 of 3 test; e.g. 'a\\nb'"
+    ]
+
+
+def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
+    describe(own, stop=["\n"])
+    put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], ["bx"]]))
+    assert "left 1 of 2 test" in said_of(own)[0]
+    assert said_of(own, {"references": "max_over_refs"}) == []
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def test_targets_are_counted_in_the_backbones_tokens(own: Path) -> None:
+    put(own, "left", "train", rows("left", "train", ["abcd", "abcde", "äöü", "ab"]))
+    put(own, "left", "test", rows("left", "test", ["abcd", "abcde"]))
+    topic = "warning: benchmark own: targets are longer than benchmark.max_target_length = 4 tokens, where they are cut"
+    assert said_of(own) == [f"{topic}: left 2 of 4 training, 1 of 2 test; e.g. 'abcde'"]
+    # what T5 learns ends with a token of its own; what it answers may have as many as the limit says
+    t5 = {"trial__backbone": {"name": "tiny-t5", "dtype": "float32"}}
+    assert said_of(own, **t5) == [f"{topic}: left 3 of 4 training, 1 of 2 test; e.g. 'abcd'"]
+    assert said_of(own, {"max_target_length": 6}) == []
+
+
+def test_targets_that_are_all_cut_are_a_fault(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", ["abcde", "abcdef"]))
+    message = "task left: all 2 test targets are longer than benchmark.max_target_length = 4 tokens, where they are cut"
+    assert f"{message}, e.g. 'abcde'; raise it, or shorten them" in faults_of(own)
+
+
+def test_prompts_that_are_cut_are_counted(own: Path) -> None:
+    put(own, "left", "train", rows("left", "train", ["ax"] * 3) + rows("left", "train", ["bx"] * 2, "!" * 50))
+    # 9 bytes of the cue, and of a row 20 and 70
+    assert said_of(own, {"max_source_length": 60}) == [
+        "warning: benchmark own: prompts are longer than benchmark.max_source_length = 60 tokens and lose the end of "
+        "their input: left 2 of 5 training"
+    ]
+    assert "and lose their end, the cue first" in said_of(own, {"max_source_length": 60, "truncation": "official"})[0]
+    assert said_of(own, {"max_source_length": 128}) == []
+
+
+def test_many_long_prompts_are_estimated(own: Path) -> None:
+    content = rows("left", "train", ["ax"] * 10) + rows("left", "train", ["bx"] * 20, "é" * 50)
+    put(own, "left", "train", content)
+    (line,) = said_of(own, {"max_source_length": 60})
+    assert line.endswith("left about 20 of 30 training")
+
+
+def test_an_instruction_without_room_for_the_input_is_a_fault(own: Path) -> None:
+    describe(own, task_instruction="Say it. " * 10)
+    message = faults_of(own, {"max_source_length": 64})
+    assert "benchmark own, task left: benchmark.max_source_length: the instruction that begins with" in message
+    # 79 characters and two line ends before the input, nine behind it
+    assert "Raise it to 91 or more, or shorten the instruction" in message
+    assert said_of(own, {"max_source_length": 91})[0].endswith("left about 24 of 24 training, 6 of 6 test")
+    cut = faults_of(own, {"max_source_length": 64, "truncation": "official"})
+    assert "the instruction takes all of benchmark.max_source_length = 64 tokens" in cut
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_of_a_plan_is_the_backbones_own(tmp_path: Path, monkeypatch: Any) -> None:
+    from latent_sweep.backbones.tokenizers import load_tokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path / "bytes")
+    for settings in (
+        BackboneSettings(name="tiny-t5"),
+        BackboneSettings(name="random:t5-large"),
+        BackboneSettings(name="t5-large", tokenizer=str(tmp_path / "bytes")),
+    ):
+        found = tokenizer_at_hand(settings)
+        assert found is not None
+        assert found.to_str() == load_tokenizer(settings).backend_tokenizer.to_str()
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
+    assert tokenizer_at_hand(BackboneSettings(name="smollm2-135m")) is None
+    assert tokenizer_at_hand(BackboneSettings(name="no hub has: this/at/all")) is None
+    (tmp_path / "bytes" / "tokenizer.json").write_text("{")
+    assert tokenizer_at_hand(BackboneSettings(name="t5-large", tokenizer=str(tmp_path / "bytes"))) is None
+
+
+def test_what_cannot_be_counted_yet_is_said(own: Path) -> None:
+    put(own, "left", "train", rows("left", "train", ["abcde", "ax"]))
+    described = {"trial__backbone": {"name": "nobody/has-this"}}
+    assert said_of(own, **described) == [
+        "note: the tokenizer of nobody/has-this is not on this machine; trials count tokens before they learn"
+    ]
+
+
+def test_backbones_are_told_apart(own: Path) -> None:
+    put(own, "left", "train", rows("left", "train", ["abcd", "ax"]))
+    content = tiny(
+        trial__benchmark={"name": str(own)}, **FEW | {"search": {"backbone.name": ["tiny-llama", "tiny-t5"]}}
+    )
+    sweep = parse_sweep(content, "sweep.yaml")
+    assert [line.partition(": targets")[0] for line in check_sweep(sweep, expand(sweep))] == [
+        "warning: benchmark own with tiny-t5"
+    ]
+
+
+# --- in the trial ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_counts_all_tasks_before_it_learns_the_first(own: Path, runs: Any) -> None:
+    """What the start of a run could not count: here nobody has."""
+    put(own, "right", "train", rows("right", "train", ["abcde"] * 4))
+    packs = runs.packs(trial__benchmark={"name": str(own)}, **FEW)
+    with pytest.raises(DataError, match="task right: all 4 training targets are longer than"):
+        runs.run(packs)
+    assert not list(runs.folder.glob("snapshots/*"))
+    assert not list(runs.folder.glob("tokens/*.checked"))
+    (trial,) = packs[0].trials
+    failed = open_sweep(runs.folder / "tiny").journal(trial.trial_id).read()[-1]
+    assert (failed["event"], failed["kind"]) == ("failed", "error")
+
+
+def few_steps(own: Path) -> dict[str, Any]:
+    return {
+        "trial__benchmark": {"name": str(own)},
+        "trial__training": {"learning_rate": 0.1, "max_steps": 1},
+        **FEW,
+    }
+
+
+def test_a_trial_says_what_it_finds_once(own: Path, runs: Any, caplog: Any) -> None:
+    put(own, "right", "train", rows("right", "train", ["abcde", "ax", "bx"]))
+    runs.run(runs.packs(**few_steps(own)))
+    assert [record.message for record in caplog.records if record.name == "latent_sweep.sweep.checks"] == [
+        "benchmark own: targets are longer than benchmark.max_target_length = 4 tokens, where they are cut: "
+        "right 1 of 3 training; e.g. 'abcde'"
+    ]
+    shutil.rmtree(runs.folder / "tiny")
+    caplog.clear()
+    runs.run(runs.packs(**few_steps(own)))
+    assert "latent_sweep.sweep.checks" not in [record.name for record in caplog.records]
+
+
+def test_what_a_run_says_at_its_start_its_trials_do_not_say_again(
+    own: Path, tmp_path: Path, capsys: Any, caplog: Any
+) -> None:
+    put(own, "right", "train", rows("right", "train", ["abcde", "ax", "bx"]))
+    path = write(tmp_path, tiny(**few_steps(own)))
+    line = "right 1 of 3 training; e.g. 'abcde'"
+    assert main(["plan", path]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(line)
+    assert main(["run", path, "--local"]) == 0
+    assert capsys.readouterr().out.count(line) == 1
+    assert "latent_sweep.sweep.checks" not in [record.name for record in caplog.records]
+
+
+def test_cut_prompts_are_counted_exactly_when_they_are_tokenised(own: Path, runs: Any, caplog: Any) -> None:
+    """A prompt that just fits is not cut."""
+    put(own, "left", "train", rows("left", "train", ["ax"] * 9) + rows("left", "train", ["bx"] * 10, "!" * 50))
+    changes = few_steps(own)
+    changes["trial__benchmark"] |= {"max_source_length": len("train row 0 of left\nOutput: ")}
+    with caplog.at_level(logging.WARNING):
+        runs.run(runs.packs(**changes))
+    counts = [record.message for record in caplog.records if record.name == "latent_sweep.benchmarks.loaders"]
+    limit = "benchmark.max_source_length = 28 tokens and lose their end."
+    assert f"Benchmark own, task left: 10 of 19 train prompts are longer than {limit}" in counts
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+HOLD_OUT = {"trial__training__select": "best_validation"}
+
+
+def test_one_row_to_hold_rows_out_of_is_a_fault(own: Path) -> None:
+    put(own, "left", "train", rows("left", "train", ["ax"]))
+    message = faults_of(own, **HOLD_OUT)
+    assert "training.select: best_validation holds rows out of every task. Task 'left': 1 training row" in message
+    assert said_of(own) == []
+
+
+def test_a_share_of_less_than_a_row_is_said(own: Path) -> None:
+    put(own, "left", "train", rows("left", "train", ["ax", "bx", "ax"]))
+    assert said_of(own, **HOLD_OUT) == [
+        "warning: benchmark own: benchmark.validation_fraction = 0.1 is less than a row, so one row is held out: "
+        "left 1 of 3"
+    ]
+
+
+def test_fewer_rows_than_asked_for_are_said(own: Path) -> None:
+    assert said_of(own, {"train_per_task": 24, "test_per_task": 6}) == []
+    assert said_of(own, {"train_per_task": 25, "test_per_task": 7}) == [
+        "warning: benchmark own: fewer rows than benchmark.train_per_task = 25: left 24; right 24",
+        "warning: benchmark own: fewer rows than benchmark.test_per_task = 7: left 6; right 6",
+    ]
+
+
+def test_test_rows_that_are_the_training_rows_are_a_fault(own: Path) -> None:
+    content = rows("left", "some", ["ax", "bx", "ax"])
+    put(own, "left", "train", content)
+    put(own, "left", "test", list(reversed(content)))
+    assert f"task left: test and training rows are the same in {own / 'left'}; expected" in faults_of(
+        own, trial__router__mode="last"
+    )
+
+
+def test_test_inputs_that_were_trained_on_are_counted(own: Path) -> None:
+    content = rows("left", "some", ["ax", "bx", "ax", "bx"])
+    put(own, "left", "train", content)
+    put(own, "left", "test", [*content[:2], {"input": "another", "output": "ax"}])
+    assert said_of(own) == ["warning: benchmark own: test inputs are training inputs too: left 2 of 3"]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_up_that_no_task_ends_is_a_fault(own: Path) -> None:
+    training = {"learning_rate": 0.1, "epochs": 2, "batch_size": 4}  # 12 steps
+    message = faults_of(own, trial__training=training | {"warmup_steps": 13})
+    assert "training.warmup_steps: found 13, but no task of own has more than 12 steps" in message
+    assert said_of(own, trial__training=training | {"warmup_steps": 12}) == []
+    faults_of(own, trial__training=training | {"warmup_steps": 12, "max_steps": 11})
+    faults_of(own, trial__training=training | {"warmup_steps": 12, "batch_size": 11} | {"select": "best_validation"})
+
+
+def test_tasks_that_end_before_the_warm_up_does_are_said(own: Path) -> None:
+    put(own, "left", "train", rows("left", "train", ["ax"] * 8))
+    training = {"learning_rate": 0.1, "epochs": 2, "batch_size": 4, "warmup_steps": 5}
+    assert said_of(own, trial__training=training) == [
+        "warning: benchmark own: tasks end before training.warmup_steps = 5, below the learning rate: "
+        "left after 4 steps"
+    ]
+
+
+def test_a_method_that_learns_nothing_has_no_warm_up(own: Path) -> None:
+    assert said_of(own, trial__method={"name": "zero_shot"}, trial__training={"warmup_steps": 1000}) == []
+
+
+def test_all_faults_come_together(own: Path) -> None:
+    describe(own, stop=["x"])
+    message = faults_of(own, trial__training={"warmup_steps": 1000})
+    assert message.splitlines()[0] == "sweep.yaml: 5 faults"
+
+
+def test_data_that_is_not_at_hand_is_passed_over(monkeypatch: Any) -> None:
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+    sweep = parse_sweep(tiny(trial__benchmark={"name": "superni"}, search={}), "sweep.yaml")
+    assert check_sweep(sweep, expand(sweep)) == []
+
+
+def test_the_real_tokenizer_of_a_checkpoint_folder_counts(own: Path, tmp_path: Path) -> None:
+    llama = load_tiny("tiny-llama")
+    llama.model.save_pretrained(tmp_path / "checkpoint")
+    put(own, "left", "train", rows("left", "train", ["abcde", "ax"]))
+    there = {"trial__backbone": {"name": str(tmp_path / "checkpoint")}}
+    assert said_of(own, **there)[0].startswith("note: the tokenizer of")
+    llama.tokenizer.save_pretrained(tmp_path / "checkpoint")
+    assert "left 1 of 2 training" in said_of(own, **there)[0]

@@ -1,0 +1,322 @@
+import re
+
+import pytest
+import yaml
+from helpers.sweeps import TINY, tiny, write
+
+from latent_sweep.backends.driver import write_sweep
+from latent_sweep.errors import ConfigError
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.plan import expand
+
+
+def faults_of(path, overrides=()):
+    """The error of reading a sweep file and working out its trials, as one text."""
+    with pytest.raises(ConfigError) as caught:
+        expand(load_sweep(path, overrides))
+    return str(caught.value)
+
+
+def template(**changes):
+    return tiny(**{f"trial__{path}": value for path, value in changes.items()})
+
+
+HOSTILE = {
+    "unknown key at the top": (tiny(serach={}), "serach: unknown key; did you mean 'search'?"),
+    "unknown group": (template(trainig={}), "trial.trainig: unknown key; did you mean 'training'?"),
+    "unknown setting": (
+        template(training__epoch=1),
+        "trial.training.epoch: unknown key 'epoch' (did you mean 'epochs'?)",
+    ),
+    "unknown nested setting": (
+        template(method__ortho={"norms": "spectral"}),
+        "trial.method.ortho.norms: unknown key 'norms' (did you mean 'norm'?)",
+    ),
+    "unknown run setting": (tiny(run__storge="x"), "run.storge: unknown key 'storge' (did you mean 'storage'?)"),
+    "text for a number": (
+        template(training__epochs="3"),
+        "trial.training.epochs: found '3'; Input should be a valid int",
+    ),
+    "fraction for a count": (
+        template(method__rank=4.5),
+        "trial.method.rank: found 4.5; Input should be a valid integer",
+    ),
+    "true for a count": (template(method__rank=True), "trial.method.rank: found True; Input should be a valid integer"),
+    "true for the seed": (template(seed=True), "trial.seed: found True; expected a whole number of at least 0"),
+    "list for a group": (template(training=[1]), "trial.training: found [1]; expected a mapping"),
+    "text for the trial": (tiny(trial="x"), "trial: found 'x'; expected a mapping"),
+    "number for a method": (template(method=3), "trial.method: found 3; expected a mapping with a name"),
+    "rate of zero": (
+        template(training__learning_rate=0.0),
+        "trial.training.learning_rate: found 0.0; Input should be gr",
+    ),
+    "infinite rate": (
+        template(training__learning_rate=float("inf")),
+        "trial.training.learning_rate: found inf; Input sh",
+    ),
+    "rate not a number": (
+        template(training__learning_rate=float("nan")),
+        "trial.training.learning_rate: found nan; Inpu",
+    ),
+    "negative seed": (template(seed=-1), "trial.seed: found -1; expected a whole number of at least 0"),
+    "no components": (template(router__components=0), "trial.router.components: found 0; Input should be greater"),
+    "unknown choice": (
+        template(router__mode="sofft"),
+        "trial.router.mode: found 'sofft'; Input should be 'soft', 'hard'",
+    ),
+    "two GPUs": (
+        tiny(run__resources={"gpus": 2}),
+        "run.resources.gpus: found 2; Input should be less than or equal to 1",
+    ),
+    "empty storage": (tiny(run__storage=""), "run.storage: found ''; String should have at least 1 character"),
+    "unknown method": (
+        template(method__name="latent_lroa"),
+        "trial.method.name: unknown method 'latent_lroa'; did you me",
+    ),
+    "method without name": (template(method__name=3), "trial.method.name: found 3; expected one of latent_lora"),
+    "no benchmark": (template(benchmark=None), "trial.benchmark.name: missing; it has no default"),
+    "unknown benchmark": (
+        template(benchmark={"name": "supernii"}),
+        "benchmark.name: unknown benchmark 'supernii' (did you mean 'superni'?)",
+    ),
+    "unknown order": (
+        template(benchmark__order=9),
+        "benchmark.order: no order '9'; benchmark 'builtin' has 1 (mood_first)",
+    ),
+    "unknown task": (
+        template(benchmark__tasks=["modo"]),
+        "benchmark.tasks: unknown task 'modo' (did you mean 'mood'?). Order 1 of 'builtin'",
+    ),
+    "task twice": (template(benchmark__tasks=["mood", "mood"]), "trial.benchmark.tasks: 'mood' listed twice"),
+    "no tasks": (template(benchmark__tasks=[]), "trial.benchmark.tasks: the list is empty"),
+    "no name": (tiny(name=None), "name: found None; expected letters, digits"),
+    "name with a separator": (tiny(name="a/b"), "name: found 'a/b'; expected letters, digits"),
+    "name that climbs": (tiny(name=".."), "name: found '..'; expected letters, digits"),
+    "name with a line end": (tiny(name="a\n"), "name: found 'a\\n'; expected letters, digits"),
+    "number for a name": (tiny(name=7), "name: found 7; expected letters, digits"),
+    "search is a list": (tiny(search=["seed"]), "search: found ['seed']; expected a mapping"),
+    "axis into nowhere": (
+        tiny(search={"metod.rank": [1]}),
+        "search.metod.rank[0]: metod: unknown key; did you mean 'method'?",
+    ),
+    "axis of an unknown setting": (
+        tiny(search={"router.component": [1]}),
+        "search.router.component[0]: router.component: unknown key 'component' (did you mean 'components'?)",
+    ),
+    "axis below a plain value": (
+        tiny(trial__seed=0, search={"seed.x": [1]}),
+        "search.seed.x: a plain value stands where the path has a group",
+    ),
+    "axis with one bad value": (
+        tiny(search={"method.rank": [4, 8, "16"]}),
+        "search.method.rank[2]: method.rank: found '16'; Input should be a valid integer",
+    ),
+    "axis out of range": (tiny(search={"seed": [0, -3]}), "search.seed[1]: seed: found -3; expected a whole number"),
+    "axis of one number": (
+        tiny(search={"seed": 3}),
+        "search.seed: found 3; expected a list, or one of choice, uniform",
+    ),
+    "axis without values": (
+        tiny(search={"seed": []}),
+        "search.seed: found []; expected a list, or one of choice, uniform",
+    ),
+    "axis with a value twice": (
+        tiny(search={"seed": [0, 1, 0]}),
+        "search.seed: 0 appears twice; equal trials would coll",
+    ),
+    "two axes for one setting": (
+        tiny(search={"method": [{"rank": 2}, {"rank": 4}], "method.rank": [1, 2]}),
+        "search.method.rank: method.rank is also set by the axis method; vary it in one of them",
+    ),
+    "unknown draw": (
+        tiny(search={"seed": {"normal": [0, 1]}}),
+        "search.seed: found {'normal': [0, 1]}; expected a single",
+    ),
+    "two draws": (
+        tiny(search={"seed": {"choice": [1], "randint": [0, 2]}}),
+        "search.seed: found {'choice': [1], 'randint': [0, 2]}; expected a single key out of choice",
+    ),
+    "draw with one bound": (
+        tiny(search={"seed": {"randint": [1]}}),
+        "search.seed.randint: found [1]; expected two bounds",
+    ),
+    "draw downwards": (
+        tiny(search={"training.learning_rate": {"uniform": [2.0, 1.0]}}),
+        "search.training.learning_rate.uniform: found [2.0, 1.0]; expected two growing numbers",
+    ),
+    "logarithm of zero": (
+        tiny(search={"training.learning_rate": {"loguniform": [0.0, 1.0]}}),
+        "search.training.learning_rate.loguniform: found [0.0, 1.0]; both bounds must be above 0",
+    ),
+    "fractions for randint": (
+        tiny(search={"seed": {"randint": [0.5, 2]}}),
+        "search.seed.randint: found [0.5, 2]; expected two growing numbers",
+    ),
+    "draws without a random axis": (
+        tiny(run__num_samples=4),
+        "run.num_samples: found 4, but no axis of search is random, so it would have no effect",
+    ),
+    "draw out of range": (
+        tiny(search={"method.dropout": {"uniform": [0.0, 1.5]}}),
+        "search.method.dropout[1]: method.dropout: found 1.5; Input should be less than 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "fault"), HOSTILE.values(), ids=list(HOSTILE))
+def test_a_hostile_file_is_refused_with_the_reason(tmp_path, content, fault):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    message = faults_of(path)
+    assert re.match(rf"{path}: \d faults?\n  - ", message)
+    assert message.count(f"  - {fault}") == 1
+
+
+NO_SWEEP = {
+    "syntax": (b"name: [1\n", "is not valid YAML"),
+    "tabs": (b"trial:\n\tseed: 1\n", "is not valid YAML"),
+    "duplicate key": (b"name: a\nname: b\n", "key 'name' appears twice"),
+    "duplicate key in a group": (b"name: a\ntrial: {seed: 1, seed: 2}\n", "key 'seed' appears twice"),
+    "python object": (b"name: !!python/object/apply:os.getcwd []\n", "could not determine a constructor for the tag"),
+    "a list as key": (b"? [a, b]\n: 1\n", "a key must be plain text"),
+    "not UTF-8": (b"name: \xff\xfe\n", "is not UTF-8 text"),
+    "control character": (b"name: a\x00b\n", "is not valid YAML"),
+    "impossible date": (b"name: 2024-13-45\n", "is not valid YAML: month must be in 1..12"),
+    "number that is none": (b"trial: {seed: !!int abc}\n", "is not valid YAML"),
+    "endless nesting": (b"name: " + b"[" * 3000 + b"]" * 3000, "is not valid YAML"),
+    "unknown anchor": (b"trial: *missing\n", "found undefined alias 'missing'"),
+    "empty": (b"", "a sweep file is a mapping with name, trial, search and run; found None"),
+    "a list": (b"- name\n", "a sweep file is a mapping with name, trial, search and run; found ['name']"),
+    "plain text": (b"lambda", "a sweep file is a mapping with name, trial, search and run; found 'lambda'"),
+}
+
+
+@pytest.mark.parametrize(("content", "fault"), NO_SWEEP.values(), ids=list(NO_SWEEP))
+def test_what_is_no_sweep_file_is_refused(tmp_path, content, fault):
+    path = tmp_path / "sweep.yaml"
+    path.write_bytes(content)
+    message = faults_of(path)
+    assert message.startswith(f"{path}: ")
+    assert fault in message
+
+
+def test_a_fault_of_the_syntax_has_its_line(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("name: a\ntrial:\n  seed: 1\n  seed: 2\n")
+    assert "line 4, column 3" in faults_of(path)
+
+
+def test_a_file_that_is_not_there_is_a_fault(tmp_path):
+    assert faults_of(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory"
+    assert faults_of(tmp_path) == f"{tmp_path}: cannot be read: expected a file, found a folder"
+
+
+def test_all_faults_come_together_and_each_once(tmp_path):
+    content = tiny(
+        name="a b",
+        trial__seed=-1,
+        trial__method__rank=0,
+        trial__training__epoch=3,
+        run__storge="x",
+        search__seed=[0, -2],
+    )
+    message = faults_of(write(tmp_path, content))
+    assert message.splitlines()[0] == f"{tmp_path / 'sweep.yaml'}: 6 faults"
+    for path in (
+        "name:",
+        "trial.seed:",
+        "trial.method.rank:",
+        "trial.training.epoch:",
+        "run.storge:",
+        "search.seed[1]:",
+    ):
+        assert message.count(f"  - {path}") == 1, path
+
+
+OVERRIDES = {
+    "without a value": ("trial.seed", "--set trial.seed: expected path=value, e.g. --set trial.training.epochs=1"),
+    "without a path": ("=3", "--set =3: expected path=value"),
+    "with a hole": ("trial..seed=3", "--set trial..seed=3: expected path=value"),
+    "unknown group": ("tral.seed=3", "tral: unknown key; did you mean 'trial'?"),
+    "unknown setting": ("trial.method.rnk=3", "trial.method.rnk: unknown key 'rnk' (did you mean 'rank'?)"),
+    "wrong type": ("trial.method.rank=big", "trial.method.rank: found 'big'; Input should be a valid integer"),
+    "not YAML": ("trial.seed=[1", "--set trial.seed=[1: is not valid YAML"),
+    "below a plain value": ("name.first=x", "--set name.first=x: name is a plain value, not a group"),
+    "no such axis": (
+        "search.method.rank=null",
+        "--set search.method.rank=null: search has no axis 'method.rank' to remove",
+    ),
+    "nothing, as of an empty variable of the shell": (
+        "search.seed=",
+        "--set search.seed=: nothing stands behind the '='; write search.seed=null to remove an axis",
+    ),
+    "blanks": ("search.seed=  ", "nothing stands behind the '='; write search.seed=null"),
+    "nothing for a setting": (
+        "trial.training.max_steps=",
+        "--set trial.training.max_steps=: nothing stands behind the '='; write trial.training.max_steps=null for no",
+    ),
+    "bad axis": ("search.seed=[0, x]", "search.seed[1]: seed: found 'x'; expected a whole number of at least 0"),
+}
+
+
+@pytest.mark.parametrize(("override", "fault"), OVERRIDES.values(), ids=list(OVERRIDES))
+def test_a_hostile_override_is_refused_with_the_reason(tmp_path, override, fault):
+    assert fault in faults_of(write(tmp_path, TINY), [override])
+
+
+def test_overrides_change_settings_and_axes(tmp_path):
+    overrides = ["trial.training.epochs=1", "search.seed=[7]", "search.router.components=null", "run.resources.cpus=2"]
+    sweep = load_sweep(write(tmp_path, TINY), overrides)
+    (trial,) = expand(sweep)
+    assert (trial.settings.training.epochs, trial.settings.seed, sweep.run.resources.cpus) == (1, 7, 2)
+    assert sweep.axes == ("seed",)
+
+
+def test_an_override_may_begin_a_search():
+    sweep = parse_sweep(tiny(search=None), "sweep.yaml", ["search.method.rank=[2, 4]"])
+    assert [trial.settings.method.rank for trial in expand(sweep)] == [2, 4]
+
+
+@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "3E-4", "0.0003", "30e-5", "3.e-4"])
+def test_numbers_are_read_as_numbers(tmp_path, text):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"name: a\ntrial: {{benchmark: {{name: builtin}}, training: {{learning_rate: {text}}}}}\n")
+    assert expand(load_sweep(path))[0].settings.training.learning_rate == pytest.approx(3e-4, rel=1e-12)
+
+
+def test_a_sweep_is_frozen(tmp_path):
+    sweep = load_sweep(write(tmp_path, TINY))
+    with pytest.raises(ValueError, match="frozen"):
+        sweep.run.storage = "elsewhere"
+
+
+SEARCHES = {
+    "grid": {"seed": [0, 1], "method.ortho_lambda": [0.0, 1e-5, None], "router.epsilon": [1e-3, 1e-2]},
+    "lists": {"benchmark.tasks": [["mood"], ["ticket", "date"]]},
+    "mappings": {"benchmark": [{"order": 1, "tasks": ["mood"]}, {"order": 2, "tasks": ["date"]}]},
+    "draws": {
+        "seed": {"randint": [3, 9]},
+        "training.learning_rate": {"loguniform": [1e-5, 0.1]},
+        "router.temperature": {"uniform": [1, 2]},
+        "method.rank": {"choice": [2, 4, 8]},
+    },
+    "drawn mappings": {"benchmark": {"choice": [{"order": 1}, {"order": 2}]}},
+    "one draw": {"seed": {"randint": [5, 6]}},
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=list(SEARCHES))
+def test_what_a_run_writes_down_is_the_same_sweep_again(tmp_path, search):
+    samples = 4 if any(isinstance(values, dict) for values in search.values()) else 1
+    sweep = load_sweep(write(tmp_path, tiny(search=search, run__num_samples=samples)))
+    trials = expand(sweep)
+    folder = write_sweep(sweep, trials, Storage(tmp_path / "storage"))
+    again = load_sweep(folder.path / "sweep.yaml")
+    assert (again.grid, again.draws, again.run, again.axes) == (sweep.grid, sweep.draws, sweep.run, sweep.axes)
+    assert [trial.settings for trial in expand(again)] == [trial.settings for trial in trials]
+    assert [trial.trial_id for trial in expand(again)] == [trial.trial_id for trial in folder]
+    # and once more: nothing drifts
+    assert write_sweep(again, expand(again), Storage(tmp_path / "second")).path.joinpath("sweep.yaml").read_bytes() == (
+        folder.path.joinpath("sweep.yaml").read_bytes()
+    )

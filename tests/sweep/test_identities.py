@@ -1,0 +1,542 @@
+"""What names a result says everything that the result depends on, and nothing else.
+
+The tables below list every setting, every field of a benchmark's file and everything outside that a result reads, each
+with the identities that change with it. One test changes each of them and compares all identities; another one fails
+for a setting that stands in no table.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers.fields import leaves, trial_of, variants
+from helpers.sweeps import write_benchmark
+from pydantic import Field
+
+from latent_sweep.adapters.factors import factors_name
+from latent_sweep.backbones.architectures import random_model
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.tokenizers import byte_tokenizer
+from latent_sweep.benchmarks import schema
+from latent_sweep.benchmarks.loaders import data_digest, tokens_name
+from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
+from latent_sweep.learn.evaluation import AnswerBatch, answers_name
+from latent_sweep.learn.mixing import Mixer
+from latent_sweep.methods import METHODS
+from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
+from latent_sweep.settings import INFERENCE_ONLY, content_hash
+from latent_sweep.store import versions
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.groups import GROUPS
+from latent_sweep.sweep.plan import expand
+
+EVERY = "trial training lineage rows tokens pooled record scatter answers factors"
+"""trial, training, lineage, rows   as in `latent_sweep.sweep.plan`
+tokens, pooled, record, scatter     caches of token ids, embeddings, components and scatters, of train and test rows
+answers, factors                    known answers to a batch, factors of the frozen weights"""
+
+NOTHING = ""
+TRAINED = "trial training lineage rows answers"
+"""What training reads."""
+PROMPTS = f"{TRAINED} tokens pooled record scatter"
+"""What changes prompts."""
+SCORED = "trial rows"
+"""What routing or scoring alone reads."""
+FITTED = f"{SCORED} record"
+POOLED = f"{SCORED} pooled record scatter"
+TESTED = f"{SCORED} tokens pooled answers"
+"""What changes the test rows."""
+
+# --- the tables: path of a setting, another value, what changes with it ----------------------------------------------
+
+SETTINGS = {
+    "method.name": ("seq_lora", "trial training lineage rows answers factors"),
+    "method.rank": (4, TRAINED),
+    "method.alpha": (32.0, TRAINED),
+    "method.scale": ("none", TRAINED),
+    "method.sigma_side": ("in", TRAINED),
+    "method.ortho_lambda": (0.5, TRAINED),
+    "method.ortho.include_scale": (True, TRAINED),
+    "method.ortho.reduce": ("mean", TRAINED),
+    "method.ortho.norm": ("spectral", TRAINED),
+    "method.ortho.normalise": ("spectral", TRAINED),
+    "method.R_init": ("zero", TRAINED),
+    "method.R_std": (0.1, TRAINED),
+    "method.train_active": ("sum", TRAINED),
+    "method.dropout": (0.5, TRAINED),
+    "method.svd": ("randomized", f"{TRAINED} factors"),
+    "router.mode": ("hard", SCORED),
+    "router.components": (3, FITTED),
+    "router.epsilon": (0.5, SCORED),
+    "router.epsilon_mode": ("absolute", SCORED),
+    "router.embed_norm": ("l2", f"{FITTED} scatter"),
+    "router.temperature": (2.0, SCORED),
+    "router.prior": ("n_t", SCORED),
+    "router.prune_below": (0.1, SCORED),
+    "router.dtype": ("float32", SCORED),
+    "router.gmm.init": ("random", FITTED),
+    "router.gmm.em_iters": (2, FITTED),
+    "router.gmm.n_init": (3, FITTED),
+    "router.gmm.kmeans_iters": (3, FITTED),
+    "router.gmm.weights": ("uniform", FITTED),
+    "router.gmm.whiten_first": (True, FITTED),
+    "router.cov.center": ("component", SCORED),
+    "router.cov.ddof": ("tasks", SCORED),
+    "router.cov.refresh": ("final", SCORED),
+    "router.pool.scope": ("input_only", POOLED),
+    "router.pool.mask_pad": (False, POOLED),
+    "router.pool.special": ("drop", POOLED),
+    "router.pool.truncate": (False, POOLED),
+    "backbone.name": ("{folder}/retrained", f"{TRAINED} pooled record scatter factors"),
+    "backbone.revision": ("main", NOTHING),  # a folder has none
+    "backbone.tokenizer": ("{folder}/lowercase", PROMPTS),
+    "backbone.tokenizer_revision": ("main", NOTHING),
+    "backbone.dtype": ("bfloat16", f"{TRAINED} pooled record scatter factors"),
+    "backbone.device": ("cpu", NOTHING),
+    "benchmark.name": ("{folder}/reworded", PROMPTS),
+    "benchmark.order": ("2", PROMPTS),
+    "benchmark.tasks": (["left", "right"], PROMPTS),
+    "benchmark.train_per_task": (9, PROMPTS),
+    "benchmark.test_per_task": (3, TESTED),
+    "benchmark.subset_seed": (1, PROMPTS),
+    "benchmark.data_dir": ("{folder}", NOTHING),
+    "benchmark.max_source_length": (100, PROMPTS),
+    "benchmark.max_target_length": (5, PROMPTS),
+    "benchmark.truncation": ("official", PROMPTS),
+    "benchmark.bos": ("off", PROMPTS),
+    "benchmark.drop_unlabelled": (True, TESTED),
+    "benchmark.references": ("max_over_refs", SCORED),
+    "benchmark.classification_metric": ("rouge_l", SCORED),
+    "benchmark.validation_fraction": (0.5, "trial training"),  # nothing is held out
+    "training.learning_rate": (0.2, TRAINED),
+    "training.schedule": ("linear", TRAINED),
+    "training.optimizer": ("adafactor", TRAINED),
+    "training.batch_size": (3, TRAINED),
+    "training.micro_batch_size": (1, NOTHING),
+    "training.epochs": (3, TRAINED),
+    "training.max_steps": (3, TRAINED),
+    "training.weight_decay": (0.1, TRAINED),
+    "training.gradient_clip": (0.5, TRAINED),
+    "training.backbone_dropout": (0.0, NOTHING),  # a Llama has no other; a T5's is changed below
+    "training.warmup_steps": (2, TRAINED),
+    "training.warmup_start": ("zero", TRAINED),
+    "training.loss_reduce": ("sum", TRAINED),
+    "training.select": ("best_validation", f"{PROMPTS}"),
+    "training.group_by_length": (False, TRAINED),
+    "training.gradient_checkpointing": (True, NOTHING),
+    "training.checkpoint_every": (3, NOTHING),
+    "evaluation.batch_size": (2, "trial rows answers"),
+    "seed": (1, f"{TRAINED} record"),
+}
+"""Settings of a trial of Latent-LoRA. Those of the other methods are in `METHOD_SETTINGS`."""
+
+METHOD_SETTINGS = {
+    NOTHING: {"preset"},  # it fills in others
+    "trial training": {
+        *("rank", "alpha", "dropout", "train_active", "old_branch_grad"),
+        *("sensitivity_decay", "uncertainty_decay", "score_share", "percentile", "both_share"),
+        *("temperature", "orthogonality", "ewc_lambda", "fisher", "gamma", "fisher_samples", "alpha_kd"),
+        *("prompt_length", "lm_weight", "kl_weight", "sample_length", "samples_per_label", "samples_per_task"),
+        *("tries", "top_k", "repetition_penalty", "accumulation"),
+        *("lambda_1", "lambda_2", "penalty"),
+        *("design", "gpm.batch_size", "gpm.chunks", "gpm.cross_attention_v", "gpm.energy", "gpm.eps_0"),
+        *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp"),
+        *("variant", "gate.form", "gate.key_design", "gate.pooling", "gate.rescale_rows", "gate.width"),
+    },
+}
+"""Settings of the other methods; which stages read them is what `test_declared.py` learns them for."""
+
+SPEC = {
+    "name": ("renamed", "trial training"),
+    "version": (2, PROMPTS),
+    "title": ("A title", NOTHING),
+    "prompt": ("superni", PROMPTS),
+    "layout": ("cl_benchmark", NOTHING),  # where the rows come from, not what they are
+    "folder": ("data", NOTHING),
+    "stop": (["x"], "trial rows answers"),
+    "max_target_length": (5, PROMPTS),
+    "tasks": ("swapped", PROMPTS),
+    "orders": ({"9": ["left", "middle", "right"]}, "trial training"),  # another key for the same sequence
+}
+"""Fields of a benchmark's file."""
+
+TASK = {
+    "name": ("first", PROMPTS),
+    "title": ("A title", NOTHING),
+    "category": ("kind", NOTHING),
+    "metric": ("rouge_l", SCORED),
+    "instruction": ("Say it.", PROMPTS),
+    "labels": (["ax", "bx"], NOTHING),  # a row with another answer is refused
+    "folder": ("elsewhere", NOTHING),
+    "train_rows": (7, NOTHING),
+    "test_rows": (7, NOTHING),
+}
+"""Fields of a task in it."""
+
+OUTSIDE = {
+    "a training row": "lineage rows answers tokens pooled record scatter",
+    "a test row": "rows tokens pooled answers",
+    "times of data files": NOTHING,
+    "a weight": f"{TRAINED} pooled record scatter factors",
+    "the configuration": TRAINED,
+    "the tokenizer": PROMPTS,
+    "times of the backbone's files": NOTHING,
+    "where the benchmark lies": NOTHING,
+    "where the backbone lies": NOTHING,
+    "the device": "answers",
+    "version of the method": "lineage rows answers",
+    "TRAINING": "lineage rows answers",
+    "TOKENS": "lineage rows answers tokens pooled record scatter",
+    "FACTORS": "lineage rows answers factors",
+    "POOLING": "rows pooled record scatter",
+    "RECORDS": "rows record scatter",
+    "DECODING": "rows answers",
+    "SCORING": "rows",
+    "torch": "answers",
+    "transformers": "answers",
+    "scikit-learn": "record",
+    "numpy": NOTHING,  # journaled, and a table says where it was not the same for all its trials
+    "datasets": NOTHING,
+    "rouge-score": NOTHING,
+    "latent-sweep": NOTHING,
+}
+"""What a result reads beside settings."""
+
+# --- a sweep that reads all of it ------------------------------------------------------------------------------------
+
+
+class Subject:
+    """A benchmark and a backbone in folders of their own, and a trial that uses them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.device = "cpu"
+        self._backbones = {}
+
+    def identities(self, **changes):
+        """Every identity of the trial with these settings changed, by dotted path with `__` for the dots."""
+        trial = self.trial(changes)
+        s, backbone = trial.settings, self._backbone(trial)
+        b, carve = s.benchmark, s.training.select == "best_validation"
+
+        def data(position, split):
+            task = trial.tasks[position]
+            carved = carve and split == "train"
+            return data_digest(trial.spec, task, split, b, carved, trial.source(task, split))
+
+        def tokens(position, split, whole=False):
+            longest = 1 << 20 if whole else b.max_source_length
+            return tokens_name(
+                data(position, split), b, backbone.tokenizer_digest, "llama", longest, b.max_target_length
+            )
+
+        def tokenised(position, split):
+            name = tokens(position, split, whole=not s.router.pool.truncate)
+            return SimpleNamespace(cache_files=[{"filename": f"/tokens/{name}/data.arrow"}])
+
+        mixer = Mixer(s.router, backbone, tokenised, None, len(trial.tasks), s.seed, Path())
+        splits = [(position, split) for position in range(len(trial.tasks)) for split in ("train", "test")]
+        prompts = [[int(tokens(0, "test"), 16)]] * s.evaluation.batch_size
+        lineages = trial.lineages()
+        batch = AnswerBatch(lineages, np.eye(len(lineages)), prompts, b.max_target_length, trial.spec.stop)
+        return {
+            "trial": trial.trial_id,
+            "training": trial.training_id,
+            "lineage": lineages,
+            "rows": trial.row_keys(),
+            "tokens": [tokens(*split) for split in splits],
+            "pooled": [mixer.pooled_name(*split) for split in splits],
+            "record": [mixer.mixture_name(position) for position in range(len(trial.tasks))],
+            "scatter": [mixer.scatter_name(position) for position in range(len(trial.tasks))],
+            "answers": answers_name(batch, trial.method(), backbone),
+            "factors": factors_name(backbone.weights_digest, getattr(s.method, "svd", "none")),
+        }
+
+    def trial(self, changes):
+        """The only trial of a sweep with these settings changed."""
+        method = {"name": "latent_lora", "rank": 8, "alpha": 64.0, "ortho_lambda": 0.25, "R_std": 0.01}
+        content = {
+            "name": "subject",
+            "trial": {
+                "method": method if "method__name" not in changes else {},
+                "router": {"mode": "soft", "components": 2},
+                "backbone": {"name": str(self.folder / "backbone"), "dtype": "float32"},
+                "benchmark": {"name": str(self.folder / "benchmark"), "train_per_task": 8, "test_per_task": 4},
+                "training": {"learning_rate": 0.1, "epochs": 2, "batch_size": 4},
+            },
+        }
+        if changes.get("method__name") == "seq_lora":
+            content["trial"]["router"] |= {"mode": "last"}
+        for path, value in changes.items():
+            group = content["trial"]
+            *names, last = path.split("__")
+            for name in names:
+                group = group.setdefault(name, {})
+            group[last] = value.format(folder=self.folder) if isinstance(value, str) else value
+        schema.load_benchmark.cache_clear()
+        (trial,) = expand(parse_sweep(content, "test"))
+        return trial
+
+    def _backbone(self, trial):
+        """The backbone that the trial would load, as far as it names things."""
+        key = content_hash(dict(trial.backbone))
+        if key not in self._backbones:
+            loaded = load_backbone(trial.settings.backbone)
+            self._backbones[key] = (loaded.weights_digest, loaded.tokenizer_digest, loaded.model.dtype)
+        weights, tokenizer, dtype = self._backbones[key]
+        return SimpleNamespace(
+            weights_digest=weights,
+            tokenizer_digest=tokenizer,
+            model=SimpleNamespace(dtype=dtype),
+            device=torch.device(self.device),
+        )
+
+    def rewrite(self, path, change):
+        """Change the JSON content of a file below the subject's folder."""
+        file = self.folder / path
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+
+
+def rewrite_benchmark(folder, change):
+    """Change the content of a benchmark's file."""
+    file = folder / "benchmark.yaml"
+    content = yaml.safe_load(file.read_text())
+    change(content)
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folders, made once."""
+    folder = tmp_path_factory.mktemp("subject")
+    tiny = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+    tiny |= dict(vocab_size=260, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    for name, seed in (("backbone", 0), ("retrained", 1)):
+        random_model("llama", tiny, torch.float32, seed).save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    from tokenizers import normalizers
+
+    lowercase = byte_tokenizer()
+    lowercase.backend_tokenizer.normalizer = normalizers.Lowercase()
+    lowercase.save_pretrained(folder / "lowercase")
+    write_benchmark(folder / "benchmark", tasks=("left", "middle", "right"))
+
+    def orders(content):
+        content["name"] = "own"
+        content["orders"] = {"1": ["left", "middle", "right"], "2": ["right", "middle", "left"]}
+
+    rewrite_benchmark(folder / "benchmark", orders)
+    shutil.copytree(folder / "benchmark", folder / "reworded")
+    rewrite_benchmark(folder / "reworded", lambda content: content["tasks"][0].update(instruction="Say it."))
+    return folder
+
+
+@pytest.fixture
+def subject(made, tmp_path):
+    """The folders, a copy that a test may change."""
+    return Subject(Path(shutil.copytree(made, tmp_path / "subject")))
+
+
+@pytest.fixture(scope="module")
+def unchanged(made):
+    """A subject that nobody changes, and its identities."""
+    subject = Subject(made)
+    return subject, subject.identities()
+
+
+def differing(before, after):
+    return {name for name in before if before[name] != after[name]}
+
+
+# --- everything is changed once --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_a_setting_changes_what_reads_it(unchanged, path):
+    subject, before = unchanged
+    value, expected = SETTINGS[path]
+    assert differing(before, subject.identities(**{path.replace(".", "__"): value})) == set(expected.split())
+
+
+def test_a_backbones_dropout_changes_what_is_trained(unchanged):
+    subject, _ = unchanged
+    before, after = (
+        subject.identities(backbone__name="tiny-t5", training__backbone_dropout=rate) for rate in (0.0, 0.1)
+    )
+    assert differing(before, after) == set(TRAINED.split())
+
+
+def change_spec(subject, name, value):
+    """Change a field of the benchmark's file, and nothing of what it says about the rows."""
+    folder = subject.folder / "benchmark"
+
+    def change(content):
+        if name == "tasks":
+            content["tasks"] = content["tasks"][::-1]
+            del content["orders"]
+        elif name == "layout":
+            content |= {"layout": "cl_benchmark", "folder": "benchmark"}
+        else:
+            content[name] = value
+
+    rewrite_benchmark(folder, change)
+    if name == "folder":
+        (folder / "data").mkdir()
+        for task in ("left", "middle", "right"):
+            (folder / task).rename(folder / "data" / task)
+    return {"benchmark__data_dir": str(subject.folder)} if name == "layout" else {}
+
+
+@pytest.mark.parametrize("name", SPEC)
+def test_a_field_of_a_benchmark_changes_what_reads_it(subject, name):
+    before = subject.identities()
+    value, expected = SPEC[name]
+    assert differing(before, subject.identities(**change_spec(subject, name, value))) == set(expected.split())
+
+
+@pytest.mark.parametrize("name", TASK)
+def test_a_field_of_a_task_changes_what_reads_it(subject, name):
+    before = subject.identities()
+    value, expected = TASK[name]
+    folder = subject.folder / "benchmark"
+
+    def change(content):
+        content["tasks"][0][name] = value
+        if name == "name":
+            content["tasks"][0]["folder"] = "left"
+            content["orders"] = {"1": ["first", "middle", "right"]}
+
+    rewrite_benchmark(folder, change)
+    if name == "folder":
+        (folder / "left").rename(folder / "elsewhere")
+    assert differing(before, subject.identities()) == set(expected.split())
+
+
+def change_outside(subject, what, monkeypatch):
+    """Change something that no setting says; returns settings that follow it."""
+    folder = subject.folder
+    if what == "a training row":
+        subject.rewrite("benchmark/left/train.json", lambda rows: rows[0].update(output="ax" * 2))
+    elif what == "a test row":
+        subject.rewrite("benchmark/left/test.json", lambda rows: rows[0].update(output="ax" * 2))
+    elif what.startswith("times of"):
+        for path in (folder / ("benchmark" if "data" in what else "backbone")).rglob("*.*"):
+            os.utime(path, (1, 1))
+    elif what == "a weight":
+        from safetensors.torch import load_file, save_file
+
+        path = folder / "backbone" / "model.safetensors"
+        weights = load_file(path)
+        weights["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1
+        save_file(weights, path, metadata={"format": "pt"})
+    elif what == "the configuration":
+        subject.rewrite("backbone/config.json", lambda config: config.update(rms_norm_eps=1e-3))
+    elif what == "the tokenizer":
+        shutil.copy(folder / "lowercase" / "tokenizer.json", folder / "backbone" / "tokenizer.json")
+    elif what.startswith("where the"):
+        name = what.split()[2]
+        (folder / name).rename(folder / "moved")
+        return {f"{name}__name": str(folder / "moved")}
+    elif what == "the device":
+        monkeypatch.setattr("latent_sweep.learn.evaluation.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    elif what == "version of the method":
+        monkeypatch.setattr(LatentLora, "version", LatentLora.version + 1)
+    elif what.isupper():
+        monkeypatch.setattr(versions, what, getattr(versions, what) + 1)
+    else:
+        real = versions.library
+        monkeypatch.setattr(versions, "library", lambda name: "99" if name == what else real(name))
+    return {}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_lies_outside_changes_what_reads_it(subject, what, monkeypatch):
+    before = subject.identities()
+    follow = change_outside(subject, what, monkeypatch)
+    assert differing(before, subject.identities(**follow)) == set(OUTSIDE[what].split())
+
+
+def test_nothing_changed_changes_nothing(unchanged):
+    subject, before = unchanged
+    assert set(before) == set(EVERY.split())
+    assert not differing(before, Subject(subject.folder).identities())
+
+
+# --- nothing is left out ---------------------------------------------------------------------------------------------
+
+
+def test_every_setting_stands_in_a_table(unchanged):
+    subject, _ = unchanged
+    s = subject.trial({}).settings
+    written = {f"method.{leaf}" for leaf in leaves(s.method)} | {"seed"}
+    written |= {f"{group}.{leaf}" for group in GROUPS for leaf in leaves(getattr(s, group))}
+    assert written == set(SETTINGS)
+    assert set(BenchmarkSpec.model_fields) == set(SPEC)
+    assert set(TaskSpec.model_fields) == set(TASK)
+    assert {name for name in dir(versions) if name.isupper()} - {"LIBRARIES"} | set(versions.LIBRARIES) <= set(OUTSIDE)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "latent_lora"])
+def test_every_setting_of_a_method_enters_its_training_or_stands_in_the_table(method):
+    trial = trial_of(method)
+    listed = {leaf: expected for expected, names in METHOD_SETTINGS.items() for leaf in names}
+    own = leaves(trial.settings.method) - {"name"}
+    assert own <= set(listed)
+    identity = trial.settings.method.training_identity()
+    for path, other in variants(trial.settings.method):
+        if path != "name":
+            assert (other.training_identity() != identity) == bool(listed[path]), path
+            assert not other.inference_identity()
+
+
+def test_no_method_setting_of_the_table_is_unknown():
+    known = {leaf for name in METHODS for leaf in leaves(trial_of(name).settings.method)}
+    assert {leaf for names in METHOD_SETTINGS.values() for leaf in names} <= known
+
+
+# --- a method's settings that only answers read ----------------------------------------------------------------------
+
+
+class SharpSettings(LatentLoraSettings):
+    """Latent-LoRA with a setting that only answering reads."""
+
+    sharpness: float = Field(1.0, json_schema_extra=INFERENCE_ONLY)
+    """What a blend is multiplied by."""
+
+
+def test_a_setting_that_only_answers_read_is_part_of_rows_and_answers(unchanged):
+    subject, _ = unchanged
+    trial = subject.trial({})
+    plain = SharpSettings(**dict(trial.settings.method))
+
+    def with_sharpness(sharpness):
+        method = plain.model_copy(update={"sharpness": sharpness})
+        changed = dataclasses.replace(trial, settings=trial.settings.model_copy(update={"method": method}))
+        return changed, LatentLora(method)
+
+    (one, method_1), (two, method_2) = with_sharpness(1.0), with_sharpness(2.0)
+    assert one.lineages() == two.lineages()
+    assert not set(one.row_keys()) & set(two.row_keys())
+    backbone = subject._backbone(trial)
+    batch = AnswerBatch(one.lineages(), np.eye(3), [[1]] * 3, 4, ())
+    assert answers_name(batch, method_1, backbone) != answers_name(batch, method_2, backbone)
+    assert plain.training_identity() == plain.model_copy(update={"sharpness": 2.0}).training_identity()
+    assert plain.inference_identity() == {"sharpness": 1.0}
+
+
+def test_a_backbone_of_another_name_is_loaded_alike(made):
+    """The settings that the stub above stands for."""
+    loaded = load_backbone(BackboneSettings(name=str(made / "backbone"), dtype="float32"))
+    subject = Subject(made)
+    stub = subject._backbone(subject.trial({}))
+    assert (stub.weights_digest, stub.tokenizer_digest) == (loaded.weights_digest, loaded.tokenizer_digest)

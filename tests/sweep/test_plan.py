@@ -1,0 +1,365 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.sweeps import TINY, tiny, write, write_benchmark
+
+from latent_sweep.benchmarks.loaders import DATA_VARIABLE
+from latent_sweep.errors import ConfigError
+from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.plan import expand, pack
+
+SWEEPS = sorted((Path(__file__).parents[2] / "sweeps").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def no_data(monkeypatch):
+    """Whatever data the machine has, plans here see none of it."""
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+
+
+def trials_of(content):
+    return expand(parse_sweep(content, "sweep.yaml"))
+
+
+def trials_over(**search):
+    """Trials of the tiny template over axes given as `router__components=[1, 2]`."""
+    return trials_of(tiny(search={path.replace("__", "."): values for path, values in search.items()}))
+
+
+def distinct_stages(trials):
+    return len({lineage for trial in trials for lineage in trial.lineages()})
+
+
+def reversed_keys(content):
+    if not isinstance(content, dict):
+        return content
+    return {key: reversed_keys(content[key]) for key in reversed(content)}
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_ids_do_not_depend_on_the_order_of_keys_or_axes():
+    turned = reversed_keys(TINY)
+    assert list(turned["search"]) == list(reversed(TINY["search"]))
+    ids = {trial.trial_id for trial in trials_of(TINY)}
+    assert len(ids) == 4
+    assert {trial.trial_id for trial in trials_of(turned)} == ids
+
+
+def test_writing_a_default_out_changes_no_id():
+    written = tiny(trial__router={"epsilon": 0.01, "mode": "soft"}, trial__training__weight_decay=0.0, trial__seed=0)
+    assert {t.trial_id for t in trials_of(written)} == {t.trial_id for t in trials_of(TINY)}
+
+
+def test_how_a_sweep_is_run_changes_no_id():
+    elsewhere = tiny(
+        name="other",
+        run={"storage": "elsewhere", "resources": {"cpus": 4}, "max_failures": 0},
+        trial__backbone__device="cpu",
+        trial__training__checkpoint_every=7,
+    )
+    assert [t.trial_id for t in trials_of(elsewhere)] == [t.trial_id for t in trials_of(TINY)]
+
+
+CHANGES = {
+    "rank": {"trial__method__rank": 8},
+    "rate": {"trial__training__learning_rate": 0.04},
+    "rows": {"trial__benchmark__train_per_task": 31},
+    "order": {"trial__benchmark__order": 2},
+    "dtype": {"trial__backbone__dtype": "bfloat16"},
+    "test rows": {"trial__benchmark__test_per_task": 11},
+    "epsilon": {"trial__router__epsilon": 0.1},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_a_setting_that_changes_a_score_changes_every_id(change):
+    before, after = trials_of(TINY), trials_of(tiny(**change))
+    assert not {t.trial_id for t in before} & {t.trial_id for t in after}
+    reads_training = "test_per_task" not in str(change) and "router" not in str(change)
+    assert {t.training_id for t in before}.isdisjoint({t.training_id for t in after}) == reads_training
+
+
+def test_equal_trials_collapse():
+    two_spellings = [{"name": "builtin", "order": 1}, {"name": "builtin", "order": "mood_first"}, {"name": "builtin"}]
+    assert len(trials_over(benchmark=two_spellings)) == 1
+
+
+def test_a_setting_left_out_and_its_default_collapse():
+    assert len(trials_over(method__ortho_lambda=[None, 0.05])) == 1
+
+
+# --- the backbone's own dropout ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backbone", "method", "rate"),
+    [
+        ("tiny-t5", {"name": "latent_lora"}, 0.0),
+        ("tiny-t5", {"name": "seq_lora"}, 0.0),
+        ("tiny-t5", {"name": "seq_lora", "preset": "official"}, 0.1),
+        ("tiny-t5", {"name": "lfpt5", "preset": "official"}, 0.1),
+        ("tiny-llama", {"name": "seq_lora", "preset": "official"}, 0.0),
+    ],
+)
+def test_the_backbone_drops_out_where_the_released_code_lets_it(backbone, method, rate):
+    (trial,) = trials_of(tiny(trial__backbone__name=backbone, trial__method=method, search={}))
+    assert trial.settings.training.backbone_dropout == rate
+    assert trial.settings.training.training_identity()["backbone_dropout"] == rate
+    (written,) = trials_of(
+        tiny(
+            trial__backbone__name=backbone, trial__method=method, search={}, trial__training__backbone_dropout=rate / 2
+        )
+    )
+    assert written.settings.training.backbone_dropout == rate / 2
+
+
+def test_dropout_that_a_backbone_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"training\.backbone_dropout: found 0\.1, but tiny-llama has no dropout"):
+        trials_of(tiny(trial__training__backbone_dropout=0.1))
+
+
+@pytest.mark.parametrize(
+    ("written", "clip"), [({}, None), ({"gradient_clip": 0.5}, 0.5), ({"gradient_clip": None}, None)]
+)
+def test_lfpt5_clips_no_gradients_as_released_unless_it_is_told_to(written, clip):
+    content = tiny(trial__method={"name": "lfpt5", "preset": "official"}, search={})
+    content["trial"]["training"] |= written
+    (trial,) = trials_of(content)
+    assert trial.settings.training.gradient_clip == clip
+    (trial,) = trials_of(tiny(trial__method={"name": "lfpt5"}, search={}))
+    assert trial.settings.training.gradient_clip == 1.0
+
+
+# --- reuse -----------------------------------------------------------------------------------------------------------
+
+
+def test_inference_only_axes_share_one_training():
+    search = {
+        "router__components": [1, 2, 4],
+        "router__epsilon": [0.01, 0.1],
+        "router__epsilon_mode": ["relative", "absolute"],
+        "router__mode": ["soft", "hard"],
+        "benchmark__test_per_task": [6, 12],
+        "evaluation__batch_size": [4, 16],
+    }
+    trials = trials_over(**search)
+    assert len(trials) == 3 * 2 * 2 * 2 * 2 * 2
+    assert len({trial.training_id for trial in trials}) == 1
+    assert len({trial.lineages() for trial in trials}) == 1
+    assert len({trial.row_keys() for trial in trials}) == len(trials)
+    (only,) = pack(trials)
+    assert only.trials == tuple(trials)
+
+
+def test_what_the_router_does_not_read_collapses():
+    trials = trials_over(router__mode=["soft", "sum", "last"], router__components=[1, 2], router__epsilon=[0.01, 0.1])
+    assert len(trials) == 4 + 1 + 1
+    assert [dict(t.values) for t in trials if t.settings.router.mode == "sum"] == [{"router.mode": "sum"}]
+
+
+def test_without_a_penalty_a_task_is_the_same_wherever_it_comes():
+    # order 1 learns mood, then topic; order 2 the other way round. With a penalty all four stages differ: two first
+    # tasks, and two that read another one before them.
+    tasks = ["mood", "topic"]
+    free = trials_of(
+        tiny(trial__benchmark__tasks=tasks, trial__method__ortho_lambda=0.0, search={"benchmark.order": [1, 2]})
+    )
+    assert [[task.name for task in trial.tasks] for trial in free] == [["mood", "topic"], ["topic", "mood"]]
+    assert distinct_stages(free) == 2
+    kept_apart = trials_of(tiny(trial__benchmark__tasks=tasks, search={"benchmark.order": [1, 2]}))
+    assert distinct_stages(kept_apart) == 4
+
+
+def test_a_longer_sequence_continues_a_shorter_one():
+    short = trials_of(tiny(search={}))[0]
+    longer = trials_of(tiny(search={}, trial__benchmark__tasks=["mood", "ticket", "past"]))[0]
+    assert longer.lineages()[:2] == short.lineages()
+    assert longer.training_id != short.training_id
+
+
+def test_the_largest_rank_of_a_backbone_serves_its_packs():
+    trials = trials_over(method__rank=[2, 16, 8], backbone__name=["tiny-llama", "tiny-t5"])
+    assert {member.largest_rank for p in pack(trials) for member in p.members} == {16}
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def own_ids(folder):
+    """Trial id, lineages and row keys of a trial on a user's own benchmark, as they are now."""
+    (trial,) = trials_of(tiny(trial__benchmark={"name": str(folder)}, search={}))
+    return trial.trial_id, trial.lineages(), trial.row_keys()
+
+
+def same(before, after):
+    return [a == b for a, b in zip(before, after, strict=True)]
+
+
+def change_row(folder, task, split):
+    path = folder / task / f"{split}.json"
+    path.write_text(path.read_text().replace(f"{split} row 3", f"{split} line 3"))
+
+
+def test_a_changed_training_row_changes_what_learned_it_and_what_came_after(tmp_path):
+    folder = write_benchmark(tmp_path / "own")
+    trial_id, lineages, row_keys = own_ids(folder)
+    change_row(folder, "right", "train")
+    new_trial_id, new_lineages, new_row_keys = own_ids(folder)
+    assert new_trial_id == trial_id
+    assert same(new_lineages, lineages) == [True, False]
+    assert same(new_row_keys, row_keys) == [True, False]
+
+
+def test_a_changed_row_of_the_first_task_changes_what_reads_its_snapshot(tmp_path):
+    folder = write_benchmark(tmp_path / "own")
+
+    def lineages(weight):
+        content = tiny(trial__benchmark={"name": str(folder)}, trial__method__ortho_lambda=weight, search={})
+        return trials_of(content)[0].lineages()
+
+    apart, free = lineages(1e-5), lineages(0.0)
+    change_row(folder, "left", "train")
+    assert same(lineages(1e-5), apart) == [False, False], "the penalty reads the first task's adapter"
+    assert same(lineages(0.0), free) == [False, True]
+
+
+def test_a_changed_test_row_changes_scores_alone(tmp_path):
+    folder = write_benchmark(tmp_path / "own")
+    _, lineages, row_keys = own_ids(folder)
+    change_row(folder, "right", "test")
+    _, new_lineages, new_row_keys = own_ids(folder)
+    assert new_lineages == lineages
+    assert same(new_row_keys, row_keys) == [True, False]
+
+
+def test_a_benchmark_that_moved_is_the_same_benchmark(tmp_path):
+    here = own_ids(write_benchmark(tmp_path / "own"))
+    (tmp_path / "own").rename(tmp_path / "moved")
+    assert own_ids(tmp_path / "moved") == here
+
+
+# --- random search ---------------------------------------------------------------------------------------------------
+
+DRAWS = {
+    "seed": {"randint": [3, 6]},
+    "training.learning_rate": {"loguniform": [1e-4, 1e-2]},
+    "router.temperature": {"uniform": [1.0, 2.0]},
+    "method.rank": {"choice": [2, 8]},
+}
+
+
+def test_random_search_repeats_and_stays_inside_its_bounds():
+    content = tiny(search=DRAWS, run__num_samples=60)
+    trials = trials_of(content)
+    assert [t.trial_id for t in trials_of(content)] == [t.trial_id for t in trials]
+    assert len(trials) == 60
+    drawn = {path: [trial.values[path] for trial in trials] for path in DRAWS}
+    assert set(drawn["seed"]) == {3, 4, 5}
+    assert set(drawn["method.rank"]) == {2, 8}
+    assert all(1e-4 <= rate <= 1e-2 for rate in drawn["training.learning_rate"])
+    assert 15 <= sum(rate < 1e-3 for rate in drawn["training.learning_rate"]) <= 45  # uniform in the logarithm
+    assert all(1 <= temperature <= 2 for temperature in drawn["router.temperature"])
+
+
+def test_another_search_seed_draws_other_values():
+    first, second = (trials_of(tiny(search=DRAWS, run__num_samples=5, run__search_seed=seed)) for seed in (0, 1))
+    assert not {t.trial_id for t in first} & {t.trial_id for t in second}
+
+
+def test_more_samples_begin_with_the_same_ones():
+    few, many = (trials_of(tiny(search=DRAWS, run__num_samples=count)) for count in (3, 6))
+    assert [t.trial_id for t in many[:3]] == [t.trial_id for t in few]
+
+
+def test_a_draw_is_shared_by_the_whole_grid():
+    search = {"seed": [0, 1], "training.learning_rate": {"uniform": [0.01, 0.02]}}
+    trials = trials_of(tiny(search=search, run__num_samples=3))
+    assert len(trials) == 6
+    assert len({trial.settings.training.learning_rate for trial in trials}) == 3
+
+
+# --- the paper's protocol --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backbone", "rate", "batch", "epochs", "source"),
+    [("t5-large", 3e-4, 8, 30, 512), ("llama-2-7b", 5e-5, 4, 15, 1024)],
+)
+@pytest.mark.parametrize(("benchmark", "weight"), [("superni", 0.05), ("long_sequence", 0.02)])
+def test_what_is_left_out_is_the_papers(backbone, rate, batch, epochs, source, benchmark, weight):
+    content = {"name": "paper", "trial": {"backbone": {"name": backbone}, "benchmark": {"name": benchmark}}}
+    (trial,) = trials_of(content)
+    s = trial.settings
+    assert (s.training.learning_rate, s.training.batch_size, s.training.epochs) == (rate, batch, epochs)
+    assert (s.training.warmup_steps, s.training.weight_decay) == (0, 0.0)
+    assert (s.method.name, s.method.rank, s.method.ortho_lambda) == ("latent_lora", 32, weight)
+    assert (s.benchmark.max_source_length, s.benchmark.max_target_length) == (source, 50)
+    assert (s.router.components, s.router.epsilon, s.router.mode, s.router.gmm.kmeans_iters) == (5, 0.01, "soft", 30)
+    assert len(trial.tasks) == 15
+
+
+def test_a_written_setting_wins_over_the_papers():
+    content = {
+        "name": "own",
+        "trial": {
+            "method": {"ortho_lambda": 0.0, "rank": 8},
+            "backbone": {"name": "t5-large"},
+            "benchmark": {"name": "superni", "max_source_length": 128},
+            "training": {"epochs": 1},
+            "router": {"mode": "hard"},
+        },
+    }
+    s = trials_of(content)[0].settings
+    assert (s.method.ortho_lambda, s.method.rank, s.benchmark.max_source_length) == (0.0, 8, 128)
+    assert (s.training.epochs, s.training.batch_size, s.router.mode) == (1, 8, "hard")
+
+
+# --- faults of whole trials ------------------------------------------------------------------------------------------
+
+
+def test_more_components_than_rows_name_both_numbers():
+    with pytest.raises(ConfigError) as caught:
+        trials_of(tiny(search={"router.components": [1, 40]}))
+    assert "router.components: found 40, but task mood has 32 training rows; use at most 32" in str(caught.value)
+    assert "found 1" not in str(caught.value).replace("1 fault", "")
+
+
+def test_components_are_no_fault_where_no_router_is_asked():
+    assert len(trials_of(tiny(trial__router={"mode": "sum", "components": 40}, search={}))) == 1
+
+
+def test_a_rank_above_the_narrowest_projection_names_both_numbers():
+    with pytest.raises(ConfigError, match=r"method.rank: found 17; tiny-llama's .*v_proj is 16 x 32, so at most 16"):
+        trials_of(tiny(search={"method.rank": [16, 17]}))
+
+
+def test_faults_of_several_trials_come_together():
+    with pytest.raises(ConfigError) as caught:
+        trials_of(tiny(search={"method.rank": [16, 17, 18], "seed": [0, 1]}))
+    assert str(caught.value).splitlines()[0] == "sweep.yaml: 2 faults"
+
+
+# --- the command and the files beside it -----------------------------------------------------------------------------
+
+
+def test_every_sweep_of_the_repository_has_its_own_name():
+    assert SWEEPS
+    assert [load_sweep(path).name for path in SWEEPS] == [path.stem for path in SWEEPS]
+
+
+def test_plan_imports_none_of_the_heavy_packages(tmp_path):
+    script = (
+        "import sys; from latent_sweep.cli import main; code = main(['plan', sys.argv[1]]); "
+        "heavy = {'torch', 'ray', 'mlflow', 'transformers', 'datasets', 'deepspeed'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, write(tmp_path, TINY)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 trials" in done.stdout
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,980 @@
+"""Mutants: small wrongs, written by hand into the code that decides results, each of which some test must notice.
+
+    PYTHONPATH=tests python -m tools.mutants [WORD ...] [--jobs N]
+
+Copies the package and its tests into a temporary folder, runs the named tests there as they are, and then once for
+every mutant, one change at a time. Prints a Markdown table. Exit code 0 where every mutant was killed, 1 where one has
+survived, 2 where a mutant does not fit the code any more or its tests fail without it. The working tree is only read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.pool import Pool
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "latent_sweep"
+COPIED = (PACKAGE, "tests", "sweeps", "pyproject.toml")
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest; every other one says that it could not run the tests as asked."""
+LONGEST_SECONDS = 120.0
+"""A test that takes longer than this hangs, and fails."""
+PRELOADED = [
+    "datasets",
+    "pytest",
+    "rouge_score.rouge_scorer",
+    "scipy.stats",
+    "sklearn.cluster",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+]
+"""What most tests import, and takes seconds."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong, and who notices it."""
+
+    wrong: str
+    """What it does, in words."""
+    file: str
+    """Below the package."""
+    old: str
+    """Text that is in the file exactly once."""
+    new: str
+    """What replaces it."""
+    tests: tuple[str, ...]
+    """Of which at least one fails then: `file::test` below `tests/`, without `test_` and `.py` of the file."""
+
+    def source(self, root: Path = ROOT) -> Path:
+        """The file that it changes, below a copy of the repository."""
+        return root / PACKAGE / self.file
+
+    def misfits(self, root: Path = ROOT) -> int:
+        """0 where `old` is there exactly once, else how often it was found less once."""
+        return self.source(root).read_text(encoding="utf-8").count(self.old) - 1
+
+    def nodes(self) -> list[str]:
+        """Its tests as pytest names them."""
+        files = {path.name: path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+        return [f"{files[f'test_{file}.py']}::{name}" for file, name in (test.split("::") for test in self.tests)]
+
+
+def _mutant(file: str, wrong: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(wrong, file, old, new, tests)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- metrics
+    _mutant(
+        "metrics.py",
+        "references are compared as they are written",
+        "answer == normalise_answer(reference)",
+        "answer == reference",
+        "metrics::test_exact_match",
+    ),
+    _mutant("metrics.py", "case counts", "text.lower().trans", "text.trans", "metrics::test_normalise_answer"),
+    _mutant(
+        "metrics.py",
+        "the worst reference counts",
+        "return max(scorer",
+        "return min(scorer",
+        "metrics::test_rouge_edges",
+    ),
+    _mutant(
+        "metrics.py", "Rouge without stemming", "use_stemmer=True", "use_stemmer=False", "metrics::test_rouge_by_hand"
+    ),
+    _mutant(
+        "metrics.py",
+        "the policies of references are swapped",
+        'last = 1 if refs_policy == "single_first"',
+        'last = 1 if refs_policy != "single_first"',
+        "metrics::test_score_rows_reference_policies",
+    ),
+    _mutant(
+        "metrics.py",
+        "AP of the first row",
+        "_lower()[-1].mean()",
+        "_lower()[0].mean()",
+        "metrics::test_measures_by_hand",
+    ),
+    _mutant(
+        "metrics.py",
+        "FM from the diagonal",
+        "lower.max(axis=0) - lower[-1]",
+        "lower.diagonal() - lower[-1]",
+        "metrics::test_forgetting_looks_at_every_row_not_only_the_diagonal",
+    ),
+    _mutant(
+        "metrics.py",
+        "the scorer's FM with the final row",
+        "lower[:-1].max(axis=0, initial=0.0)",
+        "lower.max(axis=0, initial=0.0)",
+        "metrics::test_measures_by_hand",
+    ),
+    _mutant(
+        "metrics.py",
+        "BWT with the other sign",
+        "lower[-1] - lower.diagonal()",
+        "lower.diagonal() - lower[-1]",
+        "metrics::test_measures_by_hand",
+    ),
+    _mutant(
+        "metrics.py",
+        "the last task counts as an earlier one",
+        "values[:-1].mean()",
+        "values.mean()",
+        "metrics::test_measures_by_hand",
+    ),
+    # --- router
+    _mutant(
+        "router.py",
+        "the covariance is divided by the number of tasks",
+        "covariance /= denominator",
+        "covariance /= tasks",
+        "router::test_pooled_covariance_by_fold_and_by_concatenation",
+    ),
+    _mutant(
+        "router.py",
+        "the degrees of freedom are swapped",
+        'if settings.cov.ddof == "tasks"',
+        'if settings.cov.ddof != "tasks"',
+        "router::test_pooled_covariance_by_fold_and_by_concatenation",
+    ),
+    _mutant(
+        "router.py",
+        "the scatter between components is added",
+        "dsyrk(-1.0, between.T",
+        "dsyrk(1.0, between.T",
+        "router::test_posterior_equals_bayes_rule_on_densities",
+    ),
+    _mutant(
+        "router.py",
+        "epsilon is relative to the trace, not to the mean variance",
+        "ridge *= np.trace(covariance) / d",
+        "ridge *= np.trace(covariance)",
+        "router::test_epsilon_is_relative_or_absolute",
+    ),
+    _mutant(
+        "router.py",
+        "epsilon's modes are swapped",
+        'settings.epsilon_mode == "relative"',
+        'settings.epsilon_mode == "absolute"',
+        "router::test_epsilon_is_relative_or_absolute",
+    ),
+    _mutant(
+        "router.py",
+        "a fold of other tasks is not started again",
+        "self.names, self.count = [], 0",
+        "self.names = []",
+        "mixing::test_weights_do_not_depend_on_interruptions",
+    ),
+    _mutant(
+        "router.py",
+        "the offsets lack a half",
+        "- 0.5 * np.einsum",
+        "- np.einsum",
+        "router::test_posterior_equals_bayes_rule_on_densities",
+    ),
+    _mutant(
+        "router.py",
+        "a task's likelihood is its best component's",
+        "np.logaddexp.reduceat",
+        "np.maximum.reduceat",
+        "router::test_posterior_equals_bayes_rule_on_densities",
+    ),
+    _mutant(
+        "router.py",
+        "the prior is never read",
+        'if self.settings.prior == "n_t"',
+        "if False",
+        "router::test_posterior_equals_bayes_rule_on_densities",
+    ),
+    _mutant(
+        "router.py",
+        "the temperature multiplies",
+        ") / self.settings.temperature",
+        ") * self.settings.temperature",
+        "router::test_temperature_divides_the_log_posterior",
+    ),
+    _mutant(
+        "router.py",
+        "the unlikeliest task wins",
+        "log_posterior.argmax(axis=1)",
+        "log_posterior.argmin(axis=1)",
+        "router::test_hard_and_soft_weights",
+    ),
+    _mutant("router.py", "soft is hard", 'if mode == "hard":', "if True:", "router::test_hard_and_soft_weights"),
+    _mutant(
+        "router.py",
+        "pruned weights do not sum to one",
+        "return weights / weights.sum(axis=1, keepdims=True)",
+        "return weights",
+        "router::test_prune",
+    ),
+    _mutant(
+        "router.py",
+        "pruning may leave nothing of a row's largest weight",
+        " | (weights == weights.max(axis=1, keepdims=True))",
+        "",
+        "router::test_prune",
+    ),
+    _mutant(
+        "router.py",
+        "K-means has one seed",
+        "np.random.MT19937(seed)",
+        "np.random.MT19937(0)",
+        "router::test_seeds_repeat_and_differ",
+    ),
+    _mutant(
+        "router.py",
+        "nothing is pruned",
+        "return prune(np.exp(log_posterior), self.settings.prune_below)",
+        "return np.exp(log_posterior)",
+        "router::test_hard_and_soft_weights",
+    ),
+    # --- mixing
+    _mutant(
+        "learn/mixing.py",
+        "embeddings are known without their backbone",
+        ' "weights": self.backbone.weights_digest,',
+        "",
+        "mixing::test_another_backbone_has_embeddings_and_records_of_its_own",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "embeddings are known without how they were pooled",
+        ', "pool": pooling}',
+        "}",
+        "mixing::test_other_pooling_has_embeddings_and_records_of_its_own",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "mixtures of all seeds are one",
+        "self.settings.record_identity(), self.seed, versions",
+        "self.settings.record_identity(), versions",
+        "mixing::test_embeddings_and_records_are_computed_once",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "the covariance never reads tasks to come",
+        "pooled_tasks(tasks_seen, self.n_tasks)",
+        "pooled_tasks(tasks_seen, tasks_seen)",
+        "mixing::test_a_covariance_of_all_tasks_reads_those_to_come",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "test rows are routed by the training rows",
+        'self._embeddings(task, "test")',
+        'self._embeddings(task, "train")',
+        "mixing::test_the_posterior_is_bayes_rule_over_gaussian_densities",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "phi is a sum",
+        ".float().mean(0)",
+        ".float().sum(0)",
+        "mixing::test_phi_is_the_mean_of_the_embeddings_that_count",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "the oracle answers with the newest",
+        '"oracle": alone.__getitem__',
+        '"oracle": lambda task: alone[-1]',
+        "mixing::test_weights_without_a_router",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "a sum is a mean",
+        "np.ones(tasks_seen)",
+        "np.full(tasks_seen, 1 / tasks_seen)",
+        "mixing::test_weights_without_a_router",
+    ),
+    # --- the latent adapter and its method
+    _mutant(
+        "adapters/latent.py",
+        "s is left out",
+        "LatentDeltas(self, self.scale * R,",
+        "LatentDeltas(self, R,",
+        "latent_adapter::test_the_bank_answers_like_the_changed_weight",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "Sigma is missing on the output side",
+        "left = left * f.S",
+        "left = left * 1.0",
+        "latent_adapter::test_the_bank_answers_like_the_changed_weight",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "Sigma is missing on the input side",
+        "right = right * f.S",
+        "right = right * 1.0",
+        "latent_adapter::test_the_bank_answers_like_the_changed_weight",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "R stands transposed",
+        "self.R.transpose(-1, -2)",
+        "self.R",
+        "latent_adapter::test_the_bank_answers_like_the_changed_weight",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "the penalty is not that of equation (10)",
+        "new * (self.G @ new)",
+        "(self.G @ new).square()",
+        "latent_adapter::test_the_trace_form_is_the_double_loop",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "the penalty forgets which side Sigma stands on",
+        'if self.side == "in"',
+        "if False",
+        "latent_adapter::test_the_trace_form_is_the_double_loop",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "the penalty's scale is not counted",
+        "S = scale * S",
+        "S = 1.0 * S",
+        "latent_adapter::test_the_trace_form_is_the_double_loop",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "sum and mean over projections are swapped",
+        'if self.reduce == "sum"',
+        'if self.reduce != "sum"',
+        "latent_adapter::test_the_trace_form_is_the_double_loop",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "every snapshot that is weighed has all the weight",
+        "weights.to(stacked)",
+        "weights.sign().to(stacked)",
+        "latent_adapter::test_each_row_answers_with_its_own_blend",
+    ),
+    _mutant(
+        "methods/latent_lora.py",
+        "s is alpha",
+        "return self.alpha / self.rank",
+        "return self.alpha",
+        "latent_lora::test_alpha_acts_through_the_scale_alone",
+        "latent_lora::test_the_papers_defaults",
+    ),
+    _mutant(
+        "methods/latent_lora.py",
+        "the penalty has no weight",
+        "self._lambda * self._penalty",
+        "self._penalty",
+        "latent_lora::test_a_learner_adds_the_penalty_with_its_weight",
+    ),
+    _mutant(
+        "methods/latent_lora.py",
+        "a penalty reads no history",
+        "(bool(s.ortho_lambda) or ",
+        "(",
+        "latent_lora::test_history_is_read_only_where_something_reads_it",
+    ),
+    _mutant(
+        "methods/latent_lora.py",
+        "the first task is learned again for every lambda",
+        "if position == 0 or not s.ortho_lambda:",
+        "if not s.ortho_lambda:",
+        "latent_lora::test_the_first_task_is_shared_by_all_lambdas",
+    ),
+    # --- LoRA
+    _mutant(
+        "adapters/lora.py",
+        "s is left out",
+        "self.scale * z if self.w is None",
+        "z if self.w is None",
+        "lora_adapter::test_the_bank_answers_like_the_changed_weights",
+    ),
+    _mutant(
+        "adapters/lora.py",
+        "s is left out where branches are folded",
+        "(scale * b @ a)",
+        "(b @ a)",
+        "lora_adapter::test_the_sum_of_branches_is_exact_whichever_way_is_cheaper",
+    ),
+    _mutant(
+        "adapters/lora.py",
+        "every row weighs the branches alike",
+        "(z * self.w.to(h.dtype))",
+        "z",
+        "lora_adapter::test_branches_of_different_ranks_blend_row_by_row",
+    ),
+    # --- training
+    _mutant(
+        "learn/training.py",
+        "a mean over rows is a mean over tokens",
+        '"sequence_mean": len(rows)',
+        '"sequence_mean": targets',
+        "training::test_the_loss_is_reduced_as_its_name_says",
+    ),
+    _mutant(
+        "learn/training.py",
+        "all purposes of one seed draw the same",
+        "repr(parts).encode()",
+        "repr(parts[:1]).encode()",
+        "training::test_seeds_are_derived_from_their_purpose",
+    ),
+    _mutant(
+        "learn/training.py",
+        "every epoch has the same batches",
+        '"batches", epoch))',
+        '"batches"))',
+        "training::test_every_epoch_has_an_order_of_its_own",
+    ),
+    _mutant(
+        "backbones/batches.py",
+        "the order of the data depends on what was drawn before",
+        "torch.randperm(len(lengths), generator=generator)",
+        "torch.randperm(len(lengths))",
+        "training::test_an_epoch_takes_every_row_once",
+    ),
+    _mutant(
+        "learn/training.py",
+        "every step draws the same dropout",
+        '"step", self.step, *own',
+        '"step", *own',
+        "training::test_every_step_draws_a_mask_of_its_own",
+    ),
+    _mutant(
+        "learn/training.py",
+        "the optimizer starts anew when a task goes on",
+        'optimizer.load_state(named("engine."))',
+        "pass",
+        "training::test_a_cut_task_goes_on_with_the_same_bits",
+    ),
+    _mutant(
+        "learn/training.py",
+        "losses before a cut are forgotten",
+        'facts["terms"], tensors["history"].tolist()',
+        'facts["terms"], []',
+        "training::test_a_cut_task_goes_on_with_the_same_bits",
+    ),
+    _mutant(
+        "learn/training.py",
+        "the last epoch is kept, not the best",
+        "if loss < self.loss:",
+        "if True:",
+        "training::test_the_best_epoch_on_validation_is_kept",
+    ),
+    _mutant(
+        "learn/training.py",
+        "first and last losses are swapped",
+        "self.rows[-tenth:] if last else",
+        "self.rows[-tenth:] if not last else",
+        "training::test_the_summary_holds_the_first_and_the_last_losses",
+    ),
+    _mutant(
+        "learn/training.py",
+        "a gradient that is not finite is applied",
+        "if not math.isfinite(norm):",
+        "if False:",
+        "training::test_a_gradient_that_is_not_finite_stops_before_it_is_saved",
+    ),
+    _mutant(
+        "learn/engine.py",
+        "nothing is clipped",
+        "self._settings.gradient_clip or math.inf",
+        "math.inf",
+        "training::test_clipping_bounds_the_gradient_of_all_parameters_together",
+    ),
+    _mutant(
+        "learn/engine.py",
+        "no warm-up",
+        "if step < warmup:",
+        "if False:",
+        "training::test_warm_up_is_linear_then_constant",
+    ),
+    _mutant(
+        "learn/engine.py",
+        "a linear schedule stays where it is",
+        'if settings.schedule != "linear":',
+        "if True:",
+        "training::test_a_linear_schedule_falls_to_zero_at_the_end",
+    ),
+    _mutant(
+        "learn/engine.py",
+        "the schedule starts anew when a task goes on",
+        'self._taken = int(state["schedule"])',
+        "self._taken = 0",
+        "training::test_the_engine_goes_on_where_its_state_was_taken",
+    ),
+    # --- evaluation and generation
+    _mutant(
+        "learn/evaluation.py",
+        "answers stay in the order of their batches",
+        "zip(part, texts, strict=True)",
+        "zip(sorted(part), texts, strict=True)",
+        "evaluation::test_rows_come_back_in_their_own_order",
+        "evaluation::test_rows_of_one_batch_answer_with_their_own_blends",
+    ),
+    _mutant(
+        "learn/evaluation.py",
+        "answers are known whatever the weights",
+        "for w in row] for row in batch.weights]",
+        "for w in row] for row in batch.weights[:0]]",
+        "evaluation::test_whatever_can_change_an_answer_asks_for_a_new_one",
+    ),
+    _mutant(
+        "learn/evaluation.py",
+        "answers are known whatever the snapshots",
+        '"snapshots": batch.lineages,',
+        "",
+        "evaluation::test_whatever_can_change_an_answer_asks_for_a_new_one",
+    ),
+    _mutant(
+        "learn/evaluation.py",
+        "answers are known whatever the limit",
+        '"max_new_tokens": batch.max_new_tokens,',
+        "",
+        "evaluation::test_whatever_can_change_an_answer_asks_for_a_new_one",
+    ),
+    _mutant(
+        "learn/evaluation.py",
+        "answers are known whatever the stop strings",
+        '"stop": batch.stop,',
+        "",
+        "evaluation::test_whatever_can_change_an_answer_asks_for_a_new_one",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "blanks before an answer may end it",
+        "skip_special_tokens=True).lstrip()\n    return any",
+        "skip_special_tokens=True)\n    return any",
+        "generation::test_a_stop_string_before_the_answer_does_not_end_it",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "only the first stop string cuts",
+        "for mark in stop:",
+        "for mark in stop[:1]:",
+        "generation::test_the_text_of_an_answer_is_cut_at_the_first_stop",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "padding ends an answer, EOS does not",
+        "if token == backbone.eos_id:",
+        "if token == backbone.pad_id:",
+        "generation::test_one_adapter_for_a_ragged_batch",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "an answer may be one token longer",
+        "for _ in range(max_new_tokens):",
+        "for _ in range(max_new_tokens + 1):",
+        "generation::test_a_shorter_limit_gives_a_prefix",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "rows that go on get adapters of those that ended",
+        "bank.select(kept)",
+        "pass",
+        "generation::test_an_adapter_for_every_row",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "positions stand still",
+        "self._positions[:, -1:] + 1",
+        "self._positions[:, -1:]",
+        "generation::test_one_adapter_for_a_ragged_batch",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "T5's rows that go on read prompts of those that ended",
+        "self._mask = self._mask[rows]\n        self._encoded",
+        "self._mask = self._mask[: len(rows)]\n        self._encoded",
+        "generation::test_an_adapter_for_every_row",
+    ),
+    # --- identities
+    _mutant(
+        "sweep/plan.py",
+        "a snapshot is known without its parents",
+        "lineages[:position] if method.reads_history(position) else []",
+        "[]",
+        "plan::test_a_changed_row_of_the_first_task_changes_what_reads_its_snapshot",
+    ),
+    _mutant(
+        "sweep/plan.py",
+        "a snapshot is known without its data",
+        '"data": [data[i] for i in learned]',
+        '"data": []',
+        "plan::test_a_changed_training_row_changes_what_learned_it_and_what_came_after",
+    ),
+    _mutant(
+        "sweep/plan.py",
+        "a snapshot is known without how it was trained",
+        '"training": s.training.training_identity(),',
+        "",
+        "latent_lora::test_what_training_reads_names_every_snapshot",
+    ),
+    _mutant(
+        "sweep/plan.py",
+        "a row is known without its test rows",
+        '"tests": tests[: i + 1]',
+        '"tests": []',
+        "plan::test_a_changed_test_row_changes_scores_alone",
+    ),
+    _mutant(
+        "sweep/plan.py",
+        "a row is known without its router",
+        '"router": router_identity(s),',
+        "",
+        "plan::test_inference_only_axes_share_one_training",
+    ),
+    _mutant(
+        "sweep/plan.py",
+        "trials that differ in inference are one",
+        "content_hash([training, inference])",
+        "content_hash([training])",
+        "plan::test_inference_only_axes_share_one_training",
+    ),
+    _mutant(
+        "sweep/plan.py",
+        "trials that differ in training are one training",
+        '"training": settings.training.training_identity(),',
+        "",
+        "plan::test_a_setting_that_changes_a_score_changes_every_id",
+    ),
+    # --- what lies on disk
+    _mutant(
+        "store/snapshots.py",
+        "a snapshot that was changed is used",
+        "digests == (hashlib.sha256(content).hexdigest(), _facts_digest(facts))",
+        "digests",
+        "snapshots::test_what_does_not_check_is_set_aside_and_made_again",
+    ),
+    _mutant(
+        "store/snapshots.py",
+        "a snapshot is used under another's name",
+        'found["lineage"] == lineage and ',
+        "",
+        "snapshots::test_what_does_not_check_is_set_aside_and_made_again",
+    ),
+    _mutant(
+        "store/sealed.py",
+        "a sealed file that was changed is used",
+        "return content[start : start + 64] == _digest_without(content, start)",
+        "return True",
+        "snapshots::test_sealed_json_comes_back_and_only_whole",
+    ),
+    _mutant(
+        "store/snapshots.py",
+        "a damaged checkpoint is used",
+        "if not intact(self.path):",
+        "if False:",
+        "snapshots::test_a_damaged_checkpoint_is_set_aside_counts_as_none_and_says_so",
+    ),
+    _mutant(
+        "store/snapshots.py",
+        "a committed snapshot is replaced",
+        "if snapshot.lineage in self:",
+        "if False:",
+        "snapshots::test_a_committed_snapshot_never_changes",
+    ),
+    _mutant(
+        "store/trial_files.py",
+        "rows of changed data are kept",
+        '(event["tasks_seen"], event.get("key")) != (len(rows) + 1, key)',
+        'event["tasks_seen"] != len(rows) + 1',
+        "run::test_a_changed_row_repeats_exactly_what_it_touches",
+    ),
+    _mutant(
+        "store/journal.py",
+        "a torn line counts",
+        'return content[: content.rfind(b"\\n") + 1]',
+        "return content",
+        "journal::test_a_torn_last_line_does_not_count_and_is_cut_at_the_next_append",
+    ),
+    _mutant(
+        "store/journal.py",
+        "a torn line stays before the next",
+        "file.truncate(len(self._whole_lines()))",
+        "pass",
+        "journal::test_a_torn_last_line_does_not_count_and_is_cut_at_the_next_append",
+    ),
+    _mutant(
+        "store/journal.py",
+        "of two equal stages the earlier wins",
+        'latest = {event["tasks_seen"]: event for event in events',
+        'latest = {event["tasks_seen"]: event for event in reversed(events)',
+        "journal::test_a_repeated_stage_counts_once_and_the_later_wins",
+    ),
+    _mutant(
+        "store/journal.py",
+        "a lost worker ends its trial",
+        '"lost": "running"',
+        '"lost": "failed"',
+        "journal::test_status_is_what_the_last_event_left_behind",
+    ),
+    # --- rows and prompts
+    _mutant(
+        "benchmarks/loaders.py",
+        "every subset seed takes the same rows",
+        'f"{settings.subset_seed}/{row.id}"',
+        'f"{row.id}"',
+        "benchmarks::test_subsets_are_nested_and_in_the_files_order",
+    ),
+    _mutant(
+        "benchmarks/loaders.py",
+        "validation rows are trained on",
+        "else slice(0, taken - held_out)",
+        "else slice(0, taken)",
+        "benchmarks::test_validation_rows_come_out_of_the_training_subset",
+    ),
+    _mutant(
+        "benchmarks/loaders.py",
+        "test rows are the training rows",
+        'return "test" if split == "test"',
+        'return "train" if split == "test"',
+        "benchmarks::test_each_split_has_a_file_of_its_own",
+    ),
+    _mutant(
+        "benchmarks/loaders.py",
+        "a subset has the digest of the whole",
+        '"limit": limit,',
+        "",
+        "benchmarks::test_digest_names_the_rows_and_the_texts",
+    ),
+    _mutant(
+        "benchmarks/loaders.py",
+        "training always takes the first reference",
+        'int.from_bytes(digest[:8], "big") % len(self.references)',
+        "0",
+        "benchmarks::test_training_picks_one_reference_by_the_rows_id",
+    ),
+    _mutant(
+        "benchmarks/prompts.py",
+        "a long input loses its beginning",
+        "kept = kept[: _input_room(",
+        "kept = kept[-_input_room(",
+        "benchmarks::test_truncation_cuts_the_input_and_keeps_the_cue",
+    ),
+    _mutant(
+        "benchmarks/prompts.py",
+        "the cue comes before the input",
+        "return head + kept + cue",
+        "return head + cue + kept",
+        "benchmarks::test_prompt_that_fits_is_the_tokenized_string",
+    ),
+    _mutant(
+        "benchmarks/prompts.py",
+        "special tokens find no room",
+        "room = max_source_length - len(first) - len(last)",
+        "room = max_source_length",
+        "benchmarks::test_truncation_cuts_the_input_and_keeps_the_cue",
+    ),
+    _mutant(
+        "benchmarks/prompts.py",
+        "targets end without EOS",
+        "[*ids[:room], tokenizer.eos_token_id][:max_target_length]",
+        "[*ids[:room]][:max_target_length]",
+        "benchmarks::test_target_ends_with_eos_and_is_cut",
+    ),
+    # --- tries
+    _mutant(
+        "backends/retries.py",
+        "one death fewer is allowed",
+        "if died > max_failures:",
+        "if died >= max_failures:",
+        "retries::test_a_worker_may_die_so_often_in_a_row",
+    ),
+    _mutant(
+        "backends/retries.py",
+        "a finished task does not begin a new row of deaths",
+        '"stage":\n            died = 0',
+        '"stage":\n            died += 0',
+        "retries::test_a_finished_task_begins_a_new_row_of_deaths",
+    ),
+    _mutant(
+        "backends/retries.py",
+        "out of memory is tried for ever",
+        "if len(out_of_memory) > 1:",
+        "if False:",
+        "retries::test_out_of_memory_is_tried_once_more_with_half_the_rows",
+    ),
+    _mutant(
+        "backends/retries.py",
+        "out of memory is tried with as many rows",
+        "max(1, rows // 2)",
+        "max(1, rows)",
+        "retries::test_half_the_rows_are_half_of_what_a_worker_had",
+    ),
+    _mutant(
+        "backends/retries.py",
+        "a fault of the trial is tried again",
+        'if last["event"] == "failed" and last["kind"] != "out_of_memory":',
+        "if False:",
+        "retries::test_a_fault_of_the_trial_is_not_tried_again",
+    ),
+    _mutant(
+        "backends/ray_tune.py",
+        "a node that was taken back is called a worker's death",
+        'return "preempted"',
+        'return "worker_died"',
+        "ray::test_why_a_worker_was_lost_is_told_from_what_ray_says",
+    ),
+    # --- the loop over tasks
+    _mutant(
+        "learn/member.py",
+        "a warning of every penalty that does not rule",
+        "if loss > PENALTY_WARNING * task_loss:",
+        "if loss < PENALTY_WARNING * task_loss:",
+        "latent_lora::test_a_penalty_that_rules_the_training_is_said_aloud",
+    ),
+    _mutant(
+        "learn/stage.py",
+        "a checkpoint outlives its snapshot",
+        "store.checkpoint(lineage).remove()  # whoever",
+        "pass  # whoever",
+        "resume::test_a_kill_between_a_snapshot_and_the_end_of_its_checkpoint_leaves_no_checkpoint",
+    ),
+)
+
+
+# --- running them ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests made of a mutant."""
+
+    mutant: Mutant
+    result: str
+    """`killed`, `SURVIVED`, or what went wrong."""
+    by: str
+    """The first test that failed."""
+    seconds: float
+
+    def row(self, number: int) -> str:
+        """A row of the table."""
+        cells = (str(number), self.mutant.file, self.mutant.wrong, self.result, self.by, f"{self.seconds:.0f}")
+        return f"| {' | '.join(cells)} |"
+
+
+HEADER = """\
+| | file | wrong | result | by | s |
+|---|---|---|---|---|---|"""
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the package and its tests."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder)
+    return folder
+
+
+def run_tests(folder: Path, nodes: Sequence[str]) -> tuple[int, str]:
+    """Run tests of a copy in this process, which is a fresh one, until one fails; pytest's exit code and its output."""
+    import pytest
+
+    os.chdir(folder)
+    paths = [str(folder), str(folder / "tests")]
+    sys.path[:0] = paths
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    gc.freeze()  # pytest collects garbage several times, and what was imported before the fork is none
+    options = ["-x", "-n", "0", "--tb=short", "-rfE", f"--timeout={LONGEST_SECONDS}"]
+    # without what takes a second or more and serves no test here
+    options += ["--assert=plain", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    with open("printed", "w+b") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+        code = pytest.main([*options, *nodes])
+        sys.stdout.flush()
+        printed.seek(0)
+        return int(code), printed.read().decode(errors="replace")
+
+
+def tried(change: tuple[Mutant | None, Sequence[str]]) -> tuple[int, str, float]:
+    """Run tests with a mutant, or with none, in a copy; pytest's exit code and output, and seconds."""
+    mutant, nodes = change
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant") as name:
+        folder = copied(Path(name))
+        if mutant is not None:
+            source = mutant.source(folder)
+            source.write_text(source.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
+        code, printed = run_tests(folder, nodes)
+        os.chdir(ROOT)  # out of what is removed now
+    return code, printed, time.monotonic() - began
+
+
+def outcome_of(mutant: Mutant, code: int, printed: str, seconds: float) -> Outcome:
+    """What an exit code and an output mean for a mutant."""
+    result = {PASSED: "SURVIVED", FAILED: "killed"}.get(code, f"pytest ended with {code}")
+    failed = [line.split()[1] for line in printed.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return Outcome(mutant, result, failed[0].rpartition("::")[2] if failed else "", seconds)
+
+
+@contextmanager
+def fresh_processes(jobs: int) -> Iterator[Pool]:
+    """Processes for one task each, forked from one that has imported what takes long and is no part of the package."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with context.Pool(jobs, maxtasksperchild=1) as pool:
+        yield pool
+        pool.close()
+        pool.join()
+
+
+def misfits(mutants: Sequence[Mutant]) -> list[str]:
+    """The mutants whose old text is not in its file exactly once."""
+    return [
+        f"{mutant.file}, {mutant.wrong!r}: found {mutant.old!r} {found + 1} times; expected it once"
+        for mutant in mutants
+        if (found := mutant.misfits())
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run mutants and print what became of them; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Run hand-written mutants against the tests that must notice them.")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only mutants with all of these in file or wrong")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in MUTANTS if all(word in f"{m.file} {m.wrong}" for word in options.words)]
+    if not chosen:
+        parser.error(f"found no mutant with {' and '.join(map(repr, options.words))}")
+    if faults := misfits(chosen):
+        print("\n".join(faults))
+        return 2
+    nodes = list(dict.fromkeys(node for mutant in chosen for node in mutant.nodes()))
+    with fresh_processes(options.jobs) as pool:
+        code, printed, _ = pool.apply(tried, [(None, nodes)])
+        if code != PASSED:
+            print(f"without any mutant, the tests do not pass:\n{printed}")
+            return 2
+        print(f"{len(chosen)} mutants, {len(nodes)} tests that pass without them\n\n{HEADER}", flush=True)
+        outcomes = []
+        found = pool.imap(tried, [(mutant, mutant.nodes()) for mutant in chosen])
+        for number, mutant in enumerate(chosen, start=1):
+            outcomes.append(outcome_of(mutant, *found.next(timeout=2 * LONGEST_SECONDS)))
+            print(outcomes[-1].row(number), flush=True)
+    bad = [outcome for outcome in outcomes if not outcome.result.startswith("killed")]
+    print("\n".join(["", *(f"{o.mutant.file}, {o.mutant.wrong}: {o.result}" for o in bad)]) if bad else "\nall killed")
+    return max((1 if outcome.result == "SURVIVED" else 2 for outcome in bad), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
