@@ -17,6 +17,7 @@ from latent_sweep.bench.workbench import Workbench, first_trial
 from latent_sweep.learn.member import MemberRun
 from latent_sweep.learn.training import TaskTraining, TrainingSummary
 from latent_sweep.methods import METHODS
+from latent_sweep.methods.capabilities import Gated, prompt_read
 from latent_sweep.store.snapshots import Snapshot
 from latent_sweep.sweep.plan import Member, Trial
 
@@ -71,8 +72,9 @@ class _Contender:
         self.trainings: dict[int, TaskTraining] = {}
         for position in range(len(trial.tasks)):
             self._learn(position)
-        gates = self.run.method.gates
-        mixer = bench.mixer(trial, lambda seen, prompts: gates(self._tensors(seen), prompts))
+        method = self.run.method
+        gates = method.gates if isinstance(method, Gated) else None
+        mixer = bench.mixer(trial, gates and (lambda seen, prompts: gates(self._tensors(seen), prompts)))
         self._weights = {stage: mixer.weights(stage)[0] for stage in bench.sizes.stages}
 
     def _tensors(self, stage: int) -> list[Mapping[str, Tensor]]:
@@ -126,7 +128,7 @@ class _Contender:
         history = self._tensors(stage)
         weights = weights[:1, used] if self.alike(stage) else weights[:, used]
         rows = self.context.tokens(self.trial, 0, "test")
-        prompts = [self.run.method.prompt(ids) for ids in rows["prompt_ids"]]
+        prompts = [prompt_read(self.run.method, ids) for ids in rows["prompt_ids"]]
 
         def answer() -> None:
             with torch.no_grad():

@@ -22,6 +22,8 @@ from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.mixing import Array
+from latent_sweep.methods import source_of
+from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics import Metric, RefsPolicy, score_rows
 from latent_sweep.settings import content_hash
@@ -131,7 +133,7 @@ class Evaluator:
             weights: (rows, snapshots).
             rows: tokenised test rows.
         """
-        prompts = [self.method.prompt(ids) for ids in rows["prompt_ids"]]
+        prompts = [prompt_read(self.method, ids) for ids in rows["prompt_ids"]]
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
         parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         batches = [self._batch(history, weights[part], [prompts[row] for row in part]) for part in parts]
@@ -181,12 +183,14 @@ class Evaluator:
 
 def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone) -> str:
     """Names the answers to a batch: a hash of all that they depend on."""
+    name = method.settings.name
+    source = source_of(name)
     content = {
         "decoding": versions.DECODING,
         "libraries": [versions.library("torch"), versions.library("transformers")],
         "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
         "computed": [device_name(backbone.device), str(backbone.model.dtype)],
-        "method": [method.settings.name, method.settings.inference_identity()],
+        "method": [name, method.settings.inference_identity(), *([] if source is None else [source])],
         "snapshots": batch.lineages,
         "weights": [[float(w).hex() for w in row] for row in batch.weights],
         "prompts": batch.prompts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ import torch
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.benchmarks.schema import Split
-from latent_sweep.errors import NonFiniteLoss
+from latent_sweep.errors import ConfigError, NonFiniteLoss
 from latent_sweep.learn.context import Context, backbone_facts, computed_with
 from latent_sweep.learn.journaling import say_failed
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, derived_seed
+from latent_sweep.methods import source_of
+from latent_sweep.methods.capabilities import facts_of, tasks_learned
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.settings import content_hash
 from latent_sweep.store.folders import SweepFolder
@@ -61,7 +64,18 @@ class MemberRun:
         return self.method_of(self.member.trials[0])
 
     def method_of(self, trial: Trial) -> Method:
-        """The method with the settings of one of this member's trials, able to answer."""
+        """The method with the settings of one of this member's trials, able to answer.
+
+        Raises:
+            ConfigError: the code of a method from outside is not what it was when the sweep was planned.
+        """
+        name = trial.settings.method.name
+        if (found := source_of(name)) != trial.method_source:
+            raise ConfigError(
+                f"method.name: the code of {name} on {socket.gethostname()} has the digest {found}; the sweep was "
+                f"planned with {trial.method_source}. Nothing was learned or scored with it. Have all nodes see the "
+                "same code, or end the sweep and start it again to plan it with what is there now."
+            )
         return self.context.method(trial.settings.method, self.member.largest_rank)
 
     def training(self, position: int, on_step: Progress) -> TaskTraining:
@@ -71,7 +85,7 @@ class MemberRun:
         carve = s.training.select == "best_validation"
 
         def rows(split: Split) -> list[Example]:
-            positions = self.method.learns_from(position, len(self.tasks))
+            positions = tasks_learned(self.method, position, len(self.tasks))
             first = self.member.trials[0]
             return [dict(row) for i in positions for row in context.tokens(first, i, split, carve)]
 
@@ -109,7 +123,7 @@ class MemberRun:
             "steps": summary.steps,
             "losses": summary.losses,
             "first_losses": summary.first_losses,
-            "measures": training.learner.facts(),
+            "measures": facts_of(training.learner),
             "stage": self.contents[position],
             "backbone": backbone_facts(self.context.backbone),
             "computed_with": computed_with(self.context.backbone) | self._masks(),

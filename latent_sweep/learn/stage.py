@@ -14,6 +14,7 @@ from latent_sweep.learn.journaling import say_stage
 from latent_sweep.learn.member import MemberRun, Members, TrialRun
 from latent_sweep.learn.mixing import router_accuracy
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
+from latent_sweep.methods.capabilities import Gated
 from latent_sweep.store.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
     context.check(member.snapshots[: position + 1])
 
     def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
+        assert isinstance(method, Gated), "planning has refused the mixing `gates`"
         return method.gates([snapshot.tensors for snapshot in member.snapshots[:tasks_seen]], prompts)
 
     mixer = context.mixer(trial, gates)

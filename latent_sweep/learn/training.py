@@ -25,6 +25,7 @@ from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.learn.engine import Engine, Optimizer
 from latent_sweep.learn.worker_group import WorkerGroup
+from latent_sweep.methods.capabilities import load_state, rows_trained, state_of
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.store.snapshots import TaskCheckpoint
 from latent_sweep.sweep.groups import TrainingSettings
@@ -123,13 +124,13 @@ class _Trainer:
     def __init__(self, training: TaskTraining, engine: Engine, bank: AdapterBank):
         settings, self.training = training.settings, training
         self.learner = training.learner
-        self.rows = [dict(row) for row in training.learner.examples(training.examples)]
+        self.rows = [dict(row) for row in rows_trained(training.learner, training.examples)]
         self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
         assert settings.batch_size is not None
         self.steps = settings.step_count(len(self.rows))
         self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
         self.optimizer = engine.optimizer(self.learner.parameters(), settings, self.steps)
-        held_out = self.learner.examples(training.validation) if training.validation else ()
+        held_out = rows_trained(self.learner, training.validation) if training.validation else ()
         self.selection = (
             _BestOnValidation(self.learner, engine.backbone, bank, held_out, settings) if held_out else None
         )
@@ -380,7 +381,7 @@ def _state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and facts of a checkpoint inside the task."""
     tensors = {f"engine.{name}": value for name, value in optimizer.state().items()}
-    tensors |= {f"learner.{name}": value for name, value in learner.state().items()}
+    tensors |= {f"learner.{name}": value for name, value in state_of(learner).items()}
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
     if selection:
         tensors |= {f"best.{name}": value for name, value in selection.parameters.items()}
@@ -402,7 +403,7 @@ def _resume(
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
     optimizer.load_state(named("engine."))
-    learner.load_state(named("learner."))
+    load_state(learner, named("learner."))
     history.names, history.rows = facts["terms"], tensors["history"].tolist()
     if selection and facts["best_loss"] is not None:
         selection.loss = facts["best_loss"]

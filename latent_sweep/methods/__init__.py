@@ -1,13 +1,21 @@
-"""The methods, by name. To add one: write its file, and a line here."""
+"""The methods, by name. To add one here: write its file, and a line below; see `README.md` beside this file.
+
+A method from outside is named `package.module:Class`; its module lies where Python looks, or in the working directory.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import os
+import sys
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.protocol import Method
+from latent_sweep.methods.protocol import Method, MethodSettings
 
 METHODS: Mapping[str, str] = {
     "latent_lora": "latent_sweep.methods.latent_lora:LatentLora",
@@ -25,20 +33,72 @@ METHODS: Mapping[str, str] = {
     "joint_lora": "latent_sweep.methods.joint_lora:JointLora",
 }
 
-
 DEFAULT = "latent_lora"
 """What a sweep file that names no method runs."""
 
 
 def method_class(name: str) -> type[Method]:
-    """The class registered under `name`.
+    """The class of a method: registered under this name, or `package.module:Class` from outside.
 
     Raises:
-        ConfigError: no method has this name; the message suggests the nearest.
+        ConfigError: no method has this name (the message suggests the nearest), or a module from outside cannot be
+            imported, or holds no such method.
     """
+    if ":" in name:
+        return _outside(name)
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(sorted(METHODS))}"
         raise ConfigError(f"unknown method {name!r}; {hint}")
     module, _, attribute = METHODS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def source_of(name: str) -> str | None:
+    """Content hash of the code of a method from outside; None for a registered one, whose `version` tells.
+
+    It covers the module, or where that lies in a package, every Python file of the package: whatever the method may
+    import from there can change what it learns and answers.
+
+    Raises:
+        ConfigError: as `method_class`.
+    """
+    if ":" not in name:
+        return None
+    method_class(name)
+    module = sys.modules[name.partition(":")[0]]
+    package = sys.modules[module.__name__.partition(".")[0]]
+    folders = [Path(folder) for folder in getattr(package, "__path__", ())]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py")) or [Path(module.__file__ or "")]
+    return _digest(tuple((str(path), path.stat().st_mtime_ns) for path in files))
+
+
+@lru_cache(maxsize=256)
+def _digest(files: tuple[tuple[str, int], ...]) -> str:
+    digest = hashlib.sha256()
+    top = os.path.commonpath([os.path.dirname(name) for name, _ in files])
+    for name, _ in files:
+        content = Path(name).read_bytes()
+        digest.update(f"{os.path.relpath(name, top)}:{len(content)}:".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _outside(name: str) -> type[Method]:
+    where = f"method.name: found {name!r}"
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        raise ConfigError(f"{where}; expected the name of a method, or package.module:Class")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # a console script does not look there, `python -m` does
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # whatever the module does when it is imported
+        raise ConfigError(
+            f"{where}; {module} cannot be imported ({type(error).__name__}: {error}). It must be installed, or lie "
+            "below the working directory of the driver and of every worker"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise ConfigError(f"{where}; {module} has no class {attribute} derived from latent_sweep's Method")
+    if not issubclass(getattr(found, "settings_class", object), MethodSettings):
+        raise ConfigError(f"{where}; its settings_class must be a class derived from latent_sweep's MethodSettings")
+    return found

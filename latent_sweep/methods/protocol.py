@@ -1,7 +1,8 @@
 """The contract between a continual-learning method and everything else.
 
 A method is one file: its settings, a `Method` that says what its snapshots mean, and a `Learner` that lives for one
-task. Method files import torch only inside functions, so that a sweep can be read and planned without it.
+task. Method files import torch only inside functions, so that a sweep can be read and planned without it. What only
+some methods can do is in `capabilities.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from latent_sweep.settings import Settings
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
     from torch import Tensor
 
@@ -26,7 +25,7 @@ from latent_sweep.backbones.outputs import Example, Outputs
 Mixing = Literal["soft", "hard", "gates", "sum", "last", "oracle"]
 
 BRANCHES: tuple[Mixing, ...] = ("sum", "soft", "hard", "last", "oracle")
-"""The mixtures of a method whose every snapshot is an adapter of its own."""
+"""How snapshots can answer together that are adapters of their own."""
 
 
 class MethodSettings(Settings):
@@ -103,10 +102,6 @@ class Method:
         """Whether learning the task at this position (0-based) reads earlier snapshots: then they name the lineage."""
         return position > 0
 
-    def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
-        """Positions of the tasks whose training rows the stage at this position reads; none: nothing is trained."""
-        return (position,)
-
     def stage_identity(self, position: int) -> dict[str, Any]:
         """The settings that learning the task at this position reads; the others are no part of its lineage."""
         return {name: value for name, value in self.settings.training_identity().items() if name != "name"}
@@ -141,16 +136,6 @@ class Method:
         """
         raise NotImplementedError
 
-    def gates(
-        self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
-    ) -> npt.NDArray[np.float64]:
-        """The mixing `gates`: a weight for every snapshot in every row, (rows, snapshots), from the prompts alone."""
-        raise NotImplementedError
-
-    def prompt(self, ids: Sequence[int]) -> list[int]:
-        """What the model reads for this prompt when it answers; soft prompts add their virtual tokens."""
-        return list(ids)
-
 
 class Learner:
     """Learns one task: the only mutable thing. The loop owns backward, clipping and stepping."""
@@ -163,10 +148,6 @@ class Learner:
         """What the backbone gets for these rows during training and validation."""
         raise NotImplementedError
 
-    def examples(self, rows: Sequence[Example]) -> Sequence[Example]:
-        """The rows to train on, or to validate on, made from the task's own."""
-        return rows
-
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
         """Named terms that depend on data, each already scaled so that micro-batches add up; the loop sums them."""
         return {"task": outputs.task_loss()}
@@ -178,17 +159,6 @@ class Learner:
     def after_step(self, step: int) -> None:
         """Called after every optimizer step (0-based), while the step's clipped gradients are still there."""
 
-    def state(self) -> dict[str, Tensor]:
-        """What changes while the task is learned, apart from the parameters: kept in the checkpoint inside the task."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave; the parameters have their values back by then."""
-
     def finish(self) -> dict[str, Tensor]:
         """The tensors of this task's snapshot."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
-
-    def facts(self) -> dict[str, float]:
-        """Numbers worth telling once the task is learned, after `finish`: counts, rates, sizes."""
-        return {}

@@ -20,6 +20,7 @@ from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_
 from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
+from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.metrics import normalise_answer
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
@@ -139,7 +140,7 @@ def _check_steps(trial: Trial, found: Findings) -> None:
     warmup, carve = s.training.warmup_steps or 0, s.training.select == "best_validation"
     steps = {}
     for position, task in enumerate(tasks) if warmup else ():
-        read = trial.method().learns_from(position, len(tasks))
+        read = tasks_learned(trial.method(), position, len(tasks))
         if rows := sum(row_count(trial.spec, tasks[i], "train", s.benchmark, carve) for i in read):
             steps[task.name] = s.training.step_count(rows)
     short = {name: count for name, count in steps.items() if count < warmup}

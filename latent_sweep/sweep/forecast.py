@@ -17,6 +17,7 @@ from latent_sweep.benchmarks.loaders import load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.errors import DataError, StoreError
 from latent_sweep.labels import label, short_names
+from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.snapshots import SnapshotStore
@@ -152,7 +153,7 @@ def _missing_stages(
 def _rows(trial: Trial, position: int) -> dict[int, int]:
     """Number of training rows of each task that a stage learns from, by the task's position."""
     b, carve = trial.settings.benchmark, trial.settings.training.select == "best_validation"
-    positions = trial.method().learns_from(position, len(trial.tasks))
+    positions = tasks_learned(trial.method(), position, len(trial.tasks))
     return {i: row_count(trial.spec, trial.tasks[i], "train", b, carve) for i in positions}
 
 

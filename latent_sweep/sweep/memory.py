@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, describe, target_shapes
+from latent_sweep.methods.capabilities import prompt_read, tasks_learned
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Trial
 
@@ -140,7 +141,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     trained = members * method.parameter_count(shape.targets, shape.width)
     adapters = _adapters(trial, shape, trained)
     tasks = len(trial.tasks)
-    learns = any(method.learns_from(position, tasks) for position in range(tasks))
+    learns = any(tasks_learned(method, position, tasks) for position in range(tasks))
     step = _step(trial, shape, adapters, run.resources, members) if learns else _Moment(0, 0, 0)
     answer = _answer(trial, shape)
     weights = _weights(shape, run)
@@ -465,7 +466,7 @@ def _longest(trial: Trial) -> tuple[int, int]:
     """Tokens of the longest prompt, with a soft one, and of the longest target."""
     limits = trial.settings.benchmark
     assert limits.max_source_length is not None and limits.max_target_length is not None
-    return limits.max_source_length + len(trial.method().prompt(())), limits.max_target_length
+    return limits.max_source_length + len(prompt_read(trial.method(), ())), limits.max_target_length
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ from latent_sweep.benchmarks.schema import (
 )
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
-from latent_sweep.methods import method_class
+from latent_sweep.methods import method_class, source_of
+from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method
 from latent_sweep.settings import content_hash, local_path
 from latent_sweep.store import versions
@@ -87,6 +88,8 @@ class Trial:
     """The benchmark, as its file was when the trial was planned."""
     backbone: Mapping[str, Any]
     """What the backbone was then, see `backbone_identity`."""
+    method_source: str | None
+    """What the code of a method from outside was then, see `source_of`."""
     sources: Mapping[tuple[str, str], str | None]
     """`source_digest` of the data then, by task and split (`train` or `test`); None where it was not at hand."""
 
@@ -100,6 +103,10 @@ class Trial:
     def method(self) -> Method:
         """The method, for asking what it reads; it cannot train."""
         return method_class(self.settings.method.name)(self.settings.method)
+
+    @property
+    def _method_source(self) -> dict[str, str]:
+        return {} if self.method_source is None else {"source": self.method_source}
 
     def lineages(self) -> tuple[str, ...]:
         """The snapshot each task will leave behind, by hash chain.
@@ -121,7 +128,7 @@ class Trial:
         common = {
             "engine": versions.TRAINING,
             "tokens": versions.TOKENS,
-            "method": {"name": s.method.name, "version": method.version},
+            "method": {"name": s.method.name, "version": method.version} | self._method_source,
             "backbone": self.backbone,
             "training": s.training.training_identity(),
             "max_source_length": s.benchmark.max_source_length,
@@ -133,7 +140,7 @@ class Trial:
         contents: list[dict[str, Any]] = []
         lineages: list[str] = []
         for position in range(len(self.tasks)):
-            learned = method.learns_from(position, len(self.tasks))
+            learned = tasks_learned(method, position, len(self.tasks))
             stage = {
                 "tasks": [self.tasks[i].name for i in learned],
                 "data": [data[i] for i in learned],
@@ -158,7 +165,7 @@ class Trial:
             "scoring": versions.SCORING,
             "router": router_identity(s),
             "routing": [versions.POOLING, versions.RECORDS] if s.router.mode in ROUTED else None,
-            "method": s.method.inference_identity(),
+            "method": s.method.inference_identity() | self._method_source,
             "seed": s.seed,
             "evaluation": s.evaluation.identity(),
             "stop": list(self.spec.stop),
@@ -367,13 +374,14 @@ def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
     settings = resolve(written)
     spec = load_benchmark(settings.benchmark.name)
     tasks = task_sequence(settings.benchmark, spec)
-    backbone = backbone_identity(settings.backbone)
+    backbone, source = backbone_identity(settings.backbone), source_of(settings.method.name)
+    code = {} if source is None else {"source": source}
     # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
     scored = {"metrics": [scoring_metric(settings.benchmark, task) for task in tasks], "stop": list(spec.stop)}
     training = {
-        "method": settings.method.training_identity(),
+        "method": settings.method.training_identity() | code,
         "backbone": backbone,
         "benchmark": settings.benchmark.training_identity() | named,
         "training": settings.training.training_identity(),
@@ -397,6 +405,7 @@ def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
         tasks=tasks,
         spec=spec,
         backbone=backbone,
+        method_source=source,
         sources={(t.name, split): source_digest(spec, t, split, settings.benchmark) for t in tasks for split in SPLITS},
     )
 

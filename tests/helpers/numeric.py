@@ -21,7 +21,9 @@ NOT_NUMERIC = {
     "test_submission.py": "torch is told its number of threads",
 }
 """Test files that import what computes and compare no numbers, and why they do."""
-COMPUTING = re.compile(r"^\s*(?:from|import) (?:torch|numpy|scipy|sklearn|helpers\.(?:tiny|in_turn))\b", re.MULTILINE)
+COMPUTING = re.compile(
+    r"^\s*(?:from|import) (?:torch|numpy|scipy|sklearn|helpers\.(?:tiny|in_turn)|latent_sweep\.testing)\b", re.MULTILINE
+)
 
 
 @cache

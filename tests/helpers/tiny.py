@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 from helpers.sweeps import tiny
+from latent_sweep import testing
 from latent_sweep.learn.engine import Engine
 
 FAMILIES = ("tiny-llama", "tiny-t5")
@@ -76,52 +75,12 @@ def learns(event) -> bool:
     return getattr(event, "doing", None) == "learning"
 
 
-@dataclass
-class Runs:
+class Runs(testing.Runs):
     """Runs packs of tiny sweeps below one folder."""
-
-    folder: Path
-    stages: list = field(default_factory=list)
-    """Every finished stage, in order."""
-
-    def take_tokens(self, other: Runs) -> Runs:
-        """Begin with the tokenised rows of other runs, so that nobody tokenises them again; returns itself."""
-        shutil.copytree(other.folder / "tokens", self.folder / "tokens")
-        return self
-
-    @property
-    def sweep(self):
-        """The sweep that the packs are of."""
-        from latent_sweep.store.folders import open_sweep
-
-        return open_sweep(self.folder / "tiny")
 
     def packs(self, **changes):
         """The packs of `tiny(**changes)`."""
-        from latent_sweep.sweep.config import parse_sweep
-        from latent_sweep.sweep.plan import expand, pack
-
-        sweep = parse_sweep(tiny(**changes), "test")
-        return pack(expand(sweep), sweep.run.pack)
-
-    def run(self, packs: Sequence, on: Callable = lambda event: None) -> None:
-        """Run the packs here; `on` sees every step and stage, and may raise to cut the run."""
-        from latent_sweep.learn.events import StageDone
-        from latent_sweep.learn.trial import run_pack
-
-        def emit(event):
-            if isinstance(event, StageDone):
-                self.stages.append(event)
-            on(event)
-
-        for pack in packs:
-            run_pack(pack, self.sweep, emit)
-
-    def files(self) -> dict[str, bytes]:
-        """Score matrices, predictions of trials and snapshots, byte for byte."""
-        patterns = ("tiny/trials/*/scores.json", "tiny/trials/*/predictions/*.jsonl", "snapshots/*.safetensors")
-        paths = [p for pattern in (*patterns, "snapshots/*.json") for p in self.folder.glob(pattern)]
-        return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
+        return self.packs_of(tiny(**changes))
 
 
 HALTING_STEPS = 24

@@ -18,6 +18,7 @@ from safetensors.torch import save
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.learn.trial import run_pack
 from latent_sweep.methods import METHODS
+from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.latent_lora import LatentLora
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import Settings
@@ -114,7 +115,7 @@ def undeclared(trainings, method, position):
     """Settings of a method that change what a stage leaves behind and not its lineage."""
     found = set()
     for written, start in starts(method, position):
-        if not start.method().learns_from(position, len(start.tasks)):
+        if not tasks_learned(start.method(), position, len(start.tasks)):
             continue
         lineage = start.lineages()[position]
         same = [(path, trial) for path, _, trial in changed(start, written) if trial.lineages()[position] == lineage]
@@ -133,7 +134,7 @@ def test_a_method_reads_what_it_declares(method, position, trainings):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stage_reads_nothing_of_what_comes_later_or_runs_beside_it(method, position, trainings):
     trial = trial_of(method)
-    if trial.method().learns_from(position, 2) == trial.method().learns_from(position, 5) != ():
+    if tasks_learned(trial.method(), position, 2) == tasks_learned(trial.method(), position, 5) != ():
         assert not trainings.differs(trial, position, trial, longer=3)
         assert not trainings.differs(trial, position, trial, largest_rank=32)
 

@@ -1,0 +1,108 @@
+"""What some methods can do besides the contract, each recognised by the members that the method defines.
+
+A method that rehearses, gates or prompts says so by having the members below; all others are treated as the functions
+here say, and write nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.methods.protocol import Learner, Method
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+
+# --- of a method -----------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class ChoosesTasks(Protocol):
+    """Learns from other tasks than the one at hand: a reference run, such as joint training."""
+
+    def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
+        """Positions of the tasks whose training rows the stage at this position reads; none: nothing is trained."""
+
+
+@runtime_checkable
+class Gated(Protocol):
+    """Weighs its snapshots itself, by the mixing `gates`."""
+
+    def gates(
+        self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
+    ) -> npt.NDArray[np.float64]:
+        """A weight for every snapshot in every row, (rows, snapshots), from the prompts alone."""
+
+
+@runtime_checkable
+class SoftPrompted(Protocol):
+    """Has the model read virtual tokens."""
+
+    def prompt(self, ids: Sequence[int]) -> list[int]:
+        """What the model reads for this prompt when it answers."""
+
+
+def tasks_learned(method: Method, position: int, n_tasks: int) -> Sequence[int]:
+    """Positions of the tasks whose training rows the stage at this position reads: its own, or the method's choice."""
+    return method.learns_from(position, n_tasks) if isinstance(method, ChoosesTasks) else (position,)
+
+
+def prompt_read(method: Method, ids: Sequence[int]) -> list[int]:
+    """What the model reads for this prompt when it answers: the prompt, with virtual tokens where there are some."""
+    return method.prompt(ids) if isinstance(method, SoftPrompted) else list(ids)
+
+
+# --- of a learner ----------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class MakesExamples(Protocol):
+    """Trains on other rows than the task's own, such as rehearsed ones."""
+
+    def examples(self, rows: Sequence[Example]) -> Sequence[Example]:
+        """The rows to train on, or to validate on, made from the task's own."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Keeps more than its parameters while a task is learned."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What changes while the task is learned, apart from the parameters: kept in the checkpoint inside the task."""
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave; the parameters have their values back by then."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Has numbers to tell of a task."""
+
+    def facts(self) -> dict[str, float]:
+        """Numbers worth telling once the task is learned, after `finish`: counts, rates, sizes."""
+
+
+def rows_trained(learner: Learner, rows: Sequence[Example]) -> Sequence[Example]:
+    """The rows to train on, or to validate on: the task's own, or what the learner makes of them."""
+    return learner.examples(rows) if isinstance(learner, MakesExamples) else rows
+
+
+def state_of(learner: Learner) -> dict[str, Tensor]:
+    """What changes while a task is learned, apart from the parameters."""
+    return learner.state() if isinstance(learner, Stateful) else {}
+
+
+def load_state(learner: Learner, state: Mapping[str, Tensor]) -> None:
+    """Have a learner go on from what `state_of` gave."""
+    if isinstance(learner, Stateful):
+        learner.load_state(state)
+
+
+def facts_of(learner: Learner) -> dict[str, float]:
+    """Numbers worth telling once the task is learned."""
+    return learner.facts() if isinstance(learner, Measured) else {}

@@ -1,0 +1,13 @@
+"""What a method from outside is tested with: the same suite that holds the built-in methods.
+
+from latent_sweep.testing import MethodConformance
+
+class TestMine(MethodConformance):
+    method = "my_package.my_module:Mine"
+    settings = {"rank": 4}
+"""
+
+from latent_sweep.testing.conformance import FAMILIES, MethodConformance
+from latent_sweep.testing.runs import Runs
+
+__all__ = ["FAMILIES", "MethodConformance", "Runs"]

@@ -1,0 +1,306 @@
+"""What every method must keep, on every family: whole packs of the built-in benchmark, a few rows of three tasks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from latent_sweep.backbones.known import KNOWN, BackboneSettings, target_shapes
+from latent_sweep.backbones.loading import Backbone, load_backbone
+from latent_sweep.learn import stage
+from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.events import StageDone, Step
+from latent_sweep.methods.capabilities import tasks_learned
+from latent_sweep.methods.protocol import Method
+from latent_sweep.sweep.plan import Trial
+from latent_sweep.testing.runs import Event, Runs
+
+FAMILIES = ("tiny-llama", "tiny-t5")
+TASKS = ("mood", "ticket", "past")
+
+Moment = tuple[str, int, int | None]
+"""What is under way, the task's position, and the step."""
+
+CUTS: Mapping[str, Moment] = {
+    "inside the first task": ("learning", 0, 3),
+    "at the second task's first step": ("learning", 1, 1),
+    "inside the second task": ("learning", 1, 3),
+    "at the last step": ("learning", 2, 4),
+    "while the second row is scored": ("scoring", 1, 1),
+    "after the first task": ("done", 0, None),
+    "after the second task": ("done", 1, None),
+    "after the last task": ("done", 2, None),
+}
+"""Moments at which a worker is lost."""
+
+ABSOLUTE, RELATIVE = 1e-4, 1e-2
+"""How far snapshots of a pack may be from those learned alone: batches are padded further, and Adam amplifies it."""
+
+
+class Cut(BaseException):
+    """The worker is lost."""
+
+
+@dataclass
+class Finished:
+    """An uninterrupted run."""
+
+    runs: Runs
+    events: list[Event] = field(default_factory=list)
+    stages: list[dict[str, bytes]] = field(default_factory=list)
+    """The stored files at the end of every stage."""
+    backbones: list[Backbone] = field(default_factory=list)
+    """Those that were trained on and answered with."""
+
+    @property
+    def steps(self) -> list[Step]:
+        """Its optimizer steps."""
+        return [event for event in self.events if isinstance(event, Step) and event.doing == "learning"]
+
+
+class MethodConformance:
+    """The suite: a subclass in a test file names the method, and pytest runs every test of it on both families.
+
+    Attributes:
+        method: as in a sweep file, e.g. `my_package.my_module:Mine`.
+        settings: of its `method:` group, where its defaults do not fit backbones of width 32.
+    """
+
+    method: ClassVar[str]
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    # --- what the tests share ---
+
+    @pytest.fixture(scope="class", params=FAMILIES)
+    @classmethod
+    def family(cls, request: pytest.FixtureRequest) -> str:
+        """A tiny backbone with random weights, by name."""
+        return request.param
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def new_runs(cls, tmp_path_factory: pytest.TempPathFactory, family: str) -> Callable[[str], Runs]:
+        """Runs in a new folder, which begin with the tokenised rows once there are some."""
+        made: list[Runs] = []
+
+        def make(name: str) -> Runs:
+            runs = Runs(tmp_path_factory.mktemp(name) / "runs")
+            made.append(runs)
+            return runs.take_tokens(made[0]) if (made[0].folder / "tokens").is_dir() else runs
+
+        return make
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def finished(cls, new_runs: Callable[[str], Runs], family: str) -> Finished:
+        """An uninterrupted run."""
+        found = Finished(new_runs("whole"))
+        load = Engine.load
+
+        def on(event: Event) -> None:
+            found.events.append(event)
+            if isinstance(event, StageDone):
+                found.stages.append(found.runs.files())
+
+        def remember(engine: Engine, settings: BackboneSettings) -> Backbone:
+            found.backbones.append(load(engine, settings))
+            return found.backbones[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "load", remember)
+            found.runs.run(found.runs.packs_of(cls.content(family)), on)
+        return found
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def two_seeds(cls, new_runs: Callable[[str], Runs], family: str) -> tuple[Runs, list[set[str]]]:
+        """Two seeds, one after the other: the runs, and the names of the snapshots of each."""
+        runs = new_runs("seeds")
+        packs = runs.packs_of(cls.gently(family))
+        runs.run(packs)
+        return runs, [set(each.trials[0].lineages()) for each in packs]
+
+    @classmethod
+    def content(cls, family: str) -> dict[str, Any]:
+        """A sweep file's content: three tasks of eight rows, two epochs of two steps each."""
+        trial = {
+            "method": {"name": cls.method, **cls.settings},
+            "backbone": {"name": family, "dtype": "float32"},
+            "benchmark": {"name": "builtin", "tasks": list(TASKS), "train_per_task": 8, "test_per_task": 3},
+            "training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},
+            "router": {"components": 2},
+        }
+        return {"name": "tiny", "trial": trial, "run": {"tracking": {"uri": "none"}}}
+
+    @classmethod
+    def gently(cls, family: str) -> dict[str, Any]:
+        """Two seeds, at a rate so small that the optimizer does not amplify the last bits, which padding changes."""
+        content = cls.content(family)
+        content["trial"]["training"]["learning_rate"] = 1e-3
+        content["trial"]["benchmark"]["tasks"] = list(TASKS[:2])
+        return content | {"search": {"seed": [0, 1]}}
+
+    @classmethod
+    def planned(cls, family: str) -> Method:
+        """The method with its settings resolved; it cannot train."""
+        return cls.trial(family).method()
+
+    @classmethod
+    def trial(cls, family: str) -> Trial:
+        """The trial of `content`."""
+        return Runs(Path("nowhere")).packs_of(cls.content(family))[0].trials[0]
+
+    @classmethod
+    def learned_positions(cls, family: str) -> set[int]:
+        """Positions at which anything is trained, of three."""
+        return {position for position in range(3) if tasks_learned(cls.planned(family), position, 3)}
+
+    # --- the tests ---
+
+    def test_planning_needs_no_backbone(self, family: str) -> None:
+        """It resolves its settings, says what it reads and how it answers, and hashes alike every time."""
+        first, second = self.trial(family), self.trial(family)
+        assert (first.trial_id, first.lineages(), first.row_keys()) == (
+            second.trial_id,
+            second.lineages(),
+            second.row_keys(),
+        )
+        method = first.method()
+        assert method.mixings
+        assert first.settings.router.mode == method.mixings[0]
+        assert not method.reads_history(0)
+
+    def test_loss_terms_are_named_and_finite(self, finished: Finished, family: str) -> None:
+        """Every step of every task reports its terms, `task` among them."""
+        for position, places in itertools.groupby(finished.steps, lambda step: step.position):
+            numbers = [step.step for step in places]
+            assert numbers == list(range(1, len(numbers) + 1))
+            assert len(numbers) >= 4, f"task {position} has 8 rows in batches of 4, twice"
+        assert {step.position for step in finished.steps} == self.learned_positions(family)
+        for step in finished.steps:
+            assert "task" in step.losses
+            assert all(isinstance(name, str) and math.isfinite(loss) for name, loss in step.losses.items())
+
+    def test_every_stage_adds_a_row_of_scores(self, finished: Finished) -> None:
+        """A score from 0 to 1 for each task seen."""
+        stages = [event for event in finished.events if isinstance(event, StageDone)]
+        assert [done.tasks_seen for done in stages] == [1, 2, 3]
+        for seen, done in enumerate(stages, start=1):
+            (matrix,) = done.matrices
+            assert matrix.tasks == TASKS
+            assert [len(row) for row in matrix.rows] == list(range(1, seen + 1))
+            assert all(0 <= score <= 1 for row in matrix.rows for score in row)
+
+    def test_earlier_snapshots_never_change(self, finished: Finished, family: str) -> None:
+        """A stage adds its snapshot and leaves all others alone, to the byte."""
+        stages = [{n: content for n, content in files.items() if "snapshots/" in n} for files in finished.stages]
+        learned = self.learned_positions(family) or {0}  # what learns nothing leaves one snapshot too
+        assert [len(files) for files in stages] == [2 * len([p for p in learned if p <= i]) for i in range(3)]
+        for earlier, later in itertools.pairwise(stages):
+            assert earlier.items() <= later.items()
+
+    def test_the_backbone_stays_bit_for_bit(self, finished: Finished, family: str) -> None:
+        """The very backbone that was trained on and answered with, against one that was only loaded."""
+        (backbone,) = finished.backbones
+        fresh = load_backbone(BackboneSettings(name=family, dtype="float32")).model.state_dict()
+        after = backbone.model.state_dict()
+        assert after.keys() == fresh.keys()
+        assert all(after[name].equal(weight) for name, weight in fresh.items())
+        assert not backbone.model.training
+        assert all(p.grad is None and not p.requires_grad for p in backbone.model.parameters())
+
+    @pytest.mark.parametrize("cut", CUTS)
+    def test_cut_anywhere_and_run_again_ends_the_same(
+        self, finished: Finished, new_runs: Callable[[str], Runs], family: str, cut: str
+    ) -> None:
+        """Cut and run again, it ends with the same bytes, and repeats nothing that was done."""
+        doing, task, step = CUTS[cut]
+        if doing == "learning" and task not in self.learned_positions(family):
+            pytest.skip("nothing is learned there")
+
+        def lose(event: Event) -> None:
+            if _moment(event) == CUTS[cut]:
+                raise Cut
+
+        runs, events = new_runs("cut"), list[Event]()
+        with pytest.raises(Cut):
+            runs.run(runs.packs_of(self.content(family)), lose)
+        runs.run(runs.packs_of(self.content(family)), events.append)
+        steps = [event for event in events if isinstance(event, Step) and event.doing == "learning"]
+        assert runs.files() == finished.runs.files()
+        done = [
+            (s.position, s.step) for s in steps if s.position < task or (s.position == task and doing != "learning")
+        ]
+        assert not done, "what was done is not done again"
+        if step is not None and doing == "learning":  # a checkpoint was taken after every second step
+            assert (steps[0].position, steps[0].step) == (task, step - step % 2 + (1 if step < 4 else -1))
+        assert not list((runs.folder / "checkpoints").glob("*"))
+
+    def test_a_finished_run_has_nothing_to_do(self, finished: Finished, family: str, tmp_path: Path) -> None:
+        """Run again, it says nothing and does nothing."""
+        copy, events = Runs(tmp_path / "copy"), list[Event]()
+        shutil.copytree(finished.runs.folder, copy.folder)
+        copy.run(copy.packs_of(self.content(family)), events.append)
+        assert events == []
+
+    def test_another_seed_is_another_training(self, two_seeds: tuple[Runs, Sequence[set[str]]], family: str) -> None:
+        """Two seeds share no snapshot, neither by name nor by content."""
+        runs, names = two_seeds
+        assert not names[0] & names[1]
+        if self.learned_positions(family):
+            contents = [{(runs.folder / "snapshots" / f"{n}.safetensors").read_bytes() for n in each} for each in names]
+            assert not contents[0] & contents[1]
+
+    def test_the_parameter_count_is_what_is_trained(
+        self, new_runs: Callable[[str], Runs], family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`parameter_count` says from shapes alone how many numbers a learner has."""
+        counts: list[int] = []
+
+        def count(trainings: Sequence[Any], *others: Any) -> Iterator[None]:
+            counts.extend(sum(p.numel() for p in each.learner.parameters().values()) for each in trainings)
+            raise Cut
+
+        monkeypatch.setattr(stage, "train_pack", count)
+        runs = new_runs("counted")
+        learns = bool(self.learned_positions(family))
+        with pytest.raises(Cut) if learns else contextlib.nullcontext():
+            runs.run(runs.packs_of(self.content(family)))
+        config = KNOWN[family].config
+        width = config.get("hidden_size") or config["d_model"]
+        shapes = target_shapes(KNOWN[family].family, config)
+        assert counts == ([self.planned(family).parameter_count(shapes, width)] if learns else [])
+
+    def test_two_seeds_side_by_side_end_as_each_alone(
+        self, two_seeds: tuple[Runs, Sequence[set[str]]], new_runs: Callable[[str], Runs], family: str
+    ) -> None:
+        """In one pack, in one forward pass of the backbone, to rounding."""
+        together, (alone, _) = new_runs("together"), two_seeds
+        content = self.gently(family)
+        packs = together.packs_of(content | {"run": {**content["run"], "pack": ["seed"]}})
+        packable = packs[0].trials[0].method().packable
+        assert [len(pack.members) for pack in packs] == ([2] if packable else [1, 1])
+        together.run(packs)
+        names = {path.name for path in (alone.folder / "snapshots").glob("*.safetensors")}
+        assert names == {path.name for path in (together.folder / "snapshots").glob("*.safetensors")} != set()
+        for name in names:
+            found, expected = (load_file(runs.folder / "snapshots" / name) for runs in (together, alone))
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                torch.testing.assert_close(found[key], tensor, atol=ABSOLUTE, rtol=RELATIVE)
+
+
+def _moment(event: Event) -> Moment:
+    if isinstance(event, Step):
+        return event.doing, event.position, event.step
+    return "done", event.tasks_seen - 1, None

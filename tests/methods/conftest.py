@@ -1,0 +1,43 @@
+"""Which of the suite's tests are slow, and which say something new on another machine."""
+
+import pytest
+from helpers.tiny import FAMILIES
+
+from latent_sweep.methods import METHODS
+from latent_sweep.testing import MethodConformance
+
+FIRST = next(iter(METHODS))
+QUICK_CUTS = ("inside the second task", "while the second row is scored")
+"""Cuts of every method, on one family, in the default selection; the first method is cut everywhere, on both."""
+SECOND_FAMILY_CUTS = (*QUICK_CUTS, "after the first task")
+"""Cuts of the other methods on the second family: where they go on does not depend on it."""
+EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5")
+"""Methods whose packs multiply in different ways; those of the others multiply as one of these."""
+WHOLE_TRAININGS = ("test_another_seed_is_another_training", "test_two_seeds_side_by_side_end_as_each_alone")
+"""What runs whole trainings of its own: the second family with the slow tests."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    left_out = []
+    for item in items:
+        suite = getattr(item, "cls", None)
+        if suite is None or not issubclass(suite, MethodConformance) or not hasattr(item, "callspec"):
+            continue
+        family, cut = item.callspec.params["family"], item.callspec.params.get("cut")
+        item.add_marker(pytest.mark.xdist_group(f"conformance of {suite.method}"))  # they share the runs of one method
+        if cut and family != FAMILIES[0] and suite.method != FIRST and cut not in SECOND_FAMILY_CUTS:
+            left_out.append(item)
+        elif is_slow(suite.method, family, item.originalname, cut):
+            item.add_marker(pytest.mark.slow)
+        if not (item.originalname == WHOLE_TRAININGS[1] and suite.method in EACH_ADAPTER):
+            item.add_marker(pytest.mark.one_machine)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def is_slow(method, family, test, cut):
+    if cut:
+        return method != FIRST and not (cut in QUICK_CUTS and family == FAMILIES[0])
+    return family != FAMILIES[0] and test in WHOLE_TRAININGS

@@ -1,0 +1,171 @@
+"""Methods from outside of the package, in a folder that knows nothing of the repository."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers.sweeps import sweep_folder, tiny
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.learn.evaluation import AnswerBatch, answers_name
+from latent_sweep.methods import METHODS, method_class, source_of
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import expand
+
+MODULE = '''
+"""Latent-LoRA whose blends are multiplied."""
+
+from pydantic import Field
+
+from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
+from latent_sweep.settings import INFERENCE_ONLY
+
+
+class SharpSettings(LatentLoraSettings):
+    """Its settings."""
+
+    name: str
+    """Name of the method."""
+    sharpness: float = Field(1.0, ge=0, json_schema_extra=INFERENCE_ONLY)
+    """What blends are multiplied by."""
+
+
+class Sharp(LatentLora):
+    """Each row answers with a multiple of its own blend."""
+
+    settings_class = SharpSettings
+
+    def blend(self, history, weights):
+        """The multiple."""
+        return super().blend(history, weights * self.settings.sharpness)
+
+
+NOT_A_METHOD = 1
+'''
+SUITE = """
+from latent_sweep.testing import MethodConformance
+
+
+class TestSharp(MethodConformance):
+    method = "{name}"
+    settings = {{"rank": 8, "alpha": 32.0, "ortho_lambda": 1e-3, "sharpness": 0.5}}
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a package `mine`; its name is another in every test, since Python imports a name once."""
+    package = f"mine_{tmp_path.name}".replace("-", "_")
+    folder = tmp_path / package
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "sharp.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    yield f"{package}.sharp:Sharp"
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        del sys.modules[name]
+
+
+def content(name, **changes):
+    return tiny(trial__method={"name": name, "rank": 16, "alpha": 64.0, "ortho_lambda": 1e-5}, search={}, **changes)
+
+
+def trial_of(name):
+    (trial,) = expand(parse_sweep(content(name), "test"))
+    return trial
+
+
+def identities(trial):
+    return trial.trial_id, trial.training_id, trial.lineages(), trial.row_keys()
+
+
+def answers_of(trial):
+    """The name of some answers that the trial's method gives."""
+    backbone = SimpleNamespace(
+        weights_digest="w", tokenizer_digest="t", device=torch.device("cpu"), model=SimpleNamespace(dtype=torch.float32)
+    )
+    return answers_name(AnswerBatch(["a"], np.ones((1, 1)), [[5]], 3, ()), trial.method(), backbone)
+
+
+def test_a_method_from_outside_plans_like_one_of_ours_and_is_another(place):
+    trial, ours = trial_of(place), trial_of("latent_lora")
+    assert type(trial.method()) is method_class(place)
+    assert trial.settings.router.mode == "soft"
+    assert trial.settings.method.sharpness == 1.0
+    assert not {*trial.lineages()} & {*ours.lineages()}
+    assert {source_of(name) for name in METHODS} == {None}
+
+
+@pytest.mark.parametrize("file", ["sharp.py", "__init__.py", "helper.py"])
+def test_its_code_is_part_of_what_identifies_its_results(place, tmp_path, file):
+    """Of all of its package, since the module may import any of it."""
+    before = *identities(trial_of(place)), answers_of(trial_of(place))
+    path = tmp_path / place.partition(".")[0] / file
+    path.write_text((path.read_text() if path.exists() else "") + "\n# changed\n")
+    os.utime(path, ns=(1, 1))  # a file system's clock may be too coarse for a test
+    after = *identities(trial_of(place)), answers_of(trial_of(place))
+    assert all(old != new for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "said"),
+    [
+        ("sharp:Missing", r"has no class Missing derived from latent_sweep's Method"),
+        ("sharp:NOT_A_METHOD", r"has no class NOT_A_METHOD"),
+        ("nothing:Sharp", r"cannot be imported \(ModuleNotFoundError: .*must be installed, or lie below the working"),
+        ("broken:Sharp", r"broken cannot be imported \(ZeroDivisionError: division by zero\)"),
+        ("../sharp:Sharp", r"expected the name of a method, or package\.module:Class"),
+        ("sharp:", r"expected the name of a method"),
+    ],
+)
+def test_what_is_no_method_is_named_with_what_to_do(place, tmp_path, attribute, said):
+    package = place.partition(".")[0]
+    (tmp_path / package / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=said) as found:
+        parse_sweep(content(f"{package}.{attribute}"), "sweep.yaml")
+    assert "method.name" in str(found.value)
+
+
+def run_command(*command, **environment):
+    """A command in the current folder, which sees the installed package and nothing of the repository's tests."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_runs_it_on_ray_from_its_folder(place, tmp_path):
+    """By the console script, which does not look for modules in the working directory by itself."""
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(place)))
+    script = Path(sys.executable).with_name("latent-sweep")
+    done = run_command(str(script), "run", "sweep.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (trial,) = sweep_folder(tmp_path)
+    assert [event["event"] for event in trial.events()] == ["started", "stage", "stage", "finished"]
+
+
+def test_a_worker_with_other_code_learns_nothing(place, tmp_path, runs):
+    packs = runs.packs_of(content(place))
+    path = tmp_path / place.partition(".")[0] / "sharp.py"
+    path.write_text(path.read_text() + "\n# changed\n")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ConfigError, match=r"the code of .*:Sharp on .* has the digest .* planned with .*same code"):
+        runs.run(packs)
+    assert not list((runs.folder / "snapshots").glob("*.safetensors"))
+    told = runs.sweep.journal(packs[0].trials[0].trial_id).read()
+    assert [(event["event"], event.get("kind")) for event in told] == [("started", None), ("failed", "error")]
+
+
+@pytest.mark.slow
+def test_the_suite_runs_on_it_from_its_folder(place, tmp_path):
+    (tmp_path / "test_sharp.py").write_text(SUITE.format(name=place))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "test_sharp.py"]
+    done = run_command(*command, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout and "skipped" not in done.stdout
