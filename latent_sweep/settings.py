@@ -169,7 +169,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._extents: dict[int, tuple[int, int]] = {}  # of every finished node: how many nodes, and how deep
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        alias, event = self.check_event(yaml.AliasEvent), self.peek_event()  # type: ignore[no-untyped-call]
+        mark = event.start_mark
         self._nodes += 1
         node = super().compose_node(parent, index)
         if not alias:

@@ -125,7 +125,9 @@ def join(rank: int, size: int, host: str, port: int, listening: socket.socket | 
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     patience = datetime.timedelta(minutes=LOST_PEER_MINUTES)
     handed = None if listening is None else listening.detach()
-    store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=patience, master_listen_fd=handed)
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, and not declared so
+        host, port, size, is_master=rank == 0, timeout=patience, master_listen_fd=handed
+    )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     return WorkerGroup(rank, size, dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365)))

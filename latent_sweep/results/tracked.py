@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results import report
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash
@@ -131,14 +132,14 @@ def trial_mark(sweep: SweepFolder, events: Sequence[Event]) -> dict[str, str]:
 
 def trial_name(sweep: SweepFolder, trial: TrialFolder) -> str:
     """The settings that vary, as `lambda=0.1 seed=0`; of a sweep that varies none, the trial's id."""
-    names = report.short_names(sweep.axes)
-    return report.label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id
+    names = short_names(sweep.axes)
+    return label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id
 
 
 def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Iterator[RunContent]:
     """The summary run of each configuration with a finished trial: params, and mean, spread and count over seeds."""
     trials = {trial.trial_id: trial for trial in sweep}
-    seed_name = report.short_names(sweep.axes).get(sweep.seed_axis, "seed")
+    seed_name = short_names(sweep.axes).get(sweep.seed_axis, "seed")
     for configuration in summary.configurations:
         members = [trials[trial_id] for trial_id in configuration.trial_ids]
         if not configuration.n_finished:
@@ -151,7 +152,7 @@ def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Itera
             kind="summary",
             key=key,
             life="",
-            name=redact(f"mean {report.label(configuration.values)}".strip()),
+            name=redact(f"mean {label(configuration.values)}".strip()),
             start=end,
             status="FINISHED",
             end=end,
@@ -204,7 +205,7 @@ def run_tags(sweep: SweepFolder, content: RunContent) -> dict[str, str]:
 
 def _params(trial: TrialFolder) -> dict[str, Any]:
     shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | dict(trial.values)
-    names = report.short_names(shown)
+    names = short_names(shown)
     return {names[path]: value for path, value in shown.items()}
 
 
@@ -251,4 +252,4 @@ def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Ev
 
 
 def _texts(values: Mapping[str, Any], longest: int) -> dict[str, str]:
-    return {key: redact(report.format_value(value))[:longest] for key, value in values.items()}
+    return {key: redact(format_value(value))[:longest] for key, value in values.items()}
