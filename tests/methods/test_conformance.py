@@ -18,6 +18,7 @@ from latent_sweep.learn import stage as stage_module
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.events import StageDone, Step
 from latent_sweep.methods import METHODS, method_class
+from latent_sweep.settings import as_written
 
 
 def case(method, family, *more, name="", marks=()):
@@ -48,7 +49,7 @@ class Cut(BaseException):
 def learned_positions(method):
     """Positions at which anything is trained, of three."""
     kind = method_class(method)
-    planned = kind(kind.settings_class())
+    planned = kind(kind.resolve(as_written(kind.settings_class)(), "tiny-llama", "builtin"))
     return {position for position in range(3) if planned.learns_from(position, 3)}
 
 
