@@ -33,7 +33,7 @@ from scipy.special import log_softmax, softmax
 
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods.protocol import Mixing
-from latent_sweep.settings import INFERENCE_ONLY, Settings
+from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings
 from latent_sweep.store.sealed import intact, write_sealed
 
 Array = npt.NDArray[np.float64]
@@ -97,7 +97,7 @@ class PoolSettings(Settings):
 class RouterSettings(Settings):
     """The `router:` group of a sweep file. Training reads none of it."""
 
-    mode: Mixing | None = Field(default=None, json_schema_extra=INFERENCE_ONLY)
+    mode: Mixing = Field(default="soft", json_schema_extra=INFERENCE_ONLY | FROM_PRESET)
     """How snapshots answer together (Eq. 15): `soft` by the posterior, `hard` by its argmax, `gates` by the method's
     own gates, `sum` with weight 1 each, `last` the newest alone, `oracle` the true task's; null: as the method says."""
     components: int = Field(default=5, ge=1, json_schema_extra=INFERENCE_ONLY)

@@ -3,6 +3,9 @@
 Settings live beside the class they build (`RouterSettings` in `router.py`, ...). They are frozen, refuse unknown
 keys, and never coerce: a string where a number is expected is a fault, not a guess. Their files are strict YAML of a
 bounded size, so that no file, however it came about, takes more than seconds or a few hundred megabytes to refuse.
+
+A group's class is what it is once resolved, each value known. What a sweep file may leave to a preset or to the paper's
+protocol is marked, and `as_written` derives the type that the file is read with; `filled` makes of the one the other.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic.fields import FieldInfo
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
@@ -27,6 +33,10 @@ INFERENCE_ONLY: Any = {"inference_only": True}
 
 NOT_IDENTITY: Any = {"not_identity": True}
 """Mark of a field that says where or how fast, never what: it is no part of any identity."""
+
+FROM_PRESET: Any = {"from_preset": True}
+"""Mark of a field that a sweep file may leave out, or write as null: then a preset or the paper's protocol says what it
+is, or else its default. Marks of one field are joined with `|`."""
 
 
 class Settings(BaseModel):
@@ -51,8 +61,7 @@ class Settings(BaseModel):
     def _content(self, dropped: set[str]) -> dict[str, Any]:
         kept = {}
         for name, field in type(self).model_fields.items():
-            marks = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-            if dropped & set(marks):
+            if dropped & _marks(field):
                 continue
             value = getattr(self, name)
             kept[name] = value._content(dropped) if isinstance(value, Settings) else self._plain(name, value)
@@ -60,6 +69,10 @@ class Settings(BaseModel):
 
     def _plain(self, name: str, value: Any) -> Any:
         return self.model_dump(mode="json", include={name})[name]
+
+
+def _marks(field: FieldInfo) -> set[str]:
+    return set(field.json_schema_extra) if isinstance(field.json_schema_extra, dict) else set()
 
 
 def _beyond(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +90,58 @@ def canonical_json(content: Any) -> str:
 def content_hash(content: Any, length: int = 16) -> str:
     """The first `length` hexadecimal digits of the SHA-256 of `content`'s canonical JSON."""
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:length]
+
+
+# --- as written, and resolved ----------------------------------------------------------------------------------------
+
+Group = TypeVar("Group", bound=Settings)
+
+
+@cache
+def as_written(kind: type[Group]) -> type[Group]:
+    """The type of a group in a sweep file: fields marked `FROM_PRESET`, also of groups within, are None where left out.
+
+    The group's own validators see them so, too.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        if "from_preset" in _marks(field):
+            plain: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+            info = Field(default=None, description=field.description, json_schema_extra=field.json_schema_extra)
+            fields[name] = plain | None, info
+        elif (inner := group_of(field)) and (written := as_written(inner)) is not inner:
+            given = field.get_default(call_default_factory=True)
+            default = ... if field.is_required() else written.model_validate(given.model_dump(exclude_unset=True))
+            info = Field(default, description=field.description, json_schema_extra=field.json_schema_extra)
+            fields[name] = written, info
+    # of the same name, which faults tell
+    return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields) if fields else kind
+
+
+def filled(written: Settings, kind: type[Group], *defaults: Mapping[str, Any]) -> Group:
+    """The resolved group: each value as written, or else from the first of `defaults` that has it, or the field's own.
+
+    Args:
+        written: the group as `as_written(kind)` has it; None in a marked field counts as left out.
+        defaults: values by name, those of groups within as mappings; the first goes before the others.
+
+    Raises:
+        ValidationError: the values do not make a group of this kind together.
+    """
+    values = {name: value for layer in reversed(defaults) for name, value in layer.items()}
+    for name, field in kind.model_fields.items():
+        value = getattr(written, name)
+        if inner := group_of(field):
+            values[name] = filled(value, inner, *(layer[name] for layer in defaults if name in layer))
+        elif name in written.model_fields_set and not (value is None and "from_preset" in _marks(field)):
+            values[name] = value
+    return kind.model_validate(values)
+
+
+def group_of(field: FieldInfo) -> type[Settings] | None:
+    """The class of the group that a field holds; None where it holds a value."""
+    inner = field.annotation
+    return inner if isinstance(inner, type) and issubclass(inner, Settings) else None
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------

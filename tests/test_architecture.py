@@ -12,7 +12,7 @@ import pytest
 import latent_sweep
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import Learner, Method, MethodSettings
-from latent_sweep.settings import Settings
+from latent_sweep.settings import Settings, as_written
 
 PACKAGE = Path(latent_sweep.__file__).parent
 REPOSITORY = PACKAGE.parent
@@ -180,7 +180,7 @@ def test_a_registered_method_keeps_the_contract(name):
     assert issubclass(method, Method)
     assert method.__name__ == METHODS[name].rpartition(":")[2]
     assert issubclass(method.settings_class, MethodSettings)
-    assert method.settings_class().name == name
+    assert as_written(method.settings_class)().name == name
     module = importlib.import_module(method.__module__)
     learners = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Learner)]
     assert any(learner is not Learner for learner in learners)

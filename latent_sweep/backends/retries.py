@@ -94,7 +94,7 @@ def _with_half_the_rows(member: Member, workers: int) -> Member:
 
     def changed(trial: Trial) -> Trial:
         training = trial.settings.training
-        share = WorkerGroup(size=workers).largest_share(training.batch_size or 1)
+        share = WorkerGroup(size=workers).largest_share(training.batch_size)
         rows = min(share, training.micro_batch_size or share)
         smaller = training.model_copy(update={"micro_batch_size": max(1, rows // 2)})
         return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))

@@ -39,7 +39,6 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Row]:
     backbone, s, stop = bench.backbone, bench.trial.settings, bench.trial.spec.stop
     tokenizer = with_padding(backbone.tokenizer)
     longest = s.benchmark.max_target_length
-    assert longest is not None
     training = bench.training(bench.train_rows(), steps)
     if steps:
         bench.train([training])

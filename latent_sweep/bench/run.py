@@ -25,6 +25,7 @@ from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.learn.context import hardware
+from latent_sweep.settings import as_written
 from latent_sweep.store.storage import Storage
 from latent_sweep.store.versions import installed
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
@@ -124,7 +125,7 @@ def benchmark_for(backbone: str) -> tuple[str, str]:
             f"{backbone} has random weights and a token for every byte, and SuperNI's prompts would be too long: the "
             "built-in benchmark's short ones have as many tokens as SuperNI's have elsewhere."
         )
-    settings = BenchmarkSettings(name="superni", order=1)
+    settings = as_written(BenchmarkSettings)(name="superni", order=1)
     spec = load_benchmark("superni")
     try:
         for task in task_sequence(settings, spec):

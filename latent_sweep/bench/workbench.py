@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from latent_sweep.settings import as_written
 from latent_sweep.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class Workbench:
         from latent_sweep.methods import method_class
 
         kind, own = method_class(name), self.trial.settings.method
-        settings = own if name == own.name else kind.settings_class(name=name)
+        settings = own if name == own.name else as_written(kind.settings_class)(name=name)
         resolved = kind.resolve(settings, self.subject.backbone, self.trial.spec.name)
         return self.context.method(resolved, self.subject.rank)
 
@@ -322,7 +323,6 @@ class Workbench:
             return [{name: row[name] for name in columns} for row in self.context.tokens(trial, position, split)]
 
         longest, batch_size = trial.settings.benchmark.max_target_length, trial.settings.training.batch_size
-        assert longest is not None and batch_size is not None
         return Config(
             model=self.model_folder,
             family=self.backbone.family,

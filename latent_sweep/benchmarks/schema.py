@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
-from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, local_path, read_yaml
+from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, local_path, read_yaml
 
 Metric = Literal["accuracy", "rouge_l"]
 Split = Literal["train", "validation", "test"]
@@ -134,9 +134,9 @@ class BenchmarkSettings(Settings):
     """Which rows a subset takes; apart from the trial's seed, so that all trials see the same rows."""
     data_dir: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
     """Folder that contains `CL_Benchmark`; left out, the environment variable LATENT_SWEEP_DATA."""
-    max_source_length: int | None = Field(None, ge=8)
+    max_source_length: int = Field(ge=8, json_schema_extra=FROM_PRESET)
     """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024."""
-    max_target_length: int | None = Field(None, ge=1)
+    max_target_length: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
     truncation: Literal["keep_cue", "official"] = "keep_cue"
     """Long prompts lose the end of their input (`keep_cue`) or, as in the released code, whatever comes last."""

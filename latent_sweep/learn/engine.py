@@ -84,8 +84,7 @@ class Engine:
 
 def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
     """The rate of a step (0-based) of so many: it rises linearly to its peak, then stays or falls linearly to zero."""
-    assert settings.learning_rate is not None
-    warmup = settings.warmup_steps or 0
+    warmup = settings.warmup_steps
     if step < warmup:
         risen = step if settings.warmup_start == "zero" else step + 1
         return settings.learning_rate * (risen / warmup)
@@ -139,8 +138,7 @@ class TorchOptimizer:
 
 def optimizer_of(parameters: list[Tensor], settings: TrainingSettings) -> torch.optim.Optimizer:
     """The optimizer that the settings ask for; its rate is set at every step."""
-    rate, decay = settings.learning_rate, settings.weight_decay or 0.0
-    assert rate is not None
+    rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer != "adafactor":
         return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
     from transformers.optimization import Adafactor

@@ -105,7 +105,7 @@ def _learning(engine: Engine, settings: TrainingSettings) -> Iterator[None]:
     """Within the block the backbone is as these settings have adapters trained on it."""
     engine.begin_learning()
     backbone = engine.backbone
-    checkpointing, rate = settings.gradient_checkpointing, settings.backbone_dropout or 0.0
+    checkpointing, rate = settings.gradient_checkpointing, settings.backbone_dropout
     backbone.model.train(checkpointing or rate > 0)
     if checkpointing:
         backbone.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -126,7 +126,6 @@ class _Trainer:
         self.learner = training.learner
         self.rows = [dict(row) for row in rows_trained(training.learner, training.examples)]
         self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
-        assert settings.batch_size is not None
         self.steps = settings.step_count(len(self.rows))
         self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
         self.optimizer = engine.optimizer(self.learner.parameters(), settings, self.steps)
@@ -164,7 +163,6 @@ class _Trainer:
         epoch, position = divmod(self.step, self.steps_per_epoch)
         if epoch != self._epoch[0]:
             settings = self.training.settings
-            assert settings.batch_size is not None
             shuffle = torch.Generator().manual_seed(derived_seed(*self.training.seed_parts, "batches", epoch))
             self._epoch = epoch, epoch_batches(self.lengths, settings.batch_size, shuffle, settings.group_by_length)
         chosen = self._epoch[1][position]

@@ -14,15 +14,15 @@ from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods._gradient_memory import (
     WHERE_MEMORY_IS_FULL,
+    Design,
     GpmSettings,
     Snapshots,
     added_columns,
     check_rows,
     columns,
-    filled,
 )
 from latent_sweep.methods.protocol import TaskData
-from latent_sweep.settings import Settings
+from latent_sweep.settings import FROM_PRESET, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -37,43 +37,31 @@ PARTS = ("G1", "G2", "key")
 class GateSettings(Settings):
     """The gate; what is left out is the preset's."""
 
-    form: Literal["two_silu", "one_silu"] | None = None
+    form: Literal["two_silu", "one_silu"] = Field("two_silu", json_schema_extra=FROM_PRESET)
     """SiLU after both maps as released for T5, or after the second alone as for Llama."""
-    width: int | None = Field(None, ge=1)
+    width: int = Field(100, ge=1, json_schema_extra=FROM_PRESET)
     """Width between the two maps."""
-    pooling: Literal["true_length", "padded"] | None = None
+    pooling: Literal["true_length", "padded"] = Field("true_length", json_schema_extra=FROM_PRESET)
     """Divide the sum of a prompt's embeddings by its own length, or by the longest's in its batch: then results depend
     on which rows come together, so on `training.micro_batch_size` too."""
-    key_design: Literal["svd", "random_project"] | None = None
+    key_design: Design = Field("svd", json_schema_extra=FROM_PRESET)
     """The key starts as the leading direction of the new task's prompts outside of the memory, or random, projected."""
-    rescale_rows: bool | None = None
+    rescale_rows: bool = Field(False, json_schema_extra=FROM_PRESET)
     """Whether rows get back, after each step's projection, the norm that they had before it, as released for T5: then
     gates open for earlier prompts, a little with every step."""
 
 
-UNIFIED_GATE: Mapping[str, Any] = {
-    "form": "two_silu",
-    "width": 100,
-    "pooling": "true_length",
-    "key_design": "svd",
-    "rescale_rows": False,
-}
 RELEASED_GATES: Mapping[str, Mapping[str, Any]] = {
-    "t5": {**UNIFIED_GATE, "pooling": "padded", "rescale_rows": True},
-    "llama": {**UNIFIED_GATE, "form": "one_silu", "width": 50, "key_design": "random_project"},
+    "t5": {"pooling": "padded", "rescale_rows": True},
+    "llama": {"form": "one_silu", "width": 50, "key_design": "random_project"},
 }
-
-
-def resolved_gate(gate: GateSettings, preset: str, family: str) -> GateSettings:
-    """With the preset's values."""
-    return filled(gate, RELEASED_GATES[family] if preset == "official" else UNIFIED_GATE)
+"""What the preset `official` fills in, by backbone family."""
 
 
 def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torch.device) -> Gate:
     """A snapshot's gate, on the device."""
     from latent_sweep.adapters.gate import Gate
 
-    assert settings.form is not None, "these settings are not resolved"
     G1, G2, key = (snapshot[f"gate.{part}"].to(device) for part in PARTS)
     return Gate(G1, G2, key, settings.form)
 
@@ -106,7 +94,6 @@ class NewGate:
     def __init__(self, settings: GateSettings, gpm: GpmSettings, table: Tensor, task: TaskData, history: Snapshots):
         from latent_sweep.adapters.gate import Gate, layers, new_key, new_maps
 
-        assert settings.width and settings.form and settings.key_design, "these settings are not resolved"
         check_rows(task)
         self._settings, self._gpm, self._table, self._task = settings, gpm, table, task
         d, w, device = table.shape[1], settings.width, table.device

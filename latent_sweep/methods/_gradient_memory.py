@@ -6,14 +6,14 @@ The formulas are in `latent_sweep.adapters.gradient_memory`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import IGNORED, Example
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
 from latent_sweep.methods.protocol import MethodContext, TaskData
-from latent_sweep.settings import Settings
+from latent_sweep.settings import FROM_PRESET, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,6 @@ WHERE_MEMORY_IS_FULL = "Lower method.gpm.eps_0, raise method.gpm.ramp, or take m
 
 Snapshots = Sequence[Mapping[str, "Tensor"]]
 Adapt = Callable[[Sequence[Example]], "Adaptation"]
-Group = TypeVar("Group", bound=Settings)
 
 
 class GpmSettings(Settings):
@@ -41,11 +40,11 @@ class GpmSettings(Settings):
     ramp: int = Field(15, ge=1)
     """Tasks over which that share rises towards 1. Not the trial's own number of tasks: a trial over the first few
     tasks of another learns the same. 15 is the length of both benchmarks, and fixed in the released code."""
-    chunks: int | None = Field(None, ge=1)
+    chunks: int = Field(1, ge=1, json_schema_extra=FROM_PRESET)
     """Stretches of equal length that every input is split into, each with a memory of its own; None is the preset's."""
-    mask_padding: bool | None = None
+    mask_padding: bool = Field(True, json_schema_extra=FROM_PRESET)
     """Whether padding is left out of the inputs' statistics; None is the preset's."""
-    cross_attention_v: Literal["own_input", "decoder_state"] | None = None
+    cross_attention_v: Literal["own_input", "decoder_state"] = Field("own_input", json_schema_extra=FROM_PRESET)
     """What counts as the input of v in T5's cross-attention: what it reads, the encoder's output, or the decoder's
     state, which only q reads, as in GainLoRA's released code; None is the preset's."""
     batch_size: int = Field(16, ge=1)
@@ -58,17 +57,9 @@ class GpmSettings(Settings):
         return self.eps_0 + (1 - self.eps_0) * min(position, self.ramp - 1) / self.ramp
 
 
-def filled(group: Group, values: Mapping[str, object]) -> Group:
-    """A group of settings with what it leaves out taken from values."""
-    return group.model_copy(update={name: value for name, value in values.items() if getattr(group, name) is None})
-
-
-def resolved_gpm(gpm: GpmSettings, preset: str, family: str) -> GpmSettings:
-    """With the preset's values; `official` has the released code's slips too, and on Llama its four stretches."""
-    if preset == "unified":
-        return filled(gpm, {"chunks": 1, "mask_padding": True, "cross_attention_v": "own_input"})
-    chunks = 1 if family == "t5" else 4
-    return filled(gpm, {"chunks": chunks, "mask_padding": False, "cross_attention_v": "decoder_state"})
+def released_gpm(family: str) -> dict[str, Any]:
+    """What the preset `official` fills in: it has the released code's slips too, and on Llama its four stretches."""
+    return {"chunks": 1 if family == "t5" else 4, "mask_padding": False, "cross_attention_v": "decoder_state"}
 
 
 def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
@@ -109,6 +100,7 @@ class InputMemory:
     """The input directions that earlier tasks use at every adapted projection, and a new A beside them.
 
     Args:
+        design: how the new A is made.
         task: the task to be learned; its rows are read.
         history: snapshots of the earlier tasks, which hold the columns that each added.
 
@@ -117,12 +109,11 @@ class InputMemory:
         DataError: the task has no rows.
     """
 
-    def __init__(self, gpm: GpmSettings, context: MethodContext, task: TaskData, history: Snapshots):
+    def __init__(self, gpm: GpmSettings, design: Design, context: MethodContext, task: TaskData, history: Snapshots):
         from latent_sweep.adapters.gradient_memory import input_blocks
 
-        assert gpm.chunks and gpm.cross_attention_v and gpm.mask_padding is not None, "these settings are not resolved"
         check_rows(task)
-        self._gpm, self._context, self._task = gpm, context, task
+        self._gpm, self._design, self._context, self._task = gpm, design, context, task
         targets = context.backbone.targets
         width = next(iter(targets.values())).in_features
         try:
@@ -132,7 +123,7 @@ class InputMemory:
         self._memory = {block.name: columns(history, block.name, block.length) for block in self._blocks}
         self._columns = [M.shape[1] for M in self._memory.values()]
 
-    def down_projection(self, A: Tensor, design: Design, adaptation: Adapt) -> Tensor:
+    def down_projection(self, A: Tensor, adaptation: Adapt) -> Tensor:
         """A_t, (M, r, n): outside of the memory of every projection's input; zero where that has no direction left.
 
         Args:
@@ -145,7 +136,7 @@ class InputMemory:
         """
         from latent_sweep.adapters.gradient_memory import designed, projected
 
-        if design == "svd":
+        if self._design == "svd":
             A = designed(A, self._blocks, self._memory, self._moments(adaptation), self._gpm.energy)
         elif any(self._columns):
             A = projected(A, self._blocks, self._memory)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from latent_sweep.backbones.known import EMBEDDED, dropout_rate, family_of
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
-from latent_sweep.settings import NOT_IDENTITY
+from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
-
-UNIFIED: Mapping[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.0}
-"""The Latent-LoRA paper's common protocol for LoRA baselines (appendix "Training"); dropout is not stated (A28)."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +61,25 @@ def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
 
 
 class LoraSettings(MethodSettings):
-    """What the `method:` group of every LoRA method has."""
+    """What the `method:` group of every LoRA method has.
+
+    Defaults of what a preset may say are those of the preset `unified`, here and in the methods' own groups. Here they
+    are the Latent-LoRA paper's common protocol for LoRA baselines (appendix "Training"); it states no dropout (A28).
+    """
 
     preset: Literal["unified", "official"] = Field("unified", json_schema_extra=NOT_IDENTITY)
     """Where left-out settings come from, those of `training` too: the paper's common protocol, or the method's own
     released scripts."""
-    rank: int | None = Field(None, ge=1)
+    rank: int = Field(8, ge=1, json_schema_extra=FROM_PRESET)
     """r, rows of every A and columns of every B; None is the preset's."""
-    alpha: float | None = Field(None, gt=0)
+    alpha: float = Field(16.0, gt=0, json_schema_extra=FROM_PRESET)
     """LoRA's alpha; the scale is s = alpha / rank. None is the preset's."""
-    dropout: float | None = Field(None, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1, json_schema_extra=FROM_PRESET)
     """Dropout on the adapter's input during training, one mask for all pairs; None is the preset's."""
 
     @property
     def s(self) -> float:
-        """The scale in front of every pair, of resolved settings."""
-        assert self.rank is not None and self.alpha is not None, "these settings are not resolved"
+        """The scale in front of every pair."""
         return self.alpha / self.rank
 
 
@@ -88,7 +88,7 @@ class BranchSettings(LoraSettings):
 
     train_active: Literal["sum", "current"] = "sum"
     """Pairs active while a task is learned: its own with all earlier ones, or its own alone."""
-    old_branch_grad: Literal["flow", "detach"] | None = None
+    old_branch_grad: Literal["flow", "detach"] = Field("flow", json_schema_extra=FROM_PRESET)
     """Whether gradients flow through active earlier pairs to lower layers, or stop there; None is the preset's."""
 
 
@@ -96,30 +96,21 @@ class BranchSettings(LoraSettings):
 
 
 class LoraMethod(Method):
-    """Presets, pairs in snapshots, and how they answer: `dW = sum_t w_t(x) s B_t A_t`.
+    """Presets, pairs in snapshots, and how they answer: `dW = sum_t w_t(x) s B_t A_t`."""
 
-    Attributes:
-        unified: what the preset `unified` fills in; a method with more such settings adds its own.
-    """
-
-    unified: ClassVar[Mapping[str, Any]] = UNIFIED
     settings: LoraSettings
 
     # --- planning ---
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """What the preset `official` fills in; what it does not name is the unified preset's."""
+        """What the preset `official` fills in; what it does not name is the unified preset's, the settings' default."""
         return o_lora_scripts(family, benchmark)
 
     @classmethod
-    def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
-        """Every setting that was left out, from the preset."""
-        values = dict(cls.unified)
-        if settings.preset == "official":
-            values |= cls.official(family_of(backbone), benchmark).method
-        left_out = [name for name in type(settings).model_fields if getattr(settings, name) is None]
-        return settings.model_copy(update={name: values[name] for name in left_out if name in values})
+    def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        """What the released scripts set, under the preset `official`."""
+        return cls.official(family_of(backbone), benchmark).method if settings.preset == "official" else {}
 
     @classmethod
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
@@ -137,7 +128,6 @@ class LoraMethod(Method):
 
     def rank(self) -> int:
         """r."""
-        assert self.settings.rank is not None
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
@@ -182,7 +172,6 @@ class BranchMethod(LoraMethod):
     """A new pair for every task, the earlier ones frozen, and active in training unless the settings say otherwise."""
 
     mixings = BRANCHES
-    unified: ClassVar[Mapping[str, Any]] = {**UNIFIED, "old_branch_grad": "flow"}
     settings: BranchSettings
 
     def reads_history(self, position: int) -> bool:
@@ -246,7 +235,7 @@ class LoraLearner(Learner):
         from latent_sweep.adapters.lora import DeltaSum, LoraDeltas
 
         own = LoraDeltas(self.A, self.B, self.outputs, self.settings.s)
-        rate = (self.settings.dropout or 0.0) if torch.is_grad_enabled() else 0.0
+        rate = self.settings.dropout if torch.is_grad_enabled() else 0.0
         return Adaptation(DeltaSum([own, self._earlier], rate) if self._earlier or rate else own)
 
     def finish(self) -> dict[str, Tensor]:

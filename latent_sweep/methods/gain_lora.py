@@ -12,21 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from latent_sweep.backbones.known import family_of
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.methods._gate import GateSettings, NewGate, gate_of, pooled_prompts, resolved_gate
-from latent_sweep.methods._gradient_memory import (
-    Design,
-    GpmSettings,
-    InputMemory,
-    filled,
-    resolved_gpm,
-)
+from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_of, pooled_prompts
+from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, released_gpm
 from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
 from latent_sweep.methods.protocol import BRANCHES, Mixing, TaskData
+from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +37,7 @@ INPUTS_ONLY = ("chunks", "mask_padding", "cross_attention_v", "batch_size", "max
 
 
 class GainLoraSettings(BranchSettings):
-    """The `method:` group of a sweep file for GainLoRA."""
+    """The `method:` group of a sweep file for GainLoRA; `design`, or the weights, are None where it reads none."""
 
     name: Literal["gain_lora"] = "gain_lora"
     """Name of the method."""
@@ -52,11 +47,11 @@ class GainLoraSettings(BranchSettings):
     """The gates."""
     gpm: GpmSettings = GpmSettings()
     """The memory of what gates and, in the variant `inf_lora`, projections read."""
-    design: Design | None = None
+    design: Design | None = Field(None, json_schema_extra=FROM_PRESET)
     """How InfLoRA's A is made; None is the preset's."""
-    lambda_1: Coefficient | None = None
+    lambda_1: Coefficient | None = Field(None, json_schema_extra=FROM_PRESET)
     """O-LoRA's weight of the overlap with earlier tasks, a number or a list by task position; None is the preset's."""
-    lambda_2: Coefficient | None = None
+    lambda_2: Coefficient | None = Field(None, json_schema_extra=FROM_PRESET)
     """O-LoRA's weight of the new pair's 2-norms, a number or a list by task position; None is the preset's."""
 
     @model_validator(mode="after")
@@ -82,20 +77,16 @@ class GainLora(BranchMethod):
     def official(cls, family: str, benchmark: str) -> Scripts:
         """GainLoRA's scripts."""
         scripts = gain_lora_scripts(family, benchmark)
-        return Scripts({**scripts.method, "old_branch_grad": "detach"}, scripts.training)
+        released = {"gate": RELEASED_GATES[family], "gpm": released_gpm(family)}
+        return Scripts({**scripts.method, **released}, scripts.training)
 
     @classmethod
-    def resolve(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> GainLoraSettings:
-        """Every setting that was left out, from the preset, as far as the variant reads it."""
-        preset, family = settings.preset, family_of(backbone)
-        design = "random_project" if (preset, family) == ("official", "llama") else "svd"
-        variant = {"design": design} if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
-        groups = {
-            "gpm": resolved_gpm(settings.gpm, preset, family),
-            "gate": resolved_gate(settings.gate, preset, family),
-        }
-        resolved: GainLoraSettings = super().resolve(settings, backbone, benchmark)
-        return filled(resolved, variant).model_copy(update=groups)
+    def defaults(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        """What the preset says, as far as the variant reads it."""
+        released = settings.preset == "official" and family_of(backbone) == "llama"
+        design = {"design": "random_project" if released else "svd"}
+        variant = design if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
+        return {**super().defaults(settings, backbone, benchmark), **variant}
 
     def reads_history(self, position: int) -> bool:
         """Always, through the memory."""
@@ -117,15 +108,14 @@ class GainLora(BranchMethod):
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         """r m per projection, in the variant `o_lora` r n too, and the gate."""
         s = self.settings
-        assert s.gate.width is not None, "these settings are not resolved"
         pairs = sum(self.rank() * (m if s.variant == "inf_lora" else m + n) for m, n in shapes.values())
         return pairs + (2 * s.gate.width + 1) * width
 
     def _o_lora(self) -> OLora:
         """O-LoRA with these settings, for its penalty."""
-        s = self.settings
-        own = OLoraSettings(rank=s.rank, alpha=s.alpha, lambda_1=s.lambda_1, lambda_2=s.lambda_2)
-        return OLora(own, self._context)
+        shared = OLoraSettings.model_fields.keys() - {"name"}
+        own = {name: value for name, value in self.settings if name in shared}
+        return OLora(OLoraSettings(**own), self._context)
 
     # --- learning and answering ---
 
@@ -145,7 +135,7 @@ class GainLora(BranchMethod):
         """A new pair behind a new gate that is closed for earlier prompts, beside the earlier pairs behind theirs."""
         s, table = self.settings, self.context.backbone.embedding_table
         gate = NewGate(s.gate, s.gpm, table, task, history)
-        memory = InputMemory(s.gpm, self.context, task, history) if s.variant == "inf_lora" else None
+        memory = InputMemory(s.gpm, s.design, self.context, task, history) if s.design else None
         penalty = None if memory else self._o_lora().penalty(task.position, history)
         active = history if s.train_active == "sum" else ()
         earlier = [(self.branch(snapshot), gate_of(snapshot, s.gate, table.device)) for snapshot in active]
@@ -182,8 +172,7 @@ class GainLoraLearner(LoraLearner):
         if earlier:
             self._pairs = torch.cat([A for (A, _), _ in earlier], 1), torch.cat([B for (_, B), _ in earlier], 1)
         if memory is not None:
-            assert settings.design is not None, "these settings are not resolved"
-            self.A = memory.down_projection(self.A, settings.design, self.adaptation)
+            self.A = memory.down_projection(self.A, self.adaptation)
 
     def parameters(self) -> dict[str, Tensor]:
         """The pair, as far as it is trained, and the gate."""
@@ -204,7 +193,7 @@ class GainLoraLearner(LoraLearner):
 
         own = weighed(self.A, self.B, [self._gate.gate])
         earlier = () if self._pairs is None else weighed(*self._pairs, self._gates)
-        rate = (self.settings.dropout or 0.0) if torch.is_grad_enabled() else 0.0
+        rate = self.settings.dropout if torch.is_grad_enabled() else 0.0
         return Adaptation(DeltaSum([own, earlier], rate, [False, self._detach]))
 
     def penalty(self) -> dict[str, Tensor]:

@@ -10,12 +10,14 @@ of T5's cross-attention is constrained by the encoder's output, which it reads, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from latent_sweep.backbones.known import family_of
-from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, resolved_gpm
+from pydantic import Field
+
+from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, released_gpm
 from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.protocol import TaskData
+from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +31,7 @@ class InfLoraSettings(BranchSettings):
 
     name: Literal["inf_lora"] = "inf_lora"
     """Name of the method."""
-    design: Design | None = None
+    design: Design = Field("svd", json_schema_extra=FROM_PRESET)
     """How A is made: `svd` of the new task's inputs outside of the memory, or a random A projected there, from the
     second task on (`random_project`). None is the preset's."""
     gpm: GpmSettings = GpmSettings()
@@ -40,22 +42,14 @@ class InfLora(BranchMethod):
     """dW = s sum_t B_t A_t with A_t outside of what earlier tasks feed each projection; only B_t is trained."""
 
     settings_class = InfLoraSettings
-    unified: ClassVar[Mapping[str, Any]] = {**BranchMethod.unified, "design": "svd"}
     settings: InfLoraSettings
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
         """The baseline of GainLoRA's release."""
         scripts = gain_lora_scripts(family, benchmark)
-        released = {"design": "random_project", "old_branch_grad": "detach"}
+        released = {"design": "random_project", "gpm": released_gpm(family)}
         return Scripts({**scripts.method, **released}, scripts.training)
-
-    @classmethod
-    def resolve(cls, settings: InfLoraSettings, backbone: str, benchmark: str) -> InfLoraSettings:
-        """Every setting that was left out, from the preset."""
-        gpm = resolved_gpm(settings.gpm, settings.preset, family_of(backbone))
-        resolved: InfLoraSettings = super().resolve(settings, backbone, benchmark)
-        return resolved.model_copy(update={"gpm": gpm})
 
     def reads_history(self, position: int) -> bool:
         """Always, through the memory."""
@@ -74,8 +68,9 @@ class InfLora(BranchMethod):
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> InfLoraLearner:
         """A designed A and B = 0, beside the earlier pairs."""
-        memory = InputMemory(self.settings.gpm, self.context, task, history)
-        return InfLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), memory)
+        s = self.settings
+        memory = InputMemory(s.gpm, s.design, self.context, task, history)
+        return InfLoraLearner(self.fresh(task), self.outputs, s, self.active(history), memory)
 
 
 class InfLoraLearner(LoraLearner):
@@ -89,10 +84,9 @@ class InfLoraLearner(LoraLearner):
         earlier: Sequence[Delta],
         memory: InputMemory,
     ):
-        assert settings.design is not None, "these settings are not resolved"
         super().__init__(branch, outputs, settings, earlier, train_A=False)
         self._memory = memory
-        self.A = memory.down_projection(self.A, settings.design, self.adaptation)
+        self.A = memory.down_projection(self.A, self.adaptation)
 
     def state(self) -> dict[str, Tensor]:
         """A: another machine's singular vectors might have other signs."""

@@ -17,7 +17,7 @@ from pydantic import Field
 from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
-from latent_sweep.settings import Settings
+from latent_sweep.settings import FROM_PRESET, Settings
 from latent_sweep.store import versions
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LatentLoraSettings(MethodSettings):
     """s: alpha / rank, 1, or a number (A1)."""
     sigma_side: Literal["out", "in", "none"] = "out"
     """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS (A2)."""
-    ortho_lambda: float | None = Field(None, ge=0)
+    ortho_lambda: float = Field(ge=0, json_schema_extra=FROM_PRESET)
     """Weight of the interference penalty (lambda); None is the paper's for this benchmark and backbone (A4b)."""
     ortho: OrthoSettings = OrthoSettings()
     """How the penalty is measured."""
@@ -94,12 +94,10 @@ class LatentLora(Method):
     _space: LatentSpace | None = None
 
     @classmethod
-    def resolve(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> LatentLoraSettings:
+    def defaults(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
         """The paper's lambda; on the embedded backbone, one that balances the task loss (A4b)."""
-        if settings.ortho_lambda is not None:
-            return settings
         value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
-        return settings.model_copy(update={"ortho_lambda": value})
+        return {"ortho_lambda": value}
 
     def reads_history(self, position: int) -> bool:
         """Only through the penalty, a start from the previous R, or earlier adapters active in training."""
@@ -166,7 +164,7 @@ class LatentLora(Method):
             scale = s.s if s.ortho.include_scale else 1.0
             penalty = OrthoPenalty(space, earlier, s.ortho.reduce, s.ortho.norm, s.ortho.normalise, scale)
         active = blend(earlier, torch.ones(1, len(earlier)))[:, 0] if s.train_active == "sum" and earlier else None
-        return LatentLearner(space, R, penalty, s.ortho_lambda or 0.0, active, s.dropout)
+        return LatentLearner(space, R, penalty, s.ortho_lambda, active, s.dropout)
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Each row answers with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""

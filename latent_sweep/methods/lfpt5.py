@@ -35,7 +35,7 @@ from pydantic import Field
 from latent_sweep.backbones.known import EMBEDDED, dropout_rate
 from latent_sweep.backbones.outputs import IGNORED, Example, Outputs
 from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData
-from latent_sweep.settings import NOT_IDENTITY
+from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class Lfpt5Settings(MethodSettings):
     """l; the scripts have 0.25 for classification, 0.1 for entity recognition and summarisation."""
     kl_weight: float = Field(0.01, ge=0, lt=1)
     """k; the scripts have 0.01 for classification, 0.03 for entity recognition, 0.04 for summarisation."""
-    accumulation: int | None = Field(None, ge=1)
+    accumulation: int = Field(1, ge=1, json_schema_extra=FROM_PRESET)
     """Micro-batches whose mean losses the released code adds up without dividing by their number (4, of two rows each):
     beside them KL, a sum over all rows, weighs so many times less than beside one mean. None is the preset's: 1, or 4
     under `preset: official`."""
@@ -90,11 +90,9 @@ class Lfpt5(Method):
     settings: Lfpt5Settings
 
     @classmethod
-    def resolve(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Lfpt5Settings:
-        """With the preset's number of micro-batches."""
-        if settings.accumulation is not None:
-            return settings
-        return settings.model_copy(update={"accumulation": 4 if settings.preset == "official" else 1})
+    def defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        """The released code's number of micro-batches, under the preset `official`."""
+        return {"accumulation": 4} if settings.preset == "official" else {}
 
     @classmethod
     def training_defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
@@ -223,7 +221,6 @@ class Lfpt5Learner(Learner):
             terms["lm"] = s.lm_weight * self._lm_loss(outputs)
         if not s.kl_weight or not any(samples.rows for samples in self._samples):
             return terms
-        assert s.accumulation, "these settings are not resolved"
         terms = {name: (1 - s.kl_weight) * term for name, term in terms.items()}
         return {**terms, "kl": s.kl_weight / s.accumulation * self._divergence(outputs)}
 

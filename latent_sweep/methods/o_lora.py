@@ -9,12 +9,13 @@ Departure: the released prompts name the task and its dataset; here no method is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import TaskData
+from latent_sweep.settings import FROM_PRESET
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,13 +42,13 @@ LONG_LAMBDA_2 = (0.0, 0.0, 0.0, 0.0, 0.1, 0.1, 0.3, 0.0, 0.1, 0.0, 0.0, 0.1, 0.0
 
 
 class OLoraSettings(BranchSettings):
-    """The `method:` group of a sweep file for O-LoRA."""
+    """The `method:` group of a sweep file for O-LoRA; the weights are the class defaults of the released code."""
 
     name: Literal["o_lora"] = "o_lora"
     """Name of the method."""
-    lambda_1: Coefficient | None = None
+    lambda_1: Coefficient = Field(0.5, json_schema_extra=FROM_PRESET)
     """Weight of the overlap with earlier tasks, a number or a list by task position; None is the preset's."""
-    lambda_2: Coefficient | None = None
+    lambda_2: Coefficient = Field(0.0, json_schema_extra=FROM_PRESET)
     """Weight of the new pair's 2-norms, a number or a list by task position; None is the preset's."""
     penalty: Literal["l1", "squared"] = "l1"
     """Entries of the overlap: absolute as in the released code, or squared as published."""
@@ -57,8 +58,6 @@ class OLora(BranchMethod):
     """dW = s sum_t B_t A_t; loss = task + lambda_1 sum_i |A_i A_t^T| + lambda_2 (||A_t|| + ||B_t||)."""
 
     settings_class = OLoraSettings
-    # the class defaults of the released code
-    unified: ClassVar[Mapping[str, Any]] = {**BranchMethod.unified, "lambda_1": 0.5, "lambda_2": 0.0}
     settings: OLoraSettings
 
     @classmethod
@@ -98,8 +97,7 @@ class OLora(BranchMethod):
         return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)
 
 
-def _at(position: int, coefficient: Coefficient | None) -> float:
-    assert coefficient is not None, "these settings are not resolved"
+def _at(position: int, coefficient: Coefficient) -> float:
     return coefficient[min(position, len(coefficient) - 1)] if isinstance(coefficient, tuple) else coefficient
 
 

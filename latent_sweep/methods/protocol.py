@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from latent_sweep.settings import Settings
+from latent_sweep.settings import Settings, filled
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +90,13 @@ class Method:
 
     @classmethod
     def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
-        """Fill in what the sweep file left out, from the preset and the paper's protocol."""
-        return settings
+        """The settings that a method is made with, from those of a sweep file and from `defaults`."""
+        return filled(settings, cls.settings_class, cls.defaults(settings, backbone, benchmark))
+
+    @classmethod
+    def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
+        """Settings where the sweep file leaves them out, by name, groups within as mappings; else their class says."""
+        return {}
 
     @classmethod
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:

@@ -137,7 +137,7 @@ def _note(keys: Iterable[str], folder: Path) -> None:
 def _check_steps(trial: Trial, found: Findings) -> None:
     """A warm-up that is longer than the run never reaches the learning rate that the sweep file names."""
     s, tasks = trial.settings, trial.tasks
-    warmup, carve = s.training.warmup_steps or 0, s.training.select == "best_validation"
+    warmup, carve = s.training.warmup_steps, s.training.select == "best_validation"
     steps = {}
     for position, task in enumerate(tasks) if warmup else ():
         read = tasks_learned(trial.method(), position, len(tasks))
@@ -366,7 +366,6 @@ def _check_shared(case: Case, found: Findings) -> None:
 def _check_targets(case: Case, found: Findings) -> None:
     """Targets that no answer can be equal to: generation ends at a stop string, and after so many tokens."""
     limit = case.settings.max_target_length
-    assert limit is not None
     for split in SPLITS:
         rows = case.rows[split]
         if case.spec.stop:
@@ -441,7 +440,6 @@ def _check_room(case: Case, found: Findings) -> None:
 
 def _encoded(case: Case, parts: PromptParts) -> Any:
     b, reader = case.settings, case.reader
-    assert b.max_source_length is not None
     tokenizer: Any = reader
     return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos)
 
@@ -449,7 +447,6 @@ def _encoded(case: Case, parts: PromptParts) -> Any:
 def _check_prompts(case: Case, found: Findings) -> None:
     """Prompts that are cut: counted where there are few of them, else estimated from a sample's tokens."""
     limit = case.settings.max_source_length
-    assert limit is not None
     lost = "the end of their input" if case.settings.truncation == "keep_cue" else "their end, the cue first"
     for split in SPLITS:
         rows = case.rows[split]
@@ -467,7 +464,6 @@ def _check_prompts(case: Case, found: Findings) -> None:
 def _room(case: Case) -> int:
     """Tokens that a prompt's text may have."""
     b, reader = case.settings, case.reader
-    assert b.max_source_length is not None
     special = reader.family == "t5" or (b.bos == "auto" and reader.bos_token_id is not None)
     return b.max_source_length - special
 

@@ -24,9 +24,9 @@ from latent_sweep.benchmarks.schema import validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.security import quoted
-from latent_sweep.settings import Settings, local_path, parse_yaml, read_yaml
+from latent_sweep.settings import Settings, as_written, local_path, parse_yaml, read_yaml
 from latent_sweep.store.storage import NODE_LOCAL
-from latent_sweep.sweep.groups import GROUPS, RunSettings, TrialSettings
+from latent_sweep.sweep.groups import GROUPS, RunSettings, WrittenTrial
 
 MOST_TRIALS = 10_000
 """Most points of a search: planning them takes half a minute, and nobody compares more."""
@@ -191,7 +191,7 @@ def flatten(path: str, value: Any) -> dict[str, Any]:
     return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{prefix}{key}", inner).items()}
 
 
-def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> TrialSettings:
+def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:
     """The template with one point of the search space applied.
 
     Raises:
@@ -224,12 +224,12 @@ def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | No
     if not isinstance(content, dict):
         return None, [f"{path}: found {quoted(content)}; expected a mapping"]
     try:
-        return kind.model_validate(content), []
+        return as_written(kind).model_validate(content), []
     except ValidationError as error:
         return None, [f"{path}.{fault}" for fault in validation_faults(error, kind)]
 
 
-def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]]:
+def _trial(template: Mapping[str, Any]) -> tuple[WrittenTrial | None, list[str]]:
     """A trial, or every fault of its groups with paths below `trial`."""
     known = ("method", *GROUPS, "seed")
     faults = [_unknown_key(str(key), known, "") for key in template if key not in known]
@@ -244,7 +244,7 @@ def _trial(template: Mapping[str, Any]) -> tuple[TrialSettings | None, list[str]
         faults.append(f"seed: found {quoted(seed)}; expected a whole number of at least 0")
     if faults:
         return None, faults
-    return TrialSettings(**groups, seed=seed), []
+    return WrittenTrial(**groups, seed=seed), []
 
 
 def _method(content: Any) -> tuple[Settings | None, list[str]]:

@@ -198,7 +198,7 @@ def _blend(trial: Trial, lineages: Sequence[str]) -> str:
     """What decides the weights of several snapshots, beside the snapshots."""
     s = trial.settings
     if s.router.mode not in ROUTED:
-        return str(s.router.mode)
+        return s.router.mode
     # a covariance of all tasks reads those that are still to come (A16)
     tasks = list(lineages) if s.router.cov.refresh == "final" else None
     return content_hash([router_identity(s), s.seed, tasks])
@@ -403,7 +403,6 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reade
     tokens = 0.0
     for trial, position in _missing_stages(trials, lineages, store).values():
         batch_size, rows = trial.settings.training.batch_size, _rows(trial, position)
-        assert batch_size is not None
         for i in rows:
             key = trial.tasks[i].name, trial.settings.benchmark
             lengths[key] = lengths.get(key) or _tokens_per_row(trial, i, reader)
@@ -415,7 +414,6 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reade
 def _tokens_per_row(trial: Trial, position: int, reader: Reader) -> float:
     """Mean length of a task's training rows, prompts cut where they are too long."""
     b, task = trial.settings.benchmark, trial.tasks[position]
-    assert b.max_source_length is not None
     rows = load_rows(trial.spec, task, "train", b)
     prompts = ["".join(prompt_parts(trial.spec, task, row.input)) for row in rows]
     each = reader.characters_per_token(prompts) if reader.tokenizer else CHARACTERS_PER_TOKEN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -14,39 +15,42 @@ from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.router import RouterSettings
 from latent_sweep.security import has_credentials
-from latent_sweep.settings import INFERENCE_ONLY, NOT_IDENTITY, Settings, yaml_text
+from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, Settings, as_written, group_of, yaml_text
 from latent_sweep.store.storage import DEFAULT_PLACE, place_faults
 
 
 class TrainingSettings(Settings):
-    """The `training:` group. What is left out is resolved from the method's preset, and from the paper's protocol."""
+    """The `training:` group. What is left out is resolved from the method's preset, and from the paper's protocol.
 
-    learning_rate: float | None = Field(None, gt=0)
+    What the protocol says for every backbone alike are the defaults here (A28).
+    """
+
+    learning_rate: float = Field(gt=0, json_schema_extra=FROM_PRESET)
     """Peak learning rate, also of R (A30)."""
-    schedule: Literal["constant", "linear"] | None = None
+    schedule: Literal["constant", "linear"] = Field("constant", json_schema_extra=FROM_PRESET)
     """After the warm-up the learning rate stays, or falls linearly to zero at the task's end."""
-    optimizer: Literal["adamw", "adafactor"] | None = None
+    optimizer: Literal["adamw", "adafactor"] = Field("adamw", json_schema_extra=FROM_PRESET)
     """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's)."""
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
     """Rows per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
     Results do not depend on it beyond rounding, but with dropout the masks do, and on the number of workers: a table
     whose trials drew them in different ways says so."""
-    epochs: int | None = Field(None, ge=1)
+    epochs: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)
     """At most this many optimizer steps per task, whatever `epochs` says."""
-    weight_decay: float | None = Field(None, ge=0)
+    weight_decay: float = Field(0.0, ge=0, json_schema_extra=FROM_PRESET)
     """Decoupled weight decay (A28)."""
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; None does not clip (A28)."""
-    backbone_dropout: float | None = Field(None, ge=0, lt=1)
+    backbone_dropout: float = Field(0.0, ge=0, lt=1, json_schema_extra=FROM_PRESET)
     """Rate of the frozen backbone's own dropout while adapters are trained, as released trainers leave it on; T5 has
     it, Llama has none. None is the preset's: 0, or under `preset: official` what T5's configuration says, 0.1."""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: int = Field(0, ge=0, json_schema_extra=FROM_PRESET)
     """Steps over which the learning rate rises linearly to its peak (A28)."""
-    warmup_start: Literal["share", "zero"] | None = None
+    warmup_start: Literal["share", "zero"] = Field("share", json_schema_extra=FROM_PRESET)
     """The rate of a warm-up's first step: peak / `warmup_steps`, or zero as in the schedules of transformers, whose
     first step moves nothing. None is the preset's: `share`, or what the method's released trainer has."""
     loss_reduce: Literal["token_mean", "sequence_mean", "sum"] = "token_mean"
@@ -62,7 +66,6 @@ class TrainingSettings(Settings):
 
     def step_count(self, rows: int) -> int:
         """Optimizer steps for a task of this many training rows."""
-        assert self.epochs is not None and self.batch_size is not None
         steps = self.epochs * math.ceil(rows / self.batch_size)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
@@ -195,7 +198,7 @@ class RunSettings(Settings):
 
 
 class TrialSettings(Settings):
-    """The `trial:` group: one trial, complete once `plan.resolve` has filled in the paper's protocol."""
+    """One trial with every setting known, as `plan.resolve` makes it."""
 
     method: SerializeAsAny[MethodSettings]
     router: RouterSettings
@@ -205,6 +208,19 @@ class TrialSettings(Settings):
     evaluation: EvaluationSettings
     seed: int = Field(0, ge=0)
     """Seed of initialisation, data order and K-means."""
+
+
+@dataclass(frozen=True)
+class WrittenTrial:
+    """The `trial:` group of a sweep file: one trial, each group as `as_written` has it."""
+
+    method: MethodSettings
+    router: RouterSettings
+    backbone: BackboneSettings
+    benchmark: BenchmarkSettings
+    training: TrainingSettings
+    evaluation: EvaluationSettings
+    seed: int
 
 
 GROUPS: Mapping[str, type[Settings]] = {
@@ -244,9 +260,8 @@ def _method_groups() -> dict[type[Settings], list[str]]:
 def _rows(path: str, kind: type[Settings], names: Sequence[str]) -> list[str]:
     lines = []
     for name in names:
-        field = kind.model_fields[name]
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Settings):
+        field = as_written(kind).model_fields[name]
+        if inner := group_of(field):
             lines += _rows(f"{path}.{name}", inner, list(inner.model_fields))
             continue
         default = "required" if field.is_required() else f"`{yaml_text(field.default, one_line=True)}`"

@@ -440,7 +440,6 @@ class _Moment:
 def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, members: int) -> _Moment:
     """The fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
     training = trial.settings.training
-    assert training.batch_size is not None
     share = _share(training.batch_size, resources.workers)
     rows = members * min(share, training.micro_batch_size or share)
     prompt, target = _longest(trial)
@@ -465,7 +464,6 @@ def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSe
 def _longest(trial: Trial) -> tuple[int, int]:
     """Tokens of the longest prompt, with a soft one, and of the longest target."""
     limits = trial.settings.benchmark
-    assert limits.max_source_length is not None and limits.max_target_length is not None
     return limits.max_source_length + len(prompt_read(trial.method(), ())), limits.max_target_length
 
 

@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, target_shapes
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count, source_digest
@@ -34,43 +36,37 @@ from latent_sweep.benchmarks.schema import (
     order_key,
     scoring_metric,
     task_sequence,
+    validation_faults,
 )
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.capabilities import tasks_learned
-from latent_sweep.methods.protocol import Method
-from latent_sweep.settings import content_hash, local_path
+from latent_sweep.methods.protocol import Method, MethodSettings
+from latent_sweep.router import RouterSettings
+from latent_sweep.settings import content_hash, filled, local_path
 from latent_sweep.store import versions
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.trial_files import TrialFiles
 from latent_sweep.sweep.config import Sweep, fault_report, flatten, trial_settings
-from latent_sweep.sweep.groups import TrialSettings
+from latent_sweep.sweep.groups import TrainingSettings, TrialSettings, WrittenTrial
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
-    "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30, max_source_length=512),
-    "llama": dict(learning_rate=5e-5, batch_size=4, epochs=15, max_source_length=1024),
+    "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30),
+    "llama": dict(learning_rate=5e-5, batch_size=4, epochs=15),
     # the paper has no backbone of this size; a few dozen steps at this rate learn a task on a CPU
-    EMBEDDED: dict(learning_rate=4e-3, batch_size=8, epochs=2, max_source_length=512),
+    EMBEDDED: dict(learning_rate=4e-3, batch_size=8, epochs=2),
 }
-"""What a sweep file may leave out: the paper's appendix "Training", by backbone family (A27, A29, A30)."""
+"""What a sweep file may leave out of `training`: the paper's appendix "Training", by backbone family (A29, A30)."""
 
+SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, EMBEDDED: 512}
+"""The longest prompt that it says (A27)."""
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """What data files there are; validation rows are taken out of the training rows."""
 
 ROUTED = ("soft", "hard")
 """Modes whose weights are the router's posterior."""
-
-COMMON: dict[str, Any] = dict(
-    optimizer="adamw",
-    schedule="constant",
-    warmup_steps=0,
-    warmup_start="share",
-    weight_decay=0.0,
-    backbone_dropout=0.0,
-)
-"""What holds for every backbone (A28)."""
 
 
 @dataclass(frozen=True)
@@ -302,29 +298,32 @@ def _pack_key(member: Member, together: int | Sequence[str]) -> str:
     return content_hash(shared | {path: value for path, value in own.items() if path not in together})
 
 
-def resolve(settings: TrialSettings) -> TrialSettings:
-    """Fill in what the sweep file left out, from the paper's protocol for this benchmark and backbone family."""
-    spec = load_benchmark(settings.benchmark.name)
-    name = settings.backbone.name
-    protocol = PROTOCOL.get(name) or PROTOCOL[family_of(name)]
-    kind = method_class(settings.method.name)
-    method = kind.resolve(settings.method, name, spec.name)
-    defaults = COMMON | dict(protocol) | dict(kind.training_defaults(method, name, spec.name))
-    return settings.model_copy(
-        update={
-            "method": method,
-            "backbone": pinned(settings.backbone),
-            "router": _fill(settings.router, {"mode": kind.mixings[0]}),
-            "benchmark": _fill(
-                settings.benchmark.model_copy(update=_located(settings.benchmark, spec)),
-                {
-                    "max_source_length": protocol["max_source_length"],
-                    "max_target_length": spec.max_target_length,
-                },
-            ),
-            "training": _fill(settings.training, defaults),
-        }
+def resolve(written: WrittenTrial) -> TrialSettings:
+    """Fill in what the sweep file left out, from the method's preset and the paper's protocol."""
+    spec, name = load_benchmark(written.benchmark.name), written.backbone.name
+    family = name if name in PROTOCOL else family_of(name)
+    kind = method_class(written.method.name)
+    method = _resolved_method(written.method, kind, name, spec.name)
+    located = written.benchmark.model_copy(update=_located(written.benchmark, spec))
+    lengths = {"max_source_length": SOURCE_LENGTHS[family], "max_target_length": spec.max_target_length}
+    own = kind.training_defaults(method, name, spec.name)
+    return TrialSettings(
+        method=method,
+        router=filled(written.router, RouterSettings, {"mode": kind.mixings[0]}),
+        backbone=pinned(written.backbone),
+        benchmark=filled(located, BenchmarkSettings, lengths),
+        training=filled(written.training, TrainingSettings, own, PROTOCOL[family]),
+        evaluation=written.evaluation,
+        seed=written.seed,
     )
+
+
+def _resolved_method(written: MethodSettings, kind: type[Method], backbone: str, benchmark: str) -> MethodSettings:
+    try:
+        return kind.resolve(written, backbone, benchmark)
+    except ValidationError as error:  # what is written does not go together with what was left out
+        faults = validation_faults(error, kind.settings_class)
+        raise ConfigError("; ".join(f"method.{fault}" for fault in faults)) from error
 
 
 def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]:
@@ -335,13 +334,6 @@ def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]
         "name": str(local_path(settings.name).resolve()) if spec.layout == "folder" else settings.name,
         "data_dir": str(local_path(data_dir).resolve()) if data_dir else None,
     }
-
-
-def _fill(settings: Any, defaults: Mapping[str, Any]) -> Any:
-    """With the defaults of what was not written, or written as None."""
-    known, written = type(settings).model_fields, settings.model_fields_set
-    left_out = {k: v for k, v in defaults.items() if k in known and (k not in written or getattr(settings, k) is None)}
-    return settings.model_copy(update=left_out)
 
 
 def _points(sweep: Sweep) -> list[dict[str, Any]]:
@@ -370,7 +362,7 @@ def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
     return math.exp(source.uniform(math.log(values[0]), math.log(values[1])))
 
 
-def _trial(written: TrialSettings, point: Mapping[str, Any]) -> Trial:
+def _trial(written: WrittenTrial, point: Mapping[str, Any]) -> Trial:
     settings = resolve(written)
     spec = load_benchmark(settings.benchmark.name)
     tasks = task_sequence(settings.benchmark, spec)

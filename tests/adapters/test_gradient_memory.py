@@ -19,8 +19,9 @@ from latent_sweep.adapters.gradient_memory import (
 )
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
-from latent_sweep.methods._gradient_memory import GpmSettings, InputMemory, added_columns, resolved_gpm
+from latent_sweep.methods._gradient_memory import GpmSettings, InputMemory, added_columns, released_gpm
 from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.settings import filled
 
 ROWS = random_rows(7, seed=3)
 EPSILONS = (0.3, 0.7, 0.95, 0.999)
@@ -309,9 +310,9 @@ def bare(rows):
 
 @pytest.fixture
 def memory_at(backbone, bank, tmp_path):
-    def build(history=(), rows=ROWS, **gpm):
-        settings = resolved_gpm(GpmSettings(**gpm), "unified", backbone.family)
-        return InputMemory(settings, MethodContext(backbone, bank, tmp_path, 4), task_data(rows, len(history)), history)
+    def build(history=(), rows=ROWS, design="svd", **gpm):
+        context, task = MethodContext(backbone, bank, tmp_path, 4), task_data(rows, len(history))
+        return InputMemory(GpmSettings(**gpm), design, context, task, history)
 
     return build
 
@@ -343,9 +344,9 @@ def test_a_full_memory_leaves_nothing_to_learn_from(memory_at, design):
     full = {f"memory.{name}": torch.eye(32) for name in names}
     count = len(memory_at()._context.backbone.targets)
     with pytest.raises(LatentSweepError, match=r"task task: earlier tasks use all directions .* method\.gpm\.eps_0"):
-        memory_at([full]).down_projection(draw(count, 4, 32).float(), design, bare)
+        memory_at([full], design=design).down_projection(draw(count, 4, 32).float(), bare)
     full[f"memory.{names[-1]}"] = torch.eye(32)[:, :31]
-    A = memory_at([full]).down_projection(draw(count, 4, 32).float(), design, bare)
+    A = memory_at([full], design=design).down_projection(draw(count, 4, 32).float(), bare)
     assert A.any() and A[..., :31].abs().max() < 1e-6
     assert memory_at([full]).facts()["memory_full"] == (len(names) - 1) / len(names)
 
@@ -365,8 +366,8 @@ def test_faults_say_what_to_do(memory_at, backbone):
 
 
 def test_presets_of_the_memory():
-    unified = resolved_gpm(GpmSettings(), "unified", "t5")
+    unified = GpmSettings()
     assert (unified.chunks, unified.mask_padding, unified.cross_attention_v) == (1, True, "own_input")
     for family, chunks in (("t5", 1), ("llama", 4)):
-        official = resolved_gpm(GpmSettings(mask_padding=True), "official", family)
+        official = filled(GpmSettings(mask_padding=True), GpmSettings, released_gpm(family))
         assert (official.chunks, official.mask_padding, official.cross_attention_v) == (chunks, True, "decoder_state")

@@ -125,7 +125,8 @@ def hand_over(group: Any) -> dict[str, float]:
     from latent_sweep.learn.engine import Engine
     from latent_sweep.sweep.groups import EngineSettings, TrainingSettings
 
-    settings = TrainingSettings(learning_rate=0.01, weight_decay=0.1, warmup_steps=2, schedule="linear")
+    peak = {"learning_rate": 0.01, "batch_size": 1, "epochs": 1}  # the steps are counted here
+    settings = TrainingSettings(**peak, weight_decay=0.1, warmup_steps=2, schedule="linear")
     kinds = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
     kinds += [{"zero_stage": stage, "offload": "cpu"} for stage in (2, 3)]
     engines = {"torch": Engine(group)}

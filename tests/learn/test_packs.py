@@ -16,6 +16,7 @@ from latent_sweep.learn.packing import PackTiming, best_size, measure, split
 from latent_sweep.learn.training import TaskTraining, train_pack
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.settings import as_written
 from latent_sweep.store.journal import status
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.groups import TrainingSettings
@@ -46,7 +47,7 @@ def trainings(backbone, bank, tmp_path):
         made = []
         for i, (settings, training) in enumerate(zip(MEMBERS[method], TRAINING, strict=True)):
             kind = method_class(method)
-            resolved = kind.resolve(kind.settings_class(**settings), "tiny", "builtin")
+            resolved = kind.resolve(as_written(kind.settings_class)(**settings), "tiny", "builtin")
             own = kind(resolved, MethodContext(backbone, bank, tmp_path, 8))
             history = [own.begin_task(task_data(seed=50 + i), []).finish()]
             for tensor in history[0].values():

@@ -428,7 +428,7 @@ def test_warm_up_is_linear_then_constant():
 
 def test_a_warm_up_from_zero_is_that_of_transformers():
     parameter = torch.zeros(3, requires_grad=True)
-    settings = dict(warmup_steps=3, warmup_start="zero", schedule="linear")
+    settings = dict(batch_size=1, epochs=1, warmup_steps=3, warmup_start="zero", schedule="linear")
     rates = [learning_rate(TrainingSettings(learning_rate=0.1, **settings), step, 8) for step in range(8)]
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     schedule = get_linear_schedule_with_warmup(optimizer, 3, 8)

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.settings import as_written
 from latent_sweep.sweep.groups import TrainingSettings
 
 TASKS = ["date", "ticket", "past"]  # the built-in second order takes them the other way round
@@ -147,15 +148,14 @@ def test_numbers_per_task():
     ],
 )
 def test_lambda_is_the_papers_where_it_is_left_out(backbone, benchmark, expected):
-    settings = LatentLoraSettings(rank=8)
-    assert LatentLora.resolve(settings, backbone, benchmark) == settings.model_copy(update={"ortho_lambda": expected})
-    for given in (0.0, 0.3):
-        settings = LatentLoraSettings(ortho_lambda=given)
-        assert LatentLora.resolve(settings, backbone, benchmark) == settings
+    for written, ortho_lambda in ((None, expected), (0.0, 0.0), (0.3, 0.3)):
+        settings = as_written(LatentLoraSettings)(rank=8, ortho_lambda=written)
+        resolved = LatentLora.resolve(settings, backbone, benchmark)
+        assert resolved == LatentLoraSettings(rank=8, ortho_lambda=ortho_lambda)
 
 
 def test_the_papers_defaults():
-    settings = LatentLoraSettings()
+    settings = LatentLoraSettings(ortho_lambda=0.05)
     assert (settings.rank, settings.alpha, settings.s) == (32, 16.0, 0.5)
     assert (settings.sigma_side, settings.R_init, settings.R_std) == ("out", "normal", 1e-5)
 
@@ -178,7 +178,7 @@ def test_the_papers_defaults():
 )
 def test_values_out_of_range_are_refused(settings):
     with pytest.raises(ValidationError):
-        LatentLoraSettings(**settings)
+        as_written(LatentLoraSettings)(**settings)
 
 
 # --- every setting does something ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from latent_sweep.methods import method_class
 from latent_sweep.methods._lora import Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import LONG_LAMBDA_1, LONG_LAMBDA_2, OLoraPenalty
 from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.settings import as_written
 from latent_sweep.sweep.groups import TrainingSettings
 
 LORA = ("seq_lora", "inc_lora", "o_lora", "joint_lora")
@@ -29,7 +30,7 @@ TRAINING = {"learning_rate": 0.02, "batch_size": 4, "epochs": 4}
 
 def resolved(name, backbone="tiny-llama", benchmark="superni", **settings):
     kind = method_class(name)
-    return kind.resolve(kind.settings_class(**settings), backbone, benchmark)
+    return kind.resolve(as_written(kind.settings_class)(**settings), backbone, benchmark)
 
 
 def planned(name, **settings):

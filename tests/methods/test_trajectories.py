@@ -26,6 +26,7 @@ from transformers.optimization import Adafactor
 from latent_sweep.methods import _pseudo_samples, method_class
 from latent_sweep.methods._pseudo_samples import Samples
 from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.settings import as_written
 from latent_sweep.sweep.groups import TrainingSettings
 
 LLAMA, T5 = FAMILIES
@@ -600,7 +601,7 @@ def learned(tmp_path, monkeypatch):
         kind, backbone = method_class(name), load_tiny(family)
         backbone.model.double()
         banks.append(bank_of(backbone))
-        resolved = kind.resolve(kind.settings_class(**settings), family, "superni")
+        resolved = kind.resolve(as_written(kind.settings_class)(**settings), family, "superni")
         method = kind(resolved, MethodContext(backbone, banks[0], tmp_path, 4))
         monkeypatch.setattr(_pseudo_samples, "draw", pseudo_samples)
         training, history = ADAFACTOR if settings.keys() >= {"prompt_length", "preset"} else TRAINING, []

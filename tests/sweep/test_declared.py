@@ -21,7 +21,7 @@ from latent_sweep.methods import METHODS
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.latent_lora import LatentLora
 from latent_sweep.methods.protocol import MethodContext
-from latent_sweep.settings import Settings
+from latent_sweep.settings import Settings, as_written
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.sweep.config import flatten, parse_sweep
 from latent_sweep.sweep.groups import TrainingSettings
@@ -104,7 +104,8 @@ def starts(method, position):
     The settings as they are, and neighbours: without a penalty, say, how it is measured is left out.
     """
     base = trial_of(method)
-    written = base.settings.method.__class__.model_validate({"name": method, **OPTIONS.get(method, {})})
+    kind = as_written(type(base.settings.method))
+    written = kind.model_validate({"name": method, **OPTIONS.get(method, {})})
     found = {}
     for _, group, trial in [("", written, base), *changed(base, written)]:
         found.setdefault(declared(trial, position), (group, trial))

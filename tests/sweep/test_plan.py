@@ -1,12 +1,16 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from helpers.sweeps import TINY, tiny, write, write_benchmark
+from pydantic import model_validator
 
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE
 from latent_sweep.errors import ConfigError
+from latent_sweep.methods import METHODS
+from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand, pack
 
@@ -319,6 +323,31 @@ def test_a_written_setting_wins_over_the_papers():
 
 
 # --- faults of whole trials ------------------------------------------------------------------------------------------
+
+
+class OddSettings(SeqLoraSettings):
+    """SeqLoRA that a preset's rank does not fit."""
+
+    name: Literal["odd_lora"] = "odd_lora"
+
+    @model_validator(mode="after")
+    def _rank_is_odd(self):
+        if self.rank == 8:
+            raise ValueError("rank = 8 is even")
+        return self
+
+
+class OddLora(SeqLora):
+    """Has these settings."""
+
+    settings_class = OddSettings
+
+
+def test_a_preset_that_does_not_fit_what_is_written_is_a_fault(monkeypatch):
+    monkeypatch.setitem(METHODS, "odd_lora", f"{__name__}:OddLora")
+    with pytest.raises(ConfigError, match=r"method\..*rank = 8 is even"):
+        trials_of(tiny(trial__method={"name": "odd_lora"}, search={}))
+    assert len(trials_of(tiny(trial__method={"name": "odd_lora", "rank": 3}, search={}))) == 1
 
 
 def test_more_components_than_rows_name_both_numbers():
