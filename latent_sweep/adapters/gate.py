@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, silu
 
-from latent_sweep.adapters.gradient_memory import Energy, complement, leading_directions, second_moment
+from latent_sweep.adapters.gpm import Energy, complement, leading_directions, second_moment
 
 Form = Literal["two_silu", "one_silu"]
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import LatentSweepError
-from latent_sweep.methods._gradient_memory import (
+from latent_sweep.methods._gpm import (
     WHERE_MEMORY_IS_FULL,
     Design,
     GpmSettings,
@@ -139,7 +139,7 @@ class NewGate:
         """
         import torch
 
-        from latent_sweep.adapters.gradient_memory import outside
+        from latent_sweep.adapters.gpm import outside
 
         for part, before in self._before.items():
             P, M = getattr(self.gate, part), self._memory[part]
@@ -154,7 +154,7 @@ class NewGate:
         """The parts, and the columns that this task's prompts add to their memories."""
         import torch
 
-        from latent_sweep.adapters.gradient_memory import second_moment
+        from latent_sweep.adapters.gpm import second_moment
 
         with torch.no_grad():
             read = self.gate.inputs(self.pooled(self._task.rows))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from latent_sweep.methods._lora import LoraLearner, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

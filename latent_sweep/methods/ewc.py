@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from latent_sweep.backbones.outputs import IGNORED, Example
 from latent_sweep.errors import DataError, NonFiniteLoss
-from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
 from latent_sweep.methods.protocol import MethodContext, TaskData
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 from latent_sweep.backbones.known import family_of
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_of, pooled_prompts
-from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, released_gpm
-from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
+from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, released_gpm
+from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
 from latent_sweep.methods.protocol import BRANCHES, Mixing, TaskData
 from latent_sweep.settings import FROM_PRESET

@@ -3,7 +3,7 @@
 Only B is trained (the InfLoRA paper calls the designed matrix B and the trained one A). Two rules make A: the vision
 code's, `design: svd`, from the leading input directions of the new task outside of the memory, and `random_project`,
 the baseline that GainLoRA released for language models: a random A, projected. Of DualGPM see
-`latent_sweep.adapters.gradient_memory`. Departures from the released code, by default: padding does not count, and v
+`latent_sweep.adapters.gpm`. Departures from the released code, by default: padding does not count, and v
 of T5's cross-attention is constrained by the encoder's output, which it reads, instead of by the decoder's state.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.methods._gradient_memory import Design, GpmSettings, InputMemory, released_gpm
-from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
+from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, released_gpm
+from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 from latent_sweep.settings import FROM_PRESET
 

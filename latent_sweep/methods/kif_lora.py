@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.methods._lora import LoraMethod, Scripts
 from latent_sweep.methods._skill_importance import SkillLearner, SkillSettings, per_projection
+from latent_sweep.methods.lora import LoraMethod, Scripts
 from latent_sweep.methods.protocol import TaskData
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import IGNORED, Outputs
-from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
 from latent_sweep.methods.protocol import MethodContext, TaskData
 
 if TYPE_CHECKING:

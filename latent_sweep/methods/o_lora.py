@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from latent_sweep.methods._lora import BranchMethod, BranchSettings, LoraLearner, Scripts, o_lora_scripts
+from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 from latent_sweep.settings import FROM_PRESET
 

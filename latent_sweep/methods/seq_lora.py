@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from latent_sweep.methods._lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
 from latent_sweep.methods.protocol import TaskData
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.known import KNOWN, target_shapes
 from latent_sweep.errors import DataError
-from latent_sweep.methods._gradient_memory import GpmSettings
+from latent_sweep.methods._gpm import GpmSettings
 from latent_sweep.methods.inf_lora import InfLora, InfLoraSettings
 
 GPM = {"eps_0": 0.7, "chunks": 1, "mask_padding": True, "cross_attention_v": "own_input"}

@@ -17,7 +17,7 @@ from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.training import TaskTraining, derived_seed, train_pack
 from latent_sweep.methods import method_class
-from latent_sweep.methods._lora import Scripts, gain_lora_scripts
+from latent_sweep.methods.lora import Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import LONG_LAMBDA_1, LONG_LAMBDA_2, OLoraPenalty
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written

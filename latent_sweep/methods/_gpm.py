@@ -1,6 +1,6 @@
 """What InfLoRA and GainLoRA share: settings of the gradient projection memory, and the memory of a backbone's inputs.
 
-The formulas are in `latent_sweep.adapters.gradient_memory`.
+The formulas are in `latent_sweep.adapters.gpm`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def added_columns(
     gpm: GpmSettings, task: TaskData, moments: Mapping[str, Tensor], memory: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """What this task adds to each memory, as tensors of its snapshot."""
-    from latent_sweep.adapters.gradient_memory import new_columns
+    from latent_sweep.adapters.gpm import new_columns
 
     threshold, added = gpm.threshold(task.position), {}
     for name, M in memory.items():
@@ -110,7 +110,7 @@ class InputMemory:
     """
 
     def __init__(self, gpm: GpmSettings, design: Design, context: MethodContext, task: TaskData, history: Snapshots):
-        from latent_sweep.adapters.gradient_memory import input_blocks
+        from latent_sweep.adapters.gpm import input_blocks
 
         check_rows(task)
         self._gpm, self._design, self._context, self._task = gpm, design, context, task
@@ -134,7 +134,7 @@ class InputMemory:
             LatentSweepError: no projection's input has a direction left.
             NonFiniteLoss: an input is NaN or infinite.
         """
-        from latent_sweep.adapters.gradient_memory import designed, projected
+        from latent_sweep.adapters.gpm import designed, projected
 
         if self._design == "svd":
             A = designed(A, self._blocks, self._memory, self._moments(adaptation), self._gpm.energy)
@@ -168,7 +168,7 @@ class InputMemory:
         """Second moments of every input over the task's rows, by the block's name."""
         import torch
 
-        from latent_sweep.adapters.gradient_memory import adding_second_moments
+        from latent_sweep.adapters.gpm import adding_second_moments
         from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
 
         backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows

@@ -7,7 +7,7 @@ from helpers.rounding import PASS, assert_same_to_rounding, same_to_rounding
 from helpers.tiny import random_rows, task_data
 
 from latent_sweep.adapters.bank import Adaptation
-from latent_sweep.adapters.gradient_memory import (
+from latent_sweep.adapters.gpm import (
     adding_second_moments,
     complement,
     designed,
@@ -19,7 +19,7 @@ from latent_sweep.adapters.gradient_memory import (
 )
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
-from latent_sweep.methods._gradient_memory import GpmSettings, InputMemory, added_columns, released_gpm
+from latent_sweep.methods._gpm import GpmSettings, InputMemory, added_columns, released_gpm
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import filled
 
