@@ -24,7 +24,7 @@ BENCHMARKS = {"SuperNI": "superni", "Long Sequence": "long_sequence"}
 
 
 def describe_presets() -> str:
-    """What `preset: official` fills in, as Markdown: a row for every difference that method, family or benchmark make."""
+    """What `preset: official` fills in, as Markdown, a row for each difference by method, family or benchmark."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in METHODS:
         if "preset" in method_class(name).settings_class.model_fields:
