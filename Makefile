@@ -14,7 +14,7 @@ TOOL := PYTHONPATH=tests $(BIN)/python -m tools.
 # files in turn, each in one process; the order by size would leave the few long ones to the end
 BY_FILE := --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup quickstart test test-slow portability faults mutants chaos lint types check clean
+.PHONY: setup quickstart test test-slow portability faults mutants chaos reference lint types check clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,10 @@ mutants: $(STAMP)
 # kills a sweep thirty times at random, seeded, and compares what it ends with; e.g. CHAOS="--seed 7 --kills 100"
 chaos: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)chaos $(CHAOS)
+
+# writes into the documents what the code says: every setting (sweeps/README.md), what presets fill in (methods)
+reference: $(STAMP)
+	$(TOOL)reference
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -72,9 +72,9 @@ import signal
 import sys
 
 if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep.run", "default_worker.py")):
-    from latent_sweep import leases
-    from latent_sweep.objects import Bucket
-    from latent_sweep.progress import ProgressWriter
+    from latent_sweep.store import leases
+    from latent_sweep.store.objects import Bucket
+    from latent_sweep.results.progress import ProgressWriter
 
     folder, within = os.environ["CHAOS_EVENTS"], os.environ["CHAOS_WITHIN"]
     by_the_clock = ("/ray/", "/progress/", ".lock", ".clock-")  # Tune's own files, and what is renewed every so often

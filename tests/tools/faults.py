@@ -50,7 +50,7 @@ Step = tuple[str, int, int]
 
 REPORTING = """
 if any(name in argument for argument in sys.orig_argv for name in PROGRAMS):
-    from latent_sweep.progress import ProgressWriter
+    from latent_sweep.results.progress import ProgressWriter
 
     pipe, write = os.open(os.environ["STEPS_TAKEN"], os.O_WRONLY), ProgressWriter.write
 
