@@ -669,7 +669,7 @@ def test_training_reads_no_router_setting() -> None:
 def test_paper_defaults() -> None:
     settings = RouterSettings()
     assert (settings.components, settings.epsilon, settings.gmm.kmeans_iters) == (5, 0.01, 30)
-    assert settings.mode is None
+    assert settings.mode == "soft"
 
 
 @pytest.mark.parametrize(

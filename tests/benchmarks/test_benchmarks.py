@@ -66,7 +66,8 @@ def byte_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
 
 
 def settings_of(name: object = "builtin", **changes: object) -> BenchmarkSettings:
-    return BenchmarkSettings.model_validate({"name": str(name), **changes})
+    limits = {"max_source_length": 512, "max_target_length": 50}
+    return BenchmarkSettings.model_validate({"name": str(name), **limits, **changes})
 
 
 def user_benchmark(folder: Path, rows: list[dict[str, object]] | None = None, **task: object) -> BenchmarkSpec:
