@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.methods import METHODS, method_class
-from latent_sweep.settings import Settings, yaml_text
+from latent_sweep.settings import Settings, as_written, yaml_text
 from latent_sweep.sweep.groups import describe_settings
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def describe_presets() -> str:
 def _official(name: str) -> Mapping[tuple[str, str], str]:
     """What is filled in, and for which families and benchmarks: none is named where it is the same for all."""
     kind = method_class(name)
-    written = kind.settings_class.model_validate({"name": name, "preset": "official"})
+    written = as_written(kind.settings_class).model_validate({"name": name, "preset": "official"})
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for family, backbone in FAMILIES.items():
         for title, benchmark in BENCHMARKS.items():
