@@ -45,6 +45,26 @@ class Cut(BaseException):
     """The worker is lost."""
 
 
+CUTS = {
+    # what is under way, task, step
+    "inside the first task": ("learning", 0, 3),
+    "at the second task's first step": ("learning", 1, 1),
+    "inside the second task": ("learning", 1, 3),
+    "at the last step": ("learning", 2, 4),
+    "while the second row is scored": ("scoring", 1, 1),
+    "after the first task": ("done", 0, None),
+    "after the second task": ("done", 1, None),
+    "after the last task": ("done", 2, None),
+}
+
+
+def place(event):
+    """What an event says is done: what was under way, task, step."""
+    if isinstance(event, Step):
+        return event.doing, event.position, event.step
+    return "done", event.tasks_seen - 1, None
+
+
 def learned_positions(method):
     """Positions at which anything is trained, of three."""
     kind = method_class(method)
@@ -60,6 +80,8 @@ class Finished:
     events: list = field(default_factory=list)
     stages: list = field(default_factory=list)
     """The stored files at the end of every stage."""
+    cuts: dict = field(default_factory=dict)
+    """By what had just been done, a copy of all that a worker killed there would have left."""
     backbones: list = field(default_factory=list)
     """Those that were trained on and answered with."""
 
@@ -78,7 +100,7 @@ def new_runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(new_runs):
+def finished(new_runs, tmp_path_factory):
     """Uninterrupted runs by method and family."""
     known = {}
 
@@ -90,6 +112,8 @@ def finished(new_runs):
                 found.events.append(event)
                 if isinstance(event, StageDone):
                     found.stages.append(found.runs.files())
+                if (at := place(event)) in CUTS.values():
+                    found.cuts[at] = shutil.copytree(found.runs.folder, tmp_path_factory.mktemp("cut") / "runs")
 
             load = Engine.load
 
@@ -184,17 +208,6 @@ def test_the_backbone_stays_bit_for_bit(finished, method, family):
     assert all(p.grad is None and not p.requires_grad for p in backbone.model.parameters())
 
 
-CUTS = {
-    # what is under way, task, step
-    "inside the first task": ("learning", 0, 3),
-    "at the second task's first step": ("learning", 1, 1),
-    "inside the second task": ("learning", 1, 3),
-    "at the last step": ("learning", 2, 4),
-    "while the second row is scored": ("scoring", 1, 1),
-    "after the first task": ("done", 0, None),
-    "after the second task": ("done", 1, None),
-    "after the last task": ("done", 2, None),
-}
 QUICK = ("inside the second task", "while the second row is scored")
 """Cuts of every method, on one family, in the default selection; the first method is cut everywhere, on both."""
 SECOND_FAMILY = (*QUICK, "after the first task")
@@ -214,22 +227,8 @@ CUT_CASES = [
 
 @pytest.mark.parametrize(("method", "family", "doing", "task", "step"), CUT_CASES)
 @pytest.mark.one_machine
-def test_cut_anywhere_and_run_again_ends_the_same(finished, new_runs, method, family, doing, task, step):
-    cut_at = []
-
-    def lose(event):
-        if isinstance(event, Step):
-            here = (event.doing, event.position, event.step)
-        else:
-            here = ("done", event.tasks_seen - 1, None)
-        if here == (doing, task, step):
-            cut_at.append(event)
-            raise Cut
-
-    runs = new_runs(family, "cut")
-    with pytest.raises(Cut):
-        runs.run(runs.packs(**changes(method, family)), lose)
-    assert cut_at
+def test_cut_anywhere_and_run_again_ends_the_same(finished, tmp_path, method, family, doing, task, step):
+    runs = Runs(shutil.copytree(finished(method, family).cuts[doing, task, step], tmp_path / "runs"))
     steps = []
     runs.run(runs.packs(**changes(method, family)), lambda e: steps.append(e) if learns(e) else None)
     assert runs.files() == finished(method, family).runs.files()
