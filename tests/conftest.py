@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
 import pytest
@@ -21,6 +22,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
         if computes_numbers(item.path) and item.path.name not in NOT_NUMERIC:
             item.add_marker(pytest.mark.numeric)
+
+
+def pytest_collection_finish():
+    """What all modules hold is no garbage: otherwise every full collection goes through it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

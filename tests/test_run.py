@@ -1,5 +1,6 @@
 """Whole sweeps in this process, with random weights: what they leave on disk and in MLflow, and what they repeat."""
 
+import contextlib
 import csv
 import io
 import json
@@ -195,7 +196,8 @@ def test_a_wider_sweep_learns_only_what_is_new(finished, tmp_path):
 
 def test_modes_that_read_no_router_run_beside_those_that_do(tmp_path, capsys):
     search = {"router.mode": ["soft", "sum"], "router.components": [1, 2]}
-    assert main(["run", write(tmp_path, tiny(search=search)), "--local"]) == 0
+    content = tiny(trial__training__epochs=1, search=search)
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
     assert "3 trials (3 finished)" in capsys.readouterr().out
     assert len(list((tmp_path / "runs" / "snapshots").glob("*.safetensors"))) == 2
 
@@ -203,11 +205,20 @@ def test_modes_that_read_no_router_run_beside_those_that_do(tmp_path, capsys):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_trial_that_diverges_fails_alone(tmp_path, capsys):
-    content = tiny(search={"training.learning_rate": [0.1, 1e30]})
-    assert main(["run", write(tmp_path, content), "--local"]) == 1
-    table = capsys.readouterr().out.rpartition("sweep tiny:")[2]
-    good, bad = sweep_folder(tmp_path)
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory):
+    """A sweep one of whose two trials has failed, and what its run has printed."""
+    folder, printed = tmp_path_factory.mktemp("diverged"), io.StringIO()
+    content = tiny(trial__training__epochs=1, search={"training.learning_rate": [0.1, 1e30]})
+    with contextlib.redirect_stdout(printed):
+        assert main(["run", write(folder, content), "--local"]) == 1
+    return folder, content, printed.getvalue()
+
+
+def test_a_trial_that_diverges_fails_alone(diverged):
+    folder, _, printed = diverged
+    table = printed.rpartition("sweep tiny:")[2]
+    good, bad = sweep_folder(folder)
     assert (status(good.events()), status(bad.events())) == ("finished", "failed")
     failed = bad.events()[-1]
     assert (failed["kind"], failed["task"]) == ("non_finite", "mood")
@@ -225,12 +236,10 @@ def test_a_driver_that_has_only_to_look_loads_no_torch(finished, tmp_path):
     assert subprocess.run(command, timeout=300, check=False).returncode == 0
 
 
-def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(tmp_path, capsys):
-    content = tiny(search={"training.learning_rate": [0.1, 1e30]})
-    path = write(tmp_path, content)
-    assert main(["run", path, "--local"]) == 1
+def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(diverged, tmp_path, capsys):
+    shutil.copytree(diverged[0] / "runs", tmp_path / "runs")
     good, bad = sweep_folder(tmp_path)
-    assert main(["run", path, "--local"]) == 1
+    assert main(["run", write(tmp_path, diverged[1]), "--local"]) == 1
     assert [event["event"] for event in bad.events()] == ["started", "failed", "started", "failed"]
     assert [event["attempt"] for event in bad.events() if event["event"] == "started"] == [1, 2]
     assert [event["event"] for event in good.events()].count("started") == 1
@@ -282,7 +291,9 @@ def test_a_damaged_snapshot_is_made_again(finished, tmp_path):
 
 def test_an_unreachable_tracker_delays_nothing_but_the_mirror(finished, tmp_path, capsys, monkeypatch):
     shutil.copy(finished[0] / "mlflow.db", tmp_path)  # making a new one takes seconds
-    content = tiny(name="late", search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    content = tiny(
+        name="late", trial__training__epochs=1, search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}"
+    )
 
     def refuse(uri):
         raise ConnectionError("nobody there")

@@ -33,6 +33,7 @@ from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 CHARACTERS_PER_TOKEN = 4.0
 """Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
 
+
 class Span(NamedTuple):
     """A number, as far as it is known beforehand."""
 

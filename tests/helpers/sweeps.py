@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
         "method": {"name": "latent_lora", "rank": 16, "alpha": 64.0, "ortho_lambda": 1e-5},
         "backbone": {"name": "tiny-llama", "dtype": "float32"},
         "benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 32, "test_per_task": 12},
-        "training": {"learning_rate": 0.1, "epochs": 8, "batch_size": 4},
+        "training": {"learning_rate": 0.1, "epochs": 5, "batch_size": 4},
     },
     "search": {"seed": [0, 1], "router.components": [1, 2]},
     "run": {"tracking": {"uri": "none"}},
@@ -94,12 +94,21 @@ def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), ro
     return folder
 
 
+SPARING = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # no workers before there is work: importing ray costs each a second or more
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""What Ray need not do for a test."""
+
+
 def start(path: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """The main job in a process group of its own, on one thread; of Ray it knows what `environment` says."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-m", "latent_sweep.run", path, *arguments],
-        env=inherited | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | environment,
+        env=inherited | {"OMP_NUM_THREADS": "1"} | SPARING | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -137,9 +137,9 @@ def test_what_is_stored_is_no_longer_to_learn(tmp_path):
 
 def test_a_change_of_the_sweep_file_is_named_beside_the_nearest_stage(tmp_path):
     keep(tmp_path, [0, 1], trial__training__epochs=7, trial__training__batch_size=8)
-    keep(tmp_path, [0, 1], trial__training__epochs=5)
+    keep(tmp_path, [0, 1], trial__training__epochs=4)
     _, first, second, third = explained(tmp_path)
-    wanted = "the store has the task with other settings: training.epochs 8 (elsewhere 5)"
+    wanted = "the store has the task with other settings: training.epochs 5 (elsewhere 4)"
     assert first[1] == second[1] == wanted
     assert third == ["task 3: 1 stage for 1 trial, to learn, reading the tasks before"]
 

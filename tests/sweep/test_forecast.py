@@ -54,7 +54,7 @@ def test_the_stages_of_a_grid():
     found = estimate(trials, NOWHERE)
     assert (found.trials, found.trainings, found.stages, found.missing_data) == (12, 6, 36, None)
     assert (found.reuse.distinct, found.reuse.stored) == (14, 0)
-    assert found.reuse.steps == 14 * 8 * 32 // 4  # eight epochs of 32 rows in batches of four
+    assert found.reuse.steps == 14 * 5 * 32 // 4  # five epochs of 32 rows in batches of four
     assert len(pack(trials)) == 6
 
 
@@ -65,13 +65,13 @@ def test_stored_snapshots_are_counted(tmp_path):
     store = SnapshotStore(Storage(tmp_path))
     store.append(Snapshot(trials[0].lineages()[0], {"R": torch.zeros(1)}, {}))
     found = estimate(trials, open_sweep(tmp_path / "tiny"))
-    assert (found.reuse.distinct, found.reuse.stored, found.reuse.steps) == (4, 1, 3 * 64)
+    assert (found.reuse.distinct, found.reuse.stored, found.reuse.steps) == (4, 1, 3 * 40)
 
 
 def test_validation_rows_and_a_limit_of_steps_shorten_a_stage():
     (held_out,) = trials_of(search={}, trial__training__select="best_validation")
     (limited,) = trials_of(search={}, trial__training__max_steps=5)
-    assert estimate([held_out], NOWHERE).reuse.steps == 2 * 8 * 8  # 29 of 32 rows: eight batches, the last of 1
+    assert estimate([held_out], NOWHERE).reuse.steps == 2 * 5 * 8  # 29 of 32 rows: eight batches, the last of 1
     assert estimate([limited], NOWHERE).reuse.steps == 2 * 5
 
 
@@ -279,7 +279,7 @@ def test_the_text_of_a_plan(tmp_path):
         "",
         "  4 trials, 2 distinct trainings in 2 packs",
         "  8 tasks to learn if every trial trained for itself",
-        "  4 distinct stages, 0 in the store, 4 to learn: 256 optimizer steps",
+        "  4 distinct stages, 0 in the store, 4 to learn: 160 optimizer steps",
         "  12 test passes if every trial answered for itself: 144 answers",
         "  4 to 10 distinct passes, 4 to 10 to answer: 48 to 120 answers",
         "    at least with a router that is always sure of the right task, at most with one that never is",
