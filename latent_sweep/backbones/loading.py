@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """All weights are at hand already."""
+    """Do nothing: all weights are at hand already."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def assemble(
     whole: bool = True,
     before_answering: Callable[[], None] = _nothing,
 ) -> Backbone:
-    """A loaded model, frozen and with dropout off, with its tokenizer; see `Backbone` for the rest."""
+    """Put a loaded model, frozen and with dropout off, together with its tokenizer; see `Backbone` for the rest."""
     import torch
 
     set_dropout(model, 0.0)
