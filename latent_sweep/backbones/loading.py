@@ -80,8 +80,9 @@ class Backbone:
 
     @contextmanager
     def dropout(self, rate: float) -> Iterator[None]:
-        """Within the block the model drops out at this rate, wherever its architecture does, as long as it is in
-        training mode; masks come from torch's own random state.
+        """Have the model drop out at this rate within the block, wherever its architecture does.
+
+        It does so as long as it is in training mode; masks come from torch's own random state.
 
         Raises:
             ConfigError: the architecture has no dropout, and the rate is not 0.
