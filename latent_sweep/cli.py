@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script.
+    """Run the console script.
 
     Returns:
         0 if all went well, 1 if a trial failed or `verify` found a difference (with `--repair`: one that is left, for

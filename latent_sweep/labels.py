@@ -11,7 +11,7 @@ _READS_BETTER = {"ortho_lambda": "lambda", "components": "K"}
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Dotted path -> the short name people read: `method.ortho_lambda` -> `lambda`, `backbone.name` -> `backbone`.
+    """Map dotted paths to short names for people: `method.ortho_lambda` -> `lambda`, `backbone.name` -> `backbone`.
 
     Paths whose short names collide keep their full path.
     """
@@ -28,12 +28,12 @@ def _short_name(path: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A setting as people write it, floats in full; `-` for None, a setting that the trial does not read."""
+    """Write a setting as people do, floats in full; `-` for None, a setting that the trial does not read."""
     if value is None:
         return "-"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """`lambda=0.1 seed=0`; settings that are None, not read by this trial, are left out."""
+    """Write settings as `lambda=0.1 seed=0`; those that are None, not read by this trial, are left out."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items() if value is not None)

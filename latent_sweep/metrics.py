@@ -153,7 +153,7 @@ class ScoreMatrix:
         }
 
     def to_csv(self) -> str:
-        """One line per learned task and one column per task; entries of tasks not yet learned are empty."""
+        """Write one line per learned task and one column per task; entries of tasks not yet learned are empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["after", *self.tasks])
@@ -162,12 +162,12 @@ class ScoreMatrix:
         return text.getvalue()
 
     def to_json(self) -> str:
-        """`{"tasks": [...], "scores": [[...], ...]}`; `from_json` reads it back equal."""
+        """Write `{"tasks": [...], "scores": [[...], ...]}`; `from_json` reads it back equal."""
         return json.dumps({"tasks": self.tasks, "scores": self.rows})
 
     @classmethod
     def from_json(cls, text: str) -> ScoreMatrix:
-        """The matrix that `to_json` wrote.
+        """Read the matrix that `to_json` wrote.
 
         Raises:
             ValueError: the text is not such a matrix.

@@ -42,15 +42,15 @@ _Factor = tuple[npt.NDArray[np.floating[Any]], bool]
 
 
 class RouterError(LatentSweepError, ValueError):
-    """These embeddings or records and these settings do not give a router."""
+    """Raised when these embeddings or records and these settings do not give a router."""
 
 
 class RouterNotFitted(LatentSweepError):
-    """The router was asked for a posterior before `fit`."""
+    """Raised when the router is asked for a posterior before `fit`."""
 
 
 class GmmSettings(Settings):
-    """How the mixture of one task is fitted (Eq. 12)."""
+    """The settings of the mixture of one task, how it is fitted (Eq. 12)."""
 
     em_iters: int = Field(default=0, ge=0, json_schema_extra=INFERENCE_ONLY)
     """EM steps after K-means, for means and shares, under the task's own fixed covariance (A10); 0: K-means only."""
@@ -67,7 +67,7 @@ class GmmSettings(Settings):
 
 
 class CovarianceSettings(Settings):
-    """How the shared covariance is pooled (Eq. 13)."""
+    """The settings of the shared covariance, how it is pooled (Eq. 13)."""
 
     center: Literal["task", "component"] = Field(default="task", json_schema_extra=INFERENCE_ONLY)
     """Scatter is taken about the task's mean, as in the paper's equation, or about the components' means (A13)."""
@@ -77,12 +77,12 @@ class CovarianceSettings(Settings):
     """Which tasks are pooled (A16): those seen so far, all tasks of the trial at every stage, or the first one only."""
 
     def pooled_tasks(self, tasks_seen: int, n_tasks: int) -> int:
-        """How many tasks, from the first, the covariance reads after `tasks_seen` of `n_tasks`."""
+        """Count the tasks, from the first, that the covariance reads after `tasks_seen` of `n_tasks`."""
         return {"per_task": tasks_seen, "final": n_tasks, "frozen_first": 1}[self.refresh]
 
 
 class PoolSettings(Settings):
-    """Which token embeddings are averaged into one embedding per input (Eq. 11)."""
+    """The settings that say which token embeddings are averaged into one embedding per input (Eq. 11)."""
 
     scope: Literal["prompt", "input_only"] = Field(default="prompt", json_schema_extra=INFERENCE_ONLY)
     """The whole prompt with its task definition, or the input text alone (A18)."""
@@ -144,7 +144,7 @@ R = TypeVar("R", bound="_Record")
 
 @dataclass(frozen=True, eq=False)
 class _Record:
-    """What the router keeps of one task, as a sealed file; no embedding of a single input is among it."""
+    """The part of one task that the router keeps, as a sealed file; no embedding of a single input is among it."""
 
     def save(self, path: Path) -> None:
         """Write the record to `path`, atomically and with its digest."""
@@ -181,7 +181,7 @@ class TaskScatter(_Record):
 
     @property
     def width(self) -> int:
-        """d."""
+        """Return d, the width of the embeddings."""
         return (isqrt(8 * self.triangle.size + 1) - 1) // 2
 
 
@@ -211,7 +211,7 @@ class TaskMixture(_Record):
 
     @property
     def count(self) -> int:
-        """n_t, embeddings behind it."""
+        """Return n_t, the number of embeddings behind the mixture."""
         return round(self.counts.sum())
 
     def between(self) -> Array:
@@ -327,7 +327,7 @@ class _Centred:
 
 
 def _kmeans(X: _Centred, settings: RouterSettings, seed: int) -> Array:
-    """(n, K) one-hot cluster membership; clusters without members are left out."""
+    """Cluster into (n, K) one-hot membership; clusters without members are left out."""
     from sklearn.cluster import KMeans  # a second to import, and only fitting needs it
 
     gmm, points = settings.gmm, X.centred
@@ -479,7 +479,7 @@ class GaussianRouter:
         return self
 
     def log_posterior(self, embeddings: npt.NDArray[Any]) -> Array:
-        """log p(t | x) (Eq. 14) of embeddings (n, d) as (n, T), at the settings' temperature and prior.
+        """Compute log p(t | x) (Eq. 14) of embeddings (n, d) as (n, T), at the settings' temperature and prior.
 
         Raises:
             RouterNotFitted: `fit` was not called.
@@ -494,11 +494,11 @@ class GaussianRouter:
         return log_softmax((log_likelihood + self.log_prior_) / self.settings.temperature, axis=1)
 
     def posterior(self, embeddings: npt.NDArray[Any]) -> Array:
-        """p(t | x) of embeddings (n, d) as (n, T); rows sum to one."""
+        """Compute p(t | x) of embeddings (n, d) as (n, T); rows sum to one."""
         return np.exp(self.log_posterior(embeddings))
 
     def weights(self, embeddings: npt.NDArray[Any], mode: Literal["soft", "hard"]) -> Array:
-        """Mixture weights of the snapshots (Eq. 15) for embeddings (n, d) as (n, T); rows sum to one.
+        """Weigh the snapshots (Eq. 15) for embeddings (n, d) as (n, T); rows sum to one.
 
         "soft" is the posterior pruned at `prune_below`; "hard" puts weight 1 on its largest entry, the earliest task
         where several are equal.
@@ -538,7 +538,7 @@ def _linear_form(
 
 
 def _checked(embeddings: npt.NDArray[Any], width: int | None = None) -> npt.NDArray[Any]:
-    """`embeddings` (n, d) as they are, finite and with d == `width` where one is known."""
+    """Return `embeddings` (n, d) as they are, checked to be finite and with d == `width` where one is known."""
     X = np.asarray(embeddings)
     if X.ndim != 2 or (width is not None and X.shape[1] != width):
         raise RouterError(f"router: embeddings have shape {X.shape}, expected (inputs, {width or 'width'})")

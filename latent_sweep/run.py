@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What running a sweep can be told."""
+    """Add the arguments that running a sweep takes."""
     add_sweep_arguments(parser)
     parser.add_argument("--local", action="store_true", help="run in this process, one pack after another, without Ray")
     failing = parser.add_mutually_exclusive_group()
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """A sweep file, and changes of it."""
+    """Add the arguments for a sweep file, and changes of it."""
     parser.add_argument("sweep", help="a sweep file, e.g. sweeps/quickstart.yaml")
     parser.add_argument(
         "--set",
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def carry_out(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """The exit code of a command; what goes wrong is said on standard error, without secrets."""
+    """Run a command and return its exit code; what goes wrong is said on standard error, without secrets."""
     log_without_secrets()
     try:
         return command(options)

@@ -29,7 +29,7 @@ _SHORTEST_SECRET = 6
 
 
 def redact(text: str) -> str:
-    """`text` without its secrets, each replaced by `***`.
+    """Replace each secret in `text` by `***`.
 
     Secrets are the user part of every address (`http://user:word@host` becomes `http://***@host`), what stands behind a
     secret's name in a query, a header, a command or structured text, tokens and keys of well-known shapes, and the
@@ -41,7 +41,7 @@ def redact(text: str) -> str:
 
 
 def quoted(value: Any, longest: int = 80) -> str:
-    """A value as an error quotes it: its `repr` without secrets, and then cut: half a secret is not recognised."""
+    """Quote a value for an error: its `repr` without secrets, and then cut: half a secret is not recognised."""
     return redact(repr(value))[:longest]
 
 
@@ -50,17 +50,17 @@ _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\
 
 
 def spelled_out(text: str) -> str:
-    """`text` with `\\x1b` and its like spelled out, so that it steers no terminal."""
+    """Spell out `\\x1b` and its like in `text`, so that it steers no terminal."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def printable(text: str) -> str:
-    """`text` as it may be printed: without secrets, and spelled out."""
+    """Make `text` fit to be printed: without secrets, and spelled out."""
     return spelled_out(redact(text))
 
 
 def traceback_text(error: BaseException) -> str:
-    """Where an error was raised, at its own worker where Ray has brought it, without secrets; the end if it is long."""
+    """Return an error's traceback, its own worker's where Ray has brought it, redacted; the end if it is long."""
     text = getattr(error, "traceback_str", None) or "".join(traceback.format_exception(error))
     return redact(re.sub("\x1b\\[[0-9;]*m", "", text))[-20_000:]
 
@@ -90,7 +90,7 @@ def _without_credentials(text: str) -> str:
 
 
 def _environment_secrets() -> list[str]:
-    """Each as it is and as an address or a `repr` writes it, the longest first: one may be part of another."""
+    """Return each as it is and as an address or a `repr` writes it, the longest first: one may be part of another."""
     found = {value for name, value in os.environ.items() if _is_secret_variable(name)}
     long = [value for value in found if len(value) >= _SHORTEST_SECRET]
     spelled = {text for value in long for text in (value, quote(value, ""), json.dumps(value)[1:-1], repr(value)[1:-1])}
@@ -148,7 +148,7 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def _hostwards(address: str) -> str:
-    """An address, its scheme cut off, without the user part: whatever stands before the host, slashes included."""
+    """Cut the user part off an address without its scheme: whatever stands before the host, slashes included."""
     authority = re.split(r"[/?#]", address, maxsplit=1)[0]
     user, at, host = authority.rpartition("@")
     may_go_on = (at or ":" in host) and not _HOST.fullmatch(host)
@@ -273,7 +273,7 @@ def _without_named(text: str) -> str:
 
 
 def _named_values(text: str) -> Iterator[tuple[int, int]]:
-    """Where the values of secret names begin and end, in order and apart."""
+    """Find where the values of secret names begin and end, in order and apart."""
     code = [edge for found in _CODE.finditer(text) for edge in found.span(1)]
     end, line = 0, 0
     for found in _NAME.finditer(text):
@@ -288,7 +288,7 @@ def _named_values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Field | None:
-    """The field with this name; None where the name is no secret's, or no value follows."""
+    """Make the field with this name; None where the name is no secret's, or no value follows."""
     strength, separator = _strength(name), _SEPARATOR.match(text, start + len(name))
     if not strength or separator is None:
         return None
@@ -319,7 +319,7 @@ def _field(text: str, start: int, name: str, in_code: bool, first: bool) -> _Fie
 
 
 def _values(text: str, field: _Field) -> Iterator[tuple[int, int]]:
-    """Where the values of a field begin and end: one, or those of a list."""
+    """Find where the values of a field begin and end: one, or those of a list."""
     opening = _OPENING.match(text, field.value)
     if opening is None:
         if not (field.in_code or _is_elsewhere(text, field.value, field)):
@@ -337,7 +337,7 @@ def _values(text: str, field: _Field) -> Iterator[tuple[int, int]]:
 
 
 def _bare_end(text: str, field: _Field) -> int:
-    """Where a value without quotes ends."""
+    """Find where a value without quotes ends."""
     if field.has_to_look_random:
         expression = _TOKEN
     elif field.separator == "colon" and _BLOCK.match(text, field.value):
@@ -356,7 +356,7 @@ def _bare_end(text: str, field: _Field) -> int:
 
 
 def _quoted_end(text: str, start: int, quote: str) -> int:
-    """Where a text in quotes ends: at the same quote, with as many backslashes, or with the line."""
+    """Find where a text in quotes ends: at the same quote, with as many backslashes, or with the line."""
     found = _inside(quote[-1], quote.count("\\")).match(text, start)
     assert found is not None, "nothing is a match, too"
     return found.end()
@@ -364,7 +364,7 @@ def _quoted_end(text: str, start: int, quote: str) -> int:
 
 @lru_cache(maxsize=256)
 def _inside(mark: str, depth: int) -> re.Pattern[str]:
-    """What may stand between two quotes with this many backslashes before each."""
+    """Build the pattern of what may stand between two quotes with this many backslashes before each."""
     if depth == 0:
         return re.compile(rf"(?:[^\\{mark}\n]|\\.)*")
     return re.compile(rf"(?:[^\\{mark}\n]|\\{{{depth + 1},}}.|\\{{1,{depth}}}(?![\\{mark}]))*")
@@ -407,7 +407,7 @@ class _RedactingFormatter(logging.Formatter):
 
 
 def log_without_secrets() -> None:
-    """Warnings and worse of this process go to stderr, redacted; where logging is set up already, nothing changes."""
+    """Send warnings and worse of this process to stderr, redacted; where logging is set up already, nothing changes."""
     handler = logging.StreamHandler()
     handler.setFormatter(_RedactingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -76,14 +76,14 @@ def _marks(field: FieldInfo) -> set[str]:
 
 
 def _beyond(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """What `whole` holds and `part` does not, group by group."""
+    """Return what `whole` holds and `part` does not, group by group."""
     beyond = {name: value for name, value in whole.items() if name not in part}
     inner = {name: _beyond(whole[name], part[name]) for name in part if isinstance(whole[name], dict)}
     return beyond | {name: rest for name, rest in inner.items() if rest}
 
 
 def canonical_json(content: Any) -> str:
-    """`content` as JSON with sorted keys and no spaces: equal content gives equal text on every machine."""
+    """Write `content` as JSON with sorted keys and no spaces: equal content gives equal text on every machine."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -99,7 +99,7 @@ Group = TypeVar("Group", bound=Settings)
 
 @cache
 def as_written(kind: type[Group]) -> type[Group]:
-    """The type of a group in a sweep file: fields marked `FROM_PRESET`, also of groups within, are None where left out.
+    """Make the type of a group in a sweep file: `FROM_PRESET` fields, also of inner groups, are None where left out.
 
     The group's own validators see them so, too.
     """
@@ -119,7 +119,7 @@ def as_written(kind: type[Group]) -> type[Group]:
 
 
 def filled(written: Settings, kind: type[Group], *defaults: Mapping[str, Any]) -> Group:
-    """The resolved group: each value as written, or else from the first of `defaults` that has it, or the field's own.
+    """Resolve a group: each value as written, or else from the first of `defaults` that has it, or the field's own.
 
     Args:
         written: the group as `as_written(kind)` has it; None in a marked field counts as left out.
@@ -174,7 +174,7 @@ _KINDS = {
 
 
 def read_regular(path: Path, most: int = -1) -> bytes:
-    """What is in a file, or its first bytes. Anything else is refused before it is opened: a pipe would be waited for.
+    """Read a file, or its first bytes. Anything else is refused before it is opened: a pipe would be waited for.
 
     Raises:
         OSError: it is no regular file, or cannot be read; `strerror` says which.
@@ -293,7 +293,7 @@ class _StrictDumper(yaml.SafeDumper):
         return True
 
     def analyze_scalar(self, scalar: str) -> Any:
-        """Single quotes would fold the line break NEL into a space; double quotes escape it."""
+        """Use double quotes for the line break NEL, which they escape; single quotes would fold it into a space."""
         analysis = super().analyze_scalar(scalar)
         analysis.allow_single_quoted &= "\x85" not in scalar
         return analysis
@@ -334,7 +334,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def yaml_text(content: Any, one_line: bool = False) -> str:
-    """Plain values as YAML that `parse_yaml` reads as equal ones; `one_line` as a sweep file writes a single value."""
+    """Write plain values as YAML that `parse_yaml` reads as equal; `one_line` as a sweep file writes a single value."""
     text = yaml.dump(
         content, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, default_flow_style=one_line, width=1 << 16
     )

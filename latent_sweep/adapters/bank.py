@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 
 class Delta(Protocol):
-    """What is added to one projection's output."""
+    """The change that a method makes to one projection's output."""
 
     def __call__(self, h: Tensor) -> Tensor:
         """The change of the output, (rows, tokens, out), for inputs h of shape (rows, tokens, in)."""
@@ -30,7 +30,7 @@ class Delta(Protocol):
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What a method adds to the frozen backbone for one batch: nothing at all, unless said."""
+    """The changes that a method makes to the frozen backbone for one batch: none at all, unless said."""
 
     deltas: Sequence[Delta] = ()
     """One per projection, or none: then projections answer `W h`."""
@@ -38,7 +38,7 @@ class Adaptation:
     """Soft prompt, (vectors, d) for all rows or (rows, vectors, d): the embedding of token id `-1 - i` is vector i."""
 
     def select(self, rows: Tensor) -> Adaptation:
-        """The same for these rows of the batch only (indices, (kept,))."""
+        """Return the same adaptation for these rows of the batch only (indices, (kept,))."""
         prompt = self.prompt if self.prompt is None or self.prompt.dim() == 2 else self.prompt[rows]
         return Adaptation([delta.select(rows) for delta in self.deltas], prompt)
 
@@ -102,7 +102,7 @@ class AdapterBank:
 
     @contextmanager
     def active(self, adaptation: Adaptation) -> Iterator[None]:
-        """Within the block, projection i answers `W h + deltas[i](h)` and virtual tokens are the soft prompt's vectors.
+        """Have projection i answer `W h + deltas[i](h)` within the block, virtual tokens be the soft prompt's vectors.
 
         Raises:
             ValueError: there are deltas, but not one for each projection.
@@ -153,7 +153,7 @@ class AdapterBank:
 
 
 def side_by_side(adaptations: Sequence[Adaptation], counts: Sequence[int]) -> Adaptation:
-    """One adaptation for a batch whose first counts[0] rows belong to the first, the next counts[1] to the second, ...
+    """Return one adaptation for a batch whose first counts[0] rows are the first one's, the next the second's, ...
 
     Deltas that know how to stand beside their like (a static method `beside` of their sequence) share their matrix
     products; others answer for their own rows one after another.

@@ -64,7 +64,7 @@ class Projection(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in)."""
+        """Return the weight, (out, in)."""
         ...
 
 
@@ -128,7 +128,7 @@ def _svd_in_full(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _svd_by_block_power(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Block power iteration with spare columns, until every wanted triplet satisfies `W v = s u` and `W^T u = s v`.
+    """Factor W by block power iteration with spare columns, until every triplet has `W v = s u` and `W^T u = s v`.
 
     Twelve times faster than a full SVD at 4096 columns. The spare columns carry the convergence: neighbouring singular
     values differ by a per mille, the wanted and the first one beyond the block by much more.
@@ -195,7 +195,7 @@ def load_factors(
 
 
 def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
-    """How a file of factors is called, but for its rank."""
+    """Return the name of a file of factors, but for its rank."""
     return f"{weights_digest}-{algorithm}-v{versions.FACTORS}"
 
 
@@ -227,7 +227,7 @@ def _compute(projections: Mapping[str, Projection], rank: int, path: Path, algor
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """One thread, so that the factors of a machine do not depend on how many cores it had to spare."""
+    """Compute with one thread within the block, so that factors do not depend on a machine's spare cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -38,24 +38,24 @@ class Gate:
     """`two_silu` as released for T5, `one_silu` as for Llama, where the first layer is linear."""
 
     def inputs(self, p0_Bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What G1, G2 and the key meet: p0 (B, d), p1 (B, w), p2 (B, d)."""
+        """Return the inputs of G1, of G2 and of the key: p0 (B, d), p1 (B, w), p2 (B, d)."""
         return layers(p0_Bd, self.G1, self.G2, self.form)
 
     def __call__(self, p0_Bd: Tensor) -> Tensor:
-        """g of every prompt, (B,)."""
+        """Return g of every prompt, (B,)."""
         *_, p2 = self.inputs(p0_Bd)
         return (2 * torch.sigmoid(4 * cosine_similarity(p2, self.key, dim=-1)) - 1).abs()
 
 
 def layers(p0_Bd: Tensor, G1: Tensor, G2: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """p0, p1 and p2 of a gate, whatever its key."""
+    """Return p0, p1 and p2 of a gate, whatever its key."""
     p1 = p0_Bd @ G1.T
     p1 = silu(p1) if form == "two_silu" else p1
     return p0_Bd, p1, silu(p1 @ G2.T)
 
 
 def pooled(table: Tensor, prompts: Sequence[Sequence[int]], padded: bool = False) -> Tensor:
-    """p0 of every prompt, (B, d) float32: the mean of its tokens' embeddings.
+    """Return p0 of every prompt, (B, d) float32: the mean of its tokens' embeddings.
 
     Args:
         table: the frozen embedding table, (vocabulary, d).
@@ -87,7 +87,7 @@ def new_key(
 
 
 def new_maps(d: int, w: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """G1 and G2 as PyTorch's linear layers start: uniform up to 1/sqrt(inputs)."""
+    """Draw G1 and G2 as PyTorch's linear layers start: uniform up to 1/sqrt(inputs)."""
     G1 = (torch.rand(w, d, generator=generator) * 2 - 1) / d**0.5
     G2 = (torch.rand(d, w, generator=generator) * 2 - 1) / w**0.5
     return G1, G2

@@ -37,7 +37,7 @@ def outside(X: Tensor, M: Tensor) -> Tensor:
 
 
 def second_moment(X: Tensor) -> Tensor:
-    """sum x x^T over the rows of X (rows, k): (k, k), float64."""
+    """Return sum x x^T over the rows of X (rows, k): (k, k), float64."""
     X = X.double()
     return X.T @ X
 
@@ -93,7 +93,7 @@ class InputBlock:
 
     @property
     def length(self) -> int:
-        """k, how many dimensions."""
+        """Return k, how many dimensions the block has."""
         return self.dimensions.stop - self.dimensions.start
 
 
@@ -141,7 +141,7 @@ def adding_second_moments(
     source_mask: Tensor | None = None,
     decoder_mask: Tensor | None = None,
 ) -> Iterator[None]:
-    """Within the block, a forward pass adds `sum_tokens h h^T` of every input block to `sums`, by the block's name.
+    """Have a forward pass within the block add `sum_tokens h h^T` of every input block to `sums`, by the block's name.
 
     Sums are float64 on CPU and float32 on a GPU, where they lie.
 

@@ -26,7 +26,7 @@ class LatentDelta:
         self.right, self.left, self.R, self.dropout = right, left, R, dropout
 
     def __call__(self, h: Tensor) -> Tensor:
-        """(B, tokens, in) -> (B, tokens, out); the small product is in float32 whatever the backbone's type."""
+        """Map (B, tokens, in) to (B, tokens, out); the small product is in float32 whatever the backbone's type."""
         if self.dropout:
             h = torch.nn.functional.dropout(h, self.dropout)
         z = (h @ self.right).float() @ self.R.transpose(-1, -2)
@@ -90,7 +90,7 @@ class LatentDeltas(Sequence[LatentDelta]):
         self._deltas = [LatentDelta(right, left, R, dropout) for right, left, R in sides]
 
     def __len__(self) -> int:
-        """M."""
+        """Return M, the number of adapted projections."""
         return len(self._deltas)
 
     @overload
@@ -103,7 +103,7 @@ class LatentDeltas(Sequence[LatentDelta]):
 
     @staticmethod
     def beside(members: Sequence[LatentDeltas], counts: Sequence[int]) -> LatentDeltas | None:
-        """One R for every row, smaller ranks padded with zeros; None where the members' spaces have nothing in common.
+        """Give every row its R, smaller ranks padded with zeros; None where the spaces have nothing in common.
 
         Factors of a smaller rank are a prefix of the larger one's, so the padded R gives the same delta.
         """
@@ -117,7 +117,7 @@ class LatentDeltas(Sequence[LatentDelta]):
 
 
 def blend(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """R(x) = sum_t w_t(x) R_t, equation (15): adapters T x (M, r, r) and weights (B, T) give (M, B, r, r)."""
+    """Compute R(x) = sum_t w_t(x) R_t, equation (15): adapters T x (M, r, r) and weights (B, T) give (M, B, r, r)."""
     stacked = torch.stack(list(adapters))
     return torch.einsum("bt,tmij->mbij", weights.to(stacked), stacked)
 
@@ -158,7 +158,7 @@ class OrthoPenalty:
         self.G = torch.stack([self._outer(self._weighted(R)) for R in earlier]).sum(0)
 
     def _weighted(self, R: Tensor) -> Tensor:
-        """R~: Sigma on its own side of R."""
+        """Return R~: R with Sigma on its own side."""
         return R * self.S.unsqueeze(-2) if self.side == "in" else self.S.unsqueeze(-1) * R
 
     @staticmethod

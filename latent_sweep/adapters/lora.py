@@ -34,7 +34,7 @@ def outputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
 
 
 def new_branch(targets: Mapping[str, nn.Linear], rank: int, generator: torch.Generator) -> Branch:
-    """A drawn from U(-1/sqrt(n), 1/sqrt(n)), PyTorch's default for linear layers, and B = 0; on the targets' device."""
+    """Draw A from U(-1/sqrt(n), 1/sqrt(n)), PyTorch's default for linear layers, with B = 0; on the targets' device."""
     outputs, first = outputs_of(targets), next(iter(targets.values()))
     n, device = first.in_features, first.weight.device
     A = (torch.rand(len(outputs), rank, n, generator=generator) * 2 - 1) / n**0.5
@@ -53,7 +53,7 @@ class LoraDelta:
         self.A, self.B, self.scale, self.w, self.counts = A, B, scale, w, counts
 
     def __call__(self, h: Tensor) -> Tensor:
-        """(B, tokens, n) -> (B, tokens, m), in the type of h."""
+        """Map inputs (B, tokens, n) to changes (B, tokens, m), in the type of h."""
         A, B = self.A.to(h.dtype).transpose(-1, -2), self.B.to(h.dtype).transpose(-1, -2)
         if self.counts is None:
             z = h @ A
@@ -94,7 +94,7 @@ class LoraDeltas(Sequence[LoraDelta]):
         self._deltas = [LoraDelta(a, b, scale, per_row, counts) for a, b in zip(A.unbind(0), Bs, strict=True)]
 
     def __len__(self) -> int:
-        """M."""
+        """Return M, the number of adapted projections."""
         return len(self._deltas)
 
     @overload
@@ -107,7 +107,7 @@ class LoraDeltas(Sequence[LoraDelta]):
 
     @staticmethod
     def beside(members: Sequence[LoraDeltas], counts: Sequence[int]) -> LoraDeltas | None:
-        """All members in one batched product, smaller ranks padded with zeros; None where rows have own weights."""
+        """Join all in one batched product, smaller ranks padded with zeros; None where rows have own weights."""
         if any(member.w is not None or member.counts is not None for member in members):
             return None
         rank = max(member.A.shape[1] for member in members)
@@ -123,16 +123,16 @@ class DenseDelta:
     dW: Tensor
 
     def __call__(self, h: Tensor) -> Tensor:
-        """(B, tokens, n) -> (B, tokens, m)."""
+        """Map inputs (B, tokens, n) to changes (B, tokens, m)."""
         return h @ self.dW.T
 
     def select(self, rows: Tensor) -> DenseDelta:
-        """It is the same for all rows."""
+        """Return the delta itself: it is the same for all rows."""
         return self
 
 
 def summed(branches: Sequence[Branch], outputs: Sequence[int], scale: float, dtype: torch.dtype) -> Sequence[Delta]:
-    """The sum of frozen branches, as the cheaper of two: concatenated along the rank, or folded into one matrix each.
+    """Add up frozen branches in the cheaper of two ways: concatenated along the rank, or folded into one matrix each.
 
     So a stage pays at most one product with a matrix of the projection's own shape, however many branches there are.
     """
@@ -147,7 +147,7 @@ def summed(branches: Sequence[Branch], outputs: Sequence[int], scale: float, dty
 def blended(
     branches: Sequence[Branch], weights: Tensor, outputs: Sequence[int], scale: float, dtype: torch.dtype
 ) -> Sequence[Delta]:
-    """Branches weighted row by row, weights (B, T): `sum_t w_t(x) s B_t A_t`. One row of weights holds for all rows.
+    """Weigh branches row by row, weights (B, T): `sum_t w_t(x) s B_t A_t`. One row of weights holds for all rows.
 
     Branches that no row weighs play no part.
     """
@@ -179,7 +179,7 @@ class DeltaSum(Sequence["_Sum"]):
         self._deltas = [_Sum(parts, rate, self.detach) for parts in zip(*self.terms, strict=True)]
 
     def __len__(self) -> int:
-        """M."""
+        """Return M, the number of adapted projections."""
         return len(self._deltas)
 
     @overload
@@ -192,7 +192,7 @@ class DeltaSum(Sequence["_Sum"]):
 
     @staticmethod
     def beside(members: Sequence[DeltaSum], counts: Sequence[int]) -> DeltaSum | None:
-        """Term beside term; None where inputs are dropped out, or members differ in terms that detach."""
+        """Join term by term; None where inputs are dropped out, or members differ in terms that detach."""
         detach = members[0].detach
         if any(member.rate or member.detach != detach for member in members):
             return None

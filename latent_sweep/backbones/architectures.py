@@ -15,7 +15,7 @@ from latent_sweep.backbones.known import BackboneSettings, Family
 
 
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
-    """Where `backbone.device` puts a model on this machine.
+    """Choose where `backbone.device` puts a model on this machine.
 
     Raises:
         ConfigError: a GPU was asked for, and there is none.
@@ -32,7 +32,7 @@ def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes: `cpu`, or the GPU's name."""
+    """Name the device that computes: `cpu`, or the GPU's name."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -48,7 +48,7 @@ def model_config(family: Family, config: Mapping[str, Any]) -> Any:
 def random_model(
     family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0, device: str = "cpu"
 ) -> Any:
-    """A model with random weights of these shapes: the tests' tiny models, and full shapes without a download."""
+    """Make a model with random weights of these shapes: the tests' tiny models, and full shapes without a download."""
     import torch
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 

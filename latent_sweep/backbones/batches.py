@@ -90,7 +90,7 @@ def forward(
     denominator: float = 1.0,
     drop_out: bool | None = None,
 ) -> Outputs:
-    """One pass over rows under an adaptation: for a teacher, for statistics of a task, for validation.
+    """Run the backbone over rows under an adaptation: for a teacher, for statistics of a task, for validation.
 
     Args:
         drop_out: whether the backbone's own dropout acts, where it is on: if not said, where gradients are needed.

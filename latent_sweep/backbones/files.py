@@ -40,7 +40,7 @@ def embedded_version() -> str:
 
 
 def hide_progress_bars() -> None:
-    """A job's log is no place for them."""
+    """Turn off progress bars, which have no place in a job's log."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -52,12 +52,12 @@ def embedded_folder(dtype: str) -> Path:
 
 
 def embedded_path(dtype: str) -> Path:
-    """Where the embedded backbone lies once it is converted."""
+    """Return where the embedded backbone lies once it is converted."""
     return cache_folder() / f"{EMBEDDED}-{embedded_version()}-{dtype}"
 
 
 def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
-    """A folder of the cache, filled by the first process that asks for it while others wait."""
+    """Return a folder of the cache, filled by the first process that asks for it while others wait."""
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

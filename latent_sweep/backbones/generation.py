@@ -57,7 +57,7 @@ class Sampler:
             raise ValueError(f"repetition_penalty: found {self.repetition_penalty}, expected more than 0; 1 is none")
 
     def __call__(self, logits: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
-        """A `Choice`; the logits stay as they are."""
+        """Choose a token for every row, as a `Choice` does; the logits stay as they are."""
         logits = logits.float().clone()
         for row, answer in zip(logits, answers, strict=True):
             seen = torch.tensor(sorted(set(answer)), dtype=torch.long, device=logits.device)
@@ -154,7 +154,7 @@ class _RoomyLayer(DynamicLayer):
         self.keys, self.values = self._buffer[..., : self.get_seq_length(), :]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row so many times."""
+        """Repeat every row so many times."""
         self._buffer = self._buffer.repeat_interleave(repeats, dim=1)
         self.keys, self.values = self._buffer[..., : self.get_seq_length(), :]
 
@@ -228,7 +228,7 @@ def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], alike: bool) 
 
 
 def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, as far as reading them once pays; every prompt keeps its last token."""
+    """Count the tokens that all prompts begin with, as far as reading them once pays; each keeps its last token."""
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     count = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
     return count if count * (len(prompts) - 1) >= WORTHWHILE_TOKENS else 0

@@ -21,7 +21,7 @@ SAMPLE_BYTES = 1 << 16
 
 
 def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
-    """What distinguishes this backbone's weights and tokenizer from another's, without loading either."""
+    """Return what distinguishes this backbone's weights and tokenizer from another's, without loading either."""
     return {
         "weights": _source_identity(settings.name, settings.revision),
         "tokenizer": settings.tokenizer and _source_identity(settings.tokenizer, settings.tokenizer_revision),
@@ -35,7 +35,7 @@ HUB_SECONDS = 5.0
 
 
 def pinned(settings: BackboneSettings) -> BackboneSettings:
-    """The same backbone with the commit in the place of a branch, a tag or nothing, as far as it can be known here."""
+    """Put the commit in the place of a branch, a tag or nothing, as far as it can be known here."""
     update = {"revision": _commit(_source(settings.name), settings.revision)}
     if settings.tokenizer is not None:
         update |= {"tokenizer_revision": _commit(_source(settings.tokenizer), settings.tokenizer_revision)}
@@ -43,7 +43,7 @@ def pinned(settings: BackboneSettings) -> BackboneSettings:
 
 
 def unpinned(settings: BackboneSettings) -> list[str]:
-    """What of a backbone comes from a hub in a version that nothing says."""
+    """Describe each part of a backbone that comes from a hub in a version that nothing says."""
     sources = [("backbone.name", _source(settings.name), settings.revision)]
     if settings.tokenizer is not None:
         sources += [("backbone.tokenizer", _source(settings.tokenizer), settings.tokenizer_revision)]
@@ -57,7 +57,7 @@ def unpinned(settings: BackboneSettings) -> list[str]:
 
 
 def _source(name: str) -> str | None:
-    """The hub's name of a backbone or tokenizer; None where it comes from somewhere else."""
+    """Return the hub's name of a backbone or tokenizer; None where it comes from somewhere else."""
     known = known_backbone(name)
     if name == EMBEDDED or (known is not None and known.source == "config") or Path(name).is_dir():
         return None
@@ -66,7 +66,7 @@ def _source(name: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _commit(source: str | None, revision: str | None) -> str | None:
-    """The commit that a revision of a hub model is: as it lies in the cache, else as the hub says, else unchanged."""
+    """Return the commit that a revision of a hub model is: as in the cache, else as the hub says, else unchanged."""
     if source is None or _COMMIT.fullmatch(revision or ""):
         return revision
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -106,7 +106,7 @@ def _folder_digest(folder: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _files_digest(folder: str, files: tuple[tuple[str, int, int], ...]) -> str:
-    """The content of files up to 256 MiB and 4096 evenly spread samples of larger ones: seconds for 26 GB of them."""
+    """Hash the content of files up to 256 MiB and 4096 evenly spread samples of larger ones: seconds for 26 GB."""
     digest = hashlib.sha256()
     for name, size, _ in files:
         digest.update(f"{Path(name).relative_to(folder)}:{size}:".encode())

@@ -132,7 +132,7 @@ BYTE_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_to
 
 
 def known_backbone(name: str) -> KnownBackbone | None:
-    """What is known by this name, `random:` before it or not; None where nothing is."""
+    """Look up the backbone of this name, `random:` before it or not; None where there is none."""
     known = KNOWN.get(name.removeprefix(RANDOM))
     if known is None or not name.startswith(RANDOM):
         return known

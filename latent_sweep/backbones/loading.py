@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """All weights are at hand already."""
+    """Do nothing: all weights are at hand already."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ class Backbone:
 
     @contextmanager
     def dropout(self, rate: float) -> Iterator[None]:
-        """Within the block the model drops out at this rate, wherever its architecture does, as long as it is in
-        training mode; masks come from torch's own random state.
+        """Have the model drop out at this rate within the block, wherever its architecture does.
+
+        It does so as long as it is in training mode; masks come from torch's own random state.
 
         Raises:
             ConfigError: the architecture has no dropout, and the rate is not 0.
@@ -125,7 +126,7 @@ def assemble(
     whole: bool = True,
     before_answering: Callable[[], None] = _nothing,
 ) -> Backbone:
-    """A loaded model, frozen and with dropout off, with its tokenizer; see `Backbone` for the rest."""
+    """Put a loaded model, frozen and with dropout off, together with its tokenizer; see `Backbone` for the rest."""
     import torch
 
     set_dropout(model, 0.0)

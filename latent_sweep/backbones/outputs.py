@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward pass gives a learner: logits where there are labels, and how they count."""
+    """The outputs of a forward pass for a learner: logits where there are labels, and how they count."""
 
     rows: Sequence[Example]
     """The rows that were run: a micro-batch of this learner."""
@@ -30,7 +30,7 @@ class Outputs:
     """What the summed cross-entropy is divided by: the same for every micro-batch of a step, so that they add up."""
 
     def task_loss(self) -> Tensor:
-        """Cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
+        """Return the cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
         from torch.nn.functional import cross_entropy
 
         logits, labels = self.logits.float().flatten(0, 1), self.labels.flatten()

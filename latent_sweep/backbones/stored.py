@@ -41,7 +41,7 @@ class StoredProjection:
 
     @property
     def weight(self) -> torch.Tensor:
-        """(out, in), in the type and on the device in which the loaded backbone has it."""
+        """Read the weight, (out, in), in the type and on the device in which the loaded backbone has it."""
         return stored_weight(self.file, self.name).to(self.device, self.dtype)
 
 
@@ -60,7 +60,7 @@ class StoredBackbone:
 
     @cached_property
     def weights_digest(self) -> str:
-        """`Backbone.weights_digest`, from one weight at a time."""
+        """Compute `Backbone.weights_digest` from one weight at a time."""
         return digest_of_weights(self._weights())
 
     @property

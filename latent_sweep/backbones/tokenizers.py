@@ -65,7 +65,7 @@ def _bytes_to_ids() -> Tokenizer:
 
 
 def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
-    """What turns text into ids, from this machine's files alone and without transformers, for checks of a plan.
+    """Load the tokenizer from this machine's files alone and without transformers, for checks of a plan.
 
     Returns:
         None where its file is not here (a hub model that nobody has loaded yet) or cannot be read: loading the

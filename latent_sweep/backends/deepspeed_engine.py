@@ -133,7 +133,7 @@ class DeepSpeedEngine(Engine):
         self._is_gathered = False
 
     def facts(self) -> dict[str, Any]:
-        """What a result says of its engine."""
+        """Return the facts that a result records of its engine."""
         s = self._settings
         return {
             "engine": "deepspeed",
@@ -144,7 +144,7 @@ class DeepSpeedEngine(Engine):
         }
 
     def optimizer(self, parameters: Mapping[str, Tensor], settings: TrainingSettings, steps: int) -> Optimizer:
-        """AdamW in shards. Adafactor's moments are of whole matrices, so there is nothing to shard: plain torch's."""
+        """Make AdamW in shards, but plain torch's Adafactor: its moments are of whole matrices, nothing to shard."""
         if settings.optimizer == "adafactor":
             return TorchOptimizer(parameters, settings, steps)
         return DeepSpeedOptimizer(parameters, settings, steps, self.group, self._deepspeed, self._config)
@@ -152,7 +152,7 @@ class DeepSpeedEngine(Engine):
     # --- the backbone ---
 
     def load(self, settings: BackboneSettings) -> Backbone:
-        """The whole backbone in every worker below stage 3; at stage 3 a shard of every weight.
+        """Load the whole backbone into every worker below stage 3; at stage 3 a shard of every weight.
 
         Weights are read one at a time, by the first worker, and sharded before the next is read: no worker ever holds
         more than its shards and one weight.
@@ -212,7 +212,7 @@ class DeepSpeedEngine(Engine):
                 module._parameters[name] = made[empty]  # tied weights are one parameter
 
     def _weight(self, names: Sequence[str], empty: Tensor, files: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        """A weight at the first worker; at the others room for it, because sharding begins with the first one's."""
+        """Read a weight at the first worker; make room at the others, as sharding begins with the first one's."""
         stored = [name for name in names if name in files]
         if not stored:
             raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
@@ -255,7 +255,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _give_large_blocks_back() -> None:
-    """glibc keeps freed blocks of megabytes for later, and so whole weights would stay, one after another, as holes."""
+    """Have glibc give freed blocks of megabytes back; it would keep them, and whole weights stay, as so many holes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries give back by themselves
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
@@ -347,7 +347,7 @@ class DeepSpeedOptimizer:
         self._engine.step()
 
     def _write(self) -> None:
-        """Begin at the parameters' values: a learner may have changed them since the last step."""
+        """Take over the parameters' values: a learner may have changed them since the last step."""
         numbers = self._flat([p.detach() for p in self._parameters.values()])
         if self._stage == 0:
             self._numbers.data.copy_(numbers)
@@ -366,7 +366,7 @@ class DeepSpeedOptimizer:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """As plain torch's; every worker calls it, and every worker gets the whole state."""
+        """Return a state as plain torch's; every worker calls it, and every worker gets the whole state."""
         named = {f"parameter.{name}": parameter.detach() for name, parameter in self._parameters.items()}
         moments = {key: self._named(self._moment(key)) for key in ("exp_avg", "exp_avg_sq")}
         for name in self._parameters:
@@ -380,7 +380,7 @@ class DeepSpeedOptimizer:
         return self._deepspeed.utils.safe_get_full_optimizer_state(self._numbers, key)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there, whatever engine it is of."""
+        """Go on from a state, whatever engine it is of."""
         device = self._numbers.device
         for name, parameter in self._parameters.items():
             with torch.no_grad():

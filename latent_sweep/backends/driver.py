@@ -202,7 +202,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
 
 
 def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
-    """The packs with those of their members that have something missing."""
+    """Return the packs with those of their members that have something missing."""
 
     def lacks(member: Member) -> bool:
         return not all(trial.files(folder).complete for trial in member.trials)
@@ -212,7 +212,7 @@ def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
 
 
 def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
-    """The packs with those of their trials that have failed."""
+    """Return the packs with those of their trials that have failed."""
 
     def failed(trial: Trial) -> bool:
         return status(folder.journal(trial.trial_id).read()) == "failed"

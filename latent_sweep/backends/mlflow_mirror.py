@@ -78,7 +78,7 @@ _Identity = tuple[str, str, str]
 
 @dataclass
 class _Run:
-    """What is known of one MLflow run; kept up to date with everything this mirror writes to it."""
+    """The state of one MLflow run as far as it is known; kept up to date with everything this mirror writes to it."""
 
     run_id: str
     status: str
@@ -115,7 +115,7 @@ class MlflowMirror:
     """
 
     def __init__(self, uri: str | None, sweep: SweepFolder, allow_insecure: bool = False):
-        """`uri` None means the environment's MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`."""
+        """Take the tracker's address; None means the environment's MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`."""
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
         self.sweep = sweep
         self.allow_insecure = allow_insecure
@@ -247,7 +247,7 @@ class MlflowMirror:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Any failure inside becomes an error of ours, without secrets."""
+        """Turn any failure inside the block into an error of ours, without secrets."""
         try:
             yield
         except LatentSweepError:
@@ -261,7 +261,7 @@ class MlflowMirror:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Alone on this sweep, with a client and with `_runs` as they are; after a failure they are read anew."""
+        """Hold the sweep alone, with a client and with `_runs` as they are; after a failure they are read anew."""
         locks = self.sweep.path / "locks"
         with self._explained(), held(FileLease(locks / "mirror.lock"), _say_waiting):
             last = locks / "mirror.last"
@@ -328,7 +328,7 @@ class MlflowMirror:
         return {} if kind == "sweep" else {"mlflow.parentRunId": self._parent().run_id}
 
     def _mirror_trial(self, trial: TrialFolder) -> bool:
-        """Bring one trial up to its journal; whether there was anything to bring."""
+        """Bring one trial up to its journal; return whether there was anything to bring."""
         events = trial.events()
         if not events:
             return False
@@ -438,23 +438,23 @@ class NullMirror:
         """Do nothing."""
 
     def sync(self) -> int:
-        """Do nothing; no run changed."""
+        """Do nothing; return 0, as no run changed."""
         return 0
 
     def close(self) -> int:
-        """Do nothing; no run changed."""
+        """Do nothing; return 0, as no run changed."""
         return 0
 
     def link(self) -> str:
-        """No link."""
+        """Return an empty text: there is no link."""
         return ""
 
     def ui_command(self) -> str:
-        """No command."""
+        """Return an empty text: there is no command."""
         return ""
 
     def sync_command(self) -> str:
-        """No command."""
+        """Return an empty text: there is no command."""
         return ""
 
 
@@ -486,7 +486,7 @@ class MirrorThread:
         longest_pause_seconds: float = 60.0,
         tell: Callable[[str], None] = _logger.warning,
     ):
-        """`tell` receives one message when the mirror falls behind and one when it has caught up."""
+        """Have `tell` receive one message when the mirror falls behind and one when it has caught up."""
         self.mirror = mirror
         self._later = mirror.sync_command()
         self.interval_seconds = interval_seconds
@@ -676,6 +676,6 @@ def _sqlite_file(uri: str) -> Path | None:
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Beside a local database; a server knows its own place."""
+    """Return a folder beside a local database; None for a server, which knows its own place."""
     database = _sqlite_file(uri)
     return (database.parent / ARTIFACTS / experiment).as_uri() if database else None

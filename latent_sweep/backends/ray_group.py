@@ -87,7 +87,7 @@ def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable
 
 
 def _cause(ends: Sequence[Any], first: Exception) -> Exception:
-    """What ended the group: a worker that is lost before one that failed, and neither a connection that broke."""
+    """Find what ended the group: a worker that is lost before one that failed, and neither a connection that broke."""
     import ray
 
     deadline, errors = time.monotonic() + PATIENCE_SECONDS, [first]
@@ -119,7 +119,7 @@ class _Worker:
         self._listening: Any = None
 
     def listen(self) -> tuple[str, int]:
-        """Where the workers meet: an address of this node and a free port."""
+        """Open the address where the workers meet: one of this node, with a free port."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -131,7 +131,7 @@ class _Worker:
         return self._reports[seen:]
 
     def run(self, host: str, port: int, pack: Pack, sweep: SweepFolder, run: RunSettings) -> None:
-        """This worker's part of the pack."""
+        """Do this worker's part of the pack."""
         log_without_secrets()
         group = join(self._rank, self._size, host, port, self._listening)
         run_part(pack, sweep, run, self._reports.append, group)

@@ -105,7 +105,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
 
 
 def _fit(tuner: Any) -> Any:
-    """Tune's results; a fault of ours that it has wrapped is raised as it was."""
+    """Run the tuner and return Tune's results; a fault of ours that it has wrapped is raised as it was."""
     try:
         return tuner.fit()
     except Exception as error:
@@ -152,7 +152,7 @@ def _run_in_worker(
     run: RunSettings,
     launched: Mapping[str, int],
 ) -> None:
-    """One Tune trial: a pack, or what is left of it to be tried again."""
+    """Run one Tune trial: a pack, or what is left of it to be tried again."""
     from ray import tune
     from ray.exceptions import RayActorError
 
@@ -222,7 +222,7 @@ def _loss_recorder(packs: Mapping[str, Pack], sweep: SweepFolder, launched: Mapp
 
 
 def _error_of(trial: Any) -> Exception | None:
-    """What ended a Tune trial's worker. Tune's own `get_error` looks in the storage, where it is copied to later."""
+    """Read the error that ended a Tune trial's worker. Tune's own `get_error` looks where it is copied to later."""
     from ray import cloudpickle
 
     path = trial.pickled_error_file
@@ -230,7 +230,7 @@ def _error_of(trial: Any) -> Exception | None:
 
 
 def _loss_kind(cause: Exception | None) -> LossKind:
-    """Why a worker was lost, from what Ray says of it."""
+    """Tell why a worker was lost, from Ray's error."""
     from ray.exceptions import ActorUnavailableError
 
     text = str(cause)
@@ -246,7 +246,7 @@ def _loss_kind(cause: Exception | None) -> LossKind:
 
 
 def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettings) -> list[Pack]:
-    """Packs of the size that is fastest where they will run, as far as there are slots for no more of them."""
+    """Split packs to the size that is fastest where they will run, as far as there are slots for no more of them."""
     import ray
 
     from latent_sweep.learn.packing import best_size, split
@@ -265,14 +265,14 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
 
 
 def _measure_there(pack: Pack, storage: Storage, threads: int) -> Sequence[Any]:
-    """`packing.measure` on a node, which has a folder of its own for an object store."""
+    """Run `packing.measure` on a node, which has a folder of its own for an object store."""
     from latent_sweep.learn.packing import measure
 
     return measure(pack, storage, threads)
 
 
 def _connect() -> bool:
-    """Join the cluster that RAY_ADDRESS names (a job inherits it), or start one here; whether it was started here.
+    """Join the cluster that RAY_ADDRESS names (a job inherits it), or start one; return whether it was started here.
 
     A cluster of our own listens on the loopback interface only and asks for a token that this process made up.
     """
@@ -305,7 +305,7 @@ def _connect() -> bool:
 
 
 def _placement(resources: ResourceSettings) -> Any:
-    """A trial's own bundle, or one for every worker of its group: placed together, or not at all."""
+    """Ask Ray for a trial's own bundle, or for one for every worker of its group: placed together, or not at all."""
     from ray import tune
 
     bundles = [_bundle(resources)] * resources.workers
@@ -316,7 +316,7 @@ def _placement(resources: ResourceSettings) -> Any:
 
 
 def _bundle(resources: ResourceSettings) -> dict[str, float]:
-    """What one worker asks for."""
+    """Return the resources that one worker asks for."""
     bundle = {"CPU": resources.cpus, "GPU": resources.gpus}
     if resources.accelerator:
         bundle[f"accelerator_type:{resources.accelerator}"] = 0.001
@@ -344,7 +344,7 @@ def _fits(resources: ResourceSettings) -> bool:
 
 
 def _workers_on(node: Mapping[str, float], resources: ResourceSettings) -> int:
-    """How many of a trial's workers fit on an empty node."""
+    """Count the workers of a trial that fit on an empty node."""
     if resources.accelerator and f"accelerator_type:{resources.accelerator}" not in node:
         return 0
     rooms = [node.get("CPU", 0) / resources.cpus]

@@ -24,7 +24,7 @@ LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
 
 @dataclass(frozen=True)
 class Attempt:
-    """The next try."""
+    """The next try at a trial."""
 
     halved: bool = False
     """With half the rows in a pass, because memory did not suffice."""
@@ -34,13 +34,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """There is none."""
+    """The verdict that a trial has no next try."""
 
     because: str
 
 
 def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenUp:
-    """What to do with a trial after these events of its journal, those since the sweep was launched."""
+    """Decide on a trial's next try from these events of its journal, those since the sweep was launched."""
     ends = [event for event in events if event["event"] in ("lost", "failed")]
     if not ends:
         return Attempt()
@@ -64,7 +64,7 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
 
 
 def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Pack | None:
-    """What is left of a pack for its next try; the journals of trials that are given up say so.
+    """Return the part of a pack that is left for its next try; the journals of trials that are given up say so.
 
     Args:
         launched: length of each trial's journal when the sweep was launched, by trial id: an earlier launch's failures

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared, and what differs."""
+    """The outcome of a comparison: what was looked at, and what differs."""
 
     faults: Sequence[str]
     """One line each: where, what was found, what was expected."""
@@ -114,7 +114,7 @@ def repair_disk(sweep: SweepFolder) -> list[str]:
 
 
 def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
-    """Everything that is not as it should be; counts what it looks at."""
+    """Find everything that is not as it should be, and count what is looked at."""
     users: dict[str, list[TrialFolder]] = {}
     stage_of: dict[str, Event] = {}
     for trial in sweep:
@@ -175,7 +175,7 @@ def _fault(sweep: SweepFolder, trial: TrialFolder, path: Path, text: str, remedy
 
 
 def _settings_fault(path: Path, params: Mapping[str, object]) -> str | None:
-    """What is wrong with the file of a trial's settings, or None."""
+    """Describe the fault of a trial's settings file; None where it has none."""
     try:
         found = flatten("trial", parse_yaml(path.read_text(encoding="utf-8"), "it"))
     except FileNotFoundError:
@@ -219,7 +219,7 @@ def repair_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> None:
 def _tracker_faults(
     sweep: SweepFolder, mirror: MlflowMirror, counts: Counter[str]
 ) -> Iterator[tuple[tuple[str, str], str]]:
-    """Everything that differs, with kind and key of its run; counts what it looks at."""
+    """Find everything that differs, with kind and key of its run, and count what is looked at."""
     found: dict[tuple[str, str], list[FoundRun]] = {}
     for run in mirror.read():
         found.setdefault((run.kind, run.key), []).append(run)
@@ -278,7 +278,7 @@ def _faults(
 
 
 def _point_faults(content: RunContent, points: Sequence[Point]) -> Iterator[str]:
-    """Values that are missing or too many.
+    """Find values that are missing or too many.
 
     Of a sweep and its configurations it is not known what they were earlier: only a value that directly repeats itself
     is there too often.

@@ -89,7 +89,7 @@ def evaluate(bench: Workbench) -> list[Row]:
 
 
 def _routed_share(bench: Workbench) -> tuple[float, int]:
-    """The share of the triangle's generations that evaluation would run, and over how many tasks."""
+    """Return the share of the triangle's generations that evaluation would run, and over how many tasks."""
     benchmark: dict[str, Any] = {"name": bench.subject.benchmark, "order": 1}
     if bench.sizes.routed_tasks is not None:
         benchmark["tasks"] = list(TASKS[bench.subject.benchmark][: bench.sizes.routed_tasks])
@@ -101,7 +101,7 @@ def _routed_share(bench: Workbench) -> tuple[float, int]:
 
 
 def generated_share(weights: Sequence[Sequence[Array]], lengths: Sequence[Sequence[int]], batch_size: int) -> float:
-    """Rows that evaluation has to generate, over all rows that it scores after all tasks.
+    """Return the rows that evaluation has to generate, over all rows that it scores after all tasks.
 
     A batch is known where every weight in it is what it was at an earlier stage.
 
@@ -125,7 +125,7 @@ def generated_share(weights: Sequence[Sequence[Array]], lengths: Sequence[Sequen
 
 @dataclass(frozen=True)
 class _Scored:
-    """What scoring all stages took."""
+    """The outcome of scoring all stages, and the time it took."""
 
     seconds: float
     generated: int

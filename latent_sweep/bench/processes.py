@@ -59,7 +59,7 @@ def _range(scores: Sequence[float]) -> str:
 
 
 def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[float]]:
-    """Seconds, and each trial's AP."""
+    """Run a sweep by our command; return its seconds, and each trial's AP."""
     import yaml
 
     from latent_sweep.store.folders import open_sweep
@@ -74,7 +74,7 @@ def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[fl
 
 
 def _usual_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
-    """Seconds, and each trial's AP."""
+    """Run a sweep the usual way; return its seconds, and each trial's AP."""
     config.write(folder / "usual.json")
     seconds = _run_to_the_end("latent_sweep.bench.usual_way", str(folder / "usual.json"), str(folder / "scores.json"))
     return seconds, [point["AP"] for point in json.loads((folder / "scores.json").read_text(encoding="utf-8"))]
@@ -124,7 +124,7 @@ def memory(bench: Workbench) -> list[Row]:
 
 
 def _environment(threads: int | None = None) -> dict[str, str]:
-    """A process of its own: nothing of a surrounding Ray cluster, and a cluster that only this machine reaches."""
+    """Return a process's environment: nothing of a surrounding Ray cluster, its own reached by this machine only."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -140,7 +140,7 @@ def _command(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _run_to_the_end(module: str, *arguments: str) -> float:
-    """Seconds that a module took as a program.
+    """Run a module as a program and return its seconds.
 
     Raises:
         LatentSweepError: it failed; the message ends with what it said.
@@ -158,7 +158,7 @@ def _run(module: str, arguments: Sequence[str]) -> str:
 
 
 def _child(subject: Subject, what: str, *arguments: str) -> dict[str, float]:
-    """What a measuring process prints as its last line."""
+    """Run a measuring process and return the values that it prints as its last line."""
     output = _run("latent_sweep.bench.processes", [what, json.dumps(asdict(subject)), *arguments])
     return json.loads(output.strip().splitlines()[-1])
 
@@ -178,7 +178,7 @@ class _Trainee:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """The last turn is over, or something went wrong."""
+        """End the process: the last turn is over, or something went wrong."""
         self._process.kill()
         self._process.communicate()
 
@@ -267,7 +267,7 @@ def peak_bytes(subject: Subject) -> int:
 
 
 def _peak_resident() -> int:
-    """Bytes. Linux's own `ru_maxrss` begins with what the parent held when it started this process."""
+    """Return bytes. Linux's own `ru_maxrss` begins with what the parent held when it started this process."""
     import resource
 
     status = Path("/proc/self/status")

@@ -13,7 +13,7 @@ Contender = TypeVar("Contender", bound=Hashable)
 
 @dataclass(frozen=True)
 class Target:
-    """What a value should reach."""
+    """The limit that a value should keep to."""
 
     limit: float
     at_most: bool = True
@@ -62,12 +62,12 @@ class Row:
 def ratio(
     name: str, numerator: Sequence[float], denominator: Sequence[float], target: Target | None = None, note: str = ""
 ) -> Row:
-    """How many times the second the first takes, turn by turn."""
+    """Divide numerator by denominator, turn by turn: how many times the second the first takes."""
     return Row.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target, note)
 
 
 def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) -> dict[Contender, list[float]]:
-    """What each contender measured, in turns: A B C, C B A, A B C, ..., so that a drift of the machine favours none."""
+    """Measure each contender in turns: A B C, C B A, A B C, ..., so that a drift of the machine favours none."""
     found: dict[Contender, list[float]] = {name: [] for name in contenders}
     for turn in range(turns):
         order = list(contenders.items())
@@ -81,7 +81,7 @@ def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) 
 
 @dataclass(frozen=True)
 class Table:
-    """What one part found at one type."""
+    """The rows that one part found at one type."""
 
     part: str
     dtype: str
@@ -104,7 +104,7 @@ class Report:
     tables: Sequence[Table]
 
     def text(self) -> str:
-        """A table for people."""
+        """Write the report as a table for people."""
         machine = " ".join(f"{name} {value}" for name, value in self.hardware.items() if value is not None)
         versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
@@ -119,7 +119,7 @@ class Report:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """The same for programs."""
+        """Write the report as JSON for programs."""
         tables = [asdict(table) | {"rows": [row.content() for row in table.rows]} for table in self.tables]
         return json.dumps(asdict(self) | {"tables": tables}, indent=1)
 
@@ -131,5 +131,5 @@ def _line(row: Row) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, or all that stand before the point."""
+    """Write three digits, or all that stand before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

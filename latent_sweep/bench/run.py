@@ -118,7 +118,7 @@ def _chosen(only: Sequence[str]) -> list[str]:
 
 
 def benchmark_for(backbone: str) -> tuple[str, str]:
-    """SuperNI where its data is at hand and tokens are words, else the built-in benchmark, and why."""
+    """Choose SuperNI where its data is at hand and tokens are words, else the built-in benchmark; return it and why."""
     known = describe(BackboneSettings(name=backbone))
     if known is not None and known.source == "config":
         return "builtin", (

@@ -65,7 +65,7 @@ def _rows(name: str, found: Sequence[Mapping[str, float]], predicted: Mapping[st
 
 
 def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dict[str, float]:
-    """What the memory model of `plan` says, in GiB."""
+    """Predict the memory of a worker in GiB by the memory model of `plan`."""
     from latent_sweep.sweep.groups import RunSettings
     from latent_sweep.sweep.memory import predict
 
@@ -78,7 +78,7 @@ def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dic
 
 
 def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> list[dict[str, float]]:
-    """What each worker of a group measured."""
+    """Run a group of workers and return the values that each measured."""
     from latent_sweep.learn.worker_group import listen
 
     meeting = listen("127.0.0.1")
@@ -103,7 +103,7 @@ def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> lis
 
 
 def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[str, Any]) -> None:
-    """One worker: load, take steps, and print what that took."""
+    """Be one worker: load, take steps, and print what that took."""
     import torch
 
     from latent_sweep.backends.engines import engine_of
@@ -136,7 +136,7 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
 
 
 def _forget_peak(cuda: bool) -> None:
-    """What was held so far counts no more for the peak."""
+    """Start the peak anew: memory held so far counts no more for it."""
     import torch
 
     if cuda:
@@ -146,7 +146,7 @@ def _forget_peak(cuda: bool) -> None:
 
 
 def _own_bytes() -> int:
-    """Resident memory of this process that no file stands behind."""
+    """Return the resident memory of this process that no file stands behind, in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
 

@@ -42,7 +42,7 @@ def step(bench: Workbench) -> list[Row]:
 
 
 def bare_step_seconds(bench: Workbench) -> float:
-    """The limit: the frozen backbone alone, forward and backward to its input embeddings, logits at labels only."""
+    """Time the limit: the frozen backbone alone, forward and back to its input embeddings, logits at labels only."""
     rows, clock = bench.one_batch(), bench.clock()
     embedding = bench.backbone.model.get_input_embeddings()
     denominator = sum(len(row["target_ids"]) for row in rows)
@@ -90,7 +90,7 @@ class _UsualStep:
 
 
 def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Row]:
-    """Achieved arithmetic on a GPU, against a large matrix product: 4 N per token, as no weight gets a gradient.
+    """Compare achieved arithmetic on a GPU with a large matrix product: 4 N per token, as no weight gets a gradient.
 
     N counts the layers' weights, not the embeddings; T5's two halves read different tokens, so it has no row.
     """

@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Config:
-    """What all trials of the sweep have in common, and its three axes."""
+    """The settings that all trials of the sweep have in common, and its three axes."""
 
     model: str
     """A transformers folder with model and tokenizer."""
@@ -80,7 +80,7 @@ class Config:
 
     @classmethod
     def read(cls, path: Path) -> Config:
-        """The configuration that `write` wrote."""
+        """Read the configuration that `write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         return cls(**content | {"tasks": [Task(**task) for task in content["tasks"]]})
 
@@ -93,7 +93,7 @@ class Config:
 
 
 def load(config: Config) -> tuple[Any, Any]:
-    """Model and tokenizer."""
+    """Load model and tokenizer."""
     architecture = AutoModelForSeq2SeqLM if config.family == "t5" else AutoModelForCausalLM
     model = architecture.from_pretrained(config.model, dtype=getattr(torch, config.dtype)).to(config.device)
     return model, with_padding(AutoTokenizer.from_pretrained(config.model))
@@ -231,7 +231,7 @@ class Trial:
         self.centroids: list[Any] = []
 
     def run(self) -> float:
-        """AP after the last task."""
+        """Learn all tasks and return AP after the last one."""
         scores: list[float] = []
         for position in range(len(self.config.tasks)):
             self.learn(position)
@@ -289,7 +289,7 @@ AXES = ("ortho_lambda", "components", "seed")
 
 
 def run_trial(point: Mapping[str, Any], config: Config) -> None:
-    """One Ray Tune trial."""
+    """Run one Ray Tune trial."""
     from ray import tune
 
     quiet()
@@ -298,7 +298,7 @@ def run_trial(point: Mapping[str, Any], config: Config) -> None:
 
 
 def run_sweep(config: Config) -> list[dict[str, Any]]:
-    """Every point of the grid as a trial; returns each point with its AP.
+    """Run every point of the grid as a trial; return each point with its AP.
 
     Raises:
         RuntimeError: a trial failed; the message is Ray's.
@@ -322,7 +322,7 @@ def run_sweep(config: Config) -> list[dict[str, Any]]:
 
 
 def quiet() -> None:
-    """No bars and no advice from transformers."""
+    """Turn off transformers' bars and advice."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

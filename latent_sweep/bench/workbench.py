@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """The sizes that say how much is measured."""
 
     turns: int
     steps: int
@@ -123,7 +123,7 @@ SWEEP_LEARNING_RATE = 2e-2
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and where: all that a measuring process has to be told."""
+    """The subject of a measurement, and its place: all that a measuring process has to be told."""
 
     backbone: str
     dtype: str
@@ -136,12 +136,12 @@ class Subject:
 
     @property
     def sizes(self) -> Sizes:
-        """How much is measured."""
+        """Return the sizes that say how much is measured."""
         return QUICK if self.quick else GPU if self.device == "cuda" else CPU
 
     @property
     def storage(self) -> Storage:
-        """Where sweeps keep what they compute."""
+        """Return the storage where sweeps keep what they compute."""
         return Storage(Path(self.folder) / "runs")
 
     def sweep(self, benchmark: Mapping[str, Any], training: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Workbench:
 
     @cached_property
     def context(self) -> Context:
-        """What all measurements share: the backbone, what adapts it, tokens."""
+        """Return what all measurements share: the backbone, its adapter bank, tokens."""
         from latent_sweep.learn.context import Context
 
         return Context(self.trial, self.subject.storage, self._engine)
@@ -207,7 +207,7 @@ class Workbench:
 
     @property
     def bank(self) -> AdapterBank:
-        """What adapts it."""
+        """Return the adapter bank of the backbone."""
         return self.context.bank
 
     @cached_property
@@ -244,7 +244,7 @@ class Workbench:
         history: Sequence[Mapping[str, Tensor]] = (),
         seed: int = 0,
     ) -> TaskTraining:
-        """What `train_pack` needs to train one adapter on rows for some steps."""
+        """Make the task training that `train_pack` needs to train one adapter on rows for some steps."""
         import torch
 
         from latent_sweep.learn.training import TaskTraining, derived_seed
@@ -291,7 +291,7 @@ class Workbench:
         return clock.seconds_per_step, found
 
     def mixer(self, trial: Trial, gates: Gates | None = None) -> Mixer:
-        """How a trial's snapshots answer together; `gates` are needed where that is how its method mixes."""
+        """Make the mixer of a trial's snapshots; `gates` are needed where that is how its method mixes."""
         return self.context.mixer(trial, gates or _no_gates)
 
     def answer(
@@ -357,7 +357,7 @@ class Clock:
         self.ticks: list[float] = []
 
     def tick(self, *step: Any) -> None:
-        """A step has ended; a GPU is waited for."""
+        """Note the end of a step; a GPU is waited for."""
         if self.on_gpu:
             import torch
 
@@ -366,7 +366,7 @@ class Clock:
 
     @property
     def seconds_per_step(self) -> float:
-        """The first step, which warms up, is not counted."""
+        """Return the mean seconds of a step; the first step, which warms up, is not counted."""
         return (self.ticks[-1] - self.ticks[0]) / (len(self.ticks) - 1)
 
 

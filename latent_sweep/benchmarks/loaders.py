@@ -91,7 +91,7 @@ def load_rows(
 def row_count(
     spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
 ) -> int:
-    """How many rows `load_rows` gives; where the data is not at hand, worked out from the published size.
+    """Count the rows that `load_rows` gives; where the data is not at hand, from the published size.
 
     Raises:
         DataError: The data is malformed, or it is not at hand and no size was published.
@@ -303,7 +303,7 @@ def _source_rows(
 
 
 def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> int:
-    """How many rows `_source_rows` gives, or the published number where the file is not at hand."""
+    """Count the rows that `_source_rows` gives, or take the published number where the file is not at hand."""
     if spec.layout == "builtin":
         return len(_generated(task, split))
     path = _find_file(spec, task, split, settings)
@@ -317,7 +317,7 @@ def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
 
 
 def _check_source(where: str, found: str, planned: str | None) -> None:
-    """The bytes that are parsed are those that were planned with: else a stage would bear another stage's name."""
+    """Check that the bytes parsed are those planned with: else a stage would bear another stage's name."""
     if planned is not None and found != planned:
         raise DataError(
             f"{where}: is not what the sweep was planned with: its digest is {found}, expected {planned}. Nothing was "
@@ -327,7 +327,7 @@ def _check_source(where: str, found: str, planned: str | None) -> None:
 
 
 def _selection(total: int, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool) -> slice:
-    """Which positions of the fixed permutation of `total` rows a split takes."""
+    """Select the positions of the fixed permutation of `total` rows that a split takes."""
     if split == "test":
         return slice(0, min(total, settings.test_per_task or total))
     taken = min(total, settings.train_per_task or total)
@@ -368,7 +368,7 @@ class _Counts(NamedTuple):
 
 
 def _file_state(path: Path) -> tuple[int, int]:
-    """What changes when a file is written again; part of the key of what is remembered about it."""
+    """Return what changes when a file is written again; part of the key of what is remembered about it."""
     state = path.stat()
     return state.st_size, state.st_mtime_ns
 
@@ -488,7 +488,7 @@ def _check_row(where: str, record: Any, default_id: str) -> Row:
 
 
 def _own_labels(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...] | None:
-    """What a task's answers must be. Published files come in several editions, so theirs are taken as they are."""
+    """Return the labels that answers must have; None for published files, whose several editions are taken as is."""
     return task.labels if spec.layout == "folder" else None
 
 

@@ -34,7 +34,7 @@ WHOLE_PROMPT = 1 << 20
 
 
 class Context:
-    """What trials on one backbone share while they are learned and scored; what is expensive is loaded when needed.
+    """All that trials on one backbone share while they are learned and scored; expensive parts load when needed.
 
     Args:
         trial: names the backbone and the tasks; what runs together agrees on both.
@@ -66,7 +66,7 @@ class Context:
 
     @cached_property
     def bank(self) -> AdapterBank:
-        """What adapts the backbone."""
+        """Return the adapter bank of the backbone."""
         return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
 
     def order(self, *what: Any) -> None:
@@ -130,7 +130,7 @@ class Context:
         return self._tokens[key]
 
     def mixer(self, trial: Trial, gates: Gates) -> Mixer:
-        """How a trial's snapshots answer together.
+        """Make the mixer that weighs a trial's snapshots.
 
         Args:
             gates: gives the weights where that is how its method mixes.
@@ -142,18 +142,18 @@ class Context:
 
 
 def backbone_facts(backbone: Backbone) -> dict[str, str]:
-    """What the loaded backbone is, by content."""
+    """Return the digests of the loaded backbone's weights and tokenizer."""
     return {"weights": backbone.weights_digest, "tokenizer": backbone.tokenizer_digest}
 
 
 def computed_with(backbone: Backbone) -> dict[str, str]:
-    """What can move a number in its last digits: libraries, device and type."""
+    """Return what can move a number in its last digits: libraries, device and type."""
     libraries = {name: versions.library(name) for name in ("latent-sweep", *versions.LIBRARIES)}
     return {**libraries, "device": device_name(backbone.device), "dtype": str(backbone.model.dtype).split(".")[-1]}
 
 
 def hardware(engine: Engine | None = None) -> dict[str, Any]:
-    """What it runs on."""
+    """Describe the machine and the engine that trials run on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     found = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
     return found | (engine.facts() if engine else {})

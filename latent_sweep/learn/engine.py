@@ -33,7 +33,7 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to go on after a restart, as named tensors: the same for every engine."""
+        """Return everything needed to go on after a restart, as named tensors: the same for every engine."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -58,28 +58,28 @@ class Engine:
 
     @property
     def backbone(self) -> Backbone:
-        """What was loaded last."""
+        """Return the backbone that was loaded last."""
         assert self._backbone is not None, "load it first"
         return self._backbone
 
     def load(self, settings: BackboneSettings) -> Backbone:
-        """The backbone on this engine; every worker of the group calls it at the same time."""
+        """Load a backbone on this engine; every worker of the group calls it at the same time."""
         self._backbone = load_backbone(settings)
         return self._backbone
 
     def optimizer(self, parameters: Mapping[str, Tensor], settings: TrainingSettings, steps: int) -> Optimizer:
-        """What steps these parameters for so many steps."""
+        """Make the optimizer that steps these parameters for so many steps."""
         return TorchOptimizer(parameters, settings, steps)
 
     def facts(self) -> dict[str, Any]:
-        """What a result says of its engine."""
+        """Return the facts that a result records of its engine."""
         return {"engine": "torch", "workers": self.group.size}
 
     def begin_learning(self) -> None:
-        """Every worker is about to train."""
+        """Prepare for training; every worker is about to train."""
 
     def begin_answering(self) -> None:
-        """Every worker is about to generate answers, possibly to different rows."""
+        """Prepare for answering; every worker is about to generate answers, possibly to different rows."""
 
 
 def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
@@ -114,7 +114,7 @@ class TorchOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, the optimizer's moments and step counts."""
+        """Return parameters, the optimizer's moments and step counts."""
         named = {f"parameter.{name}": parameter.detach() for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
             moments = self._optimizer.state[parameter]

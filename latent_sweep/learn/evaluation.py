@@ -34,7 +34,7 @@ from latent_sweep.store.snapshots import Snapshot
 
 @dataclass(frozen=True)
 class TaskScore:
-    """How a trial does on one task at one stage."""
+    """The result of a trial on one task at one stage."""
 
     score: float
     """Mean over rows, a fraction."""

@@ -44,7 +44,7 @@ class StageDone:
         return sum(matrix.forgetting() for matrix in self.matrices) / len(self.matrices)
 
     def measures(self) -> dict[str, float]:
-        """What a scheduler is told."""
+        """Return the measures that a scheduler is told."""
         return {"tasks_seen": self.tasks_seen, "AP": self.average_performance, "FM": self.forgetting}
 
 

@@ -51,4 +51,4 @@ def follow(pack: Pack, context: Context) -> None:
 
 
 def _say_nothing(event: object) -> None:
-    """The first worker reports for all."""
+    """Report nothing: the first worker reports for all."""

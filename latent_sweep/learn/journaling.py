@@ -19,7 +19,7 @@ from latent_sweep.sweep.plan import Trial
 
 
 def say_started(files: TrialFiles, trial: Trial, engine: Engine) -> None:
-    """A worker takes the trial up."""
+    """Record that a worker takes the trial up."""
     started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
     started["micro_batch_size"] = trial.settings.training.micro_batch_size
     started |= {"versions": versions.installed(), "hardware": hardware(engine), "pid": os.getpid()}
@@ -27,7 +27,7 @@ def say_started(files: TrialFiles, trial: Trial, engine: Engine) -> None:
 
 
 def say_failed(files: TrialFiles, error: Exception, task: str | None, step: int | None) -> None:
-    """What stopped it, if it is running."""
+    """Record what stopped the trial, if it is running."""
     if status(files.journal.read()) == "running":
         files.journal.append("failed", **failure_facts(error), task=task, step=step)
 
@@ -39,7 +39,7 @@ def say_stage(
     scoring: Mapping[str, float],
     context: Context,
 ) -> None:
-    """The newest row is there.
+    """Record that the newest row is there.
 
     Args:
         snapshot: of the task that was learned.
@@ -83,7 +83,7 @@ def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], conte
 
 
 def _generated_share(files: TrialFiles, trial: Trial, context: Context) -> float:
-    """Of all answers that the trial's stages asked for, the share that was generated; the others were known."""
+    """Return the share of all answers that the trial's stages asked for that was generated; the others were known."""
     counts = [len(context.tokens(trial, position, "test")) for position in range(len(trial.tasks))]
     asked = list(itertools.accumulate(counts))  # at each stage: the rows of all tasks seen
     told = stages(files.journal.read())

@@ -33,7 +33,7 @@ PENALTY_WARNING = 10.0
 
 @dataclass(frozen=True)
 class TrialRun:
-    """A trial, and what it leaves behind."""
+    """A trial, and the files that it leaves behind."""
 
     trial: Trial
     files: TrialFiles
@@ -79,7 +79,7 @@ class MemberRun:
         return self.context.method(trial.settings.method, self.member.largest_rank)
 
     def training(self, position: int, on_step: Progress) -> TaskTraining:
-        """What learning the task at this position takes."""
+        """Make the training of the task at this position."""
         s, context, task = self.settings, self.context, self.tasks[position]
         seed_parts = (s.seed, task.name)
         carve = s.training.select == "best_validation"
@@ -107,7 +107,7 @@ class MemberRun:
         )
 
     def snapshot(self, position: int, training: TaskTraining, summary: TrainingSummary) -> Snapshot:
-        """What learning the task at this position has left behind."""
+        """Make the snapshot of the task at this position, which has been learned."""
         task = self.tasks[position]
         task_loss = summary.first_losses.get("task", 0.0)  # at the end it may be next to nothing
         for name in training.learner.penalty():
@@ -131,7 +131,7 @@ class MemberRun:
         return Snapshot(self.lineages[position], tensors, facts)
 
     def _masks(self) -> dict[str, str]:
-        """How the masks of dropout were drawn, where there is some: for all rows that a worker reads at once."""
+        """Tell how the masks of dropout were drawn, where there is some: for all rows that a worker reads at once."""
         training = self.settings.training
         if self.method.packable and not training.backbone_dropout:
             return {}
@@ -153,12 +153,12 @@ class Members:
         self.all, self.context = members, context
 
     def going(self, position: int) -> list[MemberRun]:
-        """Those that go on to this task: they have not failed, and no scheduler has stopped them before it."""
+        """Return those that go on to this task: they have not failed, and no scheduler has stopped them before."""
         return [member for member in self.all if member.failure is None and position < member.wanted]
 
     @contextmanager
     def leaving(self, members: Sequence[MemberRun], position: int) -> Iterator[None]:
-        """What goes wrong for these members within the block is their own end, not the pack's.
+        """Have what goes wrong for these members within the block be their own end, not the pack's.
 
         With several workers only a loss that is not finite is: all workers see it alike.
         """

@@ -82,7 +82,7 @@ class Mixer:
         return self.settings.mode in ("soft", "hard")
 
     def weights(self, tasks_seen: int) -> list[Array]:
-        """For each task seen, the weights of its test rows: (rows, tasks_seen)."""
+        """Return for each task seen the weights of its test rows: (rows, tasks_seen)."""
         mode = self.settings.mode
         if mode == "soft" or mode == "hard":
             router = self._router(tasks_seen)
@@ -111,7 +111,7 @@ class Mixer:
         return record
 
     def _pooled(self, tasks: int) -> PooledScatter:
-        """The summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
+        """Return the summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
         names = [self.scatter_name(task) for task in range(tasks)]
         fold = self.folds.setdefault(f"{names[0]}-{self.settings.cov.refresh}", PooledScatter())
         fold.extend(names, lambda task: self._scatter(task, self._record_path(names[task])))
@@ -129,7 +129,7 @@ class Mixer:
         return self.storage / "router" / f"{name}.safetensors"
 
     def _embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
-        """phi(x) of every row, (rows, d): the mean of its token embeddings, equation (11); pooled once and stored."""
+        """Return phi(x) of every row, (rows, d): its mean token embedding, equation (11); pooled once and stored."""
         path = self.storage / "embeddings" / f"{self.pooled_name(task, split)}.safetensors"
         if intact(path):
             pooled = load_file(path)["pooled"]

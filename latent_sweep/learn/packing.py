@@ -33,7 +33,7 @@ WORTHWHILE = 1.05
 
 @dataclass(frozen=True)
 class PackTiming:
-    """What packs of one size do on this machine."""
+    """The speed of packs of one size on this machine."""
 
     size: int
     member_steps_per_second: float
@@ -71,7 +71,7 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
 
 
 def _known_timings(path: Path) -> list[PackTiming] | None:
-    """What has been measured before; None where nothing was, or where it is damaged: it is measured again then."""
+    """Read what has been measured before; None where nothing was, or it is damaged: it is measured again then."""
     content = read_sealed_json(path)
     return None if content is None else [PackTiming(**timing) for timing in content]
 
@@ -88,7 +88,7 @@ def best_size(timings: Sequence[PackTiming]) -> int:
 
 
 def split(pack: Pack, size: int, slots: int) -> list[Pack]:
-    """The pack in parts of at most `size` members, and no larger than what keeps every slot of the cluster busy."""
+    """Split the pack into parts of at most `size` members, no larger than what keeps every slot of the cluster busy."""
     size = max(1, min(size, math.ceil(len(pack.members) / max(1, slots))))
     return [Pack(pack.members[i : i + size]) for i in range(0, len(pack.members), size)]
 
@@ -113,7 +113,7 @@ def _time(pack: Pack, context: Context, size: int) -> PackTiming:
 
 
 def _first_steps(run: MemberRun, on_step: Progress) -> TaskTraining:
-    """The first steps of the first task, without validation, resuming and saving nothing."""
+    """Make the training of the first task's first steps, without validation, resuming and saving nothing."""
     settings = run.settings.training.model_copy(
         update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
     )

@@ -32,7 +32,7 @@ from latent_sweep.sweep.groups import TrainingSettings
 
 
 def derived_seed(*parts: Any) -> int:
-    """A 63-bit seed from what it is for, e.g. `derived_seed(seed, task, "batches", epoch)`."""
+    """Derive a 63-bit seed from what it is for, e.g. `derived_seed(seed, task, "batches", epoch)`."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
@@ -41,7 +41,7 @@ def derived_seed(*parts: Any) -> int:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """What learning one task did; the first three repeat bit for bit, the others are about this machine."""
+    """The outcome of learning one task; the first three repeat bit for bit, the others are about this machine."""
 
     steps: int
     losses: dict[str, float]
@@ -59,7 +59,7 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class TaskTraining:
-    """One learner, what it learns from, and how."""
+    """One learner, the rows it learns from, and the settings it learns under."""
 
     learner: Learner
     examples: Sequence[Example]
@@ -102,7 +102,7 @@ def train_pack(
 
 @contextmanager
 def _learning(engine: Engine, settings: TrainingSettings) -> Iterator[None]:
-    """Within the block the backbone is as these settings have adapters trained on it."""
+    """Have the backbone within the block be as these settings have adapters trained on it."""
     engine.begin_learning()
     backbone = engine.backbone
     checkpointing, rate = settings.gradient_checkpointing, settings.backbone_dropout
@@ -268,7 +268,7 @@ class _Pass:
 
 
 def _passes(rows: Sequence[Example], size: int | None, group: WorkerGroup) -> list[_Pass]:
-    """This worker's share of a batch in passes of `size` rows, as many as every other worker has."""
+    """Cut this worker's share of a batch into passes of `size` rows, as many as every other worker has."""
     largest = group.largest_share(len(rows))
     mine = [_Pass(chunk) for chunk in _chunks(group.share(rows), size or largest)]
     stand_in = _Pass(rows[:1], counts=False)
@@ -377,7 +377,7 @@ class _BestOnValidation:
 def _state(
     step: int, optimizer: Optimizer, history: _History, selection: _BestOnValidation | None, learner: Learner
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a checkpoint inside the task."""
+    """Return tensors and facts of a checkpoint inside the task."""
     tensors = {f"engine.{name}": value for name, value in optimizer.state().items()}
     tensors |= {f"learner.{name}": value for name, value in state_of(learner).items()}
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)

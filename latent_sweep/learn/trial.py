@@ -81,7 +81,7 @@ def _lead(pack: Pack, members: Members, emit: Emit) -> None:
 
 
 def _learn_and_score(members: Members, emit: Emit) -> None:
-    """For each task: learn what is missing, score what is missing, say so."""
+    """Learn and score what is missing of each task in turn, and report it."""
     n_tasks = len(members.context.tasks)
     for position in range(n_tasks):
         learned = learn_missing(members, position, emit)

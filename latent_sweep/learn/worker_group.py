@@ -53,13 +53,13 @@ class WorkerGroup:
         return box
 
     def first(self, make: Callable[[], T]) -> T:
-        """What the first worker makes, at every worker."""
+        """Have the first worker make a value and hand it to every worker."""
         if self.size == 1:
             return make()
         return self._broadcast([make() if self.leads else None])[0]
 
     def collect(self, mine: Any) -> list[Any]:
-        """Everyone's answer by rank, at the first worker; nothing at the others."""
+        """Gather every worker's value by rank, at the first worker; nothing at the others."""
         if self.size == 1:
             return [mine]
         import torch.distributed as dist
@@ -69,12 +69,12 @@ class WorkerGroup:
         return answers or []
 
     def share(self, rows: Sequence[Any]) -> Sequence[Any]:
-        """This worker's part of a batch: consecutive rows, as many as the others' or one less or more."""
+        """Return this worker's part of a batch: consecutive rows, as many as the others' or one less or more."""
         begin, end = (len(rows) * rank // self.size for rank in (self.rank, self.rank + 1))
         return rows[begin:end]
 
     def largest_share(self, rows: int) -> int:
-        """Rows of the largest part of a batch of so many rows."""
+        """Return the number of rows in the largest part of a batch of so many rows."""
         return -(-rows // self.size)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -96,7 +96,7 @@ ALONE = WorkerGroup()
 
 
 def listen(host: str) -> socket.socket:
-    """A socket on a free port of this address, for the workers of a trial to meet at."""
+    """Open a socket on a free port of this address, for the workers of a trial to meet at."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.bind((host, 0))
     found.listen()

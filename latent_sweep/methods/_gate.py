@@ -67,7 +67,7 @@ def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torc
 
 
 def pooled_prompts(table: Tensor, prompts: Sequence[Sequence[int]], settings: GateSettings) -> Tensor:
-    """What gates read of every prompt, (prompts, d)."""
+    """Return the pooled embeddings that gates read of every prompt, (prompts, d)."""
     from latent_sweep.adapters.gate import pooled
 
     return pooled(table, prompts, settings.pooling == "padded")
@@ -117,11 +117,11 @@ class NewGate:
         self.begin_step()
 
     def pooled(self, rows: Sequence[Example]) -> Tensor:
-        """What gates read of every row's prompt, (rows, d)."""
+        """Return the pooled embeddings that gates read of every row's prompt, (rows, d)."""
         return pooled_prompts(self._table, [row["prompt_ids"] for row in rows], self._settings)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Both maps and the key."""
+        """Return both maps and the key, which are trained."""
         return {f"gate.{part}": getattr(self.gate, part) for part in PARTS}
 
     def begin_step(self) -> None:
@@ -151,7 +151,7 @@ class NewGate:
         self.begin_step()
 
     def finish(self) -> dict[str, Tensor]:
-        """The parts, and the columns that this task's prompts add to their memories."""
+        """Return the gate's parts, and the columns that this task's prompts add to their memories."""
         import torch
 
         from latent_sweep.adapters.gpm import second_moment
@@ -164,7 +164,7 @@ class NewGate:
         return own | added_columns(self._gpm, self._task, moments, memory)
 
     def facts(self) -> dict[str, float]:
-        """Mean of the gate over the task's own prompts."""
+        """Return the mean of the gate over the task's own prompts."""
         import torch
 
         with torch.no_grad():

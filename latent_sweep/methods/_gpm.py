@@ -58,12 +58,12 @@ class GpmSettings(Settings):
 
 
 def released_gpm(family: str) -> dict[str, Any]:
-    """What the preset `official` fills in: it has the released code's slips too, and on Llama its four stretches."""
+    """Return what the preset `official` fills in: it has the released code's slips, and on Llama its four stretches."""
     return {"chunks": 1 if family == "t5" else 4, "mask_padding": False, "cross_attention_v": "decoder_state"}
 
 
 def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
-    """A memory as the earlier tasks left it, each the columns `memory.<name>` that it added; (dimensions, columns)."""
+    """Join a memory of the columns `memory.<name>` that each earlier task added; (dimensions, columns)."""
     import torch
 
     return torch.cat([torch.zeros(dimensions, 0), *(snapshot[f"memory.{name}"] for snapshot in history)], 1)
@@ -72,7 +72,7 @@ def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
 def added_columns(
     gpm: GpmSettings, task: TaskData, moments: Mapping[str, Tensor], memory: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What this task adds to each memory, as tensors of its snapshot."""
+    """Return the columns that this task adds to each memory, as tensors of its snapshot."""
     from latent_sweep.adapters.gpm import new_columns
 
     threshold, added = gpm.threshold(task.position), {}
@@ -91,7 +91,7 @@ def check_rows(task: TaskData) -> None:
 
 
 def first_gradients(A: Tensor, B: Tensor, outputs: Sequence[int]) -> list[Tensor | None]:
-    """Gradients of B of the first projection that can learn: where its input has no direction left, A is zero."""
+    """Return B's gradients of the first projection that can learn: where its input has no direction left, A is zero."""
     able = int(A.flatten(1).any(1).int().argmax())
     return [None if B.grad is None else B.grad.split(list(outputs))[able]]
 
@@ -124,7 +124,7 @@ class InputMemory:
         self._columns = [M.shape[1] for M in self._memory.values()]
 
     def down_projection(self, A: Tensor, adaptation: Adapt) -> Tensor:
-        """A_t, (M, r, n): outside of the memory of every projection's input; zero where that has no direction left.
+        """Design A_t, (M, r, n): outside of the memory of every projection's input; zero where no direction is left.
 
         Args:
             A: random, as drawn; `random_project` leaves it so at the first task.
@@ -148,7 +148,7 @@ class InputMemory:
         return A
 
     def added(self, adaptation: Adapt) -> dict[str, Tensor]:
-        """The columns that the task adds, now that it is learned, as tensors of its snapshot.
+        """Return the columns that the task adds, now that it is learned, as tensors of its snapshot.
 
         Raises:
             NonFiniteLoss: an input is NaN or infinite.
@@ -160,12 +160,12 @@ class InputMemory:
         return tensors
 
     def facts(self) -> dict[str, float]:
-        """Mean number of columns over all inputs, and the share of those that have no direction left."""
+        """Return the mean number of columns over all inputs, and the share of those that have no direction left."""
         full = [count == block.length for count, block in zip(self._columns, self._blocks, strict=True)]
         return {"memory_columns": sum(self._columns) / len(full), "memory_full": sum(full) / len(full)}
 
     def _moments(self, adaptation: Adapt) -> dict[str, Tensor]:
-        """Second moments of every input over the task's rows, by the block's name."""
+        """Measure second moments of every input over the task's rows, by the block's name."""
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments

@@ -37,7 +37,7 @@ DRAWN_TOGETHER = 32
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a task's rows look like: enough to have some written, and to read what was written. All are token ids."""
+    """The format of a task's rows: enough to have some written, and to read what was written. All are token ids."""
 
     name: Sequence[int]
     """What the model reads when it is to write a row."""
@@ -72,18 +72,18 @@ class RowFormat:
         return cls(name, head, cue, unpadded(tensors["format.labels"]), separator(backbone), backbone.eos_id)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `load` reads."""
+        """Return the tensors from which `load` reads the format again."""
         parts = {"name": self.name, "head": self.head, "cue": self.cue}
         ids = {f"format.{part}": torch.tensor(part_ids, dtype=torch.long) for part, part_ids in parts.items()}
         return {**ids, "format.labels": padded(self.labels)}
 
     def write(self, row: Example, longest: int) -> list[int]:
-        """The row as it is to be written; its input is cut where all would be longer than `longest`."""
+        """Write the row in this format; its input is cut where all would be longer than `longest`."""
         end = [self.separator, *row["target_ids"]]
         return [*row["input_ids"][: max(0, longest - len(end))], *end]
 
     def read(self, written: Sequence[int]) -> Example | None:
-        """The row that was written, without EOS; None unless it is well-formed.
+        """Read the row that was written, without EOS; None unless it is well-formed.
 
         It has an input and one separator, and its target is a label or, where there are none, any text.
         """
@@ -98,7 +98,7 @@ class RowFormat:
 
 
 def separator(backbone: Backbone) -> int:
-    """A special token that no row holds: BOS, a sentinel of T5's, or another.
+    """Choose a special token that no row holds: BOS, a sentinel of T5's, or another.
 
     Raises:
         ConfigError: the tokenizer has none that means nothing else.
@@ -115,7 +115,7 @@ def separator(backbone: Backbone) -> int:
 
 
 def _surroundings(task: TaskData) -> tuple[list[int], list[int]]:
-    """The prompt before and after the input, as most rows have it: one that was truncated may have lost its cue."""
+    """Find the prompt before and after the input, as most rows have it: a truncated one may have lost its cue."""
     found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     for row in task.rows:
         prompt, text = tuple(row["prompt_ids"]), tuple(row["input_ids"])
@@ -131,14 +131,14 @@ def _surroundings(task: TaskData) -> tuple[list[int], list[int]]:
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Token ids as one tensor, (sequences, longest), -1 behind the shorter ones."""
+    """Join token ids into one tensor, (sequences, longest), -1 behind the shorter ones."""
     longest = max(map(len, sequences), default=0)
     rows = [[*sequence, *[-1] * (longest - len(sequence))] for sequence in sequences]
     return torch.tensor(rows, dtype=torch.long).view(len(sequences), longest)
 
 
 def unpadded(ids: Tensor) -> list[list[int]]:
-    """What `padded` was given."""
+    """Split a tensor into the sequences that `padded` was given."""
     return [[token for token in row if token >= 0] for row in ids.tolist()]
 
 
@@ -146,31 +146,31 @@ def unpadded(ids: Tensor) -> list[list[int]]:
 
 
 class DrawSettings(Protocol):
-    """How many pseudo-samples are drawn, and how; a method's own settings say so."""
+    """The number of pseudo-samples to draw, and the way to draw them; a method's own settings say so."""
 
     @property
     def sample_length(self) -> int:
-        """Tokens of one, at most."""
+        """Return the number of tokens that one has, at most."""
 
     @property
     def samples_per_label(self) -> int:
-        """How many are wanted for each label."""
+        """Return the number of pseudo-samples wanted for each label."""
 
     @property
     def samples_per_task(self) -> int:
-        """How many are wanted of a task without labels."""
+        """Return the number of pseudo-samples wanted of a task without labels."""
 
     @property
     def tries(self) -> int:
-        """How many are drawn, at most."""
+        """Return the number of pseudo-samples drawn, at most."""
 
     @property
     def top_k(self) -> int:
-        """Likeliest tokens from which each token is drawn."""
+        """Return the number of likeliest tokens from which each token is drawn."""
 
     @property
     def repetition_penalty(self) -> float:
-        """What logits of tokens are divided by that it already has."""
+        """Return the divisor of logits of tokens that it already has."""
 
 
 @dataclass(frozen=True)

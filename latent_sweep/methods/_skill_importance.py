@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SkillSettings(LoraSettings):
-    """How importance is measured and accumulated; the defaults are the released code's."""
+    """The settings of importance, how it is measured and accumulated; the defaults are the released code's."""
 
     sensitivity_decay: float = Field(0.85, ge=0, lt=1)
     """b1, share of the past in the smoothed sensitivity."""
@@ -68,7 +68,7 @@ class SkillLearner(LoraLearner):
     # --- what a method says ---
 
     def sensitivity(self, product: Tensor) -> Tensor:
-        """I of every weight, from weight times gradient."""
+        """Return I of every weight, from weight times gradient."""
         raise NotImplementedError
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class SkillLearner(LoraLearner):
         raise NotImplementedError
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
-        """Weight of the new values in each unit, (F, M, K), from scores in [0, 1]; the old ones have the rest."""
+        """Return the new values' weight in each unit, (F, M, K), from scores in [0, 1]; the old ones have the rest."""
         raise NotImplementedError
 
     # --- the life of a task ---
@@ -93,19 +93,19 @@ class SkillLearner(LoraLearner):
             self._spread[name].lerp_((found - smoothed).abs(), 1 - s.uncertainty_decay)
 
     def state(self) -> dict[str, Tensor]:
-        """Both averages of every weight."""
+        """Return both averages of every weight."""
         return {f"smoothed.{name}": average for name, average in self._smoothed.items()} | {
             f"spread.{name}": average for name, average in self._spread.items()
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from them."""
+        """Go on from both averages of every weight."""
         for prefix, averages in (("smoothed", self._smoothed), ("spread", self._spread)):
             for name, average in averages.items():
                 average.copy_(state[f"{prefix}.{name}"])
 
     def finish(self) -> dict[str, Tensor]:
-        """The fused pair, and the scores accumulated so far: `scores <- minmax(c now + (1 - c) before)`."""
+        """Return the fused pair, and the scores accumulated so far: `scores <- minmax(c now + (1 - c) before)`."""
         pair, now = super().finish(), min_max(self._own_scores())
         if self._previous is None:
             return pair | {"scores": now.float()}
@@ -132,7 +132,7 @@ def min_max(scores: Tensor) -> Tensor:
 
 
 def per_projection(values_Or: Tensor, outputs: Sequence[int]) -> Tensor:
-    """Means over the outputs of each projection: (O, r) -> (M, r)."""
+    """Average over the outputs of each projection: (O, r) -> (M, r)."""
     import torch
 
     return torch.stack([values.mean(0) for values in values_Or.split(list(outputs))])
@@ -141,7 +141,7 @@ def per_projection(values_Or: Tensor, outputs: Sequence[int]) -> Tensor:
 def fused(
     before: Mapping[str, Tensor], now: Mapping[str, Tensor], shares: Tensor, outputs: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The mean of two pairs, unit by unit: `share now + (1 - share) before`, shares (F, M, K)."""
+    """Average two pairs, unit by unit: `share now + (1 - share) before`, shares (F, M, K)."""
     import torch
 
     share_A = shares[0].unsqueeze(-1)

@@ -44,7 +44,7 @@ class SoftPrompted(Protocol):
     """Has the model read virtual tokens."""
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """What the model reads for this prompt when it answers."""
+        """Return the token ids that the model reads for this prompt when it answers."""
 
 
 def tasks_learned(method: Method, position: int, n_tasks: int) -> Sequence[int]:
@@ -53,7 +53,7 @@ def tasks_learned(method: Method, position: int, n_tasks: int) -> Sequence[int]:
 
 
 def prompt_read(method: Method, ids: Sequence[int]) -> list[int]:
-    """What the model reads for this prompt when it answers: the prompt, with virtual tokens where there are some."""
+    """Return the ids that the model reads for this prompt when it answers: with virtual tokens where there are some."""
     return method.prompt(ids) if isinstance(method, SoftPrompted) else list(ids)
 
 
@@ -73,7 +73,7 @@ class Stateful(Protocol):
     """Keeps more than its parameters while a task is learned."""
 
     def state(self) -> dict[str, Tensor]:
-        """What changes while the task is learned, apart from the parameters: kept in the checkpoint inside the task."""
+        """Return what changes while the task is learned, apart from the parameters; the checkpoint keeps it."""
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` gave; the parameters have their values back by then."""
@@ -93,7 +93,7 @@ def rows_trained(learner: Learner, rows: Sequence[Example]) -> Sequence[Example]
 
 
 def state_of(learner: Learner) -> dict[str, Tensor]:
-    """What changes while a task is learned, apart from the parameters."""
+    """Return what changes while a task is learned, apart from the parameters."""
     return learner.state() if isinstance(learner, Stateful) else {}
 
 

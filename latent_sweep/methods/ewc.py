@@ -66,14 +66,14 @@ class Ewc(LoraMethod):
     settings: EwcSettings
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without the settings of a distance that is not there, or has one earlier task and so nothing to sum up."""
+        """Leave out the settings of a distance that is not there, or has one earlier task and so nothing to sum up."""
         unread = {"ewc_lambda"} if not position else set()
         if position < 2 or not self.settings.ewc_lambda:
             unread |= {"fisher", "gamma"}
         return {name: value for name, value in super().stage_identity(position).items() if name not in unread}
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> EwcLearner:
-        """The previous pair, to be trained further.
+        """Take the previous pair, to be trained further.
 
         Raises:
             DataError: the task has no rows to measure F on.
@@ -87,7 +87,7 @@ class Ewc(LoraMethod):
         return EwcLearner(branch, self.outputs, self.settings, anchors, task, self.context)
 
     def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[Branch, Branch]]:
-        """Every (F, theta*) that the new pair is held to."""
+        """Return every (F, theta*) that the new pair is held to."""
         device = self.context.backbone.device
         pairs = [self.branch(snapshot) for snapshot in history]
         own = [(snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history]
@@ -127,7 +127,7 @@ class EwcLearner(LoraLearner):
         self._facts: dict[str, float] = {}
 
     def penalty(self) -> dict[str, Tensor]:
-        """`lambda / 2 sum F (theta - theta*)^2` over all anchors."""
+        """Return `lambda / 2 sum F (theta - theta*)^2` over all anchors."""
         weight = self.settings.ewc_lambda
         if not self._anchors or not weight:
             return {}
@@ -139,7 +139,7 @@ class EwcLearner(LoraLearner):
         return {"ewc_penalty": 0.5 * weight * sum(terms[1:], start=terms[0])}
 
     def finish(self) -> dict[str, Tensor]:
-        """The pair, and F at it.
+        """Return the pair, and F at it.
 
         Raises:
             NonFiniteLoss: F is not finite.
@@ -161,14 +161,14 @@ class EwcLearner(LoraLearner):
         return super().finish() | {"fisher_A": F_A.cpu(), "fisher_B": F_B.cpu()}
 
     def facts(self) -> dict[str, float]:
-        """Mean and largest entry of F, for choosing lambda."""
+        """Return the mean and largest entry of F, for choosing lambda."""
         return self._facts
 
 
 def diagonal_fisher(
     branch: Branch, outputs: Sequence[int], scale: float, rows: Sequence[Example], context: MethodContext
 ) -> Branch:
-    """Mean over rows of the squared gradient of each row's own loss, the mean over its target tokens.
+    """Average over rows the squared gradient of each row's own loss, the mean over its target tokens.
 
     Every row of a batch meets its own copy of the pair, so one backward pass gives the gradient of every row.
 

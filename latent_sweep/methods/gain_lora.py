@@ -75,25 +75,25 @@ class GainLora(BranchMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """GainLoRA's scripts."""
+        """Return the values of GainLoRA's scripts."""
         scripts = gain_lora_scripts(family, benchmark)
         released = {"gate": RELEASED_GATES[family], "gpm": released_gpm(family)}
         return Scripts({**scripts.method, **released}, scripts.training)
 
     @classmethod
     def defaults(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """What the preset says, as far as the variant reads it."""
+        """Return the values that the preset says, as far as the variant reads them."""
         released = settings.preset == "official" and family_of(backbone) == "llama"
         design = {"design": "random_project" if released else "svd"}
         variant = design if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
         return {**super().defaults(settings, backbone, benchmark), **variant}
 
     def reads_history(self, position: int) -> bool:
-        """Always, through the memory."""
+        """Whether there is an earlier task: its memory is always read."""
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without what the variant does not read, and what matters from the second task on."""
+        """Leave out what the variant does not read, and what matters from the second task on."""
         identity = super().stage_identity(position)
         unread = set()
         if self.settings.variant == "o_lora":
@@ -106,13 +106,13 @@ class GainLora(BranchMethod):
         return identity
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """r m per projection, in the variant `o_lora` r n too, and the gate."""
+        """Count r m per projection, in the variant `o_lora` r n too, and the gate."""
         s = self.settings
         pairs = sum(self.rank() * (m if s.variant == "inf_lora" else m + n) for m, n in shapes.values())
         return pairs + (2 * s.gate.width + 1) * width
 
     def _o_lora(self) -> OLora:
-        """O-LoRA with these settings, for its penalty."""
+        """Make O-LoRA with these settings, for its penalty."""
         shared = OLoraSettings.model_fields.keys() - {"name"}
         own = {name: value for name, value in self.settings if name in shared}
         return OLora(OLoraSettings(**own), self._context)
@@ -122,7 +122,7 @@ class GainLora(BranchMethod):
     def gates(
         self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
     ) -> npt.NDArray[np.float64]:
-        """g_t(x) of every snapshot's gate for every prompt."""
+        """Return g_t(x) of every snapshot's gate for every prompt."""
         import torch
 
         table, settings = self.context.backbone.embedding_table, self.settings.gate
@@ -132,7 +132,7 @@ class GainLora(BranchMethod):
             return torch.stack(weights, 1).double().cpu().numpy()
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> GainLoraLearner:
-        """A new pair behind a new gate that is closed for earlier prompts, beside the earlier pairs behind theirs."""
+        """Put a new pair behind a new gate closed for earlier prompts, beside the earlier pairs behind theirs."""
         s, table = self.settings, self.context.backbone.embedding_table
         gate = NewGate(s.gate, s.gpm, table, task, history)
         memory = InputMemory(s.gpm, s.design, self.context, task, history) if s.design else None
@@ -175,11 +175,11 @@ class GainLoraLearner(LoraLearner):
             self.A = memory.down_projection(self.A, self.adaptation)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The pair, as far as it is trained, and the gate."""
+        """Return the pair, as far as it is trained, and the gate."""
         return super().parameters() | self._gate.parameters()
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """Every pair, weighed by its gate for each row; no dropout where nothing is learned."""
+        """Weigh every pair by its gate for each row; no dropout where nothing is learned."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -197,7 +197,7 @@ class GainLoraLearner(LoraLearner):
         return Adaptation(DeltaSum([own, earlier], rate, [False, self._detach]))
 
     def penalty(self) -> dict[str, Tensor]:
-        """O-LoRA's, in its variant."""
+        """Return O-LoRA's penalty, in its variant."""
         return {} if self._penalty is None else self._penalty(self.A, self.B)
 
     def after_step(self, step: int) -> None:
@@ -205,20 +205,20 @@ class GainLoraLearner(LoraLearner):
         self._gate.project()
 
     def state(self) -> dict[str, Tensor]:
-        """A where it is designed: another machine's singular vectors might have other signs."""
+        """Return A where it is designed: another machine's singular vectors might have other signs."""
         return {} if self._memory is None else {"A": self.A}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """The A that B belongs to; the gate's next step begins at the parameters that are back by now."""
+        """Take the A that B belongs to; the gate's next step begins at the parameters that are back by now."""
         if self._memory is not None:
             self.A = state["A"].to(self.A.device)
         self._gate.begin_step()
 
     def finish(self) -> dict[str, Tensor]:
-        """The pair, the gate, and the columns that this task adds to their memories."""
+        """Return the pair, the gate, and the columns that this task adds to their memories."""
         memory = {} if self._memory is None else self._memory.added(self.adaptation)
         return super().finish() | self._gate.finish() | memory
 
     def facts(self) -> dict[str, float]:
-        """Sizes of the memory, and how far the gate opens for its own task."""
+        """Return sizes of the memory, and how far the gate opens for its own task."""
         return self._gate.facts() | ({} if self._memory is None else self._memory.facts())

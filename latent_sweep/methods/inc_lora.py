@@ -28,5 +28,5 @@ class IncLora(BranchMethod):
     settings_class = IncLoraSettings
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """A new pair beside the earlier ones."""
+        """Put a new pair beside the earlier ones."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history))

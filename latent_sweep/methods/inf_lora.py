@@ -46,28 +46,28 @@ class InfLora(BranchMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """The baseline of GainLoRA's release."""
+        """Return the values of the baseline in GainLoRA's release."""
         scripts = gain_lora_scripts(family, benchmark)
         released = {"design": "random_project", "gpm": released_gpm(family)}
         return Scripts({**scripts.method, **released}, scripts.training)
 
     def reads_history(self, position: int) -> bool:
-        """Always, through the memory."""
+        """Whether there is an earlier task: its memory is always read."""
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """The first task's memory does not depend on the ramp."""
+        """Leave out the ramp at the first task, whose memory does not depend on it."""
         identity = super().stage_identity(position)
         if position == 0:
             del identity["gpm"]["ramp"]
         return identity
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """r m per projection."""
+        """Count r m per projection."""
         return sum(self.rank() * m for m, _ in shapes.values())
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> InfLoraLearner:
-        """A designed A and B = 0, beside the earlier pairs."""
+        """Put a designed A and B = 0 beside the earlier pairs."""
         s = self.settings
         memory = InputMemory(s.gpm, s.design, self.context, task, history)
         return InfLoraLearner(self.fresh(task), self.outputs, s, self.active(history), memory)
@@ -89,17 +89,17 @@ class InfLoraLearner(LoraLearner):
         self.A = memory.down_projection(self.A, self.adaptation)
 
     def state(self) -> dict[str, Tensor]:
-        """A: another machine's singular vectors might have other signs."""
+        """Return A: another machine's singular vectors might have other signs."""
         return {"A": self.A}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """The A that B belongs to."""
+        """Take the A that B belongs to."""
         self.A = state["A"].to(self.A.device)
 
     def finish(self) -> dict[str, Tensor]:
-        """The pair, and the columns that this task adds to the memory."""
+        """Return the pair, and the columns that this task adds to the memory."""
         return super().finish() | self._memory.added(self.adaptation)
 
     def facts(self) -> dict[str, float]:
-        """Sizes of the memory."""
+        """Return sizes of the memory."""
         return self._memory.facts()

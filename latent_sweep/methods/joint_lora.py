@@ -29,13 +29,13 @@ class JointLora(LoraMethod):
     settings_class = JointLoraSettings
 
     def reads_history(self, position: int) -> bool:
-        """No stage builds on another."""
+        """Return False: no stage builds on another."""
         return False
 
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
-        """All tasks in the first stage, none later."""
+        """Return all tasks in the first stage, none later."""
         return range(n_tasks) if position == 0 else ()
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """A new pair for all tasks."""
+        """Make a new pair for all tasks."""
         return LoraLearner(self.fresh(task), self.outputs, self.settings)

@@ -42,18 +42,18 @@ class KifLora(LoraMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """The script of the released code (written for T5), the same for every family and benchmark."""
+        """Return the values of the released script (written for T5), the same for every family and benchmark."""
         training = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without the settings of the fusion at the first task, which has nothing to fuse with."""
+        """Leave out the settings of the fusion at the first task, which has nothing to fuse with."""
         own = super().stage_identity(position)
         return own if position else {name: value for name, value in own.items() if name not in FUSION}
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> KifLoraLearner:
-        """The fused pair, to be trained further."""
+        """Take the fused pair, to be trained further."""
         previous = history[-1] if history else None
         return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous)
 
@@ -65,7 +65,7 @@ class KifLoraLearner(SkillLearner):
     _share: float | None = None
 
     def penalty(self) -> dict[str, Tensor]:
-        """Weight times the mean over all matrices of `||P - I||_F`, P = A A^T or B^T B; not squared."""
+        """Return weight times the mean over all matrices of `||P - I||_F`, P = A A^T or B^T B; not squared."""
         import torch
 
         weight = self.settings.orthogonality
@@ -77,19 +77,19 @@ class KifLoraLearner(SkillLearner):
         return {"orthogonality": weight * torch.linalg.matrix_norm(products - identity).mean()}
 
     def sensitivity(self, product: Tensor) -> Tensor:
-        """`I = |w g - (w g)^2 / 2|`: what the loss changes without this weight, to second order."""
+        """Return `I = |w g - (w g)^2 / 2|`: what the loss changes without this weight, to second order."""
         return (product - 0.5 * product.square()).abs()
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
-        """Mean of the outer product of a slice's scores, that is: the product of their means."""
+        """Average the outer product of a slice's scores, that is: multiply their means."""
         return (score_A.mean(2) * per_projection(score_B, self.outputs)).unsqueeze(0)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
-        """Softmax over past and present of score / tau."""
+        """Return the softmax over past and present of score / tau."""
         shares = ((now - before) / self.settings.temperature).sigmoid()
         self._share = float(shares.mean())
         return shares
 
     def facts(self) -> dict[str, float]:
-        """Mean weight of the new values; nothing at the first task."""
+        """Return the mean weight of the new values; nothing at the first task."""
         return {} if self._share is None else {"share_of_present": self._share}

@@ -35,7 +35,7 @@ EMBEDDED_LAMBDA = 1e-5
 
 
 class OrthoSettings(Settings):
-    """How the interference penalty is measured."""
+    """The settings of the interference penalty, how it is measured."""
 
     include_scale: bool = False
     """Whether s counts as part of R~, which multiplies the penalty by s^4 (A3)."""
@@ -95,17 +95,17 @@ class LatentLora(Method):
 
     @classmethod
     def defaults(cls, settings: LatentLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """The paper's lambda; on the embedded backbone, one that balances the task loss (A4b)."""
+        """Return the paper's lambda; on the embedded backbone, one that balances the task loss (A4b)."""
         value = EMBEDDED_LAMBDA if backbone == EMBEDDED else PAPER_LAMBDA.get(benchmark, PAPER_LAMBDA["superni"])
         return {"ortho_lambda": value}
 
     def reads_history(self, position: int) -> bool:
-        """Only through the penalty, a start from the previous R, or earlier adapters active in training."""
+        """Whether the penalty, a start from the previous R, or earlier adapters active in training read it."""
         s = self.settings
         return position > 0 and (bool(s.ortho_lambda) or s.R_init == "prev" or s.train_active == "sum")
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without the settings that this stage does not read: task 1 is shared by all lambdas."""
+        """Leave out the settings that this stage does not read: task 1 is shared by all lambdas."""
         s = self.settings
         unread = {"name"}
         if position == 0 or not s.ortho_lambda:
@@ -120,11 +120,11 @@ class LatentLora(Method):
         return {**identity, "scale": s.s, "factors": versions.FACTORS}
 
     def rank(self) -> int:
-        """r."""
+        """Return the adapter rank r."""
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """r^2 per projection."""
+        """Count r^2 per projection."""
         return len(shapes) * self.settings.rank**2
 
     @property
@@ -147,7 +147,7 @@ class LatentLora(Method):
         return self._space
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LatentLearner:
-        """A fresh R, and the penalty against the earlier ones where lambda > 0."""
+        """Start a fresh R, and the penalty against the earlier ones where lambda > 0."""
         import torch
 
         from latent_sweep.adapters.latent import OrthoPenalty, blend
@@ -167,7 +167,7 @@ class LatentLora(Method):
         return LatentLearner(space, R, penalty, s.ortho_lambda, active, s.dropout)
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """Each row answers with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""
+        """Have each row answer with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.latent import blend
 
@@ -205,11 +205,11 @@ class LatentLearner(Learner):
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """R alone."""
+        """Return R alone."""
         return {"R": self.R}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """One R for all rows, with the earlier ones where they are active too; no dropout where nothing is learned."""
+        """Use one R for all rows, with the earlier ones where active too; no dropout where nothing is learned."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -218,5 +218,5 @@ class LatentLearner(Learner):
         return Adaptation(self._space.deltas(self.R if self._active is None else self.R + self._active, dropout))
 
     def penalty(self) -> dict[str, Tensor]:
-        """lambda times the interference with the earlier adapters, equation (10)."""
+        """Return lambda times the interference with the earlier adapters, equation (10)."""
         return {} if self._penalty is None else {"ortho_penalty": self._lambda * self._penalty(self.R)}

@@ -91,12 +91,12 @@ class Lfpt5(Method):
 
     @classmethod
     def defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """The released code's number of micro-batches, under the preset `official`."""
+        """Return the released code's number of micro-batches, under the preset `official`."""
         return {"accumulation": 4} if settings.preset == "official" else {}
 
     @classmethod
     def training_defaults(cls, settings: Lfpt5Settings, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """What the released scripts train with, under the preset `official`: in training mode, gradients not clipped.
+        """Return what the released scripts train with, under `official`: in training mode, gradients not clipped.
 
         Departure: ten epochs; theirs are 421, over 16 rows a label. On the embedded backbone, which no protocol knows,
         a prompt learns a task in a few dozen steps of Adafactor at 0.3.
@@ -107,7 +107,7 @@ class Lfpt5(Method):
         return {"learning_rate": 0.3, "optimizer": "adafactor"} if backbone == EMBEDDED else {}
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without what is read for pseudo-samples alone, where there are none: task 1 is shared by all k."""
+        """Leave out what is read for pseudo-samples alone, where there are none: task 1 is shared by all k."""
         s, identity = self.settings, super().stage_identity(position)
         if not s.kl_weight:
             del identity["accumulation"]
@@ -127,15 +127,15 @@ class Lfpt5(Method):
         return {name: value for name, value in identity.items() if name not in unread}
 
     def rank(self) -> int:
-        """0: no projection is adapted."""
+        """Return 0: no projection is adapted."""
         return 0
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """The prompt's vectors times their width."""
+        """Multiply the prompt's vectors by their width."""
         return self.settings.prompt_length * width
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Lfpt5Learner:
-        """The previous prompt, to be trained further, with pseudo-samples of every earlier task that it draws now."""
+        """Take the previous prompt to train it further, with pseudo-samples of every earlier task that it draws now."""
         from latent_sweep.methods._pseudo_samples import RowFormat, draw
 
         backbone = self.context.backbone
@@ -149,20 +149,20 @@ class Lfpt5(Method):
         return Lfpt5Learner(self, prompt, format, samples)
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """The newest prompt, the same for all rows."""
+        """Answer all rows with the newest prompt."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation(prompt=history[-1]["prompt"].to(self.context.backbone.device))
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """The soft prompt stands behind the input."""
+        """Put the soft prompt behind the input."""
         from latent_sweep.adapters.bank import virtual_tokens
 
         return [*ids, *virtual_tokens(self.settings.prompt_length)]
 
 
 def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: int) -> Tensor:
-    """Where the first task starts, (length, d) in float32.
+    """Make the prompt that the first task starts from, (length, d) in float32.
 
     A description, the task's name and every label have a vector each, the mean embedding of their tokens. The others
     are embeddings of tokens drawn, with replacement, among the most frequent of the task's rows (of a corpus, in the
@@ -195,17 +195,17 @@ class Lfpt5Learner(Learner):
         self._format, self._samples = format, samples
 
     def parameters(self) -> dict[str, Tensor]:
-        """The prompt alone."""
+        """Return the prompt alone."""
         return {"prompt": self.prompt}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """The prompt, the same for all rows."""
+        """Use the prompt, the same for all rows."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation(prompt=self.prompt)
 
     def examples(self, rows: Sequence[Example]) -> list[Example]:
-        """The task's rows and the pseudo-samples, each with the prompt and, as `lm`, as it is to be written."""
+        """Return the task's rows and the pseudo-samples, each with the prompt and, as `lm`, as it is to be written."""
         own = [self._with_prompt(row, self._format, pseudo=False) for row in rows]
         return own + [self._with_prompt(row, s.format, pseudo=True) for s in self._samples for row in s.rows]
 
@@ -215,7 +215,7 @@ class Lfpt5Learner(Learner):
         return {**row, "prompt_ids": self._method.prompt(row["prompt_ids"]), "lm": lm, "pseudo": pseudo}
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
-        """`task`, `lm` and, where there are pseudo-samples, `kl`, each with its coefficients."""
+        """Return `task`, `lm` and, where there are pseudo-samples, `kl`, each with its coefficients."""
         s, terms = self._settings, {"task": outputs.task_loss()}
         if s.lm_weight:
             terms["lm"] = s.lm_weight * self._lm_loss(outputs)
@@ -256,7 +256,7 @@ class Lfpt5Learner(Learner):
         return forward(context.backbone, context.bank, rows, adaptation, drop_out=drop_out)
 
     def finish(self) -> dict[str, Tensor]:
-        """The prompt, the format of this task's rows, and the pseudo-samples of every earlier task, token ids."""
+        """Return the prompt, the format of this task's rows, and every earlier task's pseudo-samples, token ids."""
         from latent_sweep.methods._pseudo_samples import padded
 
         longest = self._settings.sample_length
@@ -265,7 +265,7 @@ class Lfpt5Learner(Learner):
         return super().finish() | self._format.tensors() | pseudo_samples
 
     def facts(self) -> dict[str, float]:
-        """Pseudo-samples replayed, and the share of all drawn that was well-formed."""
+        """Return the pseudo-samples replayed, and the share of all drawn that was well-formed."""
         drawn = sum(samples.drawn for samples in self._samples)
         if not drawn:
             return {}

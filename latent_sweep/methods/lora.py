@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scripts:
-    """What the released scripts of a method set, by the names that the settings have here."""
+    """The settings of a method's released scripts, by the names that the settings have here."""
 
     method: Mapping[str, Any]
     """Settings of the method's own group."""
@@ -61,7 +61,7 @@ def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
 
 
 class LoraSettings(MethodSettings):
-    """What the `method:` group of every LoRA method has.
+    """The settings that the `method:` group of every LoRA method has.
 
     Defaults of what a preset may say are those of the preset `unified`, here and in the methods' own groups. Here they
     are the Latent-LoRA paper's common protocol for LoRA baselines (appendix "Training"); it states no dropout (A28).
@@ -84,7 +84,7 @@ class LoraSettings(MethodSettings):
 
 
 class BranchSettings(LoraSettings):
-    """What the `method:` group of a method with a pair for every task has besides."""
+    """The settings that the `method:` group of a method with a pair for every task has besides."""
 
     train_active: Literal["sum", "current"] = "sum"
     """Pairs active while a task is learned: its own with all earlier ones, or its own alone."""
@@ -104,17 +104,17 @@ class LoraMethod(Method):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """What the preset `official` fills in; what it does not name is the unified preset's, the settings' default."""
+        """Return what the preset `official` fills in; the rest is the unified preset's, the settings' default."""
         return o_lora_scripts(family, benchmark)
 
     @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """What the released scripts set, under the preset `official`."""
+        """Return what the released scripts set for the method, under the preset `official`."""
         return cls.official(family_of(backbone), benchmark).method if settings.preset == "official" else {}
 
     @classmethod
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """What the released scripts train with, under the preset `official`; else the paper's protocol holds.
+        """Return what the released scripts train with, under the preset `official`; else the paper's protocol holds.
 
         The released trainers, Hugging Face's with changes of their own, call `model.train()` at every step: so the
         backbone's own dropout is on there. Statistics are read, and answers given, without it, as there.
@@ -127,39 +127,39 @@ class LoraMethod(Method):
         return {"learning_rate": 1e-3} if backbone == EMBEDDED else {}
 
     def rank(self) -> int:
-        """r."""
+        """Return the adapter rank r."""
         return self.settings.rank
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """r (m + n) per projection."""
+        """Count r (m + n) per projection."""
         return sum(self.rank() * (m + n) for m, n in shapes.values())
 
     # --- pairs ---
 
     @property
     def outputs(self) -> list[int]:
-        """m of every adapted projection."""
+        """Return m of every adapted projection."""
         from latent_sweep.adapters.lora import outputs_of
 
         return outputs_of(self.context.backbone.targets)
 
     def fresh(self, task: TaskData) -> Branch:
-        """A new pair: A drawn, B = 0."""
+        """Make a new pair: A drawn, B = 0."""
         from latent_sweep.adapters.lora import new_branch
 
         return new_branch(self.context.backbone.targets, self.rank(), task.generator("start"))
 
     def carried(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Branch:
-        """The newest snapshot's pair, or a new one at the first task."""
+        """Return the newest snapshot's pair, or a new one at the first task."""
         return self.branch(history[-1]) if history else self.fresh(task)
 
     def branch(self, snapshot: Mapping[str, Tensor]) -> Branch:
-        """A snapshot's pair, on the backbone's device."""
+        """Return a snapshot's pair, on the backbone's device."""
         device = self.context.backbone.device
         return snapshot["A"].to(device), snapshot["B"].to(device)
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """Each row answers with its own sum of pairs; snapshots that no row weighs play no part."""
+        """Have each row answer with its own sum of pairs; snapshots that no row weighs play no part."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import blended
 
@@ -175,11 +175,11 @@ class BranchMethod(LoraMethod):
     settings: BranchSettings
 
     def reads_history(self, position: int) -> bool:
-        """Only through earlier pairs that are active in training."""
+        """Whether there are earlier pairs that are active in training: only they are read."""
         return position > 0 and self.settings.train_active == "sum"
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without what matters through earlier pairs alone, where none is active."""
+        """Leave out what matters through earlier pairs alone, where none is active."""
         identity = super().stage_identity(position)
         if position == 0:
             identity["train_active"] = "current"
@@ -188,7 +188,7 @@ class BranchMethod(LoraMethod):
         return identity
 
     def active(self, history: Sequence[Mapping[str, Tensor]]) -> Sequence[Delta]:
-        """The earlier pairs' deltas, frozen, as they are active in training; none where they are not."""
+        """Return the earlier pairs' deltas, frozen, as they are active in training; none where they are not."""
         from latent_sweep.adapters.lora import DeltaSum, summed
 
         s = self.settings
@@ -224,11 +224,11 @@ class LoraLearner(Learner):
         self._earlier = earlier
 
     def parameters(self) -> dict[str, Tensor]:
-        """A and B, as far as they are trained."""
+        """Return A and B, as far as they are trained."""
         return {name: tensor for name, tensor in (("A", self.A), ("B", self.B)) if tensor.requires_grad}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """The pair and the earlier ones, the same for all rows; no dropout where nothing is learned."""
+        """Use the pair and the earlier ones, the same for all rows; no dropout where nothing is learned."""
         import torch
 
         from latent_sweep.adapters.bank import Adaptation
@@ -239,5 +239,5 @@ class LoraLearner(Learner):
         return Adaptation(DeltaSum([own, self._earlier], rate) if self._earlier or rate else own)
 
     def finish(self) -> dict[str, Tensor]:
-        """The pair."""
+        """Return the pair."""
         return {"A": self.A.detach().cpu().clone(), "B": self.B.detach().cpu().clone()}

@@ -43,7 +43,7 @@ class Lwf(LoraMethod):
     settings: LwfSettings
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without what is not read: at the first task, which has no teacher, or where the distance weighs nothing."""
+        """Leave out what is not read: at the first task, which has no teacher, or where the distance weighs nothing."""
         own = super().stage_identity(position)
         if position and self.settings.alpha_kd:
             return own
@@ -51,7 +51,7 @@ class Lwf(LoraMethod):
         return {name: value for name, value in own.items() if name not in unread}
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """The previous pair, to be trained further, with itself for a teacher."""
+        """Take the previous pair, to be trained further, with itself for a teacher."""
         branch = self.carried(task, history)
         if not history or not self.settings.alpha_kd:
             return LoraLearner(branch, self.outputs, self.settings)
@@ -78,7 +78,7 @@ class LwfLearner(LoraLearner):
         self._context, self._teacher = context, Adaptation(LoraDeltas(*branch, outputs, settings.s))
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
-        """The cross-entropy, and the distance to the teacher on the same rows."""
+        """Return the cross-entropy, and the distance to the teacher on the same rows."""
         import torch
 
         from latent_sweep.backbones.batches import forward
@@ -93,7 +93,7 @@ class LwfLearner(LoraLearner):
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """`tau^2 KL(softmax(teacher / tau) || softmax(student / tau))`, summed over tokens; logits (tokens, vocabulary)."""
+    """Sum `tau^2 KL(softmax(teacher / tau) || softmax(student / tau))` over tokens; logits (tokens, vocabulary)."""
     from torch.nn.functional import kl_div, log_softmax
 
     p, q = (log_softmax(logits.float() / temperature, dim=-1) for logits in (teacher, student))

@@ -62,18 +62,18 @@ class OLora(BranchMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """The released schedules for T5 on Long Sequence; other scripts take the defaults."""
+        """Return the released schedules for T5 on Long Sequence; other scripts take the defaults."""
         scripts = o_lora_scripts(family, benchmark)
         scheduled = family == "t5" and benchmark == "long_sequence"
         schedules = {"lambda_1": LONG_LAMBDA_1, "lambda_2": LONG_LAMBDA_2} if scheduled else {}
         return Scripts({**scripts.method, **schedules}, scripts.training)
 
     def reads_history(self, position: int) -> bool:
-        """Through the overlap, and through earlier pairs that are active in training."""
+        """Whether the overlap, or earlier pairs that are active in training, read it."""
         return super().reads_history(position) or self.coefficients(position)[0] > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """With the weights of this position only."""
+        """Keep the weights of this position only."""
         identity = super().stage_identity(position)
         identity["lambda_1"], identity["lambda_2"] = self.coefficients(position)
         if not identity["lambda_1"]:
@@ -81,7 +81,7 @@ class OLora(BranchMethod):
         return identity
 
     def coefficients(self, position: int) -> tuple[float, float]:
-        """lambda_1 and lambda_2 of the task at this position; the first task has nothing to overlap with."""
+        """Return lambda_1 and lambda_2 of the task at this position; the first task has nothing to overlap with."""
         s = self.settings
         return _at(position, s.lambda_1) if position else 0.0, _at(position, s.lambda_2)
 
@@ -92,7 +92,7 @@ class OLora(BranchMethod):
         return OLoraPenalty(earlier, self.outputs, lambda_1, lambda_2, self.settings.penalty)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> OLoraLearner:
-        """A new pair beside the earlier ones, under the penalty."""
+        """Put a new pair beside the earlier ones, under the penalty."""
         penalty = self.penalty(task.position, history)
         return OLoraLearner(self.fresh(task), self.outputs, self.settings, self.active(history), penalty)
 
@@ -102,7 +102,7 @@ def _at(position: int, coefficient: Coefficient) -> float:
 
 
 class OLoraPenalty:
-    """What the loss of one task has besides the task term; terms of weight 0 are left out.
+    """The terms that the loss of one task has besides the task term; those of weight 0 are left out.
 
     Args:
         earlier: down-projections of the earlier tasks, each (M, r, n); none are needed where lambda_1 is 0.
@@ -163,5 +163,5 @@ class OLoraLearner(LoraLearner):
         self._penalty = penalty
 
     def penalty(self) -> dict[str, Tensor]:
-        """Overlap with the earlier tasks, and the pair's size."""
+        """Return the overlap with the earlier tasks, and the pair's size."""
         return self._penalty(self.A, self.B)

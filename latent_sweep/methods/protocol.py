@@ -29,7 +29,7 @@ BRANCHES: tuple[Mixing, ...] = ("sum", "soft", "hard", "last", "oracle")
 
 
 class MethodSettings(Settings):
-    """What every method's `method:` group has."""
+    """The settings that every method's `method:` group has."""
 
     name: str
     """Name of the method, as registered in `latent_sweep.methods`."""
@@ -37,7 +37,7 @@ class MethodSettings(Settings):
 
 @dataclass(frozen=True)
 class MethodContext:
-    """Where a method works: the backbone, the bank that adapts it, and the folder its caches may use."""
+    """The surroundings that a method works in: the backbone, the bank that adapts it, and the folder for its caches."""
 
     backbone: Backbone
     bank: AdapterBank
@@ -62,7 +62,7 @@ class TaskData:
 
 
 class Method:
-    """What a method's settings and snapshots mean. Stateless between tasks: all it remembers is in the snapshots.
+    """A way to learn, with its settings. Stateless between tasks: all it remembers is in the snapshots.
 
     Attributes:
         settings_class: the pydantic class of its `method:` group.
@@ -90,17 +90,17 @@ class Method:
 
     @classmethod
     def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
-        """The settings that a method is made with, from those of a sweep file and from `defaults`."""
+        """Fill in the settings that a method is made with, from those of a sweep file and from `defaults`."""
         return filled(settings, cls.settings_class, cls.defaults(settings, backbone, benchmark))
 
     @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Settings where the sweep file leaves them out, by name, groups within as mappings; else their class says."""
+        """Return settings that the sweep file leaves out, by name, inner groups as mappings; else their class says."""
         return {}
 
     @classmethod
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Training settings that this method's preset prefers to the paper's common protocol, by name."""
+        """Return training settings that this method's preset prefers to the paper's common protocol, by name."""
         return {}
 
     def reads_history(self, position: int) -> bool:
@@ -108,15 +108,15 @@ class Method:
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """The settings that learning the task at this position reads; the others are no part of its lineage."""
+        """Return the settings that learning the task at this position reads; the others are no part of its lineage."""
         return {name: value for name, value in self.settings.training_identity().items() if name != "name"}
 
     def rank(self) -> int:
-        """Adapter rank, checked against the backbone's projections before anything runs; 0 without such a limit."""
+        """Return the adapter rank, checked against the backbone's projections before a run; 0 without such a limit."""
         raise NotImplementedError
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Trainable numbers per task, from the shapes (out, in) of the adapted projections and the embedding width."""
+        """Count trainable numbers per task, from the adapted projections' shapes (out, in) and the embedding width."""
         raise NotImplementedError
 
     @property
@@ -127,7 +127,7 @@ class Method:
     # --- learning and answering ---
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Learner:
-        """A learner for this task.
+        """Make a learner for this task.
 
         Args:
             history: tensors of the earlier snapshots, oldest first; empty where `reads_history` is False.
@@ -135,7 +135,7 @@ class Method:
         raise NotImplementedError
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """How these snapshots answer, weighted row by row: weights (rows, snapshots).
+        """Return the adaptation by which these snapshots answer, weighted row by row: weights (rows, snapshots).
 
         One row of weights holds for every row of any batch.
         """
@@ -146,24 +146,24 @@ class Learner:
     """Learns one task: the only mutable thing. The loop owns backward, clipping and stepping."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """What is trained, by name: float32 leaves that require gradients."""
+        """Return what is trained, by name: float32 leaves that require gradients."""
         raise NotImplementedError
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """What the backbone gets for these rows during training and validation."""
+        """Return the adaptation of the backbone for these rows during training and validation."""
         raise NotImplementedError
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
-        """Named terms that depend on data, each already scaled so that micro-batches add up; the loop sums them."""
+        """Return named terms that depend on data, each scaled so that micro-batches add up; the loop sums them."""
         return {"task": outputs.task_loss()}
 
     def penalty(self) -> dict[str, Tensor]:
-        """Named terms that depend on the parameters alone, added once per optimizer step."""
+        """Return named terms that depend on the parameters alone, added once per optimizer step."""
         return {}
 
     def after_step(self, step: int) -> None:
-        """Called after every optimizer step (0-based), while the step's clipped gradients are still there."""
+        """Act on an optimizer step (0-based) that was taken, while its clipped gradients are still there."""
 
     def finish(self) -> dict[str, Tensor]:
-        """The tensors of this task's snapshot."""
+        """Return the tensors of this task's snapshot."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}

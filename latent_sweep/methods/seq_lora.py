@@ -25,5 +25,5 @@ class SeqLora(LoraMethod):
     settings_class = SeqLoraSettings
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
-        """The previous pair, to be trained further."""
+        """Take the previous pair, to be trained further."""
         return LoraLearner(self.carried(task, history), self.outputs, self.settings)

@@ -45,19 +45,19 @@ class Tasl(LoraMethod):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """The scripts of the released code, the same for every benchmark."""
+        """Return the values of the released scripts, the same for every benchmark."""
         training = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
         own = {"batch_size": 8, "weight_decay": 0.01} if family == "t5" else {"batch_size": 128}
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Without the settings of the consolidation at the first task, which has nothing to consolidate."""
+        """Leave out the settings of the consolidation at the first task, which has nothing to consolidate."""
         own = super().stage_identity(position)
         return own if position else {name: value for name, value in own.items() if name not in CONSOLIDATION}
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> TaslLearner:
-        """The consolidated pair, to be trained further."""
+        """Take the consolidated pair, to be trained further."""
         previous = history[-1] if history else None
         return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous)
 
@@ -69,17 +69,17 @@ class TaslLearner(SkillLearner):
     _kinds: Mapping[str, float] = {}
 
     def sensitivity(self, product: Tensor) -> Tensor:
-        """`I = |w g|`."""
+        """Return `I = |w g|`."""
         return product.abs()
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
-        """Mean over the weights of each matrix."""
+        """Average over the weights of each matrix."""
         import torch
 
         return torch.stack([score_A.mean((1, 2)), per_projection(score_B, self.outputs).mean(1)]).unsqueeze(-1)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
-        """Important to both: `both_share`; to the past alone: 0; to this task alone: 1; to neither: 1/2."""
+        """Return `both_share` where important to both; to the past alone: 0; to this task alone: 1; to neither: 1/2."""
         import torch
 
         needed_before, needed_now = (scores > self._threshold(scores) for scores in (before, now))
@@ -93,5 +93,5 @@ class TaslLearner(SkillLearner):
         return scores.flatten().quantile(self.settings.percentile / 100)
 
     def facts(self) -> dict[str, float]:
-        """How many units both, one or neither of past and present need; nothing at the first task."""
+        """Count the units that both, one or neither of past and present need; nothing at the first task."""
         return dict(self._kinds)

@@ -27,27 +27,27 @@ class ZeroShot(Method):
     settings_class = ZeroShotSettings
 
     def reads_history(self, position: int) -> bool:
-        """There is nothing to read."""
+        """Return False: there is nothing to read."""
         return False
 
     def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
-        """No task."""
+        """Return no task."""
         return ()
 
     def rank(self) -> int:
-        """No adapter, no limit."""
+        """Return 0: there is no adapter, and no limit."""
         return 0
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """None."""
+        """Return 0: nothing is trained."""
         return 0
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> NothingToLearn:
-        """A learner without parameters."""
+        """Make a learner without parameters."""
         return NothingToLearn()
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """The bare backbone."""
+        """Leave the backbone bare."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation()
@@ -57,11 +57,11 @@ class NothingToLearn(Learner):
     """Leaves an empty snapshot; as its stages read no rows, the loop never runs it."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """None."""
+        """Return no parameters."""
         return {}
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
-        """The bare backbone."""
+        """Leave the backbone bare."""
         from latent_sweep.adapters.bank import Adaptation
 
         return Adaptation()

@@ -115,7 +115,7 @@ def _shortened(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib draws as it is: between dollars it would read, and may refuse, a formula."""
+    """Escape text so that matplotlib draws it as it is: between dollars it would read, and may refuse, a formula."""
     return text.replace("$", r"\$")
 
 

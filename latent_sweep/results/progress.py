@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 
 
 class ProgressWriter:
-    """A worker's side: where its pack is, at most once a second, or every ten seconds where it has to be pushed."""
+    """Writes where a worker's pack is, at most once a second, or every ten seconds where it has to be pushed."""
 
     def __init__(self, sweep: SweepFolder, pack: Pack):
         self._storage, self._path = sweep.storage, sweep.path / "progress" / f"{pack.pack_id}.json"
@@ -52,7 +52,7 @@ class ProgressWriter:
 
 
 class ProgressPrinter:
-    """The driver's side: a line for every stage that ends, and every so often one about what is running.
+    """Prints, at the driver, a line for every stage that ends, and every so often one about what is running.
 
     Args:
         sweep: the sweep's folder.

@@ -56,7 +56,7 @@ class Configuration:
 
     @property
     def n_trials(self) -> int:
-        """How many trials it has, finished or not."""
+        """Return the number of its trials, finished or not."""
         return len(self.trial_ids)
 
 
@@ -108,7 +108,7 @@ class Curves:
 
 
 def end_reason(events: Sequence[Event]) -> str:
-    """Why a failed or stopped trial ended, in a sentence; empty for any other."""
+    """Tell in a sentence why a failed or stopped trial ended; empty for any other."""
     last = events[-1] if events else {}
     if last.get("event") == "stopped":
         return f"after {last['tasks_seen']} tasks: {last['reason']}"
@@ -156,7 +156,7 @@ def summarise(sweep: SweepFolder) -> Summary:
 
 
 def computed_with(*trials: Sequence[Event]) -> dict[str, tuple[str, ...]]:
-    """Library, `device` or `dtype` -> every value that the trials' stages were learned or scored with, sorted."""
+    """Map library, `device` or `dtype` to every value that the trials' stages were learned or scored with, sorted."""
     newest = [event for events in trials for event in stages(events)]
     sources = [event.get(name) or {} for event in newest for name in ("learned_with", "scored_with")]
     found: dict[str, set[str]] = {}
@@ -178,7 +178,7 @@ def _mixed(trials: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, dict[
 
 
 def _restart_line(events: Sequence[Event]) -> str:
-    """Why a trial was started again, with the size of its forward passes where they were halved."""
+    """Tell why a trial was started again, with the size of its forward passes where they were halved."""
     why = restarts(events)
     if not why:
         return ""
@@ -283,7 +283,7 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _inert(cell: Any) -> Any:
-    """A cell of CSV that a spreadsheet does not take for a formula; numbers stay numbers."""
+    """Make a cell of CSV that a spreadsheet does not take for a formula; numbers stay numbers."""
     if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
         return cell
     try:
@@ -473,7 +473,7 @@ _MARKDOWN = re.compile(r"[\\`*\[\]|]|~(?=~)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
 def _escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is, in one line; HTML and a table's bars too."""
+    """Escape text so that Markdown shows it as it is, in one line; HTML and a table's bars too."""
     return _MARKDOWN.sub(r"\\\g<0>", html.escape(_one_line(text), quote=False))
 
 

@@ -126,7 +126,7 @@ def life_of(events: Sequence[Event]) -> str:
 
 
 def trial_mark(sweep: SweepFolder, events: Sequence[Event]) -> dict[str, str]:
-    """What says that this much of a trial's journal has arrived, for this sweep: another one may share the trial."""
+    """Mark how much of a trial's journal has arrived, for this sweep: another one may share the trial."""
     return {"sweep_id": sweep.sweep_id, "mirrored_events": str(len(events))}
 
 
@@ -231,7 +231,7 @@ def _summary_points(values: Mapping[str, float | None], n_finished: int, time: f
 
 
 def _last_finish(trials: Sequence[TrialFolder]) -> float:
-    """When the last of these trials finished, in Unix seconds; now, if none has."""
+    """Return when the last of these trials finished, in Unix seconds; now, if none has."""
     ends = [events[-1]["time"] for trial in trials if status(events := trial.events()) == "finished"]
     return max(ends, default=time.time())
 

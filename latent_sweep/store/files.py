@@ -70,7 +70,7 @@ def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None =
 
 @contextmanager
 def committing(path: Path) -> Iterator[None]:
-    """What the operating system refuses within the block becomes an error that says what to do.
+    """Turn what the operating system refuses within the block into an error that says what to do.
 
     Raises:
         StoreError: `path` cannot be written.
@@ -85,7 +85,7 @@ def committing(path: Path) -> Iterator[None]:
 
 
 def read_file(path: Path) -> bytes:
-    """What is in the file; nothing where there is none.
+    """Read the file; nothing where there is none.
 
     Raises:
         StoreError: something else lies there, or it cannot be read.
@@ -102,7 +102,7 @@ def read_file(path: Path) -> bytes:
 
 
 def modified(path: Path) -> int:
-    """When the file was written, in nanoseconds since 1970; 0 where there is none."""
+    """Return when the file was written, in nanoseconds since 1970; 0 where there is none."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -115,6 +115,6 @@ def stamp(path: Path, modified_ns: int) -> None:
 
 
 def cache_folder() -> Path:
-    """Where converted backbones are kept: `LATENT_SWEEP_CACHE`, else `~/.cache/latent_sweep`."""
+    """Return the folder of converted backbones: `LATENT_SWEEP_CACHE`, else `~/.cache/latent_sweep`."""
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "latent_sweep"
     return local_path(os.environ.get("LATENT_SWEEP_CACHE", default))

@@ -113,7 +113,7 @@ class SweepFolder:
 
     @property
     def snapshots(self) -> SnapshotStore:
-        """What its trials have learned, with those of all other sweeps of the storage."""
+        """Return the snapshots that its trials have learned, with those of all other sweeps of the storage."""
         return SnapshotStore(self.storage)
 
     def journal(self, trial_id: str) -> Journal:
@@ -121,7 +121,7 @@ class SweepFolder:
         return Journal(self.storage, self.path / "trials" / trial_id / JOURNAL)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process reads it for itself."""
+        """Have another process read it for itself."""
         return SweepFolder, (self.storage, self.name)
 
     def __iter__(self) -> Iterator[TrialFolder]:
@@ -147,7 +147,7 @@ def open_sweep(place: str | Path) -> SweepFolder:
 
 
 def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:
-    """The right to drive a sweep: to write what it is, to hand out its packs and to mirror it.
+    """Hold the right to drive a sweep: to write what it is, to hand out its packs and to mirror it.
 
     Args:
         on_wait: told who drives it, where that has to be waited for.
@@ -157,7 +157,7 @@ def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractConte
 
 @contextmanager
 def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator[None]:
-    """The right to write these trials' folders, which are up to date then.
+    """Hold the right to write these trials' folders, which are up to date then.
 
     A worker whose driver was killed, or that Ray has given up, may still be at work when its successor comes.
 

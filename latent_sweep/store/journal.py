@@ -36,7 +36,7 @@ from latent_sweep.store.storage import Storage
 
 
 def failure_facts(error: BaseException) -> dict[str, str]:
-    """What a journal says of what stopped a trial; its `kind` decides whether another try is worth it."""
+    """Return what a journal records of what stopped a trial; its `kind` decides whether another try is worth it."""
     cause = getattr(error, "cause", None) or error  # of a remote error
     kind = "error"
     if isinstance(cause, NonFiniteLoss):
@@ -135,7 +135,7 @@ class Journal:
 
 
 def _sealed(text: str) -> bytes:
-    """The text of a JSON object as a line that ends with the digest of what stands before it."""
+    """Write a JSON object's text as a line that ends with the digest of what stands before it."""
     body = text[:-1].encode()
     return body + _seal(body)
 
@@ -148,7 +148,7 @@ _SEAL_BYTES = len(_seal(b""))
 
 
 def mending(sweep_folder: Path) -> str:
-    """What to do about a file that is damaged, for messages."""
+    """Advise what to do about a file that is damaged, for messages."""
     command = f"latent-sweep verify --repair {shlex.quote(str(sweep_folder))}"
     return f"`{command}` sets it aside, and the same run command makes it again"
 
@@ -173,7 +173,7 @@ def stages(events: Sequence[Event]) -> list[Event]:
 
 
 def status(events: Sequence[Event]) -> Status:
-    """Where the trial stands: what its last event left behind. Started again after a failure, it is running."""
+    """Return where the trial stands: what its last event left behind. Started again after a failure, it is running."""
     return _STATUS_AFTER[events[-1]["event"]] if events else "pending"
 
 
@@ -183,7 +183,7 @@ def attempts(events: Sequence[Event]) -> list[Event]:
 
 
 def restarts(events: Sequence[Event]) -> list[str]:
-    """Why the trial was started again each time, in order: the kind of the loss or failure before."""
+    """Return why the trial was started again each time, in order: the kind of the loss or failure before."""
     pairs = itertools.pairwise(events)
     return [
         before["kind"]

@@ -40,7 +40,7 @@ class Lease(Protocol):
         """Give it up."""
 
     def holder(self) -> str:
-        """Who has it, for messages: host, process id and since when."""
+        """Name who has it, for messages: host, process id and since when."""
 
 
 @contextmanager
@@ -85,7 +85,7 @@ class FileLease:
         self._lock.release()
 
     def holder(self) -> str:
-        """Who has it, for messages."""
+        """Name who has it, for messages."""
         try:
             return _describe(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError, RecursionError):
@@ -132,7 +132,7 @@ class ObjectLease:
                 self._bucket.delete(self._key)
 
     def holder(self) -> str:
-        """Who has it, for messages."""
+        """Name who has it, for messages."""
         return _describe(self._read() or {})
 
     def _is_free(self) -> bool:
@@ -161,7 +161,7 @@ class ObjectLease:
         self._bucket.put(self._key, json.dumps(self._mine).encode())
 
     def _read(self) -> dict[str, Any] | None:
-        """What is there; something unreadable belongs to nobody that we know, and expires."""
+        """Read the lease's object; something unreadable belongs to nobody that we know, and expires."""
         try:
             found = json.loads(self._bucket.get(self._key) or b"null")
         except (ValueError, RecursionError):

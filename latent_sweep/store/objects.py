@@ -24,7 +24,7 @@ _AHEAD: dict[str, float] = {}
 
 
 class Bucket:
-    """What lies below a URI such as `s3://bucket/prefix`; keys are relative to it. A put is atomic.
+    """The objects below a URI such as `s3://bucket/prefix`; keys are relative to it. A put is atomic.
 
     Every method raises `StoreError` when the object store cannot be reached or refuses.
     """
@@ -95,7 +95,7 @@ class Bucket:
 
 @lru_cache(maxsize=64)
 def _connect(uri: str) -> tuple[FileSystem, str]:
-    """pyarrow's file system for a URI, and the path in it."""
+    """Open pyarrow's file system for a URI; return it and the path in it."""
     from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSystem
 
@@ -110,7 +110,7 @@ def _connect(uri: str) -> tuple[FileSystem, str]:
 
 
 def uri_faults(uri: str) -> list[str]:
-    """What is wrong with the URI of an object store, as far as its text tells."""
+    """Describe what is wrong with the URI of an object store, as far as its text tells."""
     parts = urlsplit(uri)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)

@@ -45,18 +45,18 @@ def write_sealed_json(path: Path, content: Any, indent: int | None = None) -> No
 
 
 def sealed_json(content: Any, indent: int | None = None) -> bytearray:
-    """A JSON value as the bytes of a sealed file; indented where people read it."""
+    """Write a JSON value as the bytes of a sealed file; indented where people read it."""
     text = json.dumps(UNSEALED | {"content": content}, indent=indent, separators=(",", ":"), allow_nan=False)
     return sealed(text.encode())
 
 
 def read_sealed_json(path: Path) -> Any:
-    """What `write_sealed_json` has written, or None where there is none that is `intact`."""
+    """Read what `write_sealed_json` has written, or None where there is none that is `intact`."""
     return json.loads(path.read_bytes())["content"] if intact(path) else None
 
 
 def sealed(content: bytes) -> bytearray:
-    """`content` with the sha256 of all bytes but its own 64 in the place that is left for it."""
+    """Put the sha256 of all bytes of `content` but its own 64 in the place that is left for it."""
     sealed = bytearray(content)
     start = sealed.index(_SEAL) + len(_SEAL)
     sealed[start : start + 64] = _digest_without(sealed, start)
@@ -104,7 +104,7 @@ def _checks(path: Path, size: int, modified_ns: int) -> bool:
 
 
 def _digest_without(content: bytearray | mmap.mmap, start: int) -> bytes:
-    """sha256 of all bytes but the 64 from `start`, in hexadecimal."""
+    """Compute the sha256 of all bytes but the 64 from `start`, in hexadecimal."""
     digest = hashlib.sha256(content[:start])
     with memoryview(content) as view, view[start + 64 :] as rest:
         digest.update(rest)

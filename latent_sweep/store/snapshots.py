@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What learning one task left behind."""
+    """The tensors and facts that learning one task left behind."""
 
     lineage: str
     """Hash chain that names it: settings, data, seed, code version, and the parent where history is read."""
@@ -73,7 +73,7 @@ class SnapshotStore:
         self._storage.write(self._facts_path(snapshot.lineage), json_bytes(facts))
 
     def get(self, lineage: str) -> Snapshot | None:
-        """A committed snapshot, or None where there is none; a damaged one is set aside and counts as none."""
+        """Return a committed snapshot, or None where there is none; a damaged one is set aside and counts as none."""
         files = self.path(lineage), self._facts_path(lineage)
         for _ in range(2):  # an object store may have what was damaged here
             if not all(map(self._storage.share, files)):
@@ -86,7 +86,7 @@ class SnapshotStore:
         return None
 
     def fault(self, lineage: str) -> str | None:
-        """What is wrong with a snapshot that should be there, or None; it is left as it is."""
+        """Describe what is wrong with a snapshot that should be there, or None; it is left as it is."""
         files = self.path(lineage), self._facts_path(lineage)
         if not all(map(self._storage.share, files)):
             return "is missing"
@@ -123,7 +123,7 @@ class SnapshotStore:
 
     @contextmanager
     def leases(self, lineages: Sequence[str], on_wait: Callable[[str], None]) -> Iterator[list[str]]:
-        """The right to learn these snapshots, as far as nobody else has it: gives those that this process may learn.
+        """Hold the right to learn these snapshots, as far as nobody else has it; give those this process may learn.
 
         Where others learn all of them, it waits for one and gives that; whoever learned it may have committed by then.
         No process waits while it holds a lease, so two that want the same snapshots cannot block each other. A lease
@@ -165,7 +165,7 @@ class TaskCheckpoint:
         self._storage.write(self.path, sealed(_tensor_bytes(tensors, UNSEALED | {"facts": json.dumps(facts)})))
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Tensors and facts, or None where there is none; one that is damaged is set aside, says so, counts as none."""
+        """Read tensors and facts, or None where there is none; a damaged one is set aside, says so, counts as none."""
         from safetensors import safe_open
 
         if not self._storage.sync(self.path):
@@ -178,7 +178,7 @@ class TaskCheckpoint:
             return {name: file.get_tensor(name).clone() for name in file.keys()}, facts  # noqa: SIM118
 
     def remove(self) -> None:
-        """The snapshot is committed: nothing to resume, and nothing to learn from a damaged one that was set aside."""
+        """Remove it once the snapshot is committed: nothing to resume, nor to learn from a damaged one set aside."""
         self._storage.remove(self.path)
         self.path.with_suffix(DAMAGED).unlink(missing_ok=True)
 

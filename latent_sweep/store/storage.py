@@ -48,7 +48,7 @@ _CONNECTIONS = 16
 
 
 def json_bytes(content: Any) -> bytes:
-    """`content` as indented JSON with sorted keys."""
+    """Write `content` as indented JSON with sorted keys."""
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
@@ -96,15 +96,15 @@ class Storage:
         return path.is_file()
 
     def sync(self, path: Path) -> bool:
-        """Have the newer one of a file both here and where all nodes read it; whether there is one."""
+        """Have the newer one of a file both here and where all nodes read it; return whether there is one."""
         return path.is_file()
 
     def share(self, path: Path) -> bool:
-        """`sync` for a file that never changes: it goes only where it is missing; whether there is one."""
+        """Do as `sync` for a file that never changes: it goes only where it is missing; return whether there is one."""
         return path.is_file()
 
     def sync_folder(self, folder: Path) -> None:
-        """`sync` for all files below a folder. Only for the one who may write there."""
+        """Do as `sync` for all files below a folder. Only for the one who may write there."""
 
     def pull(self, folder: Path) -> None:
         """Bring what is newer below a folder here."""
@@ -114,7 +114,7 @@ class Storage:
         path.unlink(missing_ok=True)
 
     def lease(self, path: Path) -> Lease:
-        """The lease of this name; it guards against processes on all nodes."""
+        """Return the lease of this name; it guards against processes on all nodes."""
         return FileLease(path)
 
 
@@ -134,7 +134,7 @@ class ObjectStorage(Storage):
         self._bucket = Bucket(uri)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another node has another working folder."""
+        """Pickle without the working folder: another node has another one."""
         return ObjectStorage, (self.place,)
 
     def push(self, path: Path) -> None:
@@ -149,13 +149,13 @@ class ObjectStorage(Storage):
         return path.is_file() or (self._shared(path) and self._bucket.info(self._key(path)) is not None)
 
     def sync(self, path: Path) -> bool:
-        """Have the newer one of a file both here and in the object store; whether there is one."""
+        """Have the newer one of a file both here and in the object store; return whether there is one."""
         if self._shared(path):
             self._bring(path, self._bucket.info(self._key(path)))
         return path.is_file()
 
     def share(self, path: Path) -> bool:
-        """`sync` for a file that never changes: it goes only where it is missing; whether there is one."""
+        """Do as `sync` for a file that never changes: it goes only where it is missing; return whether there is one."""
         if self._shared(path):
             info = self._bucket.info(self._key(path))
             if info is None or not path.is_file():
@@ -163,7 +163,7 @@ class ObjectStorage(Storage):
         return path.is_file()
 
     def sync_folder(self, folder: Path) -> None:
-        """`sync` for all files below a folder. Only for the one who may write there."""
+        """Do as `sync` for all files below a folder. Only for the one who may write there."""
         there = self._list(folder)
         for path in {*there, *(path for path in folder.rglob("*") if path.is_file() and self._shared(path))}:
             self._bring(path, there.get(path))
@@ -188,7 +188,7 @@ class ObjectStorage(Storage):
         path.unlink(missing_ok=True)
 
     def lease(self, path: Path) -> Lease:
-        """The lease of this name; it guards against processes on all nodes."""
+        """Return the lease of this name; it guards against processes on all nodes."""
         return ObjectLease(self._bucket, self._key(path))
 
     def _bring(self, path: Path, info: FileInfo | None) -> None:
@@ -232,7 +232,7 @@ class ObjectStorage(Storage):
         return {path: info for path, info in self._list(folder).items() if wanted(path) and _behind(path, info)}
 
     def _list(self, folder: Path) -> dict[Path, FileInfo]:
-        """What the object store has below a folder, by its path here."""
+        """List what the object store has below a folder, by its path here."""
         files = {self.folder / key: info for key, info in self._bucket.list(self._key(folder)).items()}
         return {path: info for path, info in files.items() if self._shared(path)}
 
@@ -265,7 +265,7 @@ def storage_in(folder: Path) -> Storage:
 
 
 def place_faults(place: str) -> list[str]:
-    """What is wrong with a value of `run.storage`, as far as the text tells."""
+    """Describe what is wrong with a value of `run.storage`, as far as the text tells."""
     if "://" in place:
         return uri_faults(place)
     try:
@@ -299,7 +299,7 @@ def _behind(path: Path, info: FileInfo) -> bool:
 
 @contextmanager
 def following(storage: Storage, folder: Path) -> Iterator[None]:
-    """Within the block, what other nodes push below `folder` arrives here every few seconds; the rest at its end.
+    """Have what other nodes push below `folder` arrive here every few seconds within the block; the rest at its end.
 
     Raises:
         StoreError: at its end the object store cannot be reached. Before that it is logged and tried again.
@@ -328,7 +328,7 @@ def following(storage: Storage, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def question(storage: Storage) -> Iterator[str]:
-    """A file that shows whether a node sees this storage; its name is given, for `sees` and `has_answer`."""
+    """Write a file that shows whether a node sees this storage; its name is given, for `sees` and `has_answer`."""
     name = uuid.uuid4().hex
     folder = storage.folder / ".preflight" / name
     storage.write(folder / "question", b"does every node see this?\n")
@@ -341,7 +341,7 @@ def question(storage: Storage) -> Iterator[str]:
 
 
 def sees(storage: Storage, name: str, node: str | None = None) -> bool:
-    """On any node: whether the question is there. Given the node's id, an answer is left for the one who asked."""
+    """Whether the question is there, seen from any node. Given the node's id, leave an answer for the one who asked."""
     folder = storage.folder / ".preflight" / name
     if not storage.sync(folder / "question"):
         return False
@@ -351,12 +351,12 @@ def sees(storage: Storage, name: str, node: str | None = None) -> bool:
 
 
 def has_answer(storage: Storage, name: str, node: str) -> bool:
-    """Where the question was asked: whether the answer of a node is there."""
+    """Whether the answer of a node is there, looked for where the question was asked."""
     return storage.sync(storage.folder / ".preflight" / name / node)
 
 
 def unseen_message(storage: Storage, nodes: list[str]) -> str:
-    """What to do about nodes that do not see the storage."""
+    """Advise what to do about nodes that do not see the storage."""
     found = "these nodes do not see" if len(nodes) > 1 else "this node does not see"
     return (
         f"run.storage: {storage.place}: {found} what {socket.gethostname()} writes there: {', '.join(nodes)}. "

@@ -39,7 +39,7 @@ CHECKS_VERSION = 1
 
 
 class Findings:
-    """What was found, each once. Warnings that differ in their tasks only become one line."""
+    """The faults and warnings found, each once. Warnings that differ in their tasks only become one line."""
 
     def __init__(self) -> None:
         self.faults: dict[str, None] = {}
@@ -47,18 +47,18 @@ class Findings:
         self._examples: dict[str, str] = {}
 
     def fault(self, text: str) -> None:
-        """Nothing sensible can come out."""
+        """Note a fault: nothing sensible can come out."""
         self.faults[text] = None
 
     def warn(self, topic: str, task: str, count: str, example: str = "") -> None:
-        """Something is not as it seems: what it is, how much of it there is in a task, and an example."""
+        """Note a warning: what is not as it seems, how much of it there is in a task, and an example."""
         counts = self._tasks.setdefault(topic, {}).setdefault(task, [])
         counts += [count] if count not in counts else []
         self._examples.setdefault(topic, example)
 
     @property
     def warnings(self) -> list[str]:
-        """One line for each topic."""
+        """Return one line for each topic."""
         return [self._line(topic, tasks) for topic, tasks in self._tasks.items()]
 
     def _line(self, topic: str, tasks: Mapping[str, Sequence[str]]) -> str:
@@ -68,7 +68,7 @@ class Findings:
 
 
 def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = None) -> list[str]:
-    """What to say of a sweep before it runs, one line each: warnings, and what could not be checked yet.
+    """List the remarks on a sweep before it runs, one line each: warnings, and what could not be checked yet.
 
     Args:
         folder: a run's storage, where the trials find noted what they need not count again.
@@ -125,7 +125,7 @@ def _marker(key: str, folder: Path) -> Path:
 
 
 def _note(keys: Iterable[str], folder: Path) -> None:
-    """These cases need not be counted again."""
+    """Note that these cases need not be counted again."""
     for path in (_marker(key, folder) for key in keys):
         if not path.exists():
             write_file(path, b"")
@@ -135,7 +135,7 @@ def _note(keys: Iterable[str], folder: Path) -> None:
 
 
 def _check_steps(trial: Trial, found: Findings) -> None:
-    """A warm-up that is longer than the run never reaches the learning rate that the sweep file names."""
+    """Warn of a warm-up longer than the run: it never reaches the learning rate that the sweep file names."""
     s, tasks = trial.settings, trial.tasks
     warmup, carve = s.training.warmup_steps, s.training.select == "best_validation"
     steps = {}
@@ -159,7 +159,7 @@ def _check_steps(trial: Trial, found: Findings) -> None:
 
 
 def _check_validation(trial: Trial, found: Findings) -> bool:
-    """Held-out rows need rows to be held out of; returns whether there are."""
+    """Check that there are rows to hold out where they are asked for; return whether there are."""
     b, before = trial.settings.benchmark, len(found.faults)
     for task in trial.tasks if trial.settings.training.select == "best_validation" else ():
         try:
@@ -182,7 +182,7 @@ def _check_validation(trial: Trial, found: Findings) -> bool:
 
 @dataclass(frozen=True)
 class Reader:
-    """What a backbone's tokenizer makes of texts; without one, what can be said all the same."""
+    """The reading of texts by a backbone's tokenizer; without one, what can be said all the same."""
 
     family: Family
     tokenizer: Any
@@ -193,12 +193,12 @@ class Reader:
 
     @cached_property
     def bos_token_id(self) -> int | None:
-        """The token that the tokenizer itself puts before a text, if it does."""
+        """Return the token that the tokenizer itself puts before a text, if it does."""
         encoding = self.tokenizer.encode("a")
         return encoding.ids[0] if encoding.special_tokens_mask[0] else None
 
     def __call__(self, text: str, add_special_tokens: bool = True, **unused: Any) -> dict[str, Any]:
-        """Ids, and where in the text they stand."""
+        """Tokenize a text: ids, and where in the text they stand."""
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
@@ -214,12 +214,12 @@ class Reader:
         return len(self(text, add_special_tokens=False)["input_ids"]) > tokens
 
     def characters_per_token(self, texts: Sequence[str]) -> float:
-        """Of some of these texts."""
+        """Return the mean number of characters per token of some of these texts."""
         sample = _sample(texts)
         return sum(map(len, sample)) / sum(len(self(text, add_special_tokens=False)["input_ids"]) for text in sample)
 
     def seen(self, text: str) -> str:
-        """What a model writes that repeats `text` token by token: T5's tokenizers make one space of a line break."""
+        """Return what a model that repeats `text` writes: T5's tokenizers make one space of a line break."""
         if self.tokenizer is not None:
             ids = self(text, add_special_tokens=False)["input_ids"]
             return str(self.tokenizer.decode(ids, skip_special_tokens=True)).lstrip()
@@ -257,12 +257,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How messages begin that are about rows."""
+        """Return how messages about rows begin."""
         return f"benchmark {self.spec.name}"
 
     @property
     def name_read(self) -> str:
-        """How messages begin that are about tokens."""
+        """Return how messages about tokens begin."""
         return self.name if self.alone else f"{self.name} with {self.backbone}"
 
     @cached_property
@@ -274,7 +274,7 @@ class Case:
         }
 
     def answers(self, row: Row, split: str) -> tuple[str, ...]:
-        """What a row is trained on, or scored against."""
+        """Return the texts that a row is trained on, or scored against."""
         if split == "train":
             return (row.target,)
         return row.references[:1] if self.settings.references == "single_first" else row.references
@@ -298,12 +298,12 @@ class Case:
 
 
 def reader_of(backbone: BackboneSettings) -> Reader:
-    """What is on this machine to read rows as a backbone does."""
+    """Make the reader that reads rows as a backbone does, as far as this machine has what it takes."""
     return Reader(family_of(backbone.name), tokenizer_at_hand(backbone))
 
 
 def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
-    """What to look at for these trials, each once; with `reader`, or with what is on this machine."""
+    """Yield each case of these trials once; with `reader`, or with what is on this machine."""
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
     one_spelling = {"order": None, "tasks": None, "classification_metric": "accuracy", "validation_fraction": 0.1}
     for trial in trials:
@@ -337,7 +337,7 @@ def _check_rows(case: Case, found: Findings) -> bool:
 
 
 def _check_numbers(case: Case, found: Findings) -> None:
-    """Fewer rows than asked for are taken without a word."""
+    """Warn where fewer rows than asked for are taken, which would happen without a word."""
     for split, limit in zip(SPLITS, (case.settings.train_per_task, case.settings.test_per_task), strict=True):
         rows = len(case.rows[split])
         if limit and rows < limit:
@@ -364,7 +364,7 @@ def _check_shared(case: Case, found: Findings) -> None:
 
 
 def _check_targets(case: Case, found: Findings) -> None:
-    """Targets that no answer can be equal to: generation ends at a stop string, and after so many tokens."""
+    """Find targets that no answer can be equal to: generation ends at a stop string, and after so many tokens."""
     limit = case.settings.max_target_length
     for split in SPLITS:
         rows = case.rows[split]
@@ -388,7 +388,7 @@ class _Spoiled(NamedTuple):
 
 
 def _spoiled(case: Case, rows: Sequence[Row], split: str, is_spoiled: Any) -> _Spoiled:
-    """The rows none of whose answers is whole."""
+    """Count the rows none of whose answers is whole."""
     answers = [case.answers(row, split) for row in rows]
     known = {text: is_spoiled(text) for text in dict.fromkeys(itertools.chain.from_iterable(answers))}
     found = [texts[0] for texts in answers if all(known[text] for text in texts)]
@@ -396,7 +396,7 @@ def _spoiled(case: Case, rows: Sequence[Row], split: str, is_spoiled: Any) -> _S
 
 
 def _tell(name: str, task: TaskSpec, split: str, problem: str, spoiled: _Spoiled, advice: str, found: Findings) -> None:
-    """A fault where all rows are spoiled, a warning where some are."""
+    """Note a fault where all rows are spoiled, a warning where some are."""
     example = f"{spoiled.example[:60]!r}{' ...' if len(spoiled.example) > 60 else ''}"
     if spoiled.rows == spoiled.of:
         found.fault(
@@ -421,7 +421,7 @@ def _place(case: Case) -> str:
 
 
 def _check_room(case: Case, found: Findings) -> None:
-    """An instruction that takes the whole prompt leaves nothing of any input."""
+    """Find instructions that take the whole prompt and leave nothing of any input."""
     parts = next(_long_prompts(case, "train"), None)  # what one has no room for, none has
     if parts is None:
         return
@@ -445,7 +445,7 @@ def _encoded(case: Case, parts: PromptParts) -> Any:
 
 
 def _check_prompts(case: Case, found: Findings) -> None:
-    """Prompts that are cut: counted where there are few of them, else estimated from a sample's tokens."""
+    """Find prompts that are cut: counted where there are few of them, else estimated from a sample's tokens."""
     limit = case.settings.max_source_length
     lost = "the end of their input" if case.settings.truncation == "keep_cue" else "their end, the cue first"
     for split in SPLITS:
@@ -462,14 +462,14 @@ def _check_prompts(case: Case, found: Findings) -> None:
 
 
 def _room(case: Case) -> int:
-    """Tokens that a prompt's text may have."""
+    """Return the number of tokens that a prompt's text may have."""
     b, reader = case.settings, case.reader
     special = reader.family == "t5" or (b.bos == "auto" and reader.bos_token_id is not None)
     return b.max_source_length - special
 
 
 def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
-    """The prompts that may not fit: a token has a byte at least."""
+    """Yield the prompts that may not fit: a token has a byte at least."""
     for row in case.rows[split]:
         parts = prompt_parts(case.spec, case.task, row.input)
         if len("".join(parts).encode()) >= _room(case):

@@ -117,7 +117,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
 
 
 def _name_faults(name: Any) -> list[str]:
-    """What is wrong with a sweep's name, which becomes a folder's and an experiment's."""
+    """List what is wrong with a sweep's name, which becomes a folder's and an experiment's."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         return [
             f"name: found {quoted(name)}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
@@ -129,7 +129,7 @@ def _name_faults(name: Any) -> list[str]:
 
 
 def _storage_faults(storage: Path) -> list[str]:
-    """What stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
+    """List what stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
     try:
         nearest = next(path for path in (storage, *storage.parents) if path.exists())
     except OSError as error:
@@ -140,7 +140,7 @@ def _storage_faults(storage: Path) -> list[str]:
 
 
 def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:
-    """What is wrong with a search of this many points."""
+    """List what is wrong with a search of this many points."""
     points = samples * math.prod(map(len, grid.values()))
     if points <= MOST_TRIALS:
         return []
@@ -151,7 +151,7 @@ def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:
 
 
 def _sample_faults(search: Mapping[str, Any], samples: int) -> list[str]:
-    """What is wrong with the number of draws: without a random axis it would have no effect."""
+    """List what is wrong with the number of draws: without a random axis it would have no effect."""
     if samples == 1 or any(isinstance(values, dict) for values in search.values()):
         return []
     return [
@@ -161,7 +161,7 @@ def _sample_faults(search: Mapping[str, Any], samples: int) -> list[str]:
 
 
 def _pack_axis(axis: str, searched: Sequence[str]) -> list[str]:
-    """What is wrong with an axis of `run.pack`."""
+    """List what is wrong with an axis of `run.pack`."""
     if axis not in searched:
         return [f"run.pack: found {axis!r}, which search does not vary; its axes are {', '.join(searched) or 'none'}"]
     shared = axis in ("method.name", "training.gradient_checkpointing")
@@ -303,7 +303,7 @@ def _axis(
 
 
 def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> list[str]:
-    """Settings that two axes set: one of the two would silently have no effect."""
+    """List settings that two axes set: one of the two would silently have no effect."""
     axes = dict(grid) | {axis: draw.values for axis, draw in draws.items()}
     owners: dict[str, str] = {}
     faults = []

@@ -40,7 +40,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Stage:
-    """What names one snapshot."""
+    """The identity of one snapshot, and what it is made of."""
 
     lineage: str
     tasks: tuple[str, ...]
@@ -78,17 +78,17 @@ class Comparison:
 
     @property
     def shared(self) -> int:
-        """How many of them have this very stage."""
+        """Count the points that have this very stage."""
         return 1 + sum(other.lineage == self.stage.lineage for other in self.others)
 
     @property
     def reason(self) -> tuple[Any, ...]:
-        """Equal where the same is to be said."""
+        """Return a key that is equal where the same is to be said."""
         return self.beside, self.shared, self.points, self.causes
 
 
 class Stages:
-    """The distinct stages of a sweep, and who is beside whom.
+    """The distinct stages of a sweep, and for each the stages it is compared with.
 
     Raises:
         DataError: the benchmark's training data is not at hand.
@@ -115,7 +115,7 @@ class Stages:
         self._known = {s.lineage: s for s in chain(self._remembered, *self._histories.values())}
 
     def compare(self, lineage: str) -> list[Comparison]:
-        """A stage beside every axis that has other points for it, and beside the store if it is not there."""
+        """Compare a stage along every axis that has other points for it, and with the store if it is not there."""
         stage, (trial, _) = self._known[lineage], self.users[lineage][0]
         found = []
         for axis, paths in self.axes.items():
@@ -137,7 +137,7 @@ class Stages:
         return tuple(found[0] for found in alike if found)
 
     def _all_else(self, axis: str, trial: Trial) -> str:
-        """Equal for the trials that differ in this axis alone."""
+        """Return a key that is equal for the trials that differ in this axis alone."""
         paths = self.axes[axis]
         return canonical_json({path: value for path, value in trial.values.items() if path not in paths})
 
@@ -146,7 +146,7 @@ class Stages:
         return tuple(dict.fromkeys(chain.from_iterable(self._differing(stage, other, paths) for other in apart)))
 
     def _differing(self, stage: Stage, other: Stage, paths: Sequence[str]) -> list[str]:
-        """The fields that differ; where none does, those of the first earlier stage that does.
+        """Return the fields that differ; where none does, those of the first earlier stage that does.
 
         Fields that one of the two does not read at all are named only if the axis sets them, or nothing else differs:
         with lambda = 0 nothing of how a penalty is measured is read, but lambda is what to look at.
@@ -197,7 +197,7 @@ def _remembered(store: SnapshotStore) -> list[Stage]:
 
 
 def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore) -> str:
-    """What `latent-sweep plan --explain` prints: a few lines for each group of stages of which the same can be said.
+    """Write the text of `latent-sweep plan --explain`: a few lines for each group of stages that can be told of alike.
 
     Raises:
         DataError: the benchmark's training data is not at hand.
@@ -224,7 +224,7 @@ def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore) ->
 
 
 def _title(stages: Stages, lineages: Sequence[str], trials: Sequence[Trial]) -> str:
-    """Which stages a group has."""
+    """Name the stages of a group."""
     users = [user for lineage in lineages for user in stages.users[lineage]]
     concerned = list({trial.trial_id: trial for trial, _ in users}.values())
     everywhere = common_values(trials)
@@ -242,7 +242,7 @@ def _state(stages: Stages, lineage: str) -> str:
 
 
 def _verdict(column: Sequence[Comparison]) -> str:
-    """What one axis, or the store, has to do with the stages of a group: the same for all of them but the values."""
+    """Tell what one axis, or the store, has to do with a group's stages: the same for all of them but the values."""
     first = column[0]
     if first.shared == first.points:
         return f"shared by {first.points} values, not read here"
@@ -254,7 +254,7 @@ def _verdict(column: Sequence[Comparison]) -> str:
 
 
 def _cause(cause: str, column: Sequence[Comparison]) -> str:
-    """A field with the values that a group's stages have, and the values that others have."""
+    """Name a field with the values that a group's stages have, and the values that others have."""
     name = "" if cause == column[0].beside else cause
     if cause == ROWS or not any(cause in stage.fields for c in column for stage in (c.stage, *c.others)):
         return name  # digests say nothing to a reader
@@ -274,7 +274,7 @@ def _listed(texts: Sequence[str], separator: str = ", ") -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Growing positions as people write them: `task 1`, `tasks 2-4, 7`."""
+    """Write growing positions as people do: `task 1`, `tasks 2-4, 7`."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]

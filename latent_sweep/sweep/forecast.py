@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Reuse:
-    """What is left of a sweep's work once equal work is done once, and nothing twice."""
+    """The part of a sweep's work that is left once equal work is done once, and nothing twice."""
 
     distinct: int
     """Snapshots that differ."""
@@ -66,7 +66,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What running a sweep would take."""
+    """The cost of running a sweep."""
 
     trials: int
     trainings: int
@@ -149,14 +149,14 @@ def _missing_stages(
 
 
 def _rows(trial: Trial, position: int) -> dict[int, int]:
-    """Number of training rows of each task that a stage learns from, by the task's position."""
+    """Count the training rows of each task that a stage learns from, by the task's position."""
     b, carve = trial.settings.benchmark, trial.settings.training.select == "best_validation"
     positions = tasks_learned(trial.method(), position, len(trial.tasks))
     return {i: row_count(trial.spec, trial.tasks[i], "train", b, carve) for i in positions}
 
 
 def _steps(trial: Trial, position: int) -> int:
-    """Optimizer steps of a stage."""
+    """Count the optimizer steps of a stage."""
     return trial.settings.training.step_count(sum(_rows(trial, position).values()))
 
 
@@ -193,7 +193,7 @@ def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_Pass]:
 
 
 def _blend(trial: Trial, lineages: Sequence[str]) -> str:
-    """What decides the weights of several snapshots, beside the snapshots."""
+    """Return a key for what decides the weights of several snapshots, beside the snapshots."""
     s = trial.settings
     if s.router.mode not in ROUTED:
         return s.router.mode
@@ -203,7 +203,7 @@ def _blend(trial: Trial, lineages: Sequence[str]) -> str:
 
 
 def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
-    """Rows of the trial's score matrix that a run would keep."""
+    """Count the rows of the trial's score matrix that a run would keep."""
     try:
         events = folder.journal(trial.trial_id).read()
     except StoreError:  # a run says why
@@ -217,7 +217,7 @@ def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
 def describe_plan(
     sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str] = ()
 ) -> str:
-    """What `latent-sweep plan` prints, with what `check_sweep` says at its end."""
+    """Write the text of `latent-sweep plan`, with what `check_sweep` says at its end."""
     folder = SweepFolder(storage, sweep.name)
     found = estimate(trials, folder)
     backbones = {f"{t.settings.backbone.name} ({t.settings.backbone.dtype})": None for t in trials}
@@ -275,7 +275,7 @@ def _resources_text(run: RunSettings) -> str:
 
 
 def _member_text(member: Member) -> str:
-    """What the trials of a training have in common, and what tells them apart."""
+    """Name what the trials of a training have in common, and what tells them apart."""
     names = short_names(path for trial in member.trials for path in trial.values)
     common = common_values(member.trials)
     text = f"{len(member.trials)}: {label({names[path]: value for path, value in common.items()})}"
@@ -296,7 +296,7 @@ def common_values(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
-    """What a worker needs at most on every backbone, and a warning where its accelerator does not have that."""
+    """Tell how much a worker needs at most on every backbone; warn where its accelerator does not have that."""
     found: dict[str, list[tuple[Memory, int]]] = {}
     for pack in packs:
         members = 1 if run.pack == "auto" else len(pack.members)  # how many it takes together is measured first
@@ -337,7 +337,7 @@ def _engine_text(memory: Memory, run: RunSettings) -> str:
 
 
 def _memory_warning(memory: Memory, run: RunSettings) -> list[str]:
-    """Which cards of the accelerator's name are too small, and what to do."""
+    """Warn which cards of the accelerator's name are too small, and tell what to do."""
     room = cards(run.resources)
     small = [gb for gb, size in room.items() if memory.peak + RESERVE > size]
     if not small:
@@ -354,7 +354,7 @@ def _memory_warning(memory: Memory, run: RunSettings) -> list[str]:
 
 
 def _gib(size: int) -> str:
-    """Two digits where it is little."""
+    """Write bytes in GiB, with two digits where it is little."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
@@ -362,7 +362,7 @@ def _gib(size: int) -> str:
 
 
 def _time_lines(trials: Sequence[Trial], folder: SweepFolder) -> list[str]:
-    """Hours of one worker, for every backbone of which `latent-sweep bench` has left a profile."""
+    """Estimate hours of one worker, for every backbone of which `latent-sweep bench` has left a profile."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.settings.backbone.name, trial.settings.backbone.dtype), []).append(trial)
@@ -390,7 +390,7 @@ def _time_line(trials: Sequence[Trial], profile: Profile, folder: SweepFolder) -
 
 
 def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reader) -> float:
-    """Tokens, padding left out, that are still to be trained on: counted in characters, of which `reader` knows how
+    """Count tokens, padding left out, that are still to be trained on: in characters, of which `reader` knows how
     many make a token.
 
     Raises:

@@ -78,7 +78,7 @@ class EvaluationSettings(Settings):
 
 
 class ResourceSettings(Settings):
-    """What one trial asks Ray for."""
+    """The resources that one trial asks Ray for."""
 
     workers: int = Field(1, ge=1)
     """Processes that run a trial together: each has its share of every batch. They are placed all at once or not at
@@ -101,7 +101,7 @@ class ResourceSettings(Settings):
 
 
 class EngineSettings(Settings):
-    """What computes a trial; it changes no result beyond rounding, so snapshots fit every engine."""
+    """The engine that computes a trial; it changes no result beyond rounding, so snapshots fit every engine."""
 
     name: Literal["torch", "deepspeed"] = "torch"
     """Plain torch holds the whole backbone in every worker; `deepspeed` can shard it over them."""
@@ -128,7 +128,7 @@ class EngineSettings(Settings):
 
 
 class SchedulerSettings(Settings):
-    """Who goes on and who stops early."""
+    """The scheduler's settings: who goes on and who stops early."""
 
     name: Literal["fifo", "asha"] = "fifo"
     """`asha` stops the worse half of the configurations at each rung of tasks seen."""
@@ -141,7 +141,7 @@ class SchedulerSettings(Settings):
 
 
 class TrackingSettings(Settings):
-    """Where runs are compared."""
+    """The tracker's settings: where runs are compared."""
 
     uri: str | None = None
     """MLflow tracking URI; None is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` does without MLflow."""

@@ -108,13 +108,13 @@ class Memory:
 
     @property
     def learning(self) -> int:
-        """The peak while a task is learned."""
+        """Return the peak while a task is learned, in bytes."""
         passed = self.activations + self.working + self.logits
         return self.weights + self.gathered + self.factors + self.history + passed + self.adapter + self.optimizer
 
     @property
     def answering(self) -> int:
-        """The peak while answers are generated."""
+        """Return the peak while answers are generated, in bytes."""
         read = self.cache + self.reading
         return self.weights + self.gathered_to_answer + self.factors + self.history + read
 
@@ -125,7 +125,7 @@ class Memory:
 
 
 def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
-    """What a worker needs for a trial.
+    """Predict the memory that a worker needs for a trial.
 
     Args:
         run: engine, number of workers and accelerator.
@@ -165,7 +165,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
 
 
 def cards(resources: ResourceSettings) -> dict[int, float]:
-    """Bytes that a worker has on its accelerator, by the GB that the card is sold with; empty where it is not known."""
+    """Return a worker's bytes on its accelerator, by the GB that the card is sold with; empty where it is not known."""
     known = ACCELERATORS.get(resources.accelerator or "", {}) if resources.gpus else {}
     return {size: resources.gpus * GIB * visible for size, visible in known.items()}
 
@@ -200,12 +200,12 @@ class Shape:
 
     @property
     def attention(self) -> int:
-        """All heads together."""
+        """Return the width of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def parameters(self) -> dict[int, int]:
-        """How many weight tensors there are of each size, in numbers."""
+        """Count the weight tensors of each size, in numbers."""
         h, a, k, f = self.width, self.attention, self.kv_heads * self.head_dim, self.inner
         table, mlp, blocks = self.vocabulary * h, 3 if self.gated else 2, self.blocks + self.decoder_blocks
         found = [(table, 1 if self.tied else 2), (h * f, mlp * blocks)]
@@ -221,7 +221,7 @@ class Shape:
 
     @property
     def parameter_count(self) -> int:
-        """Numbers in all weights."""
+        """Count the numbers in all weights."""
         return sum(size * count for size, count in self.parameters.items())
 
 
@@ -277,7 +277,7 @@ class _Weights:
 
 
 def _weights(shape: Shape, run: RunSettings) -> _Weights:
-    """Whole in every worker, or at ZeRO stage 3 in shares.
+    """Return the weights' bytes: whole in every worker, or at ZeRO stage 3 in shares.
 
     There a weight stays gathered where it is used again within DeepSpeed's reuse distance: about the turn from the
     forward to the backward pass, these are the last half of that distance. The next ones are prefetched.
@@ -302,7 +302,7 @@ def _weights(shape: Shape, run: RunSettings) -> _Weights:
 
 
 def _moments(trial: Trial, trained: int, run: RunSettings) -> tuple[int, int]:
-    """Bytes of the optimizer's moments on the device, and in host memory."""
+    """Return bytes of the optimizer's moments on the device, and in host memory."""
     if trial.settings.training.optimizer != "adamw":  # Adafactor's are rows and columns
         return 0, 0
     engine = run.engine
@@ -320,7 +320,7 @@ def _share(total: int, workers: int) -> int:
 
 @dataclass(frozen=True)
 class _Adapters:
-    """What adapters make autograd keep, in bytes."""
+    """The bytes that adapters make autograd keep."""
 
     latent: bool
     input: int
@@ -361,7 +361,7 @@ class _Stack:
 
 
 def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, kept_besides: int, recomputing: int = 0) -> _Stack:
-    """A stack that keeps so many bytes for each of its tokens, the MLP left out, and others for the whole batch."""
+    """Make a stack that keeps so many bytes per token, the MLP left out, and others for the whole batch."""
     b, h, f = shape.bytes, shape.width, shape.inner
     mlp = b * f * (3 if shape.gated else 1)
     in_mlp = b * f * (3 if shape.gated else 2)
@@ -379,7 +379,7 @@ def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, kept_besides:
 def _stacks(
     shape: Shape, adapters: _Adapters, rows: int, prompt: int, target: int, noise: int, unfused: bool
 ) -> list[_Stack]:
-    """In the order of the forward pass.
+    """Return the stacks in the order of the forward pass.
 
     Args:
         noise: bytes of a number that the backbone's dropout draws; 0 without dropout.
@@ -419,7 +419,7 @@ def _stacks(
 
 
 def _norm(shape: Shape) -> int:
-    """Per token: the float32 input and its inverse root; T5 keeps the input in the backbone's type as well."""
+    """Return bytes per token: the float32 input and its inverse root; T5 keeps the input in its own type as well."""
     also = shape.bytes if shape.family == "t5" and shape.bytes < 4 else 0
     return (4 + also) * shape.width + 4
 
@@ -438,7 +438,7 @@ class _Moment:
 
 
 def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, members: int) -> _Moment:
-    """The fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
+    """Find the fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
     training = trial.settings.training
     share = _share(training.batch_size, resources.workers)
     rows = members * min(share, training.micro_batch_size or share)
@@ -462,7 +462,7 @@ def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSe
 
 
 def _longest(trial: Trial) -> tuple[int, int]:
-    """Tokens of the longest prompt, with a soft one, and of the longest target."""
+    """Return the tokens of the longest prompt, with a soft one, and of the longest target."""
     limits = trial.settings.benchmark
     return limits.max_source_length + len(prompt_read(trial.method(), ())), limits.max_target_length
 
@@ -479,7 +479,7 @@ class _Answer:
 
 
 def _answer(trial: Trial, shape: Shape) -> _Answer:
-    """While the prompts are read, or while the longest answers end."""
+    """Find the fullest moment of answering: while prompts are read, or while the longest answers end."""
     rows, (prompt, target) = trial.settings.evaluation.batch_size, _longest(trial)
     b, a, h, tokens = shape.bytes, shape.attention, shape.width, rows * prompt
     in_mlp = tokens * b * ((3 if shape.gated else 2) * shape.inner + 4 * h)

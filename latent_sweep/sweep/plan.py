@@ -91,13 +91,13 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """How messages call it: the values that vary, and the id."""
+        """Return the trial's name in messages: the values that vary, and the id."""
         names = short_names(self.values)
         values = label({names[path]: value for path, value in self.values.items()})
         return f"{values} [{self.trial_id}]" if values else self.trial_id
 
     def method(self) -> Method:
-        """The method, for asking what it reads; it cannot train."""
+        """Make the method, for asking what it reads; it cannot train."""
         return method_class(self.settings.method.name)(self.settings.method)
 
     @property
@@ -105,7 +105,7 @@ class Trial:
         return {} if self.method_source is None else {"source": self.method_source}
 
     def lineages(self) -> tuple[str, ...]:
-        """The snapshot each task will leave behind, by hash chain.
+        """Return the snapshot each task will leave behind, by hash chain.
 
         Raises:
             DataError: the benchmark's training data is not at hand.
@@ -113,7 +113,7 @@ class Trial:
         return tuple(map(content_hash, self.stage_contents()))
 
     def stage_contents(self) -> list[dict[str, Any]]:
-        """All that can change each task's snapshot; the parents among it are named by their own hashes.
+        """Return all that can change each task's snapshot; the parents among it are named by their own hashes.
 
         Raises:
             DataError: the benchmark's training data is not at hand.
@@ -149,7 +149,7 @@ class Trial:
         return contents
 
     def row_keys(self) -> tuple[str, ...]:
-        """What identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
+        """Return what identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
         s = self.settings
         lineages = self.lineages()
         tests = [
@@ -173,7 +173,7 @@ class Trial:
         )
 
     def files(self, sweep: SweepFolder) -> TrialFiles:
-        """What it has left behind so far as a trial of this sweep."""
+        """Return the files that it has left behind so far as a trial of this sweep."""
         return TrialFiles(sweep, self.trial_id, [task.name for task in self.tasks], self.row_keys())
 
     def source(self, task: TaskSpec, split: Split) -> str | None:
@@ -196,13 +196,13 @@ class Member:
 
     @property
     def training_id(self) -> str:
-        """What its trials have in common."""
+        """Return the id of the training that its trials have in common."""
         return self.trials[0].training_id
 
 
 @dataclass(frozen=True)
 class Pack:
-    """What one worker runs: members learn side by side, in one forward pass of the backbone they share."""
+    """The work of one worker: members learn side by side, in one forward pass of the backbone they share."""
 
     members: tuple[Member, ...]
 
@@ -224,7 +224,7 @@ class Pack:
 
 
 def router_identity(settings: TrialSettings) -> dict[str, Any]:
-    """What inference reads of the router: nothing but the mode where no posterior is asked for."""
+    """Return what inference reads of the router: nothing but the mode where no posterior is asked for."""
     if settings.router.mode in ROUTED:
         return settings.router.identity()
     return {"mode": settings.router.mode}
@@ -256,7 +256,7 @@ def expand(sweep: Sweep) -> list[Trial]:
 
 
 def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"] = 1) -> list[Pack]:
-    """Trials grouped by training, and trainings into packs: inference-only axes cost no training.
+    """Group trials by training, and trainings into packs: inference-only axes cost no training.
 
     Args:
         together: `run.pack`: a number of trainings, or the axes whose values learn side by side; with `auto`, all that
@@ -279,7 +279,7 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
 
 
 def _pack_key(member: Member, together: int | Sequence[str]) -> str:
-    """Equal for members that may learn side by side."""
+    """Return a key that is equal for members that may learn side by side."""
     trial = member.trials[0]
     s = trial.settings
     if not trial.method().packable or s.training.backbone_dropout:  # masks are drawn for a whole batch
@@ -327,7 +327,7 @@ def _resolved_method(written: MethodSettings, kind: type[Method], backbone: str,
 
 
 def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]:
-    """One spelling of the order, and paths that a worker in another folder, or on another machine, can follow."""
+    """Use one spelling of the order, and paths that a worker in another folder, or on another machine, can follow."""
     data_dir = settings.data_dir or os.environ.get(DATA_VARIABLE)
     return {
         "order": order_key(settings, spec),
@@ -409,7 +409,7 @@ def _setting(settings: Any, path: str) -> Any:
 
 
 def _faults(trial: Trial) -> list[str]:
-    """What is wrong with a resolved trial as a whole: ranks and component counts that its backbone or data rule out."""
+    """List what is wrong with a resolved trial as a whole: ranks and counts that its backbone or data rule out."""
     s, faults = trial.settings, []
     known = describe(s.backbone)
     if known is None and "/" not in s.backbone.name:

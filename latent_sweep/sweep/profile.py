@@ -14,7 +14,7 @@ from latent_sweep.store.sealed import is_sealed, write_sealed_json
 
 @dataclass(frozen=True)
 class Profile:
-    """What one machine does per second with one backbone."""
+    """The speed of one machine with one backbone."""
 
     backbone: str
     device: str
@@ -30,7 +30,7 @@ class Profile:
 
 
 def profile_path(storage: Path, backbone: str, dtype: str, device: str = "cpu") -> Path:
-    """Where the profile of a backbone lies, whether or not there is one."""
+    """Return where the profile of a backbone lies, whether or not there is one."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", backbone)  # a hub name or a folder has slashes
     return storage / "profiles" / f"{name}-{dtype}-{device}.json"
 

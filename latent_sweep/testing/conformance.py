@@ -48,7 +48,7 @@ ABSOLUTE, RELATIVE = 1e-4, 1e-2
 
 
 class Cut(BaseException):
-    """The worker is lost."""
+    """Raised where the worker is lost."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Finished:
 
     @property
     def steps(self) -> list[Step]:
-        """Its optimizer steps."""
+        """Return its optimizer steps."""
         return [event for event in self.events if isinstance(event, Step) and event.doing == "learning"]
 
 

@@ -19,7 +19,7 @@ Event = Step | StageDone
 
 
 def _nothing(event: Event) -> None:
-    """Nobody looks."""
+    """Do nothing with an event: nobody looks."""
 
 
 @dataclass
