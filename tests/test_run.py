@@ -291,7 +291,9 @@ def test_a_damaged_snapshot_is_made_again(finished, tmp_path):
 
 def test_an_unreachable_tracker_delays_nothing_but_the_mirror(finished, tmp_path, capsys, monkeypatch):
     shutil.copy(finished[0] / "mlflow.db", tmp_path)  # making a new one takes seconds
-    content = tiny(name="late", trial__training__epochs=1, search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    content = tiny(
+        name="late", trial__training__epochs=1, search={}, run__tracking__uri=f"sqlite:///{tmp_path / 'mlflow.db'}"
+    )
 
     def refuse(uri):
         raise ConnectionError("nobody there")
