@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 from collections import Counter
 
@@ -9,7 +10,7 @@ import psutil
 import pytest
 import torch
 from helpers.moments import at_step
-from helpers.sweeps import TINY, end, events, family, results, start, sweep_folder, tiny, write
+from helpers.sweeps import TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
 from helpers.tiny import HALTING_STEPS
 
 from latent_sweep.backends.ray_tune import _loss_kind
@@ -20,51 +21,88 @@ from latent_sweep.store.sealed import read_sealed_json
 TWO_CPUS = (os.cpu_count() or 1) >= 2
 
 
-def run_on_ray(content, folder, meanwhile=lambda: None, **environment):
-    """Run a sweep as the main job does; returns its exit code, what it printed, and the addresses it listened on.
+IN_TURN = """
+import sys
+from latent_sweep.backends import ray_tune
+from latent_sweep.run import main
 
-    `meanwhile` is called again and again.
-    """
+started_here = ray_tune._connect()
+import ray
+ray_tune._connect, ray.shutdown = (lambda: started_here), (lambda: None)
+for path in sys.argv[1:]:
+    print(f"\\nended with {main([path])}", flush=True)
+"""
+"""Runs one sweep after another on the cluster that the first would have started: a start costs ten seconds."""
+
+
+def run_on_ray(content, folder, **environment):
+    """Run a sweep as the main job does; returns its exit code and what it printed."""
     process = start(write(folder, content), **environment)
+    try:
+        printed, _ = process.communicate(timeout=240)
+        return process.returncode, printed
+    finally:
+        end(process)
+
+
+def run_in_turn(contents, folder, meanwhile, **environment):
+    """Run sweeps by name on one cluster of their own; gives what each printed with its exit code in its last line.
+
+    Returns:
+        These texts by name, and the addresses that a process listened on. `meanwhile` is called again and again.
+    """
+    paths = [write(folder / name, content) for name, content in contents.items()]
+    process = launch("-c", IN_TURN, *paths, "latent_sweep.run", **environment)
     seen, listening, printed = set(), set(), ""
     try:
         while process.poll() is None:
             members = family(process)
             seen |= set(members)
-            listening |= {address for member in members for address in listening_addresses(member)}
+            listening |= listening_addresses({member.pid for member in members})
             meanwhile()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 printed, _ = process.communicate(timeout=1)
-        return process.returncode, printed, listening
     finally:
         end(process, seen)
+    assert process.returncode == 0, printed
+    return dict(zip(contents, re.split(r"(?<=\nended with \d)\n", printed), strict=False)), listening
 
 
-def listening_addresses(process):
-    try:
-        return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return set()
+def listening_addresses(pids):
+    """Where these processes listen."""
+    connections = psutil.net_connections("tcp")
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.pid in pids}
+
+
+WISHES = {
+    "too large": {"resources": {"cpus": 4096, "accelerator": "A100"}},
+    "too many": {"resources": {"workers": 4096, "cpus": 1}, "engine": {"name": "deepspeed"}},
+}
+"""Settings of `run` that no cluster started here can ever fulfil."""
 
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory):
-    """The sweep; its first pack waits at its first step until the other one is there, too."""
+    """The folder of wishes that are refused and of the tiny sweep; what each printed; where processes listened.
+
+    The sweep's first pack waits at its first step until the other one is there, too.
+    """
     folder = tmp_path_factory.mktemp("ray")
     began = at_step(folder / "moment", position=0, step=1)
 
     def go_on_together():
-        if len(list((folder / "runs" / "tiny" / "trials").glob("*/journal.jsonl"))) == (4 if TWO_CPUS else 2):
+        if len(list((folder / "tiny" / "runs" / "tiny" / "trials").glob("*/journal.jsonl"))) == (4 if TWO_CPUS else 2):
             began.let_go()
 
-    return folder, *run_on_ray(TINY, folder, go_on_together, **began.environment)
+    contents = {name: tiny(**{f"run__{key}": value for key, value in wish.items()}) for name, wish in WISHES.items()}
+    return folder, *run_in_turn(contents | {"tiny": TINY}, folder, go_on_together, **began.environment)
 
 
 def test_a_sweep_on_ray_runs_to_its_end(on_ray):
-    folder, code, printed, _ = on_ray
-    assert code == 0, printed
-    assert "sweep tiny: 4 trials (4 finished)" in printed
-    assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder)] == [
+    folder, printed, _ = on_ray
+    assert printed["tiny"].endswith("ended with 0"), printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed["tiny"]
+    assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
         ["started", "stage", "stage", "finished"]
     ] * 4
 
@@ -76,30 +114,37 @@ def test_ray_changes_no_byte(on_ray, tmp_path):
         assert main(["run", write(tmp_path, TINY), "--local"]) == 0
     finally:
         torch.set_num_threads(threads)
-    assert results(sweep_folder(on_ray[0])) == results(sweep_folder(tmp_path))
+    assert results(sweep_folder(on_ray[0] / "tiny")) == results(sweep_folder(tmp_path))
 
 
 @pytest.mark.skipif(not TWO_CPUS, reason="two packs with one CPU each need two CPUs")
 def test_packs_run_side_by_side(on_ray):
-    sweep = sweep_folder(on_ray[0])
+    sweep = sweep_folder(on_ray[0] / "tiny")
     assert len({event["pid"] for event in events(sweep, "started")}) == 2
     last_start = max(event["time"] for event in events(sweep, "started"))
     assert last_start < min(event["time"] for event in events(sweep, "finished"))
 
 
 def test_ray_listens_on_the_loopback_interface_only(on_ray):
-    listening = on_ray[3]
+    listening = on_ray[2]
     assert listening
     assert {ip for ip in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")} == set()
 
 
-def test_too_large_a_wish_is_refused_at_once(tmp_path):
-    code, printed, _ = run_on_ray(tiny(run__resources={"cpus": 4096, "accelerator": "A100"}), tmp_path)
-    assert code == 2
-    assert "error: run.resources: a trial asks for 4096 CPU and 0 GPU (A100) on one node; the cluster has" in printed
-    assert "Ask for less" in printed
-    assert "Traceback" not in printed
-    assert events(sweep_folder(tmp_path), "started") == []
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ("too large", "a trial asks for 4096 CPU and 0 GPU (A100) on one node; the cluster has"),
+        ("too many", "a trial asks for 4096 workers at once, each with 1 CPU and 0 GPU; the cluster"),
+    ],
+)
+def test_what_can_never_come_is_refused_at_once(on_ray, wish, words):
+    folder, printed, _ = on_ray
+    assert printed[wish].endswith("ended with 2"), printed
+    assert f"error: run.resources: {words}" in printed[wish]
+    assert "Ask for less" in printed[wish]
+    assert "Traceback" not in printed[wish]
+    assert events(sweep_folder(folder / wish), "started") == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +183,7 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_
         run__pack=["seed"],
         run__max_concurrent=2,
     )
-    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
+    code, printed = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0, printed
     by_rate = {tuple(trial.values.values()): trial for trial in sweep_folder(tmp_path)}
     states = {values: status(trial.events()) for values, trial in by_rate.items()}
@@ -151,7 +196,7 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_
         assert last["tasks_seen"] == len(stages(trial.events())) < 3
         assert "stopped early by the scheduler" in last["reason"]
     before = {rate: trial.events() for rate, trial in by_rate.items()}
-    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
+    code, printed = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0
     assert "6 of 6 trainings are complete" in printed
     assert {rate: trial.events() for rate, trial in by_rate.items()} == before
@@ -160,7 +205,7 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_
 @pytest.mark.slow
 def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
     content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
-    code, printed, _ = run_on_ray(content, tmp_path, **two_cpus)
+    code, printed = run_on_ray(content, tmp_path, **two_cpus)
     assert code == 0, printed
     assert "sweep tiny: 4 trials (4 finished)" in printed
     (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")

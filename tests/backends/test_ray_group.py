@@ -68,15 +68,6 @@ def test_a_killed_worker_changes_nothing_in_the_result(two_cpus, inside_the_seco
     assert snapshots == {path.name: path.read_bytes() for path in (tmp_path / "runs/snapshots").glob("*.safetensors")}
 
 
-def test_more_workers_than_can_ever_come_are_refused_at_once(tmp_path):
-    code, printed = run(together(run__resources={"workers": 4096, "cpus": 1}), tmp_path)
-    assert code == 2
-    assert (
-        "error: run.resources: a trial asks for 4096 workers at once, each with 1 CPU and 0 GPU; the cluster" in printed
-    )
-    assert events(sweep_folder(tmp_path), "started") == []
-
-
 def test_a_gang_that_fails_says_why_and_ends(two_cpus, tmp_path, checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "elsewhere.safetensors")
     code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **two_cpus)

@@ -105,9 +105,14 @@ SPARING = {
 
 def start(path: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """The main job in a process group of its own, on one thread; of Ray it knows what `environment` says."""
+    return launch("-m", "latent_sweep.run", path, *arguments, **environment)
+
+
+def launch(*command: str, **environment: str) -> subprocess.Popen[str]:
+    """Python with this command line, as `start` has it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "latent_sweep.run", path, *arguments],
+        [sys.executable, *command],
         env=inherited | {"OMP_NUM_THREADS": "1"} | SPARING | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
