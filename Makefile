@@ -13,6 +13,8 @@ STAMP := $(VENV)/.installed
 TOOL := PYTHONPATH=tests $(BIN)/python -m tools.
 # files in turn, each in one process; the order by size would leave the few long ones to the end
 BY_FILE := --dist loadgroup --no-loadscope-reorder
+# the processes of the tests share what Python has compiled, whatever the caller's environment says
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: setup quickstart test test-slow portability faults mutants chaos reference lint types check clean
 
@@ -33,15 +35,15 @@ quickstart: $(STAMP)
 
 # one thread for each of the processes that share the tests: more would wait for each other
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 $(BY_FILE)
+	$(PYTEST) -n auto --maxprocesses 4 $(BY_FILE)
 
 # two at a time: most start clusters, servers and workers of their own
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 $(BY_FILE)
+	$(PYTEST) -m slow -n 2 $(BY_FILE)
 
 # the numeric tests as other processors would round, two machines at a time
 portability: $(STAMP)
-	$(TOOL)portability
+	PYTHONDONTWRITEBYTECODE= $(TOOL)portability
 
 # injects every fault into a real sweep and prints what each one costs, as a table
 faults: $(STAMP)

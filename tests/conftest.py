@@ -1,4 +1,4 @@
-"""Tiny backbones and tiny packs that the tests of the numerical core share. Random weights, nothing downloaded."""
+"""Which tests go together, and the fixtures that all folders share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import pytest
 from helpers.numeric import NOT_NUMERIC, computes_numbers
 from helpers.tiny import FAMILIES, HALTING_STEPS, Runs, bank_of, load_tiny
 
+LONGEST = ("test_run.py", "test_mlflow_mirror.py", "test_verify.py", "test_bench.py", "test_ray.py", "test_packs.py")
+"""Files that take long in one process."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise.
 
-    Those of a file that computes are `numeric`: they run on imitated machines, too.
+    Those of a file that computes are `numeric`: they run on imitated machines, too. The longest files come first, so that
+    no process is left with one of them while the others have nothing to do.
     """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import TASKS, Workbench, first_trial
 from latent_sweep.learn.mixing import Array
 from latent_sweep.store.snapshots import Snapshot
@@ -25,7 +25,7 @@ ANSWER_TOKENS = 16
 """Longest answer where only the number of generations matters."""
 
 
-def generate(bench: Workbench) -> list[Row]:
+def generate(bench: Workbench) -> list[Reading]:
     """Evaluation's answers against transformers' `generate`: same prompts, adapter and stops, sorted batches."""
     rows = []
     for name, steps in (("untrained adapter", 0), ("trained adapter", bench.sizes.learning_steps)):
@@ -33,7 +33,7 @@ def generate(bench: Workbench) -> list[Row]:
     return rows
 
 
-def _generate(bench: Workbench, name: str, steps: int) -> list[Row]:
+def _generate(bench: Workbench, name: str, steps: int) -> list[Reading]:
     from latent_sweep.bench.usual_way import answer_texts, generate_answers, with_padding
 
     backbone, s, stop = bench.backbone, bench.trial.settings, bench.trial.spec.stop
@@ -62,15 +62,17 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Row]:
 
     seconds = take_turns({"ours": ours, "generate()": usual}, bench.sizes.few_turns)
     equal = [mine == theirs for mine, theirs in zip(answers["ours"], answers["usual"], strict=True)]
-    rates = [Row.of(f"{n}, {name}: rows answered", [len(prompts) / t for t in s], "rows/s") for n, s in seconds.items()]
+    rates = [
+        Reading.of(f"{n}, {name}: rows answered", [len(prompts) / t for t in s], "rows/s") for n, s in seconds.items()
+    ]
     return [
         *rates,
         ratio(f"ours / generate(), {name}", seconds["ours"], seconds["generate()"], Target(0.50)),
-        Row(f"equal answers, {name}", statistics.fmean(equal), "share", note=f"{len(equal)} rows"),
+        Reading(f"equal answers, {name}", statistics.fmean(equal), "share", note=f"{len(equal)} rows"),
     ]
 
 
-def evaluate(bench: Workbench) -> list[Row]:
+def evaluate(bench: Workbench) -> list[Reading]:
     """Scoring all tasks seen after each task: how many answers have to be generated, and the time that saves."""
     share, routed = _routed_share(bench)
     whole = bench.subject.benchmark == "superni" and bench.sizes.routed_tasks is None
@@ -79,12 +81,12 @@ def evaluate(bench: Workbench) -> list[Row]:
     tasks = len(bench.trial.tasks)
     equal = [mine == again for mine, again in zip(kept.answers, recomputed.answers, strict=True)]
     return [
-        Row("generations run / full triangle", share, "share", None, Target(0.14) if whole else None, note),
-        Row("known answers kept: all stages scored", kept.seconds, "s", note=f"{tasks} tasks"),
-        Row("no answers kept: all stages scored", recomputed.seconds, "s", note=f"{tasks} tasks"),
-        Row("known answers kept / not kept", kept.seconds / recomputed.seconds, "x"),
-        Row("generations run there", kept.generated / recomputed.generated, "share"),
-        Row("equal answers, kept and not kept", statistics.fmean(equal), "share", note=f"{len(equal)} answers"),
+        Reading("generations run / full triangle", share, "share", None, Target(0.14) if whole else None, note),
+        Reading("known answers kept: all stages scored", kept.seconds, "s", note=f"{tasks} tasks"),
+        Reading("no answers kept: all stages scored", recomputed.seconds, "s", note=f"{tasks} tasks"),
+        Reading("known answers kept / not kept", kept.seconds / recomputed.seconds, "x"),
+        Reading("generations run there", kept.generated / recomputed.generated, "share"),
+        Reading("equal answers, kept and not kept", statistics.fmean(equal), "share", note=f"{len(equal)} answers"),
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from latent_sweep.backbones.generation import generate
-from latent_sweep.bench.rows import Row, ratio, take_turns
+from latent_sweep.bench.rows import Reading, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench, first_trial
 from latent_sweep.learn.member import MemberRun
 from latent_sweep.learn.training import TaskTraining, TrainingSummary
@@ -38,7 +38,7 @@ NOTES = {
 }
 
 
-def methods(bench: Workbench) -> list[Row]:
+def methods(bench: Workbench) -> list[Reading]:
     """Every method, early and late in a sequence of built-in tasks: storage, steps, work around them, answers."""
     trials = {name: method_trial(bench, name) for name in METHODS}
     contenders = {name: _Contender(bench, trial) for name, trial in trials.items()}
@@ -160,23 +160,23 @@ def _never_ending(bench: Workbench) -> Callable[[Tensor, Sequence[Sequence[int]]
     return choose
 
 
-def _size_rows(contenders: Mapping[str, _Contender]) -> list[Row]:
+def _size_rows(contenders: Mapping[str, _Contender]) -> list[Reading]:
     rows = [
-        Row(f"{name}: trained for a task", contender.parameters, "numbers", note=NOTES.get(name, ""))
+        Reading(f"{name}: trained for a task", contender.parameters, "numbers", note=NOTES.get(name, ""))
         for name, contender in contenders.items()
     ]
     for name, contender in contenders.items():
         for stage in contender.bench.sizes.stages:
-            rows.append(Row(f"{name}: stored for task {stage}", contender.stored_bytes(stage) / 1024, "KiB"))
+            rows.append(Reading(f"{name}: stored for task {stage}", contender.stored_bytes(stage) / 1024, "KiB"))
     return rows
 
 
-def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
+def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Reading]:
     early, late = bench.sizes.stages
     steps = {(name, stage): partial(c.step_seconds, stage) for name, c in contenders.items() for stage in c.trainings}
     seconds = take_turns(steps, bench.sizes.turns)
     reference = seconds[REFERENCE, early]
-    rows = [Row.of(f"{REFERENCE}: step at task {early}", [1000 * s for s in reference], "ms")]
+    rows = [Reading.of(f"{REFERENCE}: step at task {early}", [1000 * s for s in reference], "ms")]
     for (name, stage), turns in seconds.items():
         rows.append(ratio(f"{name}: step at task {stage} / {REFERENCE}'s at {early}", turns, reference))
     for name in dict.fromkeys(name for name, _ in seconds):
@@ -185,17 +185,19 @@ def _step_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[R
     for name, contender in contenders.items():
         for stage in contender.trainings:
             note = f"begin and end of task {stage}, {2 * bench.sizes.batch_size} rows"
-            rows.append(Row(f"{name}: outside steps, task {stage}", 1000 * contender.outside[stage], "ms", note=note))
+            rows.append(
+                Reading(f"{name}: outside steps, task {stage}", 1000 * contender.outside[stage], "ms", note=note)
+            )
     return rows
 
 
-def _answer_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Row]:
+def _answer_rows(bench: Workbench, contenders: Mapping[str, _Contender]) -> list[Reading]:
     stages = bench.sizes.stages
     answers = {(name, stage): partial(c.answer_seconds, stage) for name, c in contenders.items() for stage in stages}
     seconds = take_turns(answers, bench.sizes.turns)
     reference = seconds[REFERENCE, stages[0]]
     note = f"{bench.sizes.test_rows} rows, {ANSWER_TOKENS} tokens each"
-    rows = [Row.of(f"{REFERENCE}: answers at task {stages[0]}", [1000 * s for s in reference], "ms", note=note)]
+    rows = [Reading.of(f"{REFERENCE}: answers at task {stages[0]}", [1000 * s for s in reference], "ms", note=note)]
     for (name, stage), turns in seconds.items():
         what = f"{name}: answers at task {stage} / {REFERENCE}'s at {stages[0]}"
         note = "one blend for all rows" if contenders[name].alike(stage) else "a blend for each row"

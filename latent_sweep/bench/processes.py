@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import LAMBDAS, SWEEP_LEARNING_RATE, TASKS, Subject, Workbench, first_trial
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.security import redact
 
 
-def sweep(bench: Workbench) -> list[Row]:
+def sweep(bench: Workbench) -> list[Reading]:
     """A small sweep, run by our command and the usual way, from the start of the process to its end."""
     sizes, folder = bench.sizes, Path(bench.subject.folder)
     tasks = TASKS["builtin"][: sizes.tasks]
@@ -46,11 +46,11 @@ def sweep(bench: Workbench) -> list[Row]:
     what = f"{points} trials of {len(tasks)} built-in tasks, {steps}"
     usually = "a peft LoRA per task with O-LoRA's penalty, a K-means router, a trial for every K"
     return [
-        Row("ours: sweep", ours, "s", note=what),
-        Row("usual way: sweep", usual, "s", note=f"{what}; {usually}"),
-        Row("usual way / ours", usual / ours, "x", None, Target(5, at_most=False)),
-        Row.of("ours: AP", our_scores, "share", note=_range(our_scores)),
-        Row.of("usual way: AP", usual_scores, "share", note=_range(usual_scores)),
+        Reading("ours: sweep", ours, "s", note=what),
+        Reading("usual way: sweep", usual, "s", note=f"{what}; {usually}"),
+        Reading("usual way / ours", usual / ours, "x", None, Target(5, at_most=False)),
+        Reading.of("ours: AP", our_scores, "share", note=_range(our_scores)),
+        Reading.of("usual way: AP", usual_scores, "share", note=_range(usual_scores)),
     ]
 
 
@@ -80,19 +80,19 @@ def _usual_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
     return seconds, [point["AP"] for point in json.loads((folder / "scores.json").read_text(encoding="utf-8"))]
 
 
-def start(bench: Workbench) -> list[Row]:
+def start(bench: Workbench) -> list[Reading]:
     """From the start of a process to the end of its first optimizer step, on one row, with warm caches."""
     times = [_child(bench.subject, "start", str(time.time())) for _ in range(bench.sizes.few_turns + 1)][1:]
     imports = [found["imported"] for found in times]
     ours = [found["stepped"] - found["imported"] for found in times]
     return [
-        Row.of("start to first step", [found["stepped"] for found in times], "s", Target(15)),
-        Row.of("of which imports of others", imports, "s", note="torch, transformers, datasets, scikit-learn"),
-        Row.of("of which ours", ours, "s", Target(3)),
+        Reading.of("start to first step", [found["stepped"] for found in times], "s", Target(15)),
+        Reading.of("of which imports of others", imports, "s", note="torch, transformers, datasets, scikit-learn"),
+        Reading.of("of which ours", ours, "s", Target(3)),
     ]
 
 
-def threads(bench: Workbench) -> list[Row]:
+def threads(bench: Workbench) -> list[Reading]:
     """Two trials with a thread each, against one with two."""
     turns, steps = bench.sizes.turns, bench.sizes.steps
     arrangements = {"1 x 2 threads": [2], "2 x 1 thread": [1, 1]}
@@ -107,19 +107,19 @@ def threads(bench: Workbench) -> list[Row]:
             name: [stack.enter_context(_Trainee(bench.subject, n)) for n in each] for name, each in arrangements.items()
         }
         rates = take_turns({name: partial(rate, trainees) for name, trainees in running.items()}, turns)
-    found = [Row.of(name, turns, "steps/s") for name, turns in rates.items()]
+    found = [Reading.of(name, turns, "steps/s") for name, turns in rates.items()]
     better = Target(1.0, at_most=False)
     return [*found, ratio("2 x 1 thread / 1 x 2 threads", rates["2 x 1 thread"], rates["1 x 2 threads"], better)]
 
 
-def memory(bench: Workbench) -> list[Row]:
+def memory(bench: Workbench) -> list[Reading]:
     """Peak memory of a process that takes training steps, against one that runs the bare backbone."""
     peaks = {what: _child(bench.subject, what)["peak_gib"] for what in ("bare", "train")}
     kind = "of the GPU" if bench.subject.device == "cuda" else "resident"
     return [
-        Row("bare backbone: peak memory", peaks["bare"], "GiB", note=kind),
-        Row("latent: peak memory", peaks["train"], "GiB", note=kind),
-        Row("latent / bare backbone", peaks["train"] / peaks["bare"], "x", None, Target(1.10)),
+        Reading("bare backbone: peak memory", peaks["bare"], "GiB", note=kind),
+        Reading("latent: peak memory", peaks["train"], "GiB", note=kind),
+        Reading("latent / bare backbone", peaks["train"] / peaks["bare"], "x", None, Target(1.10)),
     ]
 
 

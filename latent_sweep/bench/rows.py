@@ -27,7 +27,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Row:
+class Reading:
     """One line of the table."""
 
     name: str
@@ -41,7 +41,7 @@ class Row:
     note: str = ""
 
     @classmethod
-    def of(cls, name: str, turns: Sequence[float], unit: str, target: Target | None = None, note: str = "") -> Row:
+    def of(cls, name: str, turns: Sequence[float], unit: str, target: Target | None = None, note: str = "") -> Reading:
         """The row of a value that was measured in several turns."""
         if len(turns) == 1:
             return cls(name, turns[0], unit, None, target, note)
@@ -61,9 +61,9 @@ class Row:
 
 def ratio(
     name: str, numerator: Sequence[float], denominator: Sequence[float], target: Target | None = None, note: str = ""
-) -> Row:
+) -> Reading:
     """Divide numerator by denominator, turn by turn: how many times the second the first takes."""
-    return Row.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target, note)
+    return Reading.of(name, [a / b for a, b in zip(numerator, denominator, strict=True)], "x", target, note)
 
 
 def take_turns(contenders: Mapping[Contender, Callable[[], float]], turns: int) -> dict[Contender, list[float]]:
@@ -86,7 +86,7 @@ class Table:
     part: str
     dtype: str
     what: str
-    rows: Sequence[Row]
+    rows: Sequence[Reading]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Report:
         return json.dumps(asdict(self) | {"tables": tables}, indent=1)
 
 
-def _line(row: Row) -> str:
+def _line(row: Reading) -> str:
     spread = "" if row.quartiles is None else f"[{_number(row.quartiles[0])}, {_number(row.quartiles[1])}]"
     target = "" if row.target is None else f"{row.target}  {'reached' if row.reached else 'NOT reached'}"
     return f"  {row.name:<48} {_number(row.value):>9} {row.unit:<14} {spread:<20} {target}  {row.note}".rstrip()

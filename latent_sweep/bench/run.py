@@ -17,7 +17,7 @@ from latent_sweep.backbones.known import BackboneSettings, describe
 from latent_sweep.bench.answers import GENERATION_RATE, evaluate, generate
 from latent_sweep.bench.methods import methods
 from latent_sweep.bench.processes import memory, start, sweep, threads
-from latent_sweep.bench.rows import Report, Row, Table
+from latent_sweep.bench.rows import Reading, Report, Table
 from latent_sweep.bench.shards import shards
 from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step
 from latent_sweep.bench.workbench import Subject, Workbench
@@ -30,7 +30,7 @@ from latent_sweep.store.storage import Storage
 from latent_sweep.store.versions import installed
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
 
-PARTS: Mapping[str, Callable[[Workbench], list[Row]]] = {
+PARTS: Mapping[str, Callable[[Workbench], list[Reading]]] = {
     "step": step,
     "packs": packs,
     "history": history,
@@ -42,7 +42,7 @@ PARTS: Mapping[str, Callable[[Workbench], list[Row]]] = {
     "sweep": sweep,
 }
 
-ON_REQUEST: Mapping[str, Callable[[Workbench], list[Row]]] = {"methods": methods, "shards": shards}
+ON_REQUEST: Mapping[str, Callable[[Workbench], list[Reading]]] = {"methods": methods, "shards": shards}
 """Parts that run only where they are named, because they take long."""
 
 WITH_PEFT = ("step", "generate", "sweep")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.bench.processes import peak_bytes
-from latent_sweep.bench.rows import Row
+from latent_sweep.bench.rows import Reading
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.errors import LatentSweepError
 
@@ -34,7 +34,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def shards(bench: Workbench) -> list[Row]:
+def shards(bench: Workbench) -> list[Reading]:
     """Memory of each worker and speed of all, whole and sharded: two workers on a CPU, one on each GPU."""
     import torch
 
@@ -43,24 +43,26 @@ def shards(bench: Workbench) -> list[Row]:
     # host memory is the only one there is without a GPU
     engines = {name: engine for name, engine in ENGINES.items() if cuda or "offload" not in engine}
     bench.free()
-    rows: list[Row] = []
+    rows: list[Reading] = []
     for name, engine in engines.items():
         found = _run_group(bench.subject, engine, workers)
         rows += _rows(name, found, _predicted(bench, engine, workers), workers)
     return rows
 
 
-def _rows(name: str, found: Sequence[Mapping[str, float]], predicted: Mapping[str, float], workers: int) -> list[Row]:
+def _rows(
+    name: str, found: Sequence[Mapping[str, float]], predicted: Mapping[str, float], workers: int
+) -> list[Reading]:
     where = f"the largest of {workers} workers" if workers > 1 else "one worker"
     seconds = max(worker["seconds"] for worker in found)
     return [
-        Row(f"{name}: loaded", max(w["loaded_gib"] for w in found), "GiB", None, None, where),
-        Row(f"{name}: loaded, predicted", predicted["weights"], "GiB"),
-        Row(f"{name}: peak while loading", max(w["peak_loading_gib"] for w in found), "GiB", None, None, where),
-        Row(f"{name}: peak while learning", max(w["peak_gib"] for w in found), "GiB", None, None, where),
-        Row(f"{name}: peak, predicted", predicted["learning"], "GiB"),
-        Row(f"{name}: step", seconds, "s"),
-        Row(f"{name}: speed", found[0]["tokens"] / seconds, "tokens/s"),
+        Reading(f"{name}: loaded", max(w["loaded_gib"] for w in found), "GiB", None, None, where),
+        Reading(f"{name}: loaded, predicted", predicted["weights"], "GiB"),
+        Reading(f"{name}: peak while loading", max(w["peak_loading_gib"] for w in found), "GiB", None, None, where),
+        Reading(f"{name}: peak while learning", max(w["peak_gib"] for w in found), "GiB", None, None, where),
+        Reading(f"{name}: peak, predicted", predicted["learning"], "GiB"),
+        Reading(f"{name}: step", seconds, "s"),
+        Reading(f"{name}: speed", found[0]["tokens"] / seconds, "tokens/s"),
     ]
 
 

@@ -10,14 +10,14 @@ import torch
 
 from latent_sweep.backbones.batches import Batch, collate, label_logits
 from latent_sweep.backbones.outputs import Outputs
-from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench
 
 TRAINING_RATE = "latent: tokens trained"
 """The row that the profile's rate is taken from."""
 
 
-def step(bench: Workbench) -> list[Row]:
+def step(bench: Workbench) -> list[Reading]:
     """One optimizer step on the same batch: the bare backbone, our adapters, and peft in the Trainer."""
     peft = _UsualStep(bench)
     seconds = take_turns(
@@ -30,14 +30,14 @@ def step(bench: Workbench) -> list[Row]:
         bench.sizes.turns,
     )
     limit = Target(1.05 if bench.subject.dtype == "float32" else 1.08)
-    rows = [Row.of(f"{name}: step", [1000 * s for s in turns], "ms") for name, turns in seconds.items()]
+    rows = [Reading.of(f"{name}: step", [1000 * s for s in turns], "ms") for name, turns in seconds.items()]
     for name in ("latent", "lora"):
         rows.append(ratio(f"{name} / bare backbone", seconds[name], seconds["bare backbone"], limit))
         rows.append(ratio(f"{name} / peft + Trainer", seconds[name], seconds["peft + Trainer"], Target(0.75)))
     batch = bench.one_batch()
     tokens = sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in batch)
     note = f"{len(batch)} rows, {tokens} tokens a step"
-    rows.append(Row.of(TRAINING_RATE, [tokens / s for s in seconds["latent"]], "tokens/s", note=note))
+    rows.append(Reading.of(TRAINING_RATE, [tokens / s for s in seconds["latent"]], "tokens/s", note=note))
     return rows + _utilisation(bench, tokens, seconds["latent"])
 
 
@@ -89,7 +89,7 @@ class _UsualStep:
         return clock.seconds_per_step
 
 
-def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Row]:
+def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Reading]:
     """Compare achieved arithmetic on a GPU with a large matrix product: 4 N per token, as no weight gets a gradient.
 
     N counts the layers' weights, not the embeddings; T5's two halves read different tokens, so it has no row.
@@ -100,9 +100,9 @@ def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> lis
     achieved = [4 * weights * tokens / s / 1e12 for s in seconds]
     peak = _matrix_product_rate(bench) / 1e12
     return [
-        Row("matrix product", peak, "TFLOP/s", note="8192 x 8192, the same type"),
-        Row.of("latent: achieved", achieved, "TFLOP/s"),
-        Row.of("latent: utilisation", [rate / peak for rate in achieved], "share"),
+        Reading("matrix product", peak, "TFLOP/s", note="8192 x 8192, the same type"),
+        Reading.of("latent: achieved", achieved, "TFLOP/s"),
+        Reading.of("latent: utilisation", [rate / peak for rate in achieved], "share"),
     ]
 
 
@@ -115,7 +115,7 @@ def _matrix_product_rate(bench: Workbench, size: int = 8192, products: int = 20)
     return 2 * size**3 / clock.seconds_per_step
 
 
-def packs(bench: Workbench) -> list[Row]:
+def packs(bench: Workbench) -> list[Reading]:
     """Members that train side by side, each on batches of its own: member-steps per second, as far as memory goes."""
     rows = bench.train_rows()
 
@@ -129,7 +129,7 @@ def packs(bench: Workbench) -> list[Row]:
     if bench.subject.device == "cuda":
         sizes = fitting(sizes, rate)
     rates = take_turns({str(n): partial(rate, n) for n in sizes}, bench.sizes.few_turns)
-    found = [Row.of(f"pack of {n}", turns, "member-steps/s") for n, turns in rates.items()]
+    found = [Reading.of(f"pack of {n}", turns, "member-steps/s") for n, turns in rates.items()]
     return found + [ratio(f"pack of {n} / pack of 1", rates[n], rates["1"]) for n in list(rates)[1:]]
 
 
@@ -150,7 +150,7 @@ def fitting(sizes: Sequence[int], measure: Callable[[int], float]) -> Sequence[i
     return sizes
 
 
-def history(bench: Workbench) -> list[Row]:
+def history(bench: Workbench) -> list[Reading]:
     """One optimizer step with the penalty against fifteen earlier tasks, and against one."""
     earlier = [{"R": torch.randn(len(bench.backbone.targets), *[bench.subject.rank] * 2) * 1e-3} for _ in range(15)]
     seconds = take_turns(
@@ -160,5 +160,5 @@ def history(bench: Workbench) -> list[Row]:
         },
         bench.sizes.turns,
     )
-    rows = [Row.of(f"{n} earlier tasks: step", [1000 * s for s in turns], "ms") for n, turns in seconds.items()]
+    rows = [Reading.of(f"{n} earlier tasks: step", [1000 * s for s in turns], "ms") for n, turns in seconds.items()]
     return [*rows, ratio("15 earlier tasks / 1", seconds["15"], seconds["1"], Target(1.02))]

@@ -219,7 +219,7 @@ def mean_embeddings(table: Tensor, rows: Sequence[Example]) -> Any:
 # --- one trial -------------------------------------------------------------------------------------------------------
 
 
-class Trial:
+class UsualTrial:
     """One point of the sweep: learn task after task, and after each answer the tests of all tasks seen."""
 
     def __init__(self, config: Config, ortho_lambda: float, components: int, seed: int):
@@ -294,7 +294,7 @@ def run_trial(point: Mapping[str, Any], config: Config) -> None:
 
     quiet()
     torch.set_num_threads(1)
-    tune.report({"AP": Trial(config, point["ortho_lambda"], point["components"], point["seed"]).run()})
+    tune.report({"AP": UsualTrial(config, point["ortho_lambda"], point["components"], point["seed"]).run()})
 
 
 def run_sweep(config: Config) -> list[dict[str, Any]]:

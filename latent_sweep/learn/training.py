@@ -91,13 +91,20 @@ def train_pack(
         trainers = [_Trainer(training, engine, bank) for training in trainings]
         while going := [trainer for trainer in trainers if trainer.goes_on]:
             began = time.monotonic()
-            torch.manual_seed(going[0].step_seed)  # dropout, which nobody has that trains beside others
+            _seed(going[0].step_seed)  # dropout, which nobody has that trains beside others
             losses = _gradients(going, engine, bank)
             for trainer, terms in zip(going, losses, strict=True):
                 trainer.advance(terms)
             for trainer in going:
                 trainer.seconds += (time.monotonic() - began) / len(going)
         return [trainer.outcome() for trainer in trainers]
+
+
+def _seed(seed: int) -> None:
+    """Seed what draws here; `torch.manual_seed` would format a traceback for each kind of device that is not in use."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextmanager
@@ -213,7 +220,7 @@ def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) 
     batches = [trainer.batch() for trainer in trainers]
     settings = [trainer.training.settings for trainer in trainers]
     denominators = [_denominator(rows, s) for rows, s in zip(batches, settings, strict=True)]
-    chunks = [_passes(rows, s.micro_batch_size, group) for rows, s in zip(batches, settings, strict=True)]
+    chunks = [_micro_batches(rows, s.micro_batch_size, group) for rows, s in zip(batches, settings, strict=True)]
     losses: list[dict[str, float]] = [{} for _ in trainers]
 
     def add(terms: Sequence[Mapping[str, Tensor]]) -> None:
@@ -227,7 +234,7 @@ def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) 
             total.backward()
 
     begins = any(trainer.step == 0 for trainer in trainers)
-    for parts in itertools.zip_longest(*chunks, fillvalue=_Pass(())):
+    for parts in itertools.zip_longest(*chunks, fillvalue=_MicroBatch(())):
         adaptations = [t.learner.adaptation(part.rows) for t, part in zip(trainers, parts, strict=True) if part.rows]
         counts = [len(part.rows) for part in parts]
         batch = collate([row for part in parts for row in part.rows], backbone)
@@ -256,7 +263,7 @@ def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) 
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _MicroBatch:
     """Rows of one forward pass of a learner."""
 
     rows: Sequence[Example]
@@ -267,11 +274,11 @@ class _Pass:
         return terms if self.counts else {name: 0.0 * term for name, term in terms.items()}
 
 
-def _passes(rows: Sequence[Example], size: int | None, group: WorkerGroup) -> list[_Pass]:
+def _micro_batches(rows: Sequence[Example], size: int | None, group: WorkerGroup) -> list[_MicroBatch]:
     """Cut this worker's share of a batch into passes of `size` rows, as many as every other worker has."""
     largest = group.largest_share(len(rows))
-    mine = [_Pass(chunk) for chunk in _chunks(group.share(rows), size or largest)]
-    stand_in = _Pass(rows[:1], counts=False)
+    mine = [_MicroBatch(chunk) for chunk in _chunks(group.share(rows), size or largest)]
+    stand_in = _MicroBatch(rows[:1], counts=False)
     return mine + [stand_in] * (math.ceil(largest / (size or largest)) - len(mine))
 
 

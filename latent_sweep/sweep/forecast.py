@@ -163,7 +163,7 @@ def _steps(trial: Trial, position: int) -> int:
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
-class _Pass(NamedTuple):
+class _TestPass(NamedTuple):
     """One task answered at one stage of a trial."""
 
     stage: int
@@ -174,7 +174,7 @@ class _Pass(NamedTuple):
     rows: int
 
 
-def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_Pass]:
+def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_TestPass]:
     s, mode = trial.settings, trial.settings.router.mode
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, trial.spec.stop]
     decoding += [s.method.inference_identity()]
@@ -189,7 +189,7 @@ def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_Pass]:
             certain = mode in ("last", "oracle") or (stage == 0 and mode != "gates")  # one snapshot, with weight one
             least = alone if certain or mode in ROUTED else history
             most = alone if certain else history
-            yield _Pass(stage, f"{least} {tests[task]}", f"{most} {tests[task]}", rows[task])
+            yield _TestPass(stage, f"{least} {tests[task]}", f"{most} {tests[task]}", rows[task])
 
 
 def _blend(trial: Trial, lineages: Sequence[str]) -> str:

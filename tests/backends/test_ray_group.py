@@ -68,7 +68,7 @@ def test_a_killed_worker_changes_nothing_in_the_result(two_cpus, inside_the_seco
     assert snapshots == {path.name: path.read_bytes() for path in (tmp_path / "runs/snapshots").glob("*.safetensors")}
 
 
-def test_a_gang_that_fails_says_why_and_ends(two_cpus, tmp_path, checkpoint):
+def test_a_group_that_fails_says_why_and_ends(two_cpus, tmp_path, checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "elsewhere.safetensors")
     code, printed = run(together(trial__backbone={"name": str(checkpoint), "dtype": "float32"}), tmp_path, **two_cpus)
     assert code == 1, printed

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from latent_sweep.bench.rows import Row, Target, ratio, take_turns
+from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.cli import main
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile, write_profile
 
@@ -73,10 +73,10 @@ def test_reading_a_profile_needs_no_torch():
 
 def test_a_row_is_the_median_of_its_turns_between_their_quartiles():
     turns = [5.0, 1.0, 4.0, 2.0, 9.0]
-    row = Row.of("x", turns, "ms")
+    row = Reading.of("x", turns, "ms")
     assert row.value == np.median(turns)
     assert row.quartiles == pytest.approx(tuple(np.percentile(turns, [25, 75])))
-    assert Row.of("x", [3.0], "ms") == Row("x", 3.0, "ms")
+    assert Reading.of("x", [3.0], "ms") == Reading("x", 3.0, "ms")
 
 
 def test_a_ratio_is_taken_turn_by_turn():
@@ -90,10 +90,10 @@ def test_a_ratio_is_taken_turn_by_turn():
     [(Target(1.05), 1.05, True), (Target(1.05), 1.06, False), (Target(5, at_most=False), 4.9, False)],
 )
 def test_a_target_is_reached_from_its_own_side(target, value, reached):
-    row = Row("x", value, "x", target=target)
+    row = Reading("x", value, "x", target=target)
     assert row.reached is reached
     assert row.content()["target"] == str(target)
-    assert Row("x", value, "x").reached is None
+    assert Reading("x", value, "x").reached is None
 
 
 def test_contenders_take_turns():
@@ -198,7 +198,7 @@ def test_a_t5_backbone_and_a_second_type_for_the_step(tmp_path, capsys, without_
 def test_the_table_for_people_says_what_was_reached():
     from latent_sweep.bench.rows import Report, Table
 
-    rows = [Row.of("ours / theirs", [0.5, 0.6], "x", Target(0.56)), Row("left out", 1234.5, "ms", note="once")]
+    rows = [Reading.of("ours / theirs", [0.5, 0.6], "x", Target(0.56)), Reading("left out", 1234.5, "ms", note="once")]
     report = Report(
         "b", "cpu", "builtin", "why", "now", {"torch": "2"}, {"cpus": 2}, [Table("step", "float32", "?", rows)]
     )
@@ -303,9 +303,9 @@ def test_the_usual_ways_configuration_survives_its_file(tmp_path, usual):
 
 
 def test_the_usual_way_learns_an_adapter_per_task_and_routes_to_it(usual):
-    from latent_sweep.bench.usual_way import Trial
+    from latent_sweep.bench.usual_way import UsualTrial
 
-    trial = Trial(usual, ortho_lambda=0.5, components=2, seed=0)
+    trial = UsualTrial(usual, ortho_lambda=0.5, components=2, seed=0)
     assert 0.0 <= trial.run() <= 1.0
     weights = {name: parameter for name, parameter in trial.model.named_parameters() if "lora_B" in name}
     for task in usual.tasks:

@@ -1,4 +1,4 @@
-"""Gangs of plain processes, without Ray: what several workers do together, for tests to look at.
+"""Groups of plain processes, without Ray: what several workers do together, for tests to look at.
 
     python tests/helpers/group_of_processes.py RANK SIZE PORT
 
