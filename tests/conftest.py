@@ -18,8 +18,8 @@ LONGEST = ("test_run.py", "test_mlflow_mirror.py", "test_verify.py", "test_bench
 def pytest_collection_modifyitems(items):
     """The tests of one file stay in one process, where its fixtures are made once, unless they say otherwise.
 
-    Those of a file that computes are `numeric`: they run on imitated machines, too. The longest files come first, so that
-    no process is left with one of them while the others have nothing to do.
+    Those of a file that computes are `numeric`: they run on imitated machines, too. The longest files come first, so
+    that no process is left with one of them while the others have nothing to do.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
