@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
+import threading
 
 import pytest
 from helpers.numeric import NOT_NUMERIC, computes_numbers
@@ -27,6 +29,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
         if computes_numbers(item.path) and item.path.name not in NOT_NUMERIC:
             item.add_marker(pytest.mark.numeric)
+
+
+def pytest_configure():
+    """Have what the tests start hear of an interrupt: a shell in the background hands on that it is ignored."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish():
