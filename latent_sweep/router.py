@@ -113,7 +113,7 @@ class RouterSettings(Settings):
     prior: Literal["uniform", "n_t"] = Field(default="uniform", json_schema_extra=INFERENCE_ONLY)
     """Task prior (Eq. 14): equal, or proportional to the number of training embeddings (A22)."""
     prune_below: float = Field(default=1e-6, ge=0, lt=1, json_schema_extra=INFERENCE_ONLY)
-    """Mixture weights below this are dropped and the others of their row renormalised; 0 keeps all."""
+    """Mixing weights below this are dropped and the others of their row renormalised; 0 keeps all."""
     dtype: Literal["float64", "float32"] = Field(default="float64", json_schema_extra=INFERENCE_ONLY)
     """Precision of the Cholesky factor and of the linear scores (A17); tasks are fitted in float64 in any case."""
     gmm: GmmSettings = Field(default=GmmSettings(), json_schema_extra=INFERENCE_ONLY)
