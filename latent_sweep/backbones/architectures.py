@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from latent_sweep.backbones.known import BackboneSettings, Family
 from latent_sweep.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-
-from latent_sweep.backbones.known import BackboneSettings, Family
 
 
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:

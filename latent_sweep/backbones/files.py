@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
+from latent_sweep.backbones.architectures import random_model
+from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, BackboneSettings, KnownBackbone, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
+from latent_sweep.store.files import cache_folder
 
 if TYPE_CHECKING:
     pass
-from latent_sweep.backbones.architectures import random_model
-from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, BackboneSettings, KnownBackbone, describe
-from latent_sweep.store.files import cache_folder
 
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
 from latent_sweep.backbones.architectures import device_of, empty_model, random_model, set_dropout
 from latent_sweep.backbones.files import embedded_folder, hide_progress_bars
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, describe, target_shapes
 from latent_sweep.backbones.stored import StoredBackbone, StoredProjection, digest_of_weights, stored_backbone
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
+from latent_sweep.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
 
 log = logging.getLogger(__name__)
 

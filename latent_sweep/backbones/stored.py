@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-
 from latent_sweep.backbones.architectures import device_of
 from latent_sweep.backbones.files import checkpoint_file, embedded_folder, tensor_files
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, KnownBackbone, describe, target_shapes
+
+if TYPE_CHECKING:
+    import torch
+
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from latent_sweep.backbones.files import checkpoint_file, embedded_folder, embedded_path
+from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-from latent_sweep.backbones.files import checkpoint_file, embedded_folder, embedded_path
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
 
 log = logging.getLogger(__name__)
 

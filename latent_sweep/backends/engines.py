@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.worker_group import ALONE, WorkerGroup, join, listen
 
 if TYPE_CHECKING:
     from latent_sweep.sweep.groups import EngineSettings
-from latent_sweep.learn.engine import Engine
 
 
 def engine_of(settings: EngineSettings, group: WorkerGroup = ALONE) -> Engine:

@@ -22,7 +22,6 @@ from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.mixing import Array
-from latent_sweep.methods import source_of
 from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics import Metric, RefsPolicy, score_rows
@@ -107,6 +106,8 @@ class Evaluator:
         references: `single_first` or `max_over_refs`.
         cache: folder of known answers.
         tell: lets the other workers of the engine's group know of batches before they are answered.
+        method_source: digest of the method's code, where it is from outside: of what was imported, and not of what its
+            file says by now.
     """
 
     def __init__(
@@ -120,10 +121,11 @@ class Evaluator:
         references: RefsPolicy,
         cache: Path,
         tell: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
+        method_source: str | None = None,
     ):
         self.engine, self.bank, self.method = engine, bank, method
         self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
-        self.references, self.cache, self.tell = references, cache, tell
+        self.references, self.cache, self.tell, self.method_source = references, cache, tell, method_source
 
     def score(self, history: Sequence[Snapshot], weights: Array, rows: Any, metric: Metric) -> TaskScore:
         """Score one task.
@@ -177,20 +179,19 @@ class Evaluator:
         return [texts or [] for texts in answers], sum(len(batches[i].prompts) for i in missing)
 
     def _path(self, batch: AnswerBatch) -> Path:
-        key = answers_name(batch, self.method, self.engine.backbone)
+        key = answers_name(batch, self.method, self.engine.backbone, self.method_source)
         return self.cache / key[:2] / f"{key}.json"
 
 
-def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone) -> str:
+def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_source: str | None = None) -> str:
     """Names the answers to a batch: a hash of all that they depend on."""
-    name = method.settings.name
-    source = source_of(name)
+    code = [] if method_source is None else [method_source]
     content = {
         "decoding": versions.DECODING,
         "libraries": [versions.library("torch"), versions.library("transformers")],
         "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
         "computed": [device_name(backbone.device), str(backbone.model.dtype)],
-        "method": [name, method.settings.inference_identity(), *([] if source is None else [source])],
+        "method": [method.settings.name, method.settings.inference_identity(), *code],
         "snapshots": batch.lineages,
         "weights": [[float(w).hex() for w in row] for row in batch.weights],
         "prompts": batch.prompts,

@@ -57,6 +57,7 @@ class MemberRun:
         self.snapshots: list[Snapshot] = []
         self.failure: Exception | None = None
         self.step: int | None = None
+        self._code_is_planned = False
 
     @property
     def method(self) -> Method:
@@ -69,6 +70,12 @@ class MemberRun:
         Raises:
             ConfigError: the code of a method from outside is not what it was when the sweep was planned.
         """
+        if not self._code_is_planned:
+            self._check_code(trial)
+        return self.context.method(trial.settings.method, self.member.largest_rank)
+
+    def _check_code(self, trial: Trial) -> None:
+        """Hold the method's code against the plan, once: what is imported stays as it is, whatever the file says."""
         name = trial.settings.method.name
         if (found := source_of(name)) != trial.method_source:
             raise ConfigError(
@@ -76,7 +83,7 @@ class MemberRun:
                 f"planned with {trial.method_source}. Nothing was learned or scored with it. Have all nodes see the "
                 "same code, or end the sweep and start it again to plan it with what is there now."
             )
-        return self.context.method(trial.settings.method, self.member.largest_rank)
+        self._code_is_planned = True
 
     def training(self, position: int, on_step: Progress) -> TaskTraining:
         """Make the training of the task at this position."""

@@ -125,6 +125,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
         s.benchmark.references,
         context.storage.folder / "predictions",
         lambda batches: context.order("answer", member.member.training_id, trial.trial_id, batches),
+        trial.method_source,
     )
     row, predictions, generated, total, rouge_1 = [], {}, 0, 0, {}
     for j in range(position + 1):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.settings import Settings, filled
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from latent_sweep.adapters.bank import Adaptation, AdapterBank
     from latent_sweep.backbones.loading import Backbone
-from latent_sweep.backbones.outputs import Example, Outputs
 
 Mixing = Literal["soft", "hard", "gates", "sum", "last", "oracle"]
 

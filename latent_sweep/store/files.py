@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from latent_sweep.errors import StoreError
-from latent_sweep.settings import local_path
+from latent_sweep.settings import local_path, read_regular
 
 if TYPE_CHECKING:
     pass
-from latent_sweep.settings import read_regular
 
 
 def private_folder(folder: Path) -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.store.files import committing
+from latent_sweep.store.sealed import DAMAGED, UNSEALED, intact, sealed
 from latent_sweep.store.storage import Storage, json_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-from latent_sweep.store.sealed import DAMAGED, UNSEALED, intact, sealed
 
 log = logging.getLogger(__name__)
 

@@ -91,7 +91,9 @@ def answers_of(trial):
     backbone = SimpleNamespace(
         weights_digest="w", tokenizer_digest="t", device=torch.device("cpu"), model=SimpleNamespace(dtype=torch.float32)
     )
-    return answers_name(AnswerBatch(["a"], np.ones((1, 1)), [[5]], 3, ()), trial.method(), backbone)
+    return answers_name(
+        AnswerBatch(["a"], np.ones((1, 1)), [[5]], 3, ()), trial.method(), backbone, trial.method_source
+    )
 
 
 def test_a_method_from_outside_plans_like_one_of_ours_and_is_another(place):
