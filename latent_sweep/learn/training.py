@@ -220,7 +220,7 @@ def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) 
     batches = [trainer.batch() for trainer in trainers]
     settings = [trainer.training.settings for trainer in trainers]
     denominators = [_denominator(rows, s) for rows, s in zip(batches, settings, strict=True)]
-    chunks = [_micro_batches(rows, s.micro_batch_size, group) for rows, s in zip(batches, settings, strict=True)]
+    chunks = [micro_batches(rows, s.micro_batch_size, group) for rows, s in zip(batches, settings, strict=True)]
     losses: list[dict[str, float]] = [{} for _ in trainers]
 
     def add(terms: Sequence[Mapping[str, Tensor]]) -> None:
@@ -234,7 +234,7 @@ def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) 
             total.backward()
 
     begins = any(trainer.step == 0 for trainer in trainers)
-    for parts in itertools.zip_longest(*chunks, fillvalue=_MicroBatch(())):
+    for parts in itertools.zip_longest(*chunks, fillvalue=MicroBatch(())):
         adaptations = [t.learner.adaptation(part.rows) for t, part in zip(trainers, parts, strict=True) if part.rows]
         counts = [len(part.rows) for part in parts]
         batch = collate([row for part in parts for row in part.rows], backbone)
@@ -263,7 +263,7 @@ def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) 
 
 
 @dataclass(frozen=True)
-class _MicroBatch:
+class MicroBatch:
     """Rows of one forward pass of a learner."""
 
     rows: Sequence[Example]
@@ -274,11 +274,11 @@ class _MicroBatch:
         return terms if self.counts else {name: 0.0 * term for name, term in terms.items()}
 
 
-def _micro_batches(rows: Sequence[Example], size: int | None, group: WorkerGroup) -> list[_MicroBatch]:
+def micro_batches(rows: Sequence[Example], size: int | None, group: WorkerGroup) -> list[MicroBatch]:
     """Cut this worker's share of a batch into passes of `size` rows, as many as every other worker has."""
     largest = group.largest_share(len(rows))
-    mine = [_MicroBatch(chunk) for chunk in _chunks(group.share(rows), size or largest)]
-    stand_in = _MicroBatch(rows[:1], counts=False)
+    mine = [MicroBatch(chunk) for chunk in _chunks(group.share(rows), size or largest)]
+    stand_in = MicroBatch(rows[:1], counts=False)
     return mine + [stand_in] * (math.ceil(largest / (size or largest)) - len(mine))
 
 

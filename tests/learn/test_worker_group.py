@@ -11,7 +11,7 @@ from helpers.sweeps import tiny
 from helpers.tiny import FAMILIES, Runs
 from safetensors.torch import load_file
 
-from latent_sweep.learn.training import _passes
+from latent_sweep.learn.training import micro_batches
 from latent_sweep.learn.worker_group import WorkerGroup
 from latent_sweep.methods import METHODS
 
@@ -40,7 +40,7 @@ def test_shares_are_the_whole_batch_in_order(rows, size):
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 def test_workers_make_equally_many_passes_and_each_row_counts_once(rows, micro_batch_size):
     batch = [{"row": i} for i in range(rows)]
-    passes = [_passes(batch, micro_batch_size, WorkerGroup(rank, 3)) for rank in range(3)]
+    passes = [micro_batches(batch, micro_batch_size, WorkerGroup(rank, 3)) for rank in range(3)]
     assert len({len(of_worker) for of_worker in passes}) == 1
     assert [row for of_worker in passes for p in of_worker if p.counts for row in p.rows] == batch
     for stand_in in (p for of_worker in passes for p in of_worker if not p.counts):
