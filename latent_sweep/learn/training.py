@@ -271,6 +271,7 @@ class MicroBatch:
     """Otherwise they stand in: the worker has no rows left, but the others need it for theirs."""
 
     def counted(self, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Take the terms to nothing where the rows stand in."""
         return terms if self.counts else {name: 0.0 * term for name, term in terms.items()}
 
 
