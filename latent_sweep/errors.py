@@ -15,6 +15,10 @@ class DataError(LatentSweepError):
     """A benchmark's data file is missing or malformed; the message names the file and the row."""
 
 
+class MissingData(DataError):
+    """A benchmark's data file is not on this machine; the message says where it was looked for."""
+
+
 class NonFiniteLoss(LatentSweepError):
     """The training loss became NaN or infinite; the trial cannot go on with these settings."""
 

@@ -23,7 +23,7 @@ from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
-from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.errors import ConfigError, MissingData
 from latent_sweep.learn.context import hardware
 from latent_sweep.settings import as_written
 from latent_sweep.store.storage import Storage
@@ -131,7 +131,7 @@ def benchmark_for(backbone: str) -> tuple[str, str]:
         for task in task_sequence(settings, spec):
             data_digest(spec, task, "train", settings)
             data_digest(spec, task, "test", settings)
-    except DataError as error:
+    except MissingData as error:
         return "builtin", f"SuperNI is not at hand, so the built-in benchmark stands in. {error}"
     return "superni", ""
 

@@ -27,7 +27,7 @@ from filelock import FileLock
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, is_cut, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
-from latent_sweep.errors import DataError
+from latent_sweep.errors import DataError, MissingData
 from latent_sweep.security import quoted, redact
 from latent_sweep.settings import canonical_json, content_hash, local_path, read_regular
 from latent_sweep.store import versions
@@ -94,7 +94,8 @@ def row_count(
     """Count the rows that `load_rows` gives; where the data is not at hand, from the published size.
 
     Raises:
-        DataError: The data is malformed, or it is not at hand and no size was published.
+        DataError: The data is malformed.
+        MissingData: It is not at hand, and no size was published.
     """
     selection = _selection(_source_count(spec, task, split, settings), task, split, settings, carve_validation)
     return selection.stop - selection.start
@@ -125,11 +126,11 @@ def data_digest(
         source: The split's `source_digest`, where it was taken before.
 
     Raises:
-        DataError: The data is not at hand.
+        MissingData: The data is not at hand.
     """
     source = source or source_digest(spec, task, split, settings)
     if source is None:
-        raise DataError(_not_at_hand(spec, task, split, settings))
+        raise MissingData(_not_at_hand(spec, task, split, settings))
     limit = settings.test_per_task if split == "test" else settings.train_per_task
     carved = split == "validation" or (split == "train" and carve_validation)
     content = {
@@ -267,7 +268,7 @@ def _find_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Benc
 def _data_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> Path:
     path = _find_file(spec, task, split, settings)
     if path is None:
-        raise DataError(_not_at_hand(spec, task, split, settings))
+        raise MissingData(_not_at_hand(spec, task, split, settings))
     return path
 
 
@@ -312,7 +313,7 @@ def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
         return counts.labelled if _drops_unlabelled(task, split, settings) else counts.all
     published = task.test_rows if split == "test" else task.train_rows
     if published is None:
-        raise DataError(_not_at_hand(spec, task, split, settings))
+        raise MissingData(_not_at_hand(spec, task, split, settings))
     return published
 
 

@@ -254,7 +254,8 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _explain(fault: Any, model: type[BaseModel]) -> str:
     if fault["type"] == "extra_forbidden":
-        return _unknown(str(fault["loc"][-1]), _known_keys(model, fault["loc"]), "key")
+        known = _known_keys(model, fault["loc"])
+        return _unknown(str(fault["loc"][-1]), known, "key") + f"; there are {', '.join(known)}"
     if fault["type"] == "missing":
         return "missing; it has no default"
     if fault["type"] == "value_error":

@@ -32,7 +32,7 @@ STORE = "the store"
 _NAMES = {
     "engine": "version of the training loop",
     "data": ROWS,
-    "settings": "method",
+    "settings": "method",  # beside its name, version and, of one from outside, the digest of its source
     **{name: f"benchmark.{name}" for name in ("max_source_length", "max_target_length", "truncation", "bos")},
 }
 """Parts of a stage's content that have another path in a sweep file, or none."""
@@ -53,8 +53,8 @@ class Stage:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Stage:
         """The stage with this content, see `Trial.stage_contents`."""
-        named = {_NAMES.get(key, key): part for key, part in content.items() if key not in ("tasks", "parents")}
-        leaves = chain.from_iterable(flatten(name, part).items() for name, part in named.items())
+        named = [(_NAMES.get(key, key), part) for key, part in content.items() if key not in ("tasks", "parents")]
+        leaves = chain.from_iterable(flatten(name, part).items() for name, part in named)
         fields = {path: canonical_json(value) for path, value in leaves}
         return cls(content_hash(content), tuple(content["tasks"]), fields, tuple(content["parents"]))
 
@@ -91,7 +91,7 @@ class Stages:
     """The distinct stages of a sweep, and for each the stages it is compared with.
 
     Raises:
-        DataError: the benchmark's training data is not at hand.
+        MissingData: the benchmark's training data is not at hand.
     """
 
     def __init__(self, sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore):
@@ -200,7 +200,7 @@ def explain_plan(sweep: Sweep, trials: Sequence[Trial], store: SnapshotStore) ->
     """Write the text of `latent-sweep plan --explain`: a few lines for each group of stages that can be told of alike.
 
     Raises:
-        DataError: the benchmark's training data is not at hand.
+        MissingData: the benchmark's training data is not at hand.
     """
     stages = Stages(sweep, trials, store)
     compared = {lineage: stages.compare(lineage) for lineage in stages.users}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from latent_sweep.benchmarks.loaders import load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
-from latent_sweep.errors import DataError, StoreError
+from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.settings import canonical_json, content_hash
@@ -27,7 +27,7 @@ from latent_sweep.sweep.checks import Reader, reader_of
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict
-from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, router_identity
+from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, router_identity
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -89,7 +89,7 @@ def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
     reuse, missing = None, None
     try:
         reuse = _reuse(trials, folder)
-    except DataError as error:
+    except MissingData as error:
         missing = str(error)
     lengths = [len(trial.tasks) for trial in trials]
     return Estimate(
@@ -229,6 +229,7 @@ def describe_plan(
         f"  varies     {_axes_text(sweep)}",
         "",
         f"  {found.trials:,} trials, {found.trainings:,} distinct trainings in {len(packs):,} packs",
+        *_collapsed_lines(sweep, len(trials)),
         *_reuse_lines(found),
         *_time_lines(trials, folder),
         f"  each pack asks for {_resources_text(sweep.run)}",
@@ -265,6 +266,17 @@ def _axes_text(sweep: Sweep) -> str:
     axes = [f"{axis} {canonical_json(values)}" for axis, values in sweep.grid.items()]
     axes += [f"{axis} {draw.kind}{list(draw.values)}" for axis, draw in sweep.draws.items()]
     return "; ".join(axes) or "nothing"
+
+
+def _collapsed_lines(sweep: Sweep, trials: int) -> list[str]:
+    """Say where points of the search are one trial: an axis may leave no mark on any result."""
+    points = count_points(sweep)
+    if points == trials:
+        return []
+    return [
+        f"  the search has {points:,} points: those that differ only in settings on which no result of theirs depends "
+        "are one trial"
+    ]
 
 
 def _resources_text(run: RunSettings) -> str:
@@ -394,7 +406,7 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reade
     many make a token.
 
     Raises:
-        DataError: the benchmark's training data is not at hand.
+        MissingData: the benchmark's training data is not at hand.
     """
     lineages = {trial.training_id: trial.lineages() for trial in _trainings(trials)}
     lengths: dict[Any, float] = {}

@@ -108,7 +108,7 @@ class Trial:
         """Return the snapshot each task will leave behind, by hash chain.
 
         Raises:
-            DataError: the benchmark's training data is not at hand.
+            MissingData: the benchmark's training data is not at hand.
         """
         return tuple(map(content_hash, self.stage_contents()))
 
@@ -116,7 +116,7 @@ class Trial:
         """Return all that can change each task's snapshot; the parents among it are named by their own hashes.
 
         Raises:
-            DataError: the benchmark's training data is not at hand.
+            MissingData: the benchmark's training data is not at hand.
         """
         s, method = self.settings, self.method()
         carve = s.training.select == "best_validation"
@@ -253,6 +253,11 @@ def expand(sweep: Sweep) -> list[Trial]:
     if faults:
         raise fault_report(sweep.source, faults)
     return list(trials.values())
+
+
+def count_points(sweep: Sweep) -> int:
+    """Count the combinations of the search; those that differ in nothing that a result depends on are one trial."""
+    return sum(1 for _ in _points(sweep))
 
 
 def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"] = 1) -> list[Pack]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,29 @@ def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any
 def test_nothing_is_said_where_nothing_is_wrong(own: Path) -> None:
     describe(own, stop=["\n"])
     assert said_of(own) == []
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"input": "a", "output": "x"}, {"input":', r"left/SPLIT\.json, line 1, column 42: not valid JSON"),
+        ('[{"input": "a", "target": "x"}]', r"left/SPLIT\.json, \[0\]: `output` missing"),
+        ('[{"input": "a", "output": 3}]', r"left/SPLIT\.json, \[0\]: `output` is"),
+        (None, r"Looked for .*left/SPLIT\.json \(or \.jsonl\): there is no such file\. Put the task's rows there"),
+    ],
+)
+def test_rows_of_ones_own_that_cannot_be_read_are_a_fault_before_anything_starts(
+    own: Path, tmp_path: Path, capsys: Any, split: str, content: str | None, said: str
+) -> None:
+    (file := own / "left" / f"{split}.json").unlink()
+    if content is not None:
+        file.write_text(content)
+    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={}))
+    for command in (["plan", path], ["run", path, "--local"]):
+        assert main(command) == 2
+        assert len(re.findall(said.replace("SPLIT", split), capsys.readouterr().err)) == 1
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["own", "sweep.yaml"]
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------

@@ -63,6 +63,15 @@ def test_a_grid_in_three_groups():
     ]
 
 
+def test_methods_whose_settings_are_equal_are_kept_apart_by_their_names():
+    blocks = explained(
+        search={"method.name": ["seq_lora", "lwf"]}, trial__method={"name": "seq_lora", "rank": 4}
+    )
+    assert [lines for lines in blocks[1:] if lines[0].startswith("task 1")] == [
+        ["task 1: 2 stages for 2 trials, to learn", "method.name apart: seq_lora, lwf"]
+    ]
+
+
 def test_every_stage_stands_in_one_group():
     search = {"seed": [0, 1], "method.ortho_lambda": LAMBDAS, "method.train_active": ["current", "sum"]}
     _, *groups = explained(search=search)

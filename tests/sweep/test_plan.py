@@ -8,6 +8,7 @@ from helpers.sweeps import TINY, tiny, write, write_benchmark
 from pydantic import model_validator
 
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE
+from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
@@ -90,6 +91,12 @@ def test_a_setting_that_changes_a_score_changes_every_id(change):
 def test_equal_trials_collapse():
     two_spellings = [{"name": "builtin", "order": 1}, {"name": "builtin", "order": "mood_first"}, {"name": "builtin"}]
     assert len(trials_over(benchmark=two_spellings)) == 1
+
+
+@pytest.mark.parametrize(("axis", "said"), [("training.micro_batch_size", 1), ("training.batch_size", 0)])
+def test_plan_says_where_points_of_the_search_are_one_trial(tmp_path, capsys, axis, said):
+    assert main(["plan", write(tmp_path, tiny(search={axis: [2, 4]}))]) == 0
+    assert capsys.readouterr().out.count("the search has 2 points: those that differ only in settings on which") == said
 
 
 def test_a_setting_left_out_and_its_default_collapse():
