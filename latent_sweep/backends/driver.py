@@ -154,11 +154,18 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
         return
     lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
     if lost:
+        settings = [trial.values for trial in trials]
+        same = sum(trial.values in settings for trial in lost)
+        other_code = (
+            f" {same} of them have the settings of trials that it has, and were run with other code: of a method from "
+            "outside, or of another version of latent_sweep."
+        ) * bool(same)
         shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
         raise ConfigError(
             f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} started trials that {sweep.source} does "
-            f"not have: {'; '.join(shown)}. They would drop out of its table. Choose another name (what both have in "
-            "common is not learned again), or add --replace; their folders stay in either case."
+            f"not have: {'; '.join(shown)}.{other_code} They would drop out of its table. Choose "
+            "another name (what both have in common is not learned again), or add --replace; their folders stay in "
+            "either case."
         )
 
 

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,8 @@ def method_class(name: str) -> type[Method]:
         return _outside(name)
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(sorted(METHODS))}"
+        known = f"known methods: {', '.join(sorted(METHODS))}, or package.module:Class for one from outside"
+        hint = f"did you mean {near[0]!r}?" if near else known
         raise ConfigError(f"unknown method {name!r}; {hint}")
     module, _, attribute = METHODS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -83,8 +85,15 @@ def _digest(files: tuple[tuple[str, int], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _said(error: Exception) -> str:
+    """What an error says, and the line of code that raised it, where that is not the import itself."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if "importlib" in frame.filename else f" in {frame.filename}, line {frame.lineno}"
+    return f"{type(error).__name__}: {error}{place}"
+
+
 def _outside(name: str) -> type[Method]:
-    where = f"method.name: found {name!r}"
+    where = f"found {name!r}"
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
         raise ConfigError(f"{where}; expected the name of a method, or package.module:Class")
@@ -93,10 +102,12 @@ def _outside(name: str) -> type[Method]:
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except Exception as error:  # whatever the module does when it is imported
-        raise ConfigError(
-            f"{where}; {module} cannot be imported ({type(error).__name__}: {error}). It must be installed, or lie "
-            "below the working directory of the driver and of every worker"
-        ) from error
+        advice = "Correct it there"
+        if attribute and module.endswith(".py"):
+            advice = f"Write {module.removesuffix('.py')}:{attribute}"
+        elif isinstance(error, ModuleNotFoundError):
+            advice = "It must be installed, or lie below the working directory of the driver and of every worker"
+        raise ConfigError(f"{where}; {module} cannot be imported ({_said(error)}). {advice}") from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ConfigError(f"{where}; {module} has no class {attribute} derived from latent_sweep's Method")
     if not issubclass(getattr(found, "settings_class", object), MethodSettings):

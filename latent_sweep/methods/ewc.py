@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from latent_sweep.backbones.outputs import IGNORED, Example
 from latent_sweep.errors import DataError, NonFiniteLoss
-from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import MethodContext, TaskData
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class Ewc(LoraMethod):
 
     settings_class = EwcSettings
     settings: EwcSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """Take those of SeqLoRA: none were released for LoRA."""
+        return o_lora_scripts(family, benchmark)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out the settings of a distance that is not there, or has one earlier task and so nothing to sum up."""

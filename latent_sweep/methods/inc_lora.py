@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner
+from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ class IncLora(BranchMethod):
     """dW = s sum_t B_t A_t, where only the newest pair is trained."""
 
     settings_class = IncLoraSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """Take O-LoRA's, which also ran it."""
+        return o_lora_scripts(family, benchmark)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
         """Put a new pair beside the earlier ones."""

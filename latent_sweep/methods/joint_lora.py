@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ class JointLora(LoraMethod):
     """The first stage learns all tasks together; the others take what it left."""
 
     settings_class = JointLoraSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """Take those of SeqLoRA, on the rows of all tasks."""
+        return o_lora_scripts(family, benchmark)
 
     def reads_history(self, position: int) -> bool:
         """Return False: no stage builds on another."""

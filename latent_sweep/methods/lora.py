@@ -15,6 +15,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.known import EMBEDDED, dropout_rate, family_of
 from latent_sweep.backbones.outputs import Example
+from latent_sweep.errors import ConfigError
 from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
@@ -104,8 +105,15 @@ class LoraMethod(Method):
 
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
-        """Return what the preset `official` fills in; the rest is the unified preset's, the settings' default."""
-        return o_lora_scripts(family, benchmark)
+        """Return what the preset `official` fills in; the rest is the unified preset's, the settings' default.
+
+        Raises:
+            ConfigError: the method's class does not say: nothing of it was released.
+        """
+        raise ConfigError(
+            f"method.preset: found 'official', but no scripts of {cls.__name__} were released, or its class does not "
+            "say what they set (`official`); expected 'unified'"
+        )
 
     @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:

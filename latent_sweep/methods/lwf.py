@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from latent_sweep.backbones.outputs import IGNORED, Outputs
-from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import MethodContext, TaskData
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class Lwf(LoraMethod):
 
     settings_class = LwfSettings
     settings: LwfSettings
+
+    @classmethod
+    def official(cls, family: str, benchmark: str) -> Scripts:
+        """Take those of SeqLoRA: none were released for LoRA."""
+        return o_lora_scripts(family, benchmark)
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out what is not read: at the first task, which has no teacher, or where the distance weighs nothing."""
