@@ -6,15 +6,17 @@ import contextlib
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
+from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.known import KNOWN, BackboneSettings, target_shapes
 from latent_sweep.backbones.loading import Backbone, load_backbone
 from latent_sweep.learn import stage
@@ -24,6 +26,7 @@ from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.testing.runs import Event, Runs
+from latent_sweep.testing.stages import Stages, undeclared, untried, with_group
 
 FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket", "past")
@@ -64,10 +67,16 @@ class Finished:
     backbones: list[Backbone] = field(default_factory=list)
     """Those that were trained on and answered with."""
 
-    @property
-    def steps(self) -> list[Step]:
-        """Return its optimizer steps."""
-        return [event for event in self.events if isinstance(event, Step) and event.doing == "learning"]
+
+@dataclass
+class TwoSeeds:
+    """Two seeds of one sweep, learned one after the other."""
+
+    runs: Runs
+    names: Sequence[set[str]]
+    """Of the snapshots of each."""
+    first: Sequence[Step]
+    """The optimizer steps of the first one."""
 
 
 class MethodConformance:
@@ -76,10 +85,12 @@ class MethodConformance:
     Attributes:
         method: as in a sweep file, e.g. `my_package.my_module:Mine`.
         settings: of its `method:` group, where its defaults do not fit backbones of width 32.
+        untried: paths of settings that cannot be given another value; all others are, to see what each stage reads.
     """
 
     method: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]] = {}
+    untried: ClassVar[Set[str]] = frozenset()
 
     # --- what the tests share ---
 
@@ -109,7 +120,7 @@ class MethodConformance:
     ) -> Finished:
         """An uninterrupted run."""
         found = Finished(new_runs("whole"))
-        load = Engine.load
+        load_here = Engine.load
 
         def on(event: Event) -> None:
             found.events.append(event)
@@ -119,7 +130,7 @@ class MethodConformance:
                 found.cuts[at] = shutil.copytree(found.runs.folder, tmp_path_factory.mktemp("cut") / "runs")
 
         def remember(engine: Engine, settings: BackboneSettings) -> Backbone:
-            found.backbones.append(load(engine, settings))
+            found.backbones.append(load_here(engine, settings))
             return found.backbones[-1]
 
         with pytest.MonkeyPatch.context() as patch:
@@ -129,18 +140,28 @@ class MethodConformance:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def two_seeds(cls, new_runs: Callable[[str], Runs], family: str) -> tuple[Runs, list[set[str]]]:
-        """Two seeds, one after the other: the runs, and the names of the snapshots of each."""
-        runs = new_runs("seeds")
+    def two_seeds(cls, new_runs: Callable[[str], Runs], family: str) -> TwoSeeds:
+        """Two seeds, one after the other."""
+        runs, events = new_runs("seeds"), list[Event]()
         packs = runs.packs_of(cls.gently(family))
-        runs.run(packs)
-        return runs, [set(each.trials[0].lineages()) for each in packs]
+        runs.run(packs[:1], events.append)
+        runs.run(packs[1:])
+        return TwoSeeds(runs, [set(each.trials[0].lineages()) for each in packs], _steps(events))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def stages(cls, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+        """Learns single stages."""
+        backbone = load_backbone(BackboneSettings(name=family, dtype="float32", device="cpu"))
+        bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
+        yield Stages(backbone, bank, tmp_path_factory.mktemp("stages"))
+        bank.remove()
 
     @classmethod
     def content(cls, family: str) -> dict[str, Any]:
         """A sweep file's content: three tasks of eight rows, two epochs of two steps each."""
         trial = {
-            "method": {"name": cls.method, **cls.settings},
+            "method": cls.group(),
             "backbone": {"name": family, "dtype": "float32"},
             "benchmark": {"name": "builtin", "tasks": list(TASKS), "train_per_task": 8, "test_per_task": 3},
             "training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},
@@ -167,6 +188,17 @@ class MethodConformance:
         return Runs(Path("nowhere")).packs_of(cls.content(family))[0].trials[0]
 
     @classmethod
+    def one_epoch(cls, family: str) -> Trial:
+        """The trial of `content` with half of its steps: single stages are told apart by fewer."""
+        trial = cls.trial(family)
+        return with_group(trial, "training", trial.settings.training.model_copy(update={"epochs": 1}))
+
+    @classmethod
+    def group(cls) -> dict[str, Any]:
+        """The `method:` group of `content`."""
+        return {"name": cls.method, **cls.settings}
+
+    @classmethod
     def learned_positions(cls, family: str) -> set[int]:
         """Positions at which anything is trained, of three."""
         return {position for position in range(3) if tasks_learned(cls.planned(family), position, 3)}
@@ -188,12 +220,13 @@ class MethodConformance:
 
     def test_loss_terms_are_named_and_finite(self, finished: Finished, family: str) -> None:
         """Every step of every task reports its terms, `task` among them."""
-        for position, places in itertools.groupby(finished.steps, lambda step: step.position):
+        steps = _steps(finished.events)
+        for position, places in itertools.groupby(steps, lambda step: step.position):
             numbers = [step.step for step in places]
             assert numbers == list(range(1, len(numbers) + 1))
             assert len(numbers) >= 4, f"task {position} has 8 rows in batches of 4, twice"
-        assert {step.position for step in finished.steps} == self.learned_positions(family)
-        for step in finished.steps:
+        assert {step.position for step in steps} == self.learned_positions(family)
+        for step in steps:
             assert "task" in step.losses
             assert all(isinstance(name, str) and math.isfinite(loss) for name, loss in step.losses.items())
 
@@ -237,8 +270,12 @@ class MethodConformance:
         runs = Runs(shutil.copytree(finished.cuts[CUTS[cut]], tmp_path / "runs"))
         events: list[Event] = []
         runs.run(runs.packs_of(self.content(family)), events.append)
-        steps = [event for event in events if isinstance(event, Step) and event.doing == "learning"]
-        assert runs.files() == finished.runs.files()
+        steps = _steps(events)
+        assert not (other := _other_files(runs.files(), finished.runs.files())), (
+            f"it ended with other files than an uninterrupted run: {other}. After a cut, begin_task is called again "
+            "with the same history and the trained parameters are loaded; what else a learner keeps while it learns "
+            "has to be given by its `state` and taken back by its `load_state`"
+        )
         done = [
             (s.position, s.step) for s in steps if s.position < task or (s.position == task and doing != "learning")
         ]
@@ -254,12 +291,12 @@ class MethodConformance:
         copy.run(copy.packs_of(self.content(family)), events.append)
         assert events == []
 
-    def test_another_seed_is_another_training(self, two_seeds: tuple[Runs, Sequence[set[str]]], family: str) -> None:
+    def test_another_seed_is_another_training(self, two_seeds: TwoSeeds, family: str) -> None:
         """Two seeds share no snapshot, neither by name nor by content."""
-        runs, names = two_seeds
+        folder, names = two_seeds.runs.folder / "snapshots", two_seeds.names
         assert not names[0] & names[1]
         if self.learned_positions(family):
-            contents = [{(runs.folder / "snapshots" / f"{n}.safetensors").read_bytes() for n in each} for each in names]
+            contents = [{(folder / f"{n}.safetensors").read_bytes() for n in each} for each in names]
             assert not contents[0] & contents[1]
 
     def test_the_parameter_count_is_what_is_trained(
@@ -283,22 +320,90 @@ class MethodConformance:
         assert counts == ([self.planned(family).parameter_count(shapes, width)] if learns else [])
 
     def test_two_seeds_side_by_side_end_as_each_alone(
-        self, two_seeds: tuple[Runs, Sequence[set[str]]], new_runs: Callable[[str], Runs], family: str
+        self, two_seeds: TwoSeeds, new_runs: Callable[[str], Runs], family: str
     ) -> None:
         """In one pack, in one forward pass of the backbone, to rounding."""
-        together, (alone, _) = new_runs("together"), two_seeds
-        content = self.gently(family)
+        together, content = new_runs("together"), self.gently(family)
         packs = together.packs_of(content | {"run": {**content["run"], "pack": ["seed"]}})
         packable = packs[0].trials[0].method().packable
         assert [len(pack.members) for pack in packs] == ([2] if packable else [1, 1])
         together.run(packs)
-        names = {path.name for path in (alone.folder / "snapshots").glob("*.safetensors")}
-        assert names == {path.name for path in (together.folder / "snapshots").glob("*.safetensors")} != set()
-        for name in names:
-            found, expected = (load_file(runs.folder / "snapshots" / name) for runs in (together, alone))
-            assert found.keys() == expected.keys()
-            for key, tensor in expected.items():
-                torch.testing.assert_close(found[key], tensor, atol=ABSOLUTE, rtol=RELATIVE)
+        _check_snapshots(together, two_seeds.runs, two_seeds.names[0] | two_seeds.names[1])
+
+    def test_micro_batches_add_up(self, two_seeds: TwoSeeds, new_runs: Callable[[str], Runs], family: str) -> None:
+        """Learned row by row, every step's loss terms and every snapshot are those of whole batches, to rounding."""
+        runs, content, events = new_runs("row-by-row"), self.gently(family), list[Event]()
+        content["trial"]["training"]["micro_batch_size"] = 1
+        runs.run(runs.packs_of(content)[:1], events.append)
+        for found, expected in zip(_steps(events), two_seeds.first, strict=True):
+            assert found.losses == pytest.approx(expected.losses, abs=1e-6, rel=RELATIVE), (
+                f"loss terms at step {found.step} of task {found.position + 1}, in micro-batches of one row and in "
+                "batches of four: a term of `loss` has to be divided by what does not depend on the micro-batch, as "
+                "`Outputs.denominator`; a term of parameters alone belongs in `penalty`, which is asked once a step"
+            )
+        _check_snapshots(runs, two_seeds.runs, two_seeds.names[0])
+
+    def test_every_setting_has_another_value(self, family: str) -> None:
+        """Otherwise the next test does not see whether stages read it."""
+        found = untried(self.trial(family), self.group())
+        assert found == self.untried, (
+            f"no other value is known, by their types, of {', '.join(sorted(found))}: name them in `untried` of this "
+            "class of tests, and see by hand that `stage_identity` has those that stages read"
+        )
+
+    @pytest.mark.parametrize("position", [0, 1])
+    def test_a_stage_reads_what_it_declares(self, stages: Stages, family: str, position: int) -> None:
+        """A setting that changes a snapshot changes its lineage; else a trial is given another trial's snapshot."""
+        found = undeclared(stages, self.one_epoch(family), self.group(), position)
+        assert not found, (
+            f"settings that change what the task at position {position} leaves behind: {', '.join(sorted(found))}; "
+            "`stage_identity` has to have them at this position, or trials that differ in them share one training"
+        )
+
+    @pytest.mark.parametrize("position", [0, 1])
+    def test_a_stage_reads_nothing_of_what_comes_later_or_runs_beside_it(
+        self, stages: Stages, family: str, position: int
+    ) -> None:
+        """A longer order begins with the same snapshots, and so does a trial beside others of larger ranks."""
+        trial = self.one_epoch(family)
+        if tasks_learned(trial.method(), position, 3) == tasks_learned(trial.method(), position, 6) != ():
+            assert not stages.differs(trial, position, trial, longer=3), "more tasks to come change what it learns"
+            assert not stages.differs(trial, position, trial, largest_rank=32), (
+                "the largest rank of the sweep changes what it learns"
+            )
+
+
+def _steps(events: Sequence[Event]) -> list[Step]:
+    """The optimizer steps among events."""
+    return [event for event in events if isinstance(event, Step) and event.doing == "learning"]
+
+
+def _other_files(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> str:
+    """Say which files differ, and of snapshots which tensors by how much."""
+    told = [f"{path} is missing" for path in sorted(expected.keys() - found.keys())]
+    told += [f"{path} is there" for path in sorted(found.keys() - expected.keys())]
+    for path in sorted(path for path in expected.keys() & found.keys() if found[path] != expected[path]):
+        told.append(path)
+        if path.endswith(".safetensors"):
+            here, there = load(found[path]), load(expected[path])
+            told += [
+                f"its {key} by up to {(here[key].double() - there[key].double()).abs().max():.2g}"
+                for key in sorted(here.keys() & there.keys())
+                if here[key].shape == there[key].shape and not here[key].equal(there[key])
+            ]
+    return ", ".join(told)
+
+
+def _check_snapshots(found: Runs, expected: Runs, names: Set[str]) -> None:
+    """Check that these snapshots, and no others, are there and equal to rounding."""
+    assert {path.stem for path in (found.folder / "snapshots").glob("*.safetensors")} == names != set()
+    for name in names:
+        here, there = (load_file(runs.folder / "snapshots" / f"{name}.safetensors") for runs in (found, expected))
+        assert here.keys() == there.keys()
+        for key, tensor in there.items():
+            torch.testing.assert_close(
+                here[key], tensor, atol=ABSOLUTE, rtol=RELATIVE, msg=partial("{}: {}".format, key)
+            )
 
 
 def _moment(event: Event) -> Moment:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from helpers.sweeps import tiny
 from latent_sweep import testing
-from latent_sweep.learn.engine import Engine
+from latent_sweep.testing import FAMILIES
+from latent_sweep.testing.stages import learn, random_rows, task_data
 
-FAMILIES = ("tiny-llama", "tiny-t5")
+__all__ = [
+    "FAMILIES",
+    "Runs",
+    "bank_of",
+    "checkpoint_at",
+    "journal_at",
+    "learn",
+    "learns",
+    "load_tiny",
+    "random_rows",
+    "task_data",
+]
 
 
 def load_tiny(name: str, dtype: str = "float32"):
@@ -25,49 +36,6 @@ def bank_of(backbone):
     from latent_sweep.adapters.bank import AdapterBank
 
     return AdapterBank(backbone.targets, backbone.prompt_embedding)
-
-
-def task_data(rows: Sequence = (), position: int = 0, seed: int = 0, n_tasks: int = 3, name: str = "task"):
-    """A task as a method sees it; what is drawn depends on seed, name and purpose."""
-    import torch
-
-    from latent_sweep.learn.training import derived_seed
-    from latent_sweep.methods.protocol import TaskData
-
-    def generator(purpose: str):
-        return torch.Generator().manual_seed(derived_seed(seed, name, purpose))
-
-    return TaskData(name, position, n_tasks, rows, generator)
-
-
-def learn(learner, rows, backbone, bank, settings, checkpoint, seed_parts=(0, "task"), validation=(), on_step=None):
-    """Train one learner alone; returns its summary or raises what stopped it."""
-    from latent_sweep.learn.training import TaskTraining, train_pack
-
-    on_step = on_step or (lambda step, steps, losses: None)
-    lesson = TaskTraining(learner, rows, settings, seed_parts, checkpoint_at(checkpoint), validation, on_step)
-    (outcome,) = train_pack([lesson], Engine(backbone=backbone), bank)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-def random_rows(count: int, seed: int = 0, shortest: int = 3, longest: int = 12, targets: int = 4) -> list[dict]:
-    """Tokenised rows of random bytes with prompts and targets of different lengths; targets end with EOS."""
-    import torch
-
-    source = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=source))
-
-    return [
-        {
-            "prompt_ids": [number(4, 259) for _ in range(number(shortest, longest))],
-            "target_ids": [*(number(4, 259) for _ in range(number(1, targets))), 2],
-        }
-        for _ in range(count)
-    ]
 
 
 def learns(event) -> bool:

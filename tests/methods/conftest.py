@@ -13,8 +13,15 @@ SECOND_FAMILY_CUTS = (*QUICK_CUTS, "after the first task")
 """Cuts of the other methods on the second family: where they go on does not depend on it."""
 EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5")
 """Methods whose packs multiply in different ways; those of the others multiply as one of these."""
-WHOLE_TRAININGS = ("test_another_seed_is_another_training", "test_two_seeds_side_by_side_end_as_each_alone")
+TOGETHER = "test_two_seeds_side_by_side_end_as_each_alone"
+WHOLE_TRAININGS = ("test_another_seed_is_another_training", "test_micro_batches_add_up", TOGETHER)
 """What runs whole trainings of its own: the second family with the slow tests."""
+OF_ONE_FAMILY = (
+    "test_every_setting_has_another_value",
+    "test_a_stage_reads_what_it_declares",
+    "test_a_stage_reads_nothing_of_what_comes_later_or_runs_beside_it",
+)
+"""What does not depend on the backbone's family, as far as our methods go: which settings a stage reads."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -26,11 +33,12 @@ def pytest_collection_modifyitems(config, items):
             continue
         family, cut = item.callspec.params["family"], item.callspec.params.get("cut")
         item.add_marker(pytest.mark.xdist_group(f"conformance of {suite.method}"))  # they share the runs of one method
-        if cut and family != FAMILIES[0] and suite.method != FIRST and cut not in SECOND_FAMILY_CUTS:
+        other_cut = cut and suite.method != FIRST and cut not in SECOND_FAMILY_CUTS
+        if family != FAMILIES[0] and (other_cut or item.originalname in OF_ONE_FAMILY):
             left_out.append(item)
         elif is_slow(suite.method, family, item.originalname, cut):
             item.add_marker(pytest.mark.slow)
-        if not (item.originalname == WHOLE_TRAININGS[1] and suite.method in EACH_ADAPTER):
+        if not (item.originalname == TOGETHER and suite.method in EACH_ADAPTER):
             item.add_marker(pytest.mark.one_machine)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -1,6 +1,7 @@
 """Methods from outside of the package, in a folder that knows nothing of the repository."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import yaml
 from helpers.sweeps import sweep_folder, tiny
 
+from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.evaluation import AnswerBatch, answers_name
 from latent_sweep.methods import METHODS, method_class, source_of
@@ -122,7 +124,11 @@ def test_its_code_is_part_of_what_identifies_its_results(place, tmp_path, file):
         ("sharp:Missing", r"has no class Missing derived from latent_sweep's Method"),
         ("sharp:NOT_A_METHOD", r"has no class NOT_A_METHOD"),
         ("nothing:Sharp", r"cannot be imported \(ModuleNotFoundError: .*must be installed, or lie below the working"),
-        ("broken:Sharp", r"broken cannot be imported \(ZeroDivisionError: division by zero\)"),
+        (
+            "broken:Sharp",
+            r"\(ZeroDivisionError: division by zero in .*broken\.py, line 1\)\. Correct it there",
+        ),
+        ("sharp.py:Sharp", r"cannot be imported .* Write \S*sharp:Sharp"),
         ("../sharp:Sharp", r"expected the name of a method, or package\.module:Class"),
         ("sharp:", r"expected the name of a method"),
     ],
@@ -164,6 +170,22 @@ def test_a_worker_with_other_code_learns_nothing(place, tmp_path, runs):
     assert [(event["event"], event.get("kind")) for event in told] == [("started", None), ("failed", "error")]
 
 
+def test_that_other_code_makes_other_trials_is_said(place, tmp_path, capsys):
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(place)))
+    command = ["run", str(tmp_path / "sweep.yaml"), "--local"]
+    assert main(command) == 0
+    path = tmp_path / place.partition(".")[0] / "sharp.py"
+    path.write_text(path.read_text() + "\n# changed\n")
+    os.utime(path, ns=(1, 1))
+    capsys.readouterr()
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert (
+        "1 started trials that" in said
+        and "1 of them have the settings of trials that it has, and were run with" in said
+    )
+
+
 @pytest.mark.slow
 def test_the_suite_runs_on_it_from_its_folder(place, tmp_path):
     (tmp_path / "test_sharp.py").write_text(SUITE.format(name=place))
@@ -171,3 +193,122 @@ def test_the_suite_runs_on_it_from_its_folder(place, tmp_path):
     done = run_command(*command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+SPOILED = """
+from pydantic import Field
+
+from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings
+
+
+class Settings(LoraSettings):
+    name: str
+    anchor: float = Field(0.1, ge=0)
+    note: str = "nothing reads it, and its type tells no other value"
+
+
+class Anchored(LoraMethod):
+    settings_class = Settings
+
+    def begin_task(self, task, history):
+        return AnchoredLearner(self.carried(task, history), self.outputs, self.settings)
+
+
+class AnchoredLearner(LoraLearner):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.start = self.B.detach().clone()
+
+    def distance(self):
+        return {"anchor": self.settings.anchor * (self.B - self.start).square().sum()}
+
+    def penalty(self):
+        return self.distance()
+
+
+class Undeclared(Anchored):
+    def stage_identity(self, position):
+        return {name: value for name, value in super().stage_identity(position).items() if name != "anchor"}
+
+
+class OncePerMicroBatch(Anchored):
+    def begin_task(self, task, history):
+        return InLoss(self.carried(task, history), self.outputs, self.settings)
+
+
+class InLoss(AnchoredLearner):
+    def loss(self, outputs):
+        return super().loss(outputs) | self.distance()
+
+    def penalty(self):
+        return {}
+
+
+class Forgetful(Anchored):
+    def begin_task(self, task, history):
+        return Late(self.carried(task, history), self.outputs, self.settings)
+
+
+class Late(AnchoredLearner):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.start = None
+
+    def penalty(self):
+        if self.start is None:
+            self.start = self.B.detach().clone()
+        return super().penalty()
+"""
+
+SPOILED_SUITE = """
+import pytest
+
+from latent_sweep.testing import MethodConformance
+
+
+class Suite(MethodConformance):
+    settings = {"rank": 4, "anchor": 10.0}
+    untried = {"note"}
+
+
+class TestWhole(Suite):
+    method = "spoiled:Anchored"
+
+
+class TestUndeclared(Suite):
+    method = "spoiled:Undeclared"
+
+
+class TestOncePerMicroBatch(Suite):
+    method = "spoiled:OncePerMicroBatch"
+
+
+class TestForgetful(Suite):
+    method = "spoiled:Forgetful"
+
+
+class TestUntried(Suite):
+    method = "spoiled:Anchored"
+    untried = frozenset()
+"""
+
+FOUND = {
+    "TestUndeclared::test_a_stage_reads_what_it_declares[tiny-llama-0]": "leaves behind: anchor; `stage_identity` has",
+    "TestUndeclared::test_a_stage_reads_what_it_declares[tiny-llama-1]": "leaves behind: anchor; `stage_identity` has",
+    "TestOncePerMicroBatch::test_micro_batches_add_up[tiny-llama]": "a term of parameters alone belongs in `penalty`",
+    "TestForgetful::test_cut_anywhere_and_run_again_ends_the_same[tiny-llama-inside the second task]": "its B by up to",
+    "TestUntried::test_every_setting_has_another_value[tiny-llama]": "by their types, of note: name them in `untried`",
+}
+
+
+@pytest.mark.slow
+def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path):
+    (tmp_path / "spoiled.py").write_text(SPOILED)
+    (tmp_path / "test_spoiled.py").write_text(SPOILED_SUITE)
+    chosen = "tiny-llama and (declares or micro or another_value) or inside and second and llama"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-rf", "-k", chosen]
+    done = run_command(*command, "test_spoiled.py", PYTHONPATH=str(tmp_path))
+    failed = set(re.findall(r"^FAILED test_spoiled\.py::(.*?\])(?: - |$)", done.stdout, re.M))
+    assert failed == set(FOUND), done.stdout
+    for said in FOUND.values():
+        assert said in " ".join(done.stdout.split())

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers.fields import leaves, trial_of, variants
+from helpers.fields import trial_of
 from helpers.sweeps import write_benchmark
 from pydantic import Field
 
@@ -37,6 +37,7 @@ from latent_sweep.store import versions
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.groups import GROUPS
 from latent_sweep.sweep.plan import expand
+from latent_sweep.testing.stages import leaves, variants
 
 EVERY = "trial training lineage rows tokens pooled record scatter answers factors"
 """trial, training, lineage, rows   as in `latent_sweep.sweep.plan`
