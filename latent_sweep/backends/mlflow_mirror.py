@@ -104,6 +104,8 @@ class FoundRun:
     """Every value of every metric, in order of time."""
     artifacts: Mapping[str, int]
     """Path -> size in bytes."""
+    artifact_uri: str
+    """Where they lie."""
 
 
 class MlflowMirror:
@@ -175,7 +177,7 @@ class MlflowMirror:
             summary = report.summarise(self.sweep)
             for content in (*configuration_contents(self.sweep, summary), sweep_content(self.sweep, summary)):
                 self._bring(content)
-            self._save_view()
+            self._save_view(summary)
         return changed
 
     def renew(self, runs: Collection[tuple[str, str]]) -> None:
@@ -209,16 +211,17 @@ class MlflowMirror:
             client = _quiet_client(self.uri)
             experiment = client.get_experiment_by_name(self.sweep.name)
             runs = [] if experiment is None else _all_runs(client, experiment.experiment_id)
-            return [_read_run(client, run) for run in runs if run.data.tags.get("sweep_id") == self.sweep.sweep_id]
+            mine = [run for run in runs if run.data.tags.get("sweep_id") == self.sweep.sweep_id]
+            return [_read_run(client, run, self.uri) for run in mine]
 
-    def read_artifact(self, run_id: str, path: str) -> bytes:
+    def read_artifact(self, run: FoundRun, path: str) -> bytes:
         """The content of one artifact.
 
         Raises:
             TrackingError: the tracker cannot be reached or refuses.
         """
         with self._explained(), tempfile.TemporaryDirectory() as folder:
-            return Path(_quiet_client(self.uri).download_artifacts(run_id, path, folder)).read_bytes()
+            return Path(_artifact_repository(run.artifact_uri, self.uri).download_artifacts(path, folder)).read_bytes()
 
     def link(self) -> str:
         """The UI's address that opens this sweep's comparison; empty until the tracker was reached."""
@@ -371,10 +374,10 @@ class MlflowMirror:
         else:
             self._client.log_figure(run.run_id, artifact(), str(path))
 
-    def _save_view(self) -> None:
+    def _save_view(self, summary: report.Summary | None = None) -> None:
         """Keep a view that opens on this sweep's comparison. A convenience: without it there is a plainer link."""
         try:
-            state = view_state(report.summarise(self.sweep), self.sweep.sweep_id)
+            state = view_state(summary or report.summarise(self.sweep), self.sweep.sweep_id)
             now = round(1000 * time.time())
             packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
             view = {"name": f"sweep {self.sweep.name}", "createdAt": now, "updatedAt": now, "state": packed}
@@ -640,7 +643,7 @@ def _identity(run: Any) -> _Identity:
     return kind, tags.get(KEY_TAG.get(kind, ""), ""), tags.get("journal", "")
 
 
-def _read_run(client: Any, run: Any) -> FoundRun:
+def _read_run(client: Any, run: Any, uri: str) -> FoundRun:
     run_id = run.info.run_id
     kind, key, _ = _identity(run)
     points = [point for metric in run.data.metrics for point in _history(client, run_id, metric)]
@@ -652,7 +655,8 @@ def _read_run(client: Any, run: Any) -> FoundRun:
         params=dict(run.data.params),
         tags=dict(run.data.tags),
         points=points,
-        artifacts=dict(_all_artifacts(client, run_id)),
+        artifacts=dict(_all_artifacts(_artifact_repository(run.info.artifact_uri, uri))),
+        artifact_uri=run.info.artifact_uri,
     )
 
 
@@ -662,10 +666,22 @@ def _history(client: Any, run_id: str, key: str) -> list[Point]:
     return [Point(key, metric.value, metric.step, metric.timestamp / 1000) for metric in found]
 
 
-def _all_artifacts(client: Any, run_id: str, folder: str | None = None) -> Iterator[tuple[str, int]]:
-    for entry in client.list_artifacts(run_id, folder):
+def _artifact_repository(artifact_uri: str, uri: str) -> Any:
+    """A run's artifacts where they lie: by its id, MLflow asks the tracker for the run, and for models, at every file.
+
+    It is made as MLflow's client makes it to log them.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+    from mlflow.utils.uri import add_databricks_profile_info_to_artifact_uri
+
+    location = add_databricks_profile_info_to_artifact_uri(artifact_uri, uri)
+    return get_artifact_repository(location, tracking_uri=uri)
+
+
+def _all_artifacts(repository: Any, folder: str | None = None) -> Iterator[tuple[str, int]]:
+    for entry in repository.list_artifacts(folder):
         if entry.is_dir:
-            yield from _all_artifacts(client, run_id, entry.path)
+            yield from _all_artifacts(repository, entry.path)
         else:
             yield entry.path, entry.file_size
 

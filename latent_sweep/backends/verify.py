@@ -256,7 +256,7 @@ def _contents(sweep: SweepFolder) -> Iterator[RunContent]:
 
 
 def _faults(
-    content: RunContent, tags: Mapping[str, str], run: FoundRun, read: Callable[[str, str], bytes]
+    content: RunContent, tags: Mapping[str, str], run: FoundRun, read: Callable[[FoundRun, str], bytes]
 ) -> Iterator[str]:
     if run.status != content.status:
         yield f"found status {run.status}; expected {content.status}"
@@ -273,7 +273,7 @@ def _faults(
                 yield f"artifact {path}: found {run.artifacts[path]} bytes; expected {size}"
         elif isinstance(artifact, (Path, str)):
             wanted_bytes = artifact.read_bytes() if isinstance(artifact, Path) else artifact.encode()
-            if read(run.run_id, path) != wanted_bytes:
+            if read(run, path) != wanted_bytes:
                 yield f"artifact {path}: found another content than on disk"
 
 

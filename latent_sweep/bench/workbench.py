@@ -90,7 +90,7 @@ GPU = replace(
 )
 """Steps take milliseconds there."""
 QUICK = Sizes(
-    turns=2,
+    turns=1,
     steps=1,
     batch_size=4,
     test_rows=4,

@@ -1,5 +1,6 @@
 import base64
 import contextlib
+import gc
 import http.server
 import io
 import json
@@ -30,12 +31,18 @@ AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}
 
 @pytest.fixture(scope="module")
 def first_use(tmp_path_factory):
-    """A new database, which takes seconds to make and no time to copy, and what making it printed."""
-    database = tmp_path_factory.mktemp("template") / "a new folder" / "mlflow.db"
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        mlflow_mirror._quiet_client(f"sqlite:///{database}").search_experiments()
-    return database, printed.getvalue()
+    """A new default database, which takes seconds to make and no time to copy, and what making it printed."""
+    folder, printed, before = tmp_path_factory.mktemp("template"), io.StringIO(), os.umask(0o022)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(mlflow_mirror, "DEFAULT_URI", "sqlite:///a new folder/mlflow.db")
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                mlflow_mirror._quiet_client(mlflow_mirror.DEFAULT_URI).search_experiments()
+    finally:
+        os.umask(before)
+    gc.freeze()  # what MLflow's modules hold is no garbage, as in tests/conftest.py
+    return folder / "a new folder" / "mlflow.db", printed.getvalue()
 
 
 @pytest.fixture
@@ -57,9 +64,13 @@ def client(uri):
 
 
 @pytest.fixture
-def plain_pictures(monkeypatch):
+def plain_matrices(monkeypatch):
     """Drawing takes most of the time of a trial's end."""
     monkeypatch.setattr(figures, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
+
+
+@pytest.fixture
+def plain_pictures(plain_matrices, monkeypatch):
     monkeypatch.setattr(figures, "curve_figure", lambda name, values, series: Figure((1, 1)))
 
 
@@ -179,10 +190,11 @@ class CrashingClient:
 
 def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch, plain_pictures):
     connect = mlflow_mirror._quiet_client
-    crash_at, crashed = 0, True
+    sweeps, crashed = [], True
     while crashed:
-        crash_at += 1
+        crash_at = len(sweeps) + 1
         sweep = write_sweep(tmp_path / "runs", {"seed": [0]}, name=f"crash{crash_at}")
+        sweeps.append(sweep)
         run_to_end(next(iter(sweep)), 0.5, 0.1)
         fragile = CrashingClient(connect(uri), crash_at)
         with monkeypatch.context() as patch, contextlib.suppress(TrackingError):
@@ -190,15 +202,21 @@ def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path
             MlflowMirror(uri, sweep).close()
         crashed = fragile.writes_left <= 0
         MlflowMirror(uri, sweep).close()
-        (trial,), (summary,), (parent,) = (runs_of(client, sweep, kind) for kind in ("trial", "summary", "sweep"))
-        assert steps_of(client, trial) == WHOLE_TRIAL
-        assert set(steps_of(client, summary).values()) == set(steps_of(client, parent).values()) == {1}
-        assert len(artifacts_of(client, trial)) == 8
-        assert [run.info.status for run in (trial, summary, parent)] == ["FINISHED"] * 3
-    assert crash_at > 20
+    assert len(sweeps) > 20
+    # looked at in the end, because MLflow finds the runs of many experiments as fast as those of one
+    experiments = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
+    found = client.search_runs([experiments[sweep.name] for sweep in sweeps], order_by=["tags.kind"])
+    for sweep in sweeps:
+        runs = [run for run in found if run.info.experiment_id == experiments[sweep.name]]
+        assert [run.data.tags["kind"] for run in runs] == ["summary", "sweep", "trial"], sweep.name
+        summary, parent, trial = runs
+        assert steps_of(client, trial) == WHOLE_TRIAL, sweep.name
+        assert set(steps_of(client, summary).values()) == set(steps_of(client, parent).values()) == {1}, sweep.name
+        assert len(artifacts_of(client, trial)) == 8, sweep.name
+        assert [run.info.status for run in runs] == ["FINISHED"] * 3, sweep.name
 
 
-def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, client):
+def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, client, plain_pictures):
     trial = next(iter(sweep))
     start(trial)
     learn(trial, 1, 0.5)
@@ -237,7 +255,7 @@ def test_failed_stopped_and_taken_up_again(uri, sweep, client):
     assert (first.info.status, first.data.tags["status"], first.data.tags["reason"]) == ("RUNNING", "running", "")
 
 
-def test_resuming_continues_the_same_parent(uri, sweep, client):
+def test_resuming_continues_the_same_parent(uri, sweep, client, plain_pictures):
     for _ in range(2):
         mirror = MlflowMirror(uri, sweep)
         mirror.open()
@@ -248,7 +266,7 @@ def test_resuming_continues_the_same_parent(uri, sweep, client):
     assert parent.info.status == "KILLED"  # nothing was trained: work is left
 
 
-def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monkeypatch):
+def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monkeypatch, plain_matrices):
     for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
         run_to_end(trial, average, 0.1)
     for _ in range(2):
@@ -274,7 +292,7 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     assert table["AP_mean"].tolist() == [42.0, 51.0]
 
 
-def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path):
+def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path, plain_pictures):
     trial = next(iter(sweep))
     run_to_end(trial, 0.5, 0.1)
     MlflowMirror(uri, sweep).sync()
@@ -321,7 +339,7 @@ def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
     assert mirror.link().endswith("runs?workflowType=machine_learning")
 
 
-def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client):
+def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client, plain_pictures):
     damaged, sound, *_ = sweep
     start(damaged)
     with journal_of(damaged).path.open("a") as file:
@@ -359,15 +377,10 @@ def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep
     assert verify_tracker(sweep, MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep)).faults == []
 
 
-def test_a_new_default_database_is_its_owners(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = os.umask(0o022)
-    try:
-        mlflow_mirror._quiet_client(mlflow_mirror.DEFAULT_URI)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(os.stat("mlflow.db").st_mode) == 0o600
-    assert stat.S_IMODE(os.stat("mlartifacts").st_mode) == 0o700
+def test_a_new_default_database_is_its_owners(first_use):
+    database, _ = first_use
+    assert stat.S_IMODE(database.stat().st_mode) == 0o600
+    assert stat.S_IMODE((database.parent / "mlartifacts").stat().st_mode) == 0o700
 
 
 @pytest.fixture
@@ -387,7 +400,7 @@ def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
     assert "127.0.0.1" in str(caught.value)
 
 
-def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client):
+def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
     told, started, mirror = [], threading.Event(), MlflowMirror(dead_uri, sweep)
     connect = mirror.open
@@ -570,26 +583,30 @@ def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equ
     assert mirror.sync() == 0
 
 
-@pytest.mark.parametrize(("dies_after", "writes_left"), [("create_", 1), ("log_", 2), ("set_", 1), ("delete_", 1)])
 def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_sync(
-    uri, sweep, client, monkeypatch, plain_pictures, dies_after, writes_left
+    uri, sweep, client, monkeypatch, plain_pictures
 ):
-    (trial, *_) = sweep
-    run_to_end(trial, 0.5, 0.1)
+    trials, moments = list(sweep), [("create_", 1), ("log_", 2), ("set_", 1), ("delete_", 1)]
+    for trial in trials:
+        run_to_end(trial, 0.5, 0.1)
     MlflowMirror(uri, sweep).close()
     sweep = begun_again(sweep)
-    run_to_end(trial, 0.75, 0.1)
-    fragile = CrashingClient(mlflow_mirror._quiet_client(uri), writes_left)
-    fragile.writes = dies_after
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow_mirror, "_quiet_client", lambda uri: fragile)
-        with pytest.raises(TrackingError, match="Crash"):
-            MlflowMirror(uri, sweep).sync()
-    assert runs_of(client, sweep, "trial") != [], "it is never gone"
+    for number, (trial, (dies_after, writes_left)) in enumerate(zip(trials, moments, strict=True), start=1):
+        run_to_end(trial, 0.75, 0.1)
+        fragile = CrashingClient(mlflow_mirror._quiet_client(uri), writes_left)
+        fragile.writes = dies_after
+        with monkeypatch.context() as patch:
+            patch.setattr(mlflow_mirror, "_quiet_client", lambda uri, fragile=fragile: fragile)
+            with pytest.raises(TrackingError, match="Crash"):
+                MlflowMirror(uri, sweep).sync()
+        there = {run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")}
+        assert there == {trial.trial_id for trial in trials}, "it is never gone"
+        MlflowMirror(uri, sweep).sync()
+        assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials[:number]}, dies_after
     mirror = MlflowMirror(uri, sweep)
     mirror.close()
     assert verify_tracker(sweep, mirror).faults == []
-    assert deleted_trials(client, sweep) == {trial.trial_id: 1}
+    assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials}
 
 
 def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
@@ -725,7 +742,7 @@ def test_a_new_database_is_made_quietly_with_its_folder(first_use):
     assert printed == ""
 
 
-def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path):
+def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
     MlflowMirror(uri, sweep).sync()
     (run,) = runs_of(client, sweep, "trial")

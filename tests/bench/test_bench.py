@@ -289,7 +289,7 @@ def usual(tmp_path, without_data):
     subject = Subject("tiny-llama", "float32", "cpu", "builtin", str(tmp_path), True)
     workbench = Workbench(subject)
     benchmark = {"name": "builtin", "tasks": ["mood", "date"], "train_per_task": 32, "test_per_task": 6}
-    return workbench.usual_config(first_trial(subject.sweep(benchmark, {})), steps=8)
+    return workbench.usual_config(first_trial(subject.sweep(benchmark, {})), steps=2)
 
 
 def test_the_usual_ways_configuration_survives_its_file(tmp_path, usual):
