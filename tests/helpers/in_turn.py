@@ -29,13 +29,13 @@ def begin(method, history=(), rows=(), seed=0):
     return method.begin_task(task, earlier)
 
 
-def lesson(method, history, folder, training=TRAINING, learner=None, on_step=None):
+def lesson(method, history, folder, training=TRAINING, learner=None, **others):
     """Learn the next task; returns its snapshot, the learner and the summary."""
     position, work = len(history), method.context
     learner = learner or begin(method, history)
     rows, checkpoint = random_rows(7, seed=position), folder / f"{position}.safetensors"
     parts = ("seed", position)
-    summary = learn(learner, rows, work.backbone, work.bank, training, checkpoint, parts, on_step=on_step)
+    summary = learn(learner, rows, work.backbone, work.bank, training, checkpoint, parts, **others)
     return learner.finish(), learner, summary
 
 
