@@ -12,7 +12,12 @@ import pytest
 from helpers.numeric import NOT_NUMERIC, computes_numbers
 from helpers.tiny import FAMILIES, HALTING_STEPS, Runs, bank_of, load_tiny
 
-LONGEST = ("test_run.py", "test_mlflow_mirror.py", "test_verify.py", "test_bench.py", "test_ray.py", "test_packs.py")
+LONGEST = (
+    *("test_run.py", "test_mlflow_mirror.py", "test_verify.py", "test_bench.py", "test_ray.py", "test_packs.py"),
+    # with the slow tests
+    *("test_ray_group.py", "test_worker_group.py", "test_storage.py", "test_memory.py", "test_tracker_outage.py"),
+    *("test_submission.py", "test_faults.py", "test_real_data.py"),
+)
 """Files that take long in one process."""
 
 
@@ -39,8 +44,9 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """What all modules hold is no garbage: otherwise every full collection goes through it."""
+    """What all modules hold is no garbage: otherwise every full collection goes through it. And it is rarely needed."""
     gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

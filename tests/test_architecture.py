@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.patience import PATIENCE
 
 import latent_sweep
 from latent_sweep.methods import METHODS, method_class
@@ -85,7 +86,7 @@ for module in sys.argv[1:]:
 
 def test_what_plans_hands_out_and_reports_needs_no_torch():
     command = [sys.executable, "-c", IMPORTING, *WITHOUT_TORCH]
-    assert subprocess.run(command, timeout=300, check=False, capture_output=True, text=True).stderr == ""
+    assert subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True).stderr == ""
 
 
 def dotted(path):

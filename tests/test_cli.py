@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, tiny, write
 
 from latent_sweep import __version__
@@ -80,7 +81,7 @@ def test_interrupting_says_how_to_go_on(tmp_path, capsys, monkeypatch):
 def test_the_main_job_and_the_command_are_the_same(tmp_path):
     """`python -m latent_sweep.run` takes what `latent-sweep run` takes."""
     command = [sys.executable, "-m", "latent_sweep.run", str(tmp_path / "none.yaml"), "--local"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 2
     assert "cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
@@ -89,5 +90,5 @@ def test_the_main_job_and_the_command_are_the_same(tmp_path):
 def test_help_imports_nothing_heavy():
     heavy = ["torch", "ray", "mlflow", "transformers", "pydantic", "yaml", "numpy"]
     script = f"import sys; from latent_sweep.cli import _parser; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

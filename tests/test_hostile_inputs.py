@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, end, results, start, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
 
@@ -660,7 +661,7 @@ def test_the_error_of_a_trial_holds_no_secret(telling, tmp_path, capsys):
 def test_no_process_of_a_run_tells_a_secret(telling, tmp_path, how):
     process = start(telling, *how, HF_TOKEN="hunter2-Xyz")
     try:
-        printed, _ = process.communicate(timeout=150)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 1, printed
@@ -766,7 +767,7 @@ def test_a_full_disk_damages_nothing_and_the_run_goes_on_when_there_is_room(undi
     """The operating system refuses writes beyond a size, as it does on a full disk: earlier or later in the run."""
     path = write(tmp_path, SMALL)
     command = [sys.executable, "-c", LIMITED, str(limit), path]
-    full = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    full = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert full.returncode in (1, 2), full.stderr
     assert "cannot be written: File too large" in full.stdout + full.stderr
     assert main(["run", path, "--local"]) == 0

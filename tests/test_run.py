@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 import yaml
+from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep.backends import mlflow_mirror
@@ -233,7 +234,7 @@ def test_a_trial_that_diverges_fails_alone(diverged):
 def test_a_driver_that_has_only_to_look_loads_no_torch(finished, tmp_path):
     shutil.copytree(finished[0] / "runs", tmp_path / "runs")
     command = [sys.executable, "-c", WITHOUT_TORCH, write(tmp_path, TINY)]
-    assert subprocess.run(command, timeout=300, check=False).returncode == 0
+    assert subprocess.run(command, timeout=PATIENCE, check=False).returncode == 0
 
 
 def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(diverged, tmp_path, capsys):
@@ -319,7 +320,7 @@ def test_two_drivers_on_one_storage_learn_every_stage_once(tmp_path):
     ]
     drivers = [start(write(tmp_path / content["name"], content), "--local") for content in contents]
     try:
-        printed = [driver.communicate(timeout=240)[0] for driver in drivers]
+        printed = [driver.communicate(timeout=PATIENCE)[0] for driver in drivers]
     finally:
         for driver in drivers:
             end(driver)

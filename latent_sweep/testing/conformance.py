@@ -50,6 +50,10 @@ ABSOLUTE, RELATIVE = 1e-4, 1e-2
 """How far snapshots of a pack may be from those learned alone: batches are padded further, and Adam amplifies it."""
 
 
+_FIRST: dict[tuple[str, str], Runs] = {}
+"""The first runs of this process on each family, below the session's folder: what has tokenised the rows."""
+
+
 class Cut(BaseException):
     """Raised where the worker is lost."""
 
@@ -103,13 +107,12 @@ class MethodConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def new_runs(cls, tmp_path_factory: pytest.TempPathFactory, family: str) -> Callable[[str], Runs]:
-        """Runs in a new folder, which begin with the tokenised rows once there are some."""
-        made: list[Runs] = []
+        """Runs in a new folder, which begin with the tokenised rows once there are some, of whatever method."""
 
         def make(name: str) -> Runs:
             runs = Runs(tmp_path_factory.mktemp(name) / "runs")
-            made.append(runs)
-            return runs.take_tokens(made[0]) if (made[0].folder / "tokens").is_dir() else runs
+            first = _FIRST.setdefault((str(tmp_path_factory.getbasetemp()), family), runs)
+            return runs.take_tokens(first) if (first.folder / "tokens").is_dir() else runs
 
         return make
 

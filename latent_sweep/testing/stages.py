@@ -210,8 +210,9 @@ def undeclared(stages: Stages, trial: Trial, written: Mapping[str, Any], positio
 
 def untried(trial: Trial, written: Mapping[str, Any]) -> set[str]:
     """Find the settings of a method that `undeclared` has no other value for, by dotted path; the name is one."""
-    settings = as_written(type(trial.settings.method)).model_validate(dict(written))
-    tried = {path for group in (settings, trial.settings.method) for path, _ in variants(group)}
+    starts = _starts(trial, written, 1)
+    groups = [group for settings, start in starts for group in (settings, start.settings.method)]
+    tried = {path for group in groups for path, _ in variants(group)}
     return leaves(trial.settings.method) - tried - {"name"}
 
 

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from helpers.patience import PATIENCE
 from helpers.tiny import load_tiny
 from safetensors.torch import load_file
 from scipy.linalg import subspace_angles
@@ -373,6 +374,6 @@ def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
     model.save_pretrained(tmp_path / "checkpoint", max_shard_size="40MB")
     assert sum(path.stat().st_size for path in (tmp_path / "checkpoint").glob("*-of-*.safetensors")) > 32 * one
     command = [sys.executable, "-c", PEAK, str(tmp_path / "checkpoint"), str(tmp_path / "factors")]
-    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout)
     print(f"grown by {grown / one:.1f} weights of {one / 1e6:.1f} MB")
     assert grown < 6 * one

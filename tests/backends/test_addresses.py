@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.patience import PATIENCE
 from helpers.sweep_folders import journal_of, start, write_sweep
 from helpers.sweeps import tiny, write
 
@@ -259,7 +260,7 @@ def test_logs_and_tracebacks_are_redacted(tmp_path):
     )
     environment = {"SOME_TOKEN": "s3cret-token", "PATH": "/usr/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False, env=environment
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment
     )
     assert done.returncode == 2
     assert done.stderr.count("Traceback") == 2

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from helpers.moments import at_step
+from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
 from helpers.tiny import HALTING_STEPS
 
@@ -39,7 +40,7 @@ def run_on_ray(content, folder, **environment):
     """Run a sweep as the main job does; returns its exit code and what it printed."""
     process = start(write(folder, content), **environment)
     try:
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, printed
     finally:
         end(process)
@@ -231,7 +232,7 @@ def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_
         good, bad = sweep_folder(tmp_path)
         assert good.events()[0]["pid"] == inside_the_second_task.pid
         psutil.Process(inside_the_second_task.pid).kill()
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 1, printed

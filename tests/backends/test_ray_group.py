@@ -5,6 +5,7 @@ import os
 import psutil
 import pytest
 from helpers.group_of_processes import ZERO_3, group_of
+from helpers.patience import PATIENCE
 from helpers.sweeps import end, events, start, sweep_folder, tiny, wait_until, write
 from helpers.tiny import HALTING_STEPS
 
@@ -24,10 +25,10 @@ def together(**changes):
     return tiny(**settings | changes)
 
 
-def run(content, folder, *arguments, timeout_seconds=240, **environment):
+def run(content, folder, *arguments, **environment):
     process = start(write(folder, content), *arguments, **environment)
     try:
-        printed, _ = process.communicate(timeout=timeout_seconds)
+        printed, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, printed
     finally:
         end(process)
@@ -54,7 +55,7 @@ def test_a_killed_worker_changes_nothing_in_the_result(two_cpus, inside_the_seco
         other.kill()  # not the one that writes
         wait_until(lambda: len(events(sweep_folder(tmp_path), "started")) == 2, process)
         assert not any(psutil.pid_exists(member.pid) and member.is_running() for member in first), "no half group stays"
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 0, printed
@@ -99,11 +100,11 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, tmp_
         "search": {"seed": [0, 1]},
         "run": {"tracking": {"uri": "none"}},
     }
-    code, printed = run(content, tmp_path / "one", "--local", timeout_seconds=400)
+    code, printed = run(content, tmp_path / "one", "--local")
     assert code == 0, printed
     shared = {"resources": {"workers": 2, "cpus": 1}, "engine": {"name": "deepspeed", "zero_stage": 3}}
     in_shards = {**content, "run": {**content["run"], **shared}}
-    code, printed = run(in_shards, tmp_path / "two", timeout_seconds=400, **two_cpus)
+    code, printed = run(in_shards, tmp_path / "two", **two_cpus)
     assert code == 0, printed
     for alone, together in zip(sweep_folder(tmp_path / "one"), sweep_folder(tmp_path / "two"), strict=True):
         assert together.trial_id == alone.trial_id

@@ -10,6 +10,7 @@ import time
 import pytest
 from helpers.mlflow_server import Server, empty_database
 from helpers.moments import Moment, at_step
+from helpers.patience import PATIENCE
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, wait_for_line, wait_until, write
 
 from latent_sweep.cli import main
@@ -50,7 +51,7 @@ def undisturbed(tmp_path_factory):
 def finish(process):
     """The exit code of a process and all that it printed."""
     try:
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, printed
     finally:
         end(process)

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.patience import PATIENCE
 
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.cli import main
@@ -65,7 +66,7 @@ def test_what_is_no_profile_is_named(tmp_path, capsys, content):
 
 def test_reading_a_profile_needs_no_torch():
     script = "import sys, latent_sweep.bench; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=300, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE, check=False).returncode == 0
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from helpers.moments import at_step
+from helpers.patience import PATIENCE
 from helpers.ray_heads import eventually, head
 from helpers.sweeps import end, events, start, sweep_folder, tiny, wait_until, write
 
@@ -88,7 +89,7 @@ def test_workers_come_for_the_trials_and_go_after_them(cluster, begun, tmp_path)
     try:
         wait_until(lambda: counts.append(cluster.workers()) or counts[-1] >= MOST_WORKERS, process, 240)
         begun.let_go()  # no worker goes before all have come
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 0, printed
@@ -101,7 +102,7 @@ def test_what_no_machine_could_ever_hold_is_said_and_starts_nothing(cluster, tmp
     resources = {"cpus": 64, "gpus": 1, "accelerator": "A100"}
     process = start(write(tmp_path, tiny(run__resources=resources)), **cluster.environment)
     try:
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 2, printed

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.patience import PATIENCE
 from packaging.requirements import Requirement
 
 from latent_sweep.sweep.config import load_sweep
@@ -509,7 +510,9 @@ def test_the_readme_names_every_file():
 
 @pytest.mark.parametrize("arguments", [[], ["worker"], ["somebody"]])
 def test_the_local_script_says_how_it_is_used(arguments):
-    done = subprocess.run([CLUSTER / "local.sh", *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(
+        [CLUSTER / "local.sh", *arguments], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT
+    )
     assert done.returncode != 0
     assert "head" in done.stderr
     assert "worker" in done.stderr

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers.moments import at_step
+from helpers.patience import PATIENCE
 from helpers.ray_heads import ROOT, eventually, head
 from helpers.sweeps import TINY, events, family, results, sweep_folder, tiny, write
 
@@ -67,7 +68,7 @@ def submit(cluster, place, name, *options, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
 

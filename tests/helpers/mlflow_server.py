@@ -46,7 +46,7 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        wait_until(self.listens, self.process, seconds=60)
+        wait_until(self.listens, self.process)
 
     def listens(self) -> bool:
         """Whether it answers on its port."""

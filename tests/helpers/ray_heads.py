@@ -19,6 +19,7 @@ from unittest import mock
 
 import psutil
 
+from helpers.patience import PATIENCE
 from helpers.sweeps import end, family, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ def head(
             found = Head(process, inherited | own | address, f"http://127.0.0.1:{dashboard_port}")
             try:
                 ready = (lambda: answers(found)) if dashboard else (lambda: listens(port) and found.workers() == 0)
-                wait_until(ready, process, seconds=60)
+                wait_until(ready, process)
                 yield found
             finally:
                 members = family(process)
@@ -167,7 +168,7 @@ def listens(port: int) -> bool:
 
 def eventually(condition: Callable[[], bool], seconds: float) -> bool:
     """Whether `condition` comes true within so many seconds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
+from helpers.patience import PATIENCE
 from latent_sweep.store.folders import SweepFolder, open_sweep
 
 TINY: dict[str, Any] = {
@@ -121,9 +122,9 @@ def launch(*command: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 150.0) -> None:
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     """Wait for `condition` while `process` runs; that it ends first is a failure of the test, with what it printed."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         if process.poll() is not None:
             raise AssertionError(f"ended with {process.returncode} too early:\n{process.communicate()[0]}")

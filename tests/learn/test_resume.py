@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 from helpers.moments import at_step
+from helpers.patience import PATIENCE
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, write
 
 from latent_sweep.cli import main
@@ -121,7 +122,7 @@ def test_an_interrupted_ray_run_is_not_taken_for_stopped_early_and_goes_on(tmp_p
     try:
         inside_the_second_task.wait(process)
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 130, printed
@@ -129,7 +130,7 @@ def test_an_interrupted_ray_run_is_not_taken_for_stopped_early_and_goes_on(tmp_p
     assert events(sweep_folder(tmp_path), "stopped") == []
     again = start(path)
     try:
-        printed, _ = again.communicate(timeout=240)
+        printed, _ = again.communicate(timeout=PATIENCE)
     finally:
         end(again)
     assert again.returncode == 0, printed

@@ -431,10 +431,10 @@ def test_cut_inside_a_task_it_ends_the_same(backbone, bank, tmp_path, writes):
     own = method(backbone, bank, tmp_path)
     snapshot, task = history_of(own, tmp_path, writes), second_task(backbone)
 
-    def run(name, on_step=None):
+    def run(name, **others):
         writes("warm|up", "cold|down")
         learner = own.begin_task(task, [snapshot])
-        learn(learner, task.rows, backbone, bank, TRAINING, tmp_path / name, on_step=on_step)
+        learn(learner, task.rows, backbone, bank, TRAINING, tmp_path / name, **others)
         return learner.finish()
 
     def cut(step, steps, losses):
@@ -443,7 +443,7 @@ def test_cut_inside_a_task_it_ends_the_same(backbone, bank, tmp_path, writes):
 
     whole = run("whole.safetensors")
     with pytest.raises(KeyboardInterrupt):
-        run("cut.safetensors", cut)
+        run("cut.safetensors", on_step=cut)
     resumed = run("cut.safetensors")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())

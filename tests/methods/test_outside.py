@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from helpers.patience import PATIENCE
 from helpers.sweeps import sweep_folder, tiny
 
 from latent_sweep.cli import main
@@ -144,7 +145,7 @@ def test_what_is_no_method_is_named_with_what_to_do(place, tmp_path, attribute, 
 def run_command(*command, **environment):
     """A command in the current folder, which sees the installed package and nothing of the repository's tests."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from helpers.moments import at_step
+from helpers.patience import PATIENCE
 from helpers.ray_heads import nodes
 from helpers.sweep_folders import journal_of, write_sweep
 from helpers.sweep_folders import start as start_trial
@@ -361,7 +362,7 @@ def test_a_lease_is_renewed_before_it_expires(node, monkeypatch):
     assert lease.take()
     taken = lease._bucket.info(lease._key).mtime_ns
     for _ in range(4):  # written when it is taken, and again and again
-        assert renewed.acquire(timeout=60)
+        assert renewed.acquire(timeout=PATIENCE)
     assert lease._bucket.info(lease._key).mtime_ns > taken
     lease.release()
 
@@ -479,7 +480,7 @@ def test_a_disk_that_is_full_damages_nothing_and_the_same_command_goes_on(tmp_pa
     Storage(tmp_path).write(tmp_path / "scores.json", b"[1]")
     before = journal_at(tmp_path / "journal.jsonl").append("started", attempt=1)
     run = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     no_scores, no_event, *after = run.stdout.splitlines()
     for message, name in ((no_scores, "scores.json"), (no_event, "journal.jsonl")):
@@ -651,7 +652,7 @@ def test_two_drivers_of_one_sweep_do_everything_once(request, tmp_path, on_node,
         drivers.append(start(path, "--local"))
         wait_for_line("waiting for its end", drivers[1])
         begun.let_go()
-        first, second = (driver.communicate(timeout=240)[0] for driver in drivers)
+        first, second = (driver.communicate(timeout=PATIENCE)[0] for driver in drivers)
     finally:
         for driver in drivers:
             end(driver)
@@ -675,7 +676,7 @@ def test_a_sweep_on_ray_leaves_on_an_object_store_what_it_leaves_in_a_folder(s3,
     on_node("driver")
     process = start(at(tmp_path, uri))
     try:
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
     finally:
         end(process)
     assert process.returncode == 0, printed
@@ -694,7 +695,13 @@ def two_nodes():
 def drive(command, environment):
     """Run a driver to its end; its exit code and what it printed."""
     run = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     return run.returncode, run.stdout
 

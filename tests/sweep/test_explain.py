@@ -64,9 +64,7 @@ def test_a_grid_in_three_groups():
 
 
 def test_methods_whose_settings_are_equal_are_kept_apart_by_their_names():
-    blocks = explained(
-        search={"method.name": ["seq_lora", "lwf"]}, trial__method={"name": "seq_lora", "rank": 4}
-    )
+    blocks = explained(search={"method.name": ["seq_lora", "lwf"]}, trial__method={"name": "seq_lora", "rank": 4})
     assert [lines for lines in blocks[1:] if lines[0].startswith("task 1")] == [
         ["task 1: 2 stages for 2 trials, to learn", "method.name apart: seq_lora, lwf"]
     ]

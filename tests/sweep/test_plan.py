@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, tiny, write, write_benchmark
 from pydantic import model_validator
 
@@ -394,7 +395,11 @@ def test_plan_imports_none_of_the_heavy_packages(tmp_path):
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, write(tmp_path, TINY)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script, write(tmp_path, TINY)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "4 trials" in done.stdout

@@ -34,6 +34,7 @@ from typing import Any
 import psutil
 from helpers.mlflow_server import Server, empty_database
 from helpers.moments import HALTING, at_step
+from helpers.patience import PATIENCE
 from helpers.ray_heads import node, nodes
 from helpers.sweeps import end, events, family, results, start, sweep_folder, tiny, wait_for_line, wait_until, write
 
@@ -172,7 +173,7 @@ class Disturbed:
         """Wait for the end of a main job, where nothing halts any more; returns what it has printed."""
         self.steps.strike.let_go()
         self.members |= set(family(process))
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode in codes, f"ended with {process.returncode}, expected {codes}:\n{printed}"
         return printed
 
