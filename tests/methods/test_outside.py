@@ -142,6 +142,9 @@ def test_what_is_no_method_is_named_with_what_to_do(place, tmp_path, attribute, 
     assert "method.name" in str(found.value)
 
 
+PAGE = Path(__file__).parents[2] / "latent_sweep" / "methods" / "README.md"
+
+
 def run_command(*command, **environment):
     """A command in the current folder, which sees the installed package and nothing of the repository's tests."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
@@ -288,6 +291,16 @@ class TestForgetful(Suite):
     method = "spoiled:Forgetful"
 
 
+class TestPulled(MethodConformance):
+    method = "my_module:Pulled"
+    settings = {"rank": 4}
+
+
+class TestAnchoredOfThePage(MethodConformance):
+    method = "my_module:Anchored"
+    settings = {"rank": 4}
+
+
 class TestUntried(Suite):
     method = "spoiled:Anchored"
     untried = frozenset()
@@ -303,7 +316,18 @@ FOUND = {
 
 
 @pytest.mark.slow
-def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path):
+def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path, monkeypatch):
+    """And nothing in the methods of the page that tells how to write one, nor in the file of a sweep that it shows."""
+    blocks = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text().partition("## Methods from outside")[2], re.S)
+    modules = [text for language, text in blocks if language == "python" and "class TestPulled" not in text]
+    assert len(modules) == 2
+    (tmp_path / "my_module.py").write_text("\n".join(modules))
+    (sweep,) = [text for language, text in blocks if language == "yaml"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pulled.yaml").write_text(sweep)
+    planned = run_command(sys.executable, "-m", "latent_sweep.cli", "plan", "pulled.yaml")
+    assert planned.returncode == 0 and "2 trials, 2 distinct trainings" in planned.stdout, planned.stderr
+
     (tmp_path / "spoiled.py").write_text(SPOILED)
     (tmp_path / "test_spoiled.py").write_text(SPOILED_SUITE)
     chosen = "tiny-llama and (declares or micro or another_value) or inside and second and llama"
