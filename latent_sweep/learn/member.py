@@ -150,7 +150,9 @@ class MemberRun:
         self.failure = error
         for run in self.trials:
             say_failed(run.files, error, task, self.step)
-        log.error("%s failed at task %s, step %s: %s", self.member.trials[0].name, task, self.step, error)
+        place = "before its first task" if task is None else f"at task {task}"
+        place += "" if self.step is None else f", step {self.step}"
+        log.error("%s failed %s: %s", self.member.trials[0].name, place, error)
 
 
 class Members:
