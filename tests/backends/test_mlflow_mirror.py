@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 
 import pytest
+from helpers.patience import PATIENCE
 from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
 from matplotlib.figure import Figure
 
@@ -478,7 +479,7 @@ def test_failures_are_told_once_and_so_is_recovery():
     told, mirror = [], FlakyMirror(failures=4)
     thread = MirrorThread(mirror, interval_seconds=0.001, longest_pause_seconds=0.01, tell=told.append)
     thread.start()
-    assert mirror.synced.wait(10)
+    assert mirror.synced.wait(PATIENCE)
     assert thread.stop(10) is True
     assert len(told) == 2
     assert told[0].startswith("tracking is behind since 20")

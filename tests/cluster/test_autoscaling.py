@@ -87,7 +87,7 @@ def test_workers_come_for_the_trials_and_go_after_them(cluster, begun, tmp_path)
     counts = [cluster.workers()]
     process = start(write(tmp_path, content), **cluster.environment)
     try:
-        wait_until(lambda: counts.append(cluster.workers()) or counts[-1] >= MOST_WORKERS, process, 240)
+        wait_until(lambda: counts.append(cluster.workers()) or counts[-1] >= MOST_WORKERS, process)
         begun.let_go()  # no worker goes before all have come
         printed, _ = process.communicate(timeout=PATIENCE)
     finally:

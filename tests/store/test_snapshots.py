@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from helpers.patience import PATIENCE
 from helpers.tiny import checkpoint_at
 
 from latent_sweep.errors import StoreError
@@ -239,15 +240,15 @@ def wait_for_the_lease(store):
 @pytest.mark.parametrize("end", ["the holder is done", "the holder is killed"])
 def test_a_lease_makes_the_second_process_wait(store, holder, end):
     thread, waits, has = wait_for_the_lease(store)
-    assert waits.wait(10), "it must say that it waits"
+    assert waits.wait(PATIENCE), "it must say that it waits"
     assert not has.wait(0.3), "it must wait"
     if end == "the holder is killed":
         holder.kill()
     else:
         holder.stdin.write("\n")
         holder.stdin.flush()
-    assert has.wait(10)
-    thread.join(10)
+    assert has.wait(PATIENCE)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

@@ -422,9 +422,9 @@ def test_the_second_driver_waits_and_says_for_whom(place):
         with driving(SweepFolder(place, "other"), lambda driver: pytest.fail("another sweep waits")):
             thread = threading.Thread(target=second)
             thread.start()
-            assert waits.wait(10)
+            assert waits.wait(PATIENCE)
         order.append("first ends")
-    thread.join(10)
+    thread.join(PATIENCE)
     assert order[0].startswith(f"process {os.getpid()} on ")
     assert order[1:] == ["first ends", "second"]
 
@@ -440,11 +440,11 @@ def test_workers_of_one_trial_write_one_after_the_other(tmp_path, caplog):
     with writing(folder, {"one": ["a"]}):
         thread = threading.Thread(target=second)
         thread.start()
-        begun.wait(10)
+        begun.wait(PATIENCE)
         while "at work on the same trials" not in caplog.text:
             time.sleep(0.01)
         order.append("first")
-    thread.join(10)
+    thread.join(PATIENCE)
     assert order == ["first", "second"]
 
 
