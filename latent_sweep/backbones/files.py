@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 
@@ -17,9 +17,6 @@ from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, BackboneSet
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 from latent_sweep.store.files import cache_folder
-
-if TYPE_CHECKING:
-    pass
 
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

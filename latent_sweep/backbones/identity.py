@@ -7,13 +7,10 @@ import logging
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from latent_sweep.backbones.files import embedded_version
 from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, BackboneSettings, known_backbone
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from latent_sweep.backends.addresses import check_ray_address
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
-from latent_sweep.settings import content_hash, yaml_text
+from latent_sweep.settings import canonical_json, content_hash, yaml_text
 from latent_sweep.store.files import read_file
 from latent_sweep.store.folders import SweepFolder, driving
 from latent_sweep.store.journal import status
@@ -154,16 +154,16 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
         return
     lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
     if lost:
-        settings = [trial.values for trial in trials]
-        same = sum(trial.values in settings for trial in lost)
-        other_code = (
-            f" {same} of them have the settings of trials that it has, and were run with other code: of a method from "
-            "outside, or of another version of latent_sweep."
+        settings = {canonical_json(_params(trial)) for trial in trials}
+        same = sum(canonical_json(trial.params) in settings for trial in lost)
+        changed = (
+            f" {same} of them have every setting of trials that it has: what lies outside of the file has changed since, "
+            "as the code of a method or of latent_sweep, a benchmark's file, or a backbone."
         ) * bool(same)
         shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
         raise ConfigError(
             f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} started trials that {sweep.source} does "
-            f"not have: {'; '.join(shown)}.{other_code} They would drop out of its table. Choose "
+            f"not have: {'; '.join(shown)}.{changed} They would drop out of its table. Choose "
             "another name (what both have in common is not learned again), or add --replace; their folders stay in "
             "either case."
         )
@@ -189,7 +189,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
                 "trial_id": trial.trial_id,
                 "training_id": trial.training_id,
                 "values": {axis: trial.values.get(axis) for axis in sweep.axes},
-                "params": _flat(settings) | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)},
+                "params": _params(trial),
                 "n_tasks": len(trial.tasks),
             }
         )
@@ -206,6 +206,12 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         list(writers.map(storage.write, changed, changed.values()))
     storage.write(folder.path / "sweep.json", sealed_json(content, indent=1))
     return folder
+
+
+def _params(trial: Trial) -> dict[str, Any]:
+    """Every resolved setting, by dotted path."""
+    settings = _flat(trial.settings.model_dump(mode="json"))
+    return settings | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)}
 
 
 def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:

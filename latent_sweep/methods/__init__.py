@@ -103,7 +103,7 @@ def _outside(name: str) -> type[Method]:
         found = getattr(importlib.import_module(module), attribute, None)
     except Exception as error:  # whatever the module does when it is imported
         advice = "Correct it there"
-        if attribute and module.endswith(".py"):
+        if module.endswith(".py"):
             advice = f"Write {module.removesuffix('.py')}:{attribute}"
         elif isinstance(error, ModuleNotFoundError):
             advice = "It must be installed, or lie below the working directory of the driver and of every worker"

@@ -175,6 +175,7 @@ def test_a_worker_with_other_code_learns_nothing(place, tmp_path, runs):
 
 
 def test_that_other_code_makes_other_trials_is_said(place, tmp_path, capsys):
+    """And not of trials with another setting that the search does not vary."""
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content(place)))
     command = ["run", str(tmp_path / "sweep.yaml"), "--local"]
     assert main(command) == 0
@@ -184,10 +185,10 @@ def test_that_other_code_makes_other_trials_is_said(place, tmp_path, capsys):
     capsys.readouterr()
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert (
-        "1 started trials that" in said
-        and "1 of them have the settings of trials that it has, and were run with" in said
-    )
+    assert "1 started trials that" in said and "1 of them have every setting of trials that it has" in said
+    assert main([*command, "--set", "trial.method.sharpness=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "1 started trials that" in said and "every setting" not in said
 
 
 @pytest.mark.slow
