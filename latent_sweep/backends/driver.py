@@ -157,8 +157,8 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
         settings = {canonical_json(_params(trial)) for trial in trials}
         same = sum(canonical_json(trial.params) in settings for trial in lost)
         changed = (
-            f" {same} of them have every setting of trials that it has: what lies outside of the file has changed since, "
-            "as the code of a method or of latent_sweep, a benchmark's file, or a backbone."
+            f" {same} of them have every setting of trials that it has: what lies outside of the file has changed "
+            "since, as the code of a method or of latent_sweep, a benchmark's file, or a backbone."
         ) * bool(same)
         shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
         raise ConfigError(
