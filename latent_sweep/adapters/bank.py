@@ -17,15 +17,28 @@ from torch.nn.functional import pad
 
 
 class Delta(Protocol):
-    """The change that a method makes to one projection's output."""
+    """The change that a method makes to one projection's output.
 
-    def __call__(self, h: Tensor) -> Tensor:
-        """The change of the output, (rows, tokens, out), for inputs h of shape (rows, tokens, in)."""
+    One that is the same for every row of any batch may say so by an attribute `alike` that is true: then what the rows
+    of a batch begin with is computed once for all of them.
+    """
+
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
+        """Return the output, (rows, tokens, out), with the change that belongs to inputs h, (rows, tokens, in).
+
+        It may be added in place: nothing else reads the output.
+        """
         ...
 
     def select(self, rows: Tensor) -> Delta:
         """The same delta for these rows of the batch only (indices, (kept,))."""
         ...
+
+
+def cast(deltas: Sequence[Delta], dtype: torch.dtype) -> Sequence[Delta]:
+    """Return deltas that multiply in this type: at once for all projections, where they know how (a method `cast`)."""
+    together = getattr(deltas, "cast", None)
+    return deltas if together is None else together(dtype)
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,13 @@ class Adaptation:
     """One per projection, or none: then projections answer `W h`."""
     prompt: Tensor | None = None
     """Soft prompt, (vectors, d) for all rows or (rows, vectors, d): the embedding of token id `-1 - i` is vector i."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether it is the same for every row of any batch."""
+        said = getattr(self.deltas, "alike", None)
+        same = all(getattr(delta, "alike", False) for delta in self.deltas) if said is None else bool(said)
+        return same and (self.prompt is None or self.prompt.dim() == 2)
 
     def select(self, rows: Tensor) -> Adaptation:
         """Return the same adaptation for these rows of the batch only (indices, (kept,))."""
@@ -77,10 +97,10 @@ class AdapterBank:
         def add_delta(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             if not self._active.deltas:
                 return None
-            delta = self._active.deltas[index](inputs[0])
+            changed = self._active.deltas[index](inputs[0], output)
             if index == 0:
-                self._watch(delta)
-            return output + delta
+                self._watch(changed)
+            return changed
 
         return add_delta
 
@@ -102,7 +122,7 @@ class AdapterBank:
 
     @contextmanager
     def active(self, adaptation: Adaptation) -> Iterator[None]:
-        """Have projection i answer `W h + deltas[i](h)` within the block, virtual tokens be the soft prompt's vectors.
+        """Have projection i answer `deltas[i](h, W h)` within the block, virtual tokens be the soft prompt's vectors.
 
         Raises:
             ValueError: there are deltas, but not one for each projection.
@@ -110,7 +130,9 @@ class AdapterBank:
         if adaptation.deltas and len(adaptation.deltas) != len(self.targets):
             expected, found = len(self.targets), len(adaptation.deltas)
             raise ValueError(f"expected one delta for each of {expected} projections, found {found}")
-        before, self._active = self._active, adaptation
+        dtype = next(iter(self.targets.values())).weight.dtype
+        # made now and not at their first use, which gradient checkpointing would repeat
+        before, self._active = self._active, Adaptation(list(cast(adaptation.deltas, dtype)), adaptation.prompt)
         try:
             yield
         finally:
@@ -120,7 +142,7 @@ class AdapterBank:
     def watching(self, closely: bool = True) -> Iterator[list[Tensor]]:
         """Watch where gradients arrive: for the forward pass within the block, its backward pass adds to the list.
 
-        An entry tells for every row of the batch, (rows,), whether the gradient of the first projection's delta, or of
+        An entry tells for every row of the batch, (rows,), whether the gradient of the first projection's output, or of
         the soft prompt, is anything but zero. There is none where no gradient arrives at all.
 
         Args:
@@ -186,9 +208,11 @@ class _Split:
 
     def __init__(self, deltas: Sequence[Delta], counts: Sequence[int]):
         self.deltas, self.counts = deltas, list(counts)
+        self.alike = all(getattr(delta, "alike", False) for delta in deltas)
 
-    def __call__(self, h: Tensor) -> Tensor:
-        return torch.cat([delta(part) for delta, part in zip(self.deltas, h.split(self.counts), strict=True)])
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
+        parts = zip(self.deltas, h.split(self.counts), output.split(self.counts), strict=True)
+        return torch.cat([delta(rows, own.clone()) for delta, rows, own in parts])
 
     def select(self, rows: Tensor) -> Delta:
         raise NotImplementedError("members train side by side, but answer one after another")

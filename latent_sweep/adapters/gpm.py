@@ -138,30 +138,30 @@ def adding_second_moments(
     sums: dict[str, Tensor],
     blocks: Sequence[InputBlock],
     projections: Sequence[nn.Linear],
-    source_mask: Tensor | None = None,
-    decoder_mask: Tensor | None = None,
+    source: Tensor | None = None,
+    decoder: Tensor | None = None,
 ) -> Iterator[None]:
     """Have a forward pass within the block add `sum_tokens h h^T` of every input block to `sums`, by the block's name.
 
     Sums are float64 on CPU and float32 on a GPU, where they lie.
 
     Args:
-        source_mask, decoder_mask: (rows, tokens), true for the tokens that count, of the prompt's side and of T5's
-            decoder; None counts all, padding too.
+        source, decoder: (sequences, tokens) how many tokens each token stands for, of the prompt's side and of T5's
+            decoder; None is one for all, padding too.
     """
 
-    def reader(block: InputBlock, mask: Tensor | None) -> Any:
+    def reader(block: InputBlock, counts: Tensor | None) -> Any:
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            h = inputs[0][..., block.dimensions]
-            h = (h.flatten(0, -2) if mask is None else h[mask]).detach()
+            h = inputs[0][..., block.dimensions].detach().flatten(0, -2)
             h = h.to(torch.float64 if h.device.type == "cpu" else torch.float32)
-            sums[block.name] = sums[block.name].addmm_(h.T, h) if block.name in sums else h.T @ h
+            counted = h if counts is None else h * counts.flatten().to(h.dtype).unsqueeze(1)
+            sums[block.name] = sums[block.name].addmm_(counted.T, h) if block.name in sums else counted.T @ h
 
         return add
 
     handles = [
         projections[block.projections[0]].register_forward_pre_hook(
-            reader(block, decoder_mask if block.of_decoder else source_mask)
+            reader(block, decoder if block.of_decoder else source)
         )
         for block in blocks
     ]

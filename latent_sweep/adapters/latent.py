@@ -7,34 +7,48 @@ T tasks seen. One adapter is a stack of matrices R_Mrr in float32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import dropout, pad
 
+from latent_sweep.adapters.bank import Delta
 from latent_sweep.adapters.factors import Factors
+from latent_sweep.adapters.low_rank import LowRank
 
 SigmaSide = Literal["out", "in", "none"]
 OrthoNorm = Literal["frobenius", "spectral"]
 
 
 class LatentDelta:
-    """The delta of one projection for one R of shape (r, r), or one for each row, (B, r, r); the scale is in R."""
+    """The delta of one projection for an R of its own in each row, (B, r, r); the scale is in R."""
 
-    def __init__(self, right: Tensor, left: Tensor, R: Tensor, dropout: float = 0.0):
-        self.right, self.left, self.R, self.dropout = right, left, R, dropout
+    def __init__(self, right: Tensor, left: Tensor, R: Tensor):
+        self.right, self.left, self.R = right, left, R
 
-    def __call__(self, h: Tensor) -> Tensor:
-        """Map (B, tokens, in) to (B, tokens, out); the small product is in float32 whatever the backbone's type."""
-        if self.dropout:
-            h = torch.nn.functional.dropout(h, self.dropout)
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
+        """Add the change of inputs (B, tokens, n); the small product is in float32 whatever the backbone's type."""
         z = (h @ self.right).float() @ self.R.transpose(-1, -2)
-        return z.to(h.dtype) @ self.left.T
+        return output + z.to(h.dtype) @ self.left.T
 
     def select(self, rows: Tensor) -> LatentDelta:
         """The delta of these rows only."""
-        return self if self.R.dim() == 2 else LatentDelta(self.right, self.left, self.R[rows], self.dropout)
+        return LatentDelta(self.right, self.left, self.R[rows])
+
+
+class _DroppedOut:
+    """A delta whose inputs are dropped out."""
+
+    def __init__(self, delta: Delta, rate: float):
+        self.delta, self.rate = delta, rate
+
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
+        return self.delta(dropout(h, self.rate), output)
+
+    def select(self, rows: Tensor) -> _DroppedOut:
+        return _DroppedOut(self.delta.select(rows), self.rate)
 
 
 class LatentSpace:
@@ -61,15 +75,26 @@ class LatentSpace:
         self.scale, self.sigma_side, self.kind = scale, sigma_side, kind
         self.singular_values = torch.stack([f.S for f in factors.values()]).to(device)
         """(M, r), float32."""
-        self._rights, self._lefts = [], []
+        lefts, self.rights = [], []
         for f in factors.values():
             left, right = f.U, f.V
             if sigma_side == "out":
                 left = left * f.S
             elif sigma_side == "in":
                 right = right * f.S
-            self._lefts.append(left.to(device, dtype).contiguous())
-            self._rights.append(right.to(device, dtype).contiguous())
+            lefts.append(left.to(device))
+            self.rights.append(right.to(device, dtype).contiguous())
+        self._stacks = [_Stack(lefts, width) for width in dict.fromkeys(map(len, lefts))]
+        self.lefts = [left.to(dtype) for left in _in_order(self._stacks, [stack.lefts for stack in self._stacks])]
+        """(m, r) of every projection, in the backbone's type."""
+
+    def lefts_times(self, R: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Compute `left R` of every projection in float32, at once for all of one width, and round it to the type.
+
+        Args:
+            R: (M, r, r) gives (m, r) each; with an R for each of P members, (M, P, r, r), it is (P, m, r).
+        """
+        return _in_order(self._stacks, [stack.times(R).to(dtype) for stack in self._stacks])
 
     def deltas(self, R: Tensor, dropout: float = 0.0) -> LatentDeltas:
         """One delta per projection from R of shape (M, r, r), or (M, B, r, r) with a matrix for each row."""
@@ -77,43 +102,86 @@ class LatentSpace:
 
     def new_adapter(self, std: float, generator: torch.Generator) -> Tensor:
         """R_Mrr drawn from N(0, std^2), float32 (A7)."""
-        shape = (len(self._lefts), self.rank, self.rank)
+        shape = (len(self.lefts), self.rank, self.rank)
         return (torch.randn(shape, generator=generator) * std).to(self.singular_values.device)
 
 
-class LatentDeltas(Sequence[LatentDelta]):
-    """The deltas of all projections, from `s R` of shape (M, r, r) or (M, B, r, r)."""
+class _Stack:
+    """The left factors of all projections of one width, float32."""
 
-    def __init__(self, space: LatentSpace, scaled_R: Tensor, dropout: float = 0.0):
-        self.space, self.scaled_R, self.dropout = space, scaled_R, dropout
-        sides = zip(space._rights, space._lefts, scaled_R.unbind(0), strict=True)
-        self._deltas = [LatentDelta(right, left, R, dropout) for right, left, R in sides]
+    def __init__(self, lefts: Sequence[Tensor], width: int):
+        self.members = [index for index, left in enumerate(lefts) if len(left) == width]
+        self.lefts = torch.stack([lefts[index] for index in self.members])
+        self._of_all = len(self.members) == len(lefts)
+        self._indices = torch.tensor(self.members, device=self.lefts.device)
+
+    def times(self, R: Tensor) -> Tensor:
+        """Multiply them by their own part of R (M, r, r) or (M, P, r, r)."""
+        own = R if self._of_all else R.index_select(0, self._indices)
+        return (self.lefts if R.dim() == 3 else self.lefts.unsqueeze(1)) @ own
+
+
+def _in_order(stacks: Sequence[_Stack], of_stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Return what belongs to each projection, in their order."""
+    parts = zip(stacks, of_stacks, strict=True)
+    found = {index: own for stack, of_stack in parts for index, own in zip(stack.members, of_stack, strict=True)}
+    return [found[index] for index in sorted(found)]
+
+
+class LatentDeltas(Sequence[Delta]):
+    """The deltas of all projections.
+
+    Args:
+        scaled_R: s R, (M, r, r) for all rows, (M, B, r, r) for each row, or (M, P, r, r) for members.
+        dropout: rate on the inputs.
+        counts: how many rows of the batch belong to each member.
+    """
+
+    def __init__(self, space: LatentSpace, scaled_R: Tensor, dropout: float = 0.0, counts: Sequence[int] | None = None):
+        self.space, self.scaled_R, self.dropout, self.counts = space, scaled_R, dropout, counts
+        self._dtype = space.lefts[0].dtype
+
+    @property
+    def alike(self) -> bool:
+        """Whether they are the same for every row: not with masks of dropout, which are drawn for each."""
+        return self.scaled_R.dim() == 3 and not self.dropout
 
     def __len__(self) -> int:
         """Return M, the number of adapted projections."""
-        return len(self._deltas)
+        return len(self.scaled_R)
 
     @overload
-    def __getitem__(self, index: int) -> LatentDelta: ...
+    def __getitem__(self, index: int) -> Delta: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[LatentDelta]: ...
-    def __getitem__(self, index: int | slice) -> LatentDelta | Sequence[LatentDelta]:
+    def __getitem__(self, index: slice) -> Sequence[Delta]: ...
+    def __getitem__(self, index: int | slice) -> Delta | Sequence[Delta]:
         """The delta of one projection."""
         return self._deltas[index]
 
+    @cached_property
+    def _deltas(self) -> Sequence[Delta]:
+        space, R = self.space, self.scaled_R
+        found: list[Delta]
+        if R.dim() == 4 and self.counts is None:
+            sides = zip(space.rights, space.lefts, R.unbind(0), strict=True)
+            found = [LatentDelta(right, left, own) for right, left, own in sides]
+        else:
+            lefts = space.lefts_times(R, self._dtype)
+            found = [LowRank(right, left, self.counts) for right, left in zip(space.rights, lefts, strict=True)]
+        return [_DroppedOut(delta, self.dropout) for delta in found] if self.dropout else found
+
     @staticmethod
     def beside(members: Sequence[LatentDeltas], counts: Sequence[int]) -> LatentDeltas | None:
-        """Give every row its R, smaller ranks padded with zeros; None where the spaces have nothing in common.
+        """Give every member its R, smaller ranks padded with zeros; None where the spaces have nothing in common.
 
         Factors of a smaller rank are a prefix of the larger one's, so the padded R gives the same delta.
         """
         space = max((member.space for member in members), key=lambda space: space.rank)
         alike = {(member.space.sigma_side, member.space.kind) for member in members}
-        if len(alike) > 1 or any(member.dropout or member.scaled_R.dim() != 3 for member in members):
+        if len(alike) > 1 or not all(member.alike for member in members):
             return None
         padded = [pad(m.scaled_R, (0, space.rank - m.space.rank) * 2) for m in members]
-        owner = torch.repeat_interleave(torch.tensor(counts)).to(padded[0].device)
-        return LatentDeltas(space, torch.stack(padded, dim=1).index_select(1, owner))
+        return LatentDeltas(space, torch.stack(padded, dim=1), counts=counts)
 
 
 def blend(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from functools import cached_property
+from typing import ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad
 
-from latent_sweep.adapters.bank import Adaptation, Delta, side_by_side
+from latent_sweep.adapters.bank import Adaptation, Delta, cast, side_by_side
+from latent_sweep.adapters.low_rank import LowRank
 
 Branch = tuple[Tensor, Tensor]
 """A_Mrn and B_Or of one adapter."""
@@ -42,34 +44,22 @@ def new_branch(targets: Mapping[str, nn.Linear], rank: int, generator: torch.Gen
 
 
 class LoraDelta:
-    """The delta of one projection: `s B (w * (A h))`; w, (B, 1, r), weighs the ranks row by row where it is given.
+    """The delta of one projection with weights of the ranks in each row: `B (w * (A h))`; w is (B, 1, r)."""
 
-    In a pack A is (P, r, n) and B (P, m, r), and rows belong to members in blocks of `counts`.
-    """
+    def __init__(self, A: Tensor, B: Tensor, w: Tensor):
+        self.A, self.B, self.w = A, B, w
 
-    def __init__(
-        self, A: Tensor, B: Tensor, scale: float, w: Tensor | None = None, counts: Sequence[int] | None = None
-    ):
-        self.A, self.B, self.scale, self.w, self.counts = A, B, scale, w, counts
-
-    def __call__(self, h: Tensor) -> Tensor:
-        """Map inputs (B, tokens, n) to changes (B, tokens, m), in the type of h."""
-        A, B = self.A.to(h.dtype).transpose(-1, -2), self.B.to(h.dtype).transpose(-1, -2)
-        if self.counts is None:
-            z = h @ A
-            return (self.scale * z if self.w is None else self.scale * (z * self.w.to(h.dtype))) @ B
-        if len(set(self.counts)) == 1:  # one batched product for all members
-            blocks = h.reshape(len(self.counts), -1, h.shape[-1])
-            return (self.scale * (blocks @ A) @ B).view(*h.shape[:-1], -1)
-        parts = zip(h.split(list(self.counts)), A, B, strict=True)
-        return torch.cat([self.scale * (part @ A_p) @ B_p for part, A_p, B_p in parts])
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
+        """Add the change of inputs (B, tokens, n) to the output, (B, tokens, m)."""
+        A, B, w = (x.to(h.dtype) for x in (self.A, self.B, self.w))
+        return output + ((h @ A.T) * w) @ B.T
 
     def select(self, rows: Tensor) -> LoraDelta:
         """The delta of these rows only."""
-        return self if self.w is None else LoraDelta(self.A, self.B, self.scale, self.w[rows])
+        return LoraDelta(self.A, self.B, self.w[rows])
 
 
-class LoraDeltas(Sequence[LoraDelta]):
+class LoraDeltas(Sequence[Delta]):
     """The deltas of all projections for one branch (or several, concatenated along the rank).
 
     Args:
@@ -77,6 +67,7 @@ class LoraDeltas(Sequence[LoraDelta]):
         outputs: m of every projection.
         scale: s = alpha / r.
         w: weights of the ranks in each row, (B, r).
+        counts: how many rows of the batch belong to each member of a pack.
     """
 
     def __init__(
@@ -89,30 +80,50 @@ class LoraDeltas(Sequence[LoraDelta]):
         counts: Sequence[int] | None = None,
     ):
         self.A, self.B, self.outputs, self.scale, self.w, self.counts = A, B, list(outputs), scale, w, counts
-        per_row = None if w is None else w.unsqueeze(1)
-        Bs = [b if counts is None else b.transpose(0, 1) for b in B.split(self.outputs)]
-        self._deltas = [LoraDelta(a, b, scale, per_row, counts) for a, b in zip(A.unbind(0), Bs, strict=True)]
+
+    @property
+    def alike(self) -> bool:
+        """Whether they are the same for every row."""
+        return self.w is None and self.counts is None
+
+    def cast(self, dtype: torch.dtype) -> LoraDeltas:
+        """Return the same in the type that they multiply in."""
+        w = None if self.w is None else self.w.to(dtype)
+        return LoraDeltas(self.A.to(dtype), self._scaled_B.to(dtype), self.outputs, 1.0, w, self.counts)
+
+    @property
+    def _scaled_B(self) -> Tensor:
+        return self.B if self.scale == 1 else self.scale * self.B
 
     def __len__(self) -> int:
         """Return M, the number of adapted projections."""
-        return len(self._deltas)
+        return len(self.outputs)
 
     @overload
-    def __getitem__(self, index: int) -> LoraDelta: ...
+    def __getitem__(self, index: int) -> Delta: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[LoraDelta]: ...
-    def __getitem__(self, index: int | slice) -> LoraDelta | Sequence[LoraDelta]:
+    def __getitem__(self, index: slice) -> Sequence[Delta]: ...
+    def __getitem__(self, index: int | slice) -> Delta | Sequence[Delta]:
         """The delta of one projection."""
         return self._deltas[index]
+
+    @cached_property
+    def _deltas(self) -> Sequence[Delta]:
+        lefts = [B if self.counts is None else B.transpose(0, 1) for B in self._scaled_B.split(self.outputs)]
+        sides = zip(self.A.unbind(0), lefts, strict=True)
+        if self.w is not None:
+            w = self.w.unsqueeze(1)
+            return [LoraDelta(A, B, w) for A, B in sides]
+        return [LowRank(A.transpose(-1, -2), B, self.counts) for A, B in sides]
 
     @staticmethod
     def beside(members: Sequence[LoraDeltas], counts: Sequence[int]) -> LoraDeltas | None:
         """Join all in one batched product, smaller ranks padded with zeros; None where rows have own weights."""
-        if any(member.w is not None or member.counts is not None for member in members):
+        if not all(member.alike for member in members):
             return None
         rank = max(member.A.shape[1] for member in members)
         A = [pad(member.A, (0, 0, 0, rank - member.A.shape[1])) for member in members]
-        B = [pad(member.scale * member.B, (0, rank - member.B.shape[1])) for member in members]
+        B = [pad(member._scaled_B, (0, rank - member.B.shape[1])) for member in members]
         return LoraDeltas(torch.stack(A, 1), torch.stack(B, 1), members[0].outputs, 1.0, counts=counts)
 
 
@@ -121,10 +132,11 @@ class DenseDelta:
     """A delta folded into one matrix dW of shape (m, n): its cost does not grow with the branches in it."""
 
     dW: Tensor
+    alike: ClassVar[bool] = True
 
-    def __call__(self, h: Tensor) -> Tensor:
-        """Map inputs (B, tokens, n) to changes (B, tokens, m)."""
-        return h @ self.dW.T
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
+        """Add the change of inputs (B, tokens, n) to the output, (B, tokens, m)."""
+        return output + h @ self.dW.T
 
     def select(self, rows: Tensor) -> DenseDelta:
         """Return the delta itself: it is the same for all rows."""
@@ -176,11 +188,23 @@ class DeltaSum(Sequence["_Sum"]):
     def __init__(self, terms: Sequence[Sequence[Delta]], rate: float = 0.0, detach: Sequence[bool] | None = None):
         kept = [(term, cut) for term, cut in zip(terms, detach or [False] * len(terms), strict=True) if term]
         self.terms, self.rate, self.detach = [term for term, _ in kept], rate, [cut for _, cut in kept]
-        self._deltas = [_Sum(parts, rate, self.detach) for parts in zip(*self.terms, strict=True)]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all terms are the same for every row, and no masks of dropout are drawn for each."""
+        return not self.rate and all(Adaptation(term).alike for term in self.terms)
+
+    def cast(self, dtype: torch.dtype) -> DeltaSum:
+        """Return the same in the type that they multiply in."""
+        return DeltaSum([cast(term, dtype) for term in self.terms], self.rate, self.detach)
+
+    @cached_property
+    def _deltas(self) -> Sequence[_Sum]:
+        return [_Sum(parts, self.rate, self.detach) for parts in zip(*self.terms, strict=True)]
 
     def __len__(self) -> int:
         """Return M, the number of adapted projections."""
-        return len(self._deltas)
+        return len(self.terms[0])
 
     @overload
     def __getitem__(self, index: int) -> _Sum: ...
@@ -207,10 +231,11 @@ class _Sum:
     def __init__(self, parts: Sequence[Delta], rate: float, detach: Sequence[bool]):
         self.parts, self.rate, self.detach = parts, rate, detach
 
-    def __call__(self, h: Tensor) -> Tensor:
+    def __call__(self, h: Tensor, output: Tensor) -> Tensor:
         h = dropout(h, self.rate) if self.rate else h
-        first, *others = [part(h.detach() if cut else h) for part, cut in zip(self.parts, self.detach, strict=True)]
-        return sum(others, start=first)
+        for part, cut in zip(self.parts, self.detach, strict=True):
+            output = part(h.detach() if cut else h, output)
+        return output
 
     def select(self, rows: Tensor) -> _Sum:
         return _Sum([part.select(rows) for part in self.parts], self.rate, self.detach)

@@ -1,50 +1,192 @@
-"""Rows of token ids as padded batches, and one pass of the frozen model over them."""
+"""Rows of token ids as batches, and one pass of the frozen model over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.backbones.layouts import Indices, Padded, Shared
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.backbones.outputs import IGNORED, Example, Outputs
+from latent_sweep.backbones.outputs import Example, Outputs
+
+WORTHWHILE = 0.95
+"""Sharing must bring the tokens down to this part: moving them for attention costs some 5 % of a small model's step."""
+
+Reading = Callable[[Tensor | None, Tensor | None], AbstractContextManager[None]]
+"""Watches what projections read within its block."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows ready for the backbone. B rows, L target positions (the longest target of the batch)."""
+    """Rows ready for the backbone, those of one member after those of another."""
 
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Any]
     """Arguments of the model's forward pass."""
     labels: Tensor
-    """(B, L) token ids, IGNORED where a shorter target has none."""
+    """(targets,) token ids of all targets, row after row."""
+    keep: Tensor
+    """(targets,) where the model predicts them, sequences and tokens counted together."""
+    counts: Sequence[int]
+    """How many sequences of the model's input belong to each member."""
+    standing_for: Indices
+    """(sequences, tokens) how many tokens of rows each token stands for: 0 is padding, and of T5 those of prompts."""
+    standing_for_target: Indices | None = None
+    """The same of T5's decoder."""
 
 
-def collate(examples: Sequence[Example], backbone: Backbone) -> Batch:
-    """Prompts and targets as one padded batch.
+def collate(members: Sequence[Sequence[Example]], backbone: Backbone, alike: bool = False) -> Batch:
+    """Make one batch of the members' rows.
 
-    Llama: prompt and target are one sequence, padded on the left, so that all targets end in the last column and
-    logits are needed at the last L + 1 positions only. T5: prompts padded on the right; the decoder reads the targets.
+    Args:
+        alike: whether each member's adaptation is the same for all of its rows: then a causal model reads what they
+            begin with once, where that is worth while.
     """
-    prompts = [list(example["prompt_ids"]) for example in examples]
-    targets = [list(example["target_ids"]) for example in examples]
-    longest = max(map(len, targets))
-    on_the_left = backbone.family == "llama"
-    labels = _pad(targets, IGNORED, longest, on_the_left)
-    if on_the_left:
-        ids, mask = pad_prompts([p + t for p, t in zip(prompts, targets, strict=True)], backbone)
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
-        inputs["logits_to_keep"] = last_positions(ids, longest + 1)
+    if backbone.family == "t5":
+        return _of_encoder_decoder(members, backbone)
+    if alike:
+        layout = _shared(members, backbone)
+        longest = max(len(row["prompt_ids"]) + len(row["target_ids"]) for rows in members for row in rows)
+        if layout.members * layout.tokens <= WORTHWHILE * longest * sum(map(len, members)):
+            return _sharing(members, layout, backbone)
+    return _padded(members, backbone)
+
+
+def _padded(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
+    """A sequence for every row: prompt, target, padding."""
+    rows = [row for of_member in members for row in of_member]
+    ids, real = _right_padded([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone.pad_id)
+    starts = np.arange(len(rows)) * ids.shape[1]
+    inputs = {
+        "input_ids": _moved(ids, backbone.device),
+        # four dimensions: transformers leaves such a mask alone, and does not ask the device what is in it
+        "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),
+        "layout": Padded(),
+    }
+    return _batch(rows, inputs, starts, 0, list(map(len, members)), real.astype(np.int64), backbone)
+
+
+def _shared(members: Sequence[Sequence[Example]], backbone: Backbone) -> Shared:
+    """Lay out members' rows with what each one's have in common in front, as many tokens for all of them.
+
+    Every row keeps the last token of its prompt to itself: that is where its answer begins.
+    """
+    shared = min(_common([row["prompt_ids"] for row in rows]) for rows in members)
+    rests = [[len(row["prompt_ids"]) + len(row["target_ids"]) - shared for row in rows] for rows in members]
+    return Shared(shared, rests, backbone.device)
+
+
+def _common(prompts: Sequence[Sequence[int]]) -> int:
+    """Count the tokens that all prompts begin with, without the last one of the shortest."""
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _sharing(members: Sequence[Sequence[Example]], layout: Shared, backbone: Backbone) -> Batch:
+    """One sequence for every member."""
+    n, rows = layout.shared, [row for of_member in members for row in of_member]
+    ids = np.full((layout.members, layout.tokens), backbone.pad_id, np.int64)
+    for place, of_member in zip(ids, members, strict=True):
+        tokens = [t for row in of_member for t in (*row["prompt_ids"][n:], *row["target_ids"])]
+        place[: n + len(tokens)] = [*of_member[0]["prompt_ids"][:n], *tokens]
+    inputs = {
+        "input_ids": _moved(ids, backbone.device),
+        "position_ids": _moved(layout.positions, backbone.device),
+        "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),  # see above
+        "layout": layout,
+    }
+    return _batch(rows, inputs, layout.starts, n, [1] * len(members), layout.standing_for, backbone)
+
+
+def _batch(
+    rows: Sequence[Example],
+    inputs: Mapping[str, Any],
+    starts: Indices,
+    before: int,
+    counts: Sequence[int],
+    standing_for: Indices,
+    backbone: Backbone,
+) -> Batch:
+    """Find the labels, and where they are predicted: each by the token before it.
+
+    Args:
+        starts: where each row begins in the input, without its first `before` tokens.
+    """
+    first = [start + len(row["prompt_ids"]) - before - 1 for start, row in zip(starts, rows, strict=True)]
+    keep = [start + np.arange(len(row["target_ids"])) for start, row in zip(first, rows, strict=True)]
+    labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
+    moved = _moved(labels, backbone.device), _moved(np.concatenate(keep), backbone.device)
+    return Batch(inputs, *moved, counts, standing_for)
+
+
+def _of_encoder_decoder(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
+    """T5: prompts padded behind; the decoder reads the targets, one token late."""
+    rows = [row for of_member in members for row in of_member]
+    ids, real = _right_padded([row["prompt_ids"] for row in rows], backbone.pad_id)
+    start = backbone.model.config.decoder_start_token_id
+    said, real_targets = _right_padded([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
+    inputs = {
+        "input_ids": _moved(ids, backbone.device),
+        "attention_mask": _moved(real[:, None, None, :], backbone.device),
+        "decoder_input_ids": _moved(said, backbone.device),
+        "layout": Padded(),
+    }
+    labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
+    moved = _moved(labels, backbone.device), _moved(np.flatnonzero(real_targets), backbone.device)
+    counts = [len(of_member) for of_member in members]
+    return Batch(inputs, *moved, counts, real.astype(np.int64), real_targets.astype(np.int64))
+
+
+def read(
+    backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
+) -> None:
+    """Run the backbone over rows for what its projections read.
+
+    Args:
+        reading: watches the pass; it is told how many tokens each token stands for, (sequences, tokens), of the
+            prompts' side and of T5's decoder.
+    """
+    batch = collate([rows], backbone, adaptation.alike)
+    told = (batch.standing_for, batch.standing_for_target)
+    counts = [None if found is None else _moved(found, backbone.device) for found in told]
+    with reading(*counts), bank.active(adaptation), _keeping(backbone, batch.keep[:1]):
+        backbone.model(**batch.inputs, use_cache=False)
+
+
+def read_padded(
+    backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
+) -> None:
+    """Run it as trainers do that pad Llama's rows in front, with padding counted as tokens."""
+    if backbone.family == "t5":
+        inputs = dict(collate([rows], backbone).inputs)
     else:
-        ids, mask = pad_prompts(prompts, backbone)
-        start = backbone.model.config.decoder_start_token_id
-        decoder_ids = _pad([[start, *target[:-1]] for target in targets], backbone.pad_id, longest, False)
-        inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids.to(backbone.device)}
-    return Batch(inputs, labels.to(backbone.device))
+        ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
+    one = torch.zeros(1, dtype=torch.long, device=backbone.device)
+    with reading(None, None), bank.active(adaptation), _keeping(backbone, one):
+        backbone.model(**inputs, use_cache=False)
+
+
+def _right_padded(sequences: Sequence[Sequence[int]], value: int) -> tuple[Indices, Any]:
+    """Token ids padded behind, (rows, longest), and which of them are no padding."""
+    lengths = np.array(list(map(len, sequences)))
+    real = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(real.shape, value, np.int64)
+    ids[real] = [token for sequence in sequences for token in sequence]
+    return ids, real
+
+
+def _moved(values: Any, device: torch.device) -> Tensor:
+    """Bring host values to the device; a GPU copies from pinned memory, while the host goes on."""
+    found = torch.from_numpy(values)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], backbone: Backbone) -> tuple[Tensor, Tensor]:
@@ -77,9 +219,24 @@ def _pad(sequences: Sequence[Sequence[int]], value: int, length: int, on_the_lef
 
 
 def label_logits(backbone: Backbone, batch: Batch) -> Tensor:
-    """Logits at the label positions, (B, L, vocabulary): the language-model head runs nowhere else."""
-    logits = backbone.model(**batch.inputs, use_cache=False).logits
-    return logits[:, :-1] if backbone.family == "llama" else logits
+    """Logits where there are labels, (targets, vocabulary): the language-model head runs nowhere else."""
+    with _keeping(backbone, batch.keep):
+        return backbone.model(**batch.inputs, use_cache=False).logits[0]
+
+
+@contextmanager
+def _keeping(backbone: Backbone, keep: Tensor) -> Iterator[None]:
+    """Have the language-model head see these tokens alone, as one sequence."""
+
+    def kept(head: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        (states,) = inputs
+        return (states.flatten(0, 1).index_select(0, keep)[None],)
+
+    handle = backbone.model.get_output_embeddings().register_forward_pre_hook(kept)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def forward(
@@ -95,7 +252,7 @@ def forward(
     Args:
         drop_out: whether the backbone's own dropout acts, where it is on: if not said, where gradients are needed.
     """
-    batch = collate(rows, backbone)
+    batch = collate([rows], backbone, adaptation.alike)
     acts = torch.is_grad_enabled() if drop_out is None else drop_out
     with bank.active(adaptation), nullcontext() if acts else backbone.dropout(0.0):
         return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)

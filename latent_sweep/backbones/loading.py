@@ -129,7 +129,10 @@ def assemble(
     """Put a loaded model, frozen and with dropout off, together with its tokenizer; see `Backbone` for the rest."""
     import torch
 
+    from latent_sweep.backbones.layouts import ATTENTION
+
     set_dropout(model, 0.0)
+    model.set_attn_implementation(ATTENTION)
     model.requires_grad_(False)
     model.eval()
     family: Family = model.config.model_type

@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 Example = Mapping[str, Any]
 """One tokenised row: `prompt_ids`, `target_ids` and `input_ids` (the input without its instruction) are token ids."""
 
-IGNORED = -100
-"""Label of positions that carry no loss."""
-
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a forward pass for a learner: logits where there are labels, and how they count."""
+    """The outputs of a forward pass for a learner: logits where there are targets, and how they count."""
 
     rows: Sequence[Example]
     """The rows that were run: a micro-batch of this learner."""
     logits: Tensor
-    """(rows, longest target, vocabulary)."""
+    """(targets, vocabulary): for every token of every row's target, one row's after another's."""
     labels: Tensor
-    """(rows, longest target) token ids, IGNORED where there is none."""
+    """(targets,) token ids."""
     denominator: float
     """What the summed cross-entropy is divided by: the same for every micro-batch of a step, so that they add up."""
+
+    def by_row(self, of_targets: Tensor) -> Sequence[Tensor]:
+        """Cut something that is there for every target token into what belongs to each row."""
+        return of_targets.split([len(row["target_ids"]) for row in self.rows])
 
     def task_loss(self) -> Tensor:
         """Return the cross-entropy on target tokens, reduced as the settings say (A5); equation (10), first term."""
         from torch.nn.functional import cross_entropy
 
-        logits, labels = self.logits.float().flatten(0, 1), self.labels.flatten()
-        return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / self.denominator
+        return cross_entropy(self.logits.float(), self.labels, reduction="sum") / self.denominator

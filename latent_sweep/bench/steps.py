@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from latent_sweep.backbones.batches import Batch, collate, label_logits
+from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench
@@ -47,10 +48,10 @@ def bare_step_seconds(bench: Workbench) -> float:
     embedding = bench.backbone.model.get_input_embeddings()
     denominator = sum(len(row["target_ids"]) for row in rows)
     for _ in range(bench.sizes.steps + 1):
-        batch = collate(rows, bench.backbone)
+        batch = collate([rows], bench.backbone)
         inputs = {name: value for name, value in batch.inputs.items() if name != "input_ids"}
         inputs["inputs_embeds"] = embedding(batch.inputs["input_ids"]).detach().requires_grad_()
-        logits = label_logits(bench.backbone, Batch(inputs, batch.labels))
+        logits = label_logits(bench.backbone, replace(batch, inputs=inputs))
         Outputs(rows, logits, batch.labels, denominator).task_loss().backward()
         clock.tick()
     return clock.seconds_per_step

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import AdapterBank, side_by_side
-from latent_sweep.backbones.batches import collate, epoch_batches, forward, label_logits
+from latent_sweep.backbones.batches import Batch, collate, epoch_batches, forward, label_logits
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.errors import NonFiniteLoss
-from latent_sweep.learn.engine import Engine, Optimizer
+from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.optimizing import Optimizer, Trained, optimizer_of
 from latent_sweep.learn.worker_group import WorkerGroup
 from latent_sweep.methods.capabilities import load_state, rows_trained, state_of
 from latent_sweep.methods.protocol import Learner
@@ -89,15 +90,38 @@ def train_pack(
     """
     with _learning(engine, trainings[0].settings):  # what it reads is of the backbone, so all members agree
         trainers = [_Trainer(training, engine, bank) for training in trainings]
-        while going := [trainer for trainer in trainers if trainer.goes_on]:
-            began = time.monotonic()
-            _seed(going[0].step_seed)  # dropout, which nobody has that trains beside others
-            losses = _gradients(going, engine, bank)
-            for trainer, terms in zip(going, losses, strict=True):
-                trainer.advance(terms)
-            for trainer in going:
-                trainer.seconds += (time.monotonic() - began) / len(going)
+        _train(trainers, engine, bank)
         return [trainer.outcome() for trainer in trainers]
+
+
+def _train(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) -> None:
+    """Take step after step until every trainer is at its end; the host waits for the device once in each."""
+    optimizers, batches = _Optimizers(trainers), None
+    for trainer in trainers:
+        trainer.resume()
+    while going := [trainer for trainer in trainers if trainer.goes_on]:
+        began = time.monotonic()
+        optimizers = optimizers.of(going)
+        if batches is None or batches.trainers != going:
+            batches = _Batches(going, engine)
+        _seed(going[0].step_seed)  # dropout, which nobody has that trains beside others
+        losses = _gradients(batches, engine, bank)
+        norms = optimizers.step()
+        # the device has all that to do by now; meanwhile the host prepares what most likely comes next
+        staying = [trainer for trainer in going if trainer.step + 1 < trainer.steps]
+        batches = _Batches(staying, engine, ahead=1) if staying else None
+        for trainer, norm, terms in zip(going, *_read(norms, losses), strict=True):
+            trainer.advance(terms, norm)
+        for trainer in going:
+            trainer.seconds += (time.monotonic() - began) / len(going)
+
+
+def _read(norms: Tensor, losses: Sequence[Mapping[str, Tensor]]) -> tuple[list[float], list[dict[str, float]]]:
+    """Bring gradient norms and loss terms to the host, all in one copy."""
+    terms = [term.float() for mine in losses for term in mine.values()]
+    told = torch.cat([norms.float(), torch.stack(terms)]).tolist()
+    found = iter(told[len(norms) :])
+    return told[: len(norms)], [{name: next(found) for name in mine} for mine in losses]
 
 
 def _seed(seed: int) -> None:
@@ -135,7 +159,9 @@ class _Trainer:
         self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
         self.steps = settings.step_count(len(self.rows))
         self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
-        self.optimizer = engine.optimizer(self.learner.parameters(), settings, self.steps)
+        self.trained = Trained(self.learner.parameters(), settings, self.steps)
+        self.optimizer: tuple[Optimizer, int]
+        """What steps this learner's parameters, and which of its members they are."""
         held_out = rows_trained(self.learner, training.validation) if training.validation else ()
         self.selection = (
             _BestOnValidation(self.learner, engine.backbone, bank, held_out, settings) if held_out else None
@@ -145,10 +171,17 @@ class _Trainer:
         self.seconds, self.tokens = 0.0, 0
         self.reached = False
         """Whether a gradient has arrived where the adapter acts first."""
+        self.alike = True
+        """Whether the adaptation is the same for all rows, as far as is known."""
         self.group = engine.group
-        found = self.group.first(training.checkpoint.load)
-        self.step = _resume(found, self.optimizer, self.history, self.selection, self.learner) if found else 0
-        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        self.step = 0
+        self._epochs: dict[int, list[list[int]]] = {}
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one."""
+        found = self.group.first(self.training.checkpoint.load)
+        if found:
+            self.step = _resume(found, self.optimizer, self.history, self.selection, self.learner)
 
     @property
     def goes_on(self) -> bool:
@@ -165,30 +198,32 @@ class _Trainer:
         gradients = (parameter.grad for parameter in self.learner.parameters().values())
         return self.reached and any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
-    def batch(self) -> list[Example]:
-        """The rows of the step to come."""
-        epoch, position = divmod(self.step, self.steps_per_epoch)
-        if epoch != self._epoch[0]:
+    def chosen(self, step: int) -> list[int]:
+        """Which rows a step (0-based) learns from."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if epoch not in self._epochs:
             settings = self.training.settings
             shuffle = torch.Generator().manual_seed(derived_seed(*self.training.seed_parts, "batches", epoch))
-            self._epoch = epoch, epoch_batches(self.lengths, settings.batch_size, shuffle, settings.group_by_length)
-        chosen = self._epoch[1][position]
-        self.tokens += sum(self.lengths[i] for i in chosen)
-        return [self.rows[i] for i in chosen]
+            batches = epoch_batches(self.lengths, settings.batch_size, shuffle, settings.group_by_length)
+            # the next step may be prepared before this one is counted: no more than two epochs are wanted
+            self._epochs = {key: value for key, value in self._epochs.items() if key == epoch - 1} | {epoch: batches}
+        return self._epochs[epoch][position]
 
-    def advance(self, losses: Mapping[str, float]) -> None:
-        """Take the step whose gradients are there; what goes wrong ends this trainer alone."""
+    def advance(self, losses: Mapping[str, float], norm: float) -> None:
+        """Go on after a step with these losses and gradient norm; what goes wrong ends this trainer alone."""
         try:
             if self.failure is None:
                 _check_losses(losses, self.step)
-                _check_gradient(self.optimizer.step(), self.step)
+                _check_gradient(norm, self.step)
                 self.learner.after_step(self.step)
         except Exception as failure:
             self.failure = failure
-        self.optimizer.clear()
+        for parameter in self.learner.parameters().values():
+            parameter.grad = None
         if self.failure is not None:
             return
         self.history.append(losses)
+        self.tokens += sum(self.lengths[i] for i in self.chosen(self.step))
         self.step += 1
         last = self.step == self.steps
         if self.selection and (last or self.step % self.steps_per_epoch == 0):
@@ -211,49 +246,105 @@ class _Trainer:
         return TrainingSummary(self.steps, last, first, self.seconds, self.tokens)
 
 
-def _gradients(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) -> list[dict[str, float]]:
+class _Optimizers:
+    """What steps the parameters of these trainers: one optimizer for all of a kind."""
+
+    def __init__(self, trainers: Sequence[_Trainer]):
+        self._trainers = list(trainers)
+        self._groups: list[tuple[list[int], Optimizer]] = []
+        for kind in dict.fromkeys(trainer.training.settings.optimizer for trainer in trainers):
+            own = [i for i, trainer in enumerate(trainers) if trainer.training.settings.optimizer == kind]
+            optimizer = optimizer_of([trainers[i].trained for i in own])
+            self._groups.append((own, optimizer))
+            for member, i in enumerate(own):
+                trainers[i].optimizer = optimizer, member
+
+    def of(self, trainers: Sequence[_Trainer]) -> _Optimizers:
+        """Return what steps these of the trainers: the others have left."""
+        if self._trainers == trainers:
+            return self
+        states = [optimizer.state(member) for optimizer, member in (t.optimizer for t in trainers)]
+        found = _Optimizers(trainers)
+        for trainer, state in zip(trainers, states, strict=True):
+            optimizer, member = trainer.optimizer
+            optimizer.load_state(member, state)
+        return found
+
+    def step(self) -> Tensor:
+        """Clip and step all; returns their gradient norms before clipping."""
+        norms = [optimizer.step() for _, optimizer in self._groups]
+        order = [i for own, _ in self._groups for i in own]
+        found = torch.cat(norms)
+        return found if order == sorted(order) else torch.stack([found[order.index(i)] for i in range(len(order))])
+
+
+class _Batches:
+    """The rows of one step of several trainers, pass by pass through the model, with what it reads on its device.
+
+    Args:
+        ahead: how many steps ahead of where the trainers are.
+    """
+
+    def __init__(self, trainers: Sequence[_Trainer], engine: Engine, ahead: int = 0):
+        self.trainers = list(trainers)
+        self._backbone = engine.backbone
+        settings = [trainer.training.settings for trainer in trainers]
+        rows = [[trainer.rows[i] for i in trainer.chosen(trainer.step + ahead)] for trainer in trainers]
+        self.denominators = [_denominator(own, s) for own, s in zip(rows, settings, strict=True)]
+        chunks = [micro_batches(own, s.micro_batch_size, engine.group) for own, s in zip(rows, settings, strict=True)]
+        self.passes = list(itertools.zip_longest(*chunks, fillvalue=MicroBatch(())))
+        self._prepared = [self._collated(parts) for parts in self.passes]
+
+    def _collated(self, parts: Sequence[MicroBatch]) -> tuple[bool, Batch]:
+        alike = all(trainer.alike for trainer, part in zip(self.trainers, parts, strict=True) if part.rows)
+        return alike, collate([part.rows for part in parts if part.rows], self._backbone, alike)
+
+    def of_pass(self, index: int) -> Batch:
+        """The batch of a pass; made again where what was known of the adaptations has turned out otherwise."""
+        alike, batch = self._prepared[index]
+        found = all(t.alike for t, part in zip(self.trainers, self.passes[index], strict=True) if part.rows)
+        return batch if found == alike else self._collated(self.passes[index])[1]
+
+
+def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dict[str, Tensor]]:
     """Accumulate the gradients of one step of each trainer, over all workers; returns their loss terms.
 
-    The first step of a trainer must show that data reach what it trains.
+    The first step of a trainer must show that data reach what it trains. A loss that is not finite spoils the gradients
+    of its own member alone, as members share no rows and nothing that is trained.
     """
-    backbone, group = engine.backbone, engine.group
-    batches = [trainer.batch() for trainer in trainers]
-    settings = [trainer.training.settings for trainer in trainers]
-    denominators = [_denominator(rows, s) for rows, s in zip(batches, settings, strict=True)]
-    chunks = [micro_batches(rows, s.micro_batch_size, group) for rows, s in zip(batches, settings, strict=True)]
-    losses: list[dict[str, float]] = [{} for _ in trainers]
+    backbone, group, trainers = engine.backbone, engine.group, batches.trainers
+    losses: list[dict[str, Tensor]] = [{} for _ in trainers]
 
     def add(terms: Sequence[Mapping[str, Tensor]]) -> None:
-        total = torch.zeros((), device=backbone.device)
         for mine, found in zip(losses, terms, strict=True):
             for name, term in found.items():
-                mine[name] = mine.get(name, 0.0) + float(term.detach())
-            if all(math.isfinite(loss) for loss in mine.values()):  # one that is not leaves without touching the others
-                total = sum(found.values(), start=total)
-        if total.requires_grad:
-            total.backward()
+                mine[name] = mine[name] + term.detach() if name in mine else term.detach()
+        every = [term for found in terms for term in found.values() if term.requires_grad]
+        if every:
+            torch.autograd.backward(every)
 
     begins = any(trainer.step == 0 for trainer in trainers)
-    for parts in itertools.zip_longest(*chunks, fillvalue=MicroBatch(())):
-        adaptations = [t.learner.adaptation(part.rows) for t, part in zip(trainers, parts, strict=True) if part.rows]
-        counts = [len(part.rows) for part in parts]
-        batch = collate([row for part in parts for row in part.rows], backbone)
+    for index, parts in enumerate(batches.passes):
+        running = [(t, part) for t, part in zip(trainers, parts, strict=True) if part.rows]
+        adaptations = [t.learner.adaptation(part.rows) for t, part in running]
+        for (trainer, _), adaptation in zip(running, adaptations, strict=True):
+            trainer.alike = adaptation.alike
+        batch = batches.of_pass(index)
         # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
-        with bank.active(side_by_side(adaptations, [count for count in counts if count])):
+        with bank.active(side_by_side(adaptations, batch.counts)):
             with bank.watching(begins) as arrived:
-                logits = label_logits(backbone, batch).split(counts)
-            labels = batch.labels.split(counts)
-            outputs = [
-                Outputs(part.rows, *found) for part, *found in zip(parts, logits, labels, denominators, strict=True)
-            ]
+                logits = label_logits(backbone, batch)
+            targets = [sum(len(row["target_ids"]) for row in part.rows) for part in parts]
+            cut = zip(parts, logits.split(targets), batch.labels.split(targets), batches.denominators, strict=True)
+            outputs = [Outputs(part.rows, *found) for part, *found in cut]
             terms = [t.learner.loss(o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
             add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
-        for rows in arrived:
-            for trainer, own in zip(trainers, rows.split(counts), strict=True):
+        for sequences in arrived:
+            for (trainer, _), own in zip(running, sequences.split(list(batch.counts)), strict=True):
                 trainer.reached = trainer.reached or bool(own.any())
     _add_up(trainers, losses, group)
     for trainer, mine in zip(trainers, losses, strict=True):
-        if trainer.step == 0 and not trainer.learns and all(math.isfinite(loss) for loss in mine.values()):
+        if trainer.step == 0 and not trainer.learns and all(bool(loss.isfinite()) for loss in mine.values()):
             trainer.failure = RuntimeError(
                 "no gradient reaches the first adapted projection: training would change nothing. With gradient "
                 "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
@@ -283,7 +374,7 @@ def micro_batches(rows: Sequence[Example], size: int | None, group: WorkerGroup)
     return mine + [stand_in] * (math.ceil(largest / (size or largest)) - len(mine))
 
 
-def _add_up(trainers: Sequence[_Trainer], losses: Sequence[dict[str, float]], group: WorkerGroup) -> None:
+def _add_up(trainers: Sequence[_Trainer], losses: Sequence[dict[str, Tensor]], group: WorkerGroup) -> None:
     """Give every worker the gradients and losses of all workers' rows."""
     if group.size == 1:
         return
@@ -291,15 +382,15 @@ def _add_up(trainers: Sequence[_Trainer], losses: Sequence[dict[str, float]], gr
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    told = [loss for mine in losses for loss in mine.values()] + [float(trainer.reached) for trainer in trainers]
-    found = torch.tensor(told, device=parameters[0].device)
+    reached = torch.tensor([float(trainer.reached) for trainer in trainers], device=parameters[0].device)
+    found = torch.cat([reached, torch.stack([loss.float() for mine in losses for loss in mine.values()])])
     group.add_up([found, *(p.grad for p in parameters if p.grad is not None)])
-    total = iter(found.tolist())
+    total = iter(found.unbind())
+    for trainer in trainers:
+        trainer.reached = bool(next(total) > 0) if trainer.step == 0 else trainer.reached
     for mine in losses:
         for name in mine:
             mine[name] = next(total)
-    for trainer in trainers:
-        trainer.reached = next(total) > 0
 
 
 def _denominator(rows: Sequence[Example], settings: TrainingSettings) -> float:
@@ -383,10 +474,15 @@ class _BestOnValidation:
 
 
 def _state(
-    step: int, optimizer: Optimizer, history: _History, selection: _BestOnValidation | None, learner: Learner
+    step: int,
+    optimizer: tuple[Optimizer, int],
+    history: _History,
+    selection: _BestOnValidation | None,
+    learner: Learner,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors and facts of a checkpoint inside the task."""
-    tensors = {f"engine.{name}": value for name, value in optimizer.state().items()}
+    together, member = optimizer
+    tensors = {f"engine.{name}": value for name, value in together.state(member).items()}
     tensors |= {f"learner.{name}": value for name, value in state_of(learner).items()}
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
     if selection:
@@ -397,7 +493,7 @@ def _state(
 
 def _resume(
     found: tuple[dict[str, Tensor], dict[str, Any]],
-    optimizer: Optimizer,
+    optimizer: tuple[Optimizer, int],
     history: _History,
     selection: _BestOnValidation | None,
     learner: Learner,
@@ -408,7 +504,8 @@ def _resume(
     def named(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    optimizer.load_state(named("engine."))
+    together, member = optimizer
+    together.load_state(member, named("engine."))
     load_state(learner, named("learner."))
     history.names, history.rows = facts["terms"], tensors["history"].tolist()
     if selection and facts["best_loss"] is not None:

@@ -6,11 +6,12 @@ The formulas are in `latent_sweep.adapters.gpm`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones.outputs import IGNORED, Example
+from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
 from latent_sweep.methods.protocol import MethodContext, TaskData
 from latent_sweep.settings import FROM_PRESET, Settings
@@ -169,22 +170,18 @@ class InputMemory:
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments
-        from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
+        from latent_sweep.backbones.batches import epoch_batches, read, read_padded
 
         backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows
-        projections = list(backbone.targets.values())
         lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
         batches = epoch_batches(lengths, self._gpm.batch_size, self._task.generator("memory"), group_by_length=True)
         moments: dict[str, Tensor] = {}
+        reading = partial(adding_second_moments, moments, self._blocks, list(backbone.targets.values()))
+        run = read if self._gpm.mask_padding else read_padded
         with torch.no_grad():
             for indices in batches[: self._gpm.max_batches]:
                 chosen = [rows[i] for i in indices]
-                batch = collate(chosen, backbone)
-                real = (batch.inputs["attention_mask"].bool(), batch.labels != IGNORED)
-                masks = real if self._gpm.mask_padding else (None, None)
-                reading = adding_second_moments(moments, self._blocks, projections, *masks)
-                with reading, bank.active(adaptation(chosen)):
-                    label_logits(backbone, batch)
+                run(backbone, chosen, adaptation(chosen), bank, reading)
         for name, moment in moments.items():
             if not moment.isfinite().all():
                 raise NonFiniteLoss(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from latent_sweep.backbones.outputs import IGNORED, Example
+from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import DataError, NonFiniteLoss
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import MethodContext, TaskData
@@ -195,9 +195,8 @@ def diagonal_fisher(
         own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in (A, B))
         deltas = LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch))
         found = forward(context.backbone, context.bank, batch, Adaptation(deltas))
-        logits, labels = found.logits.float().flatten(0, 1), found.labels.flatten()
-        of_tokens = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none").view_as(found.labels)
-        of_rows = of_tokens.sum(1) / (found.labels != IGNORED).sum(1)
+        of_tokens = cross_entropy(found.logits.float(), found.labels, reduction="none")
+        of_rows = torch.stack([of_row.mean() for of_row in found.by_row(of_tokens)])
         for total, gradients in zip(sums, torch.autograd.grad(of_rows.sum(), (own_A, own_B)), strict=True):
             total += gradients.square().sum(1)
     return sums[0] / len(rows), sums[1] / len(rows)

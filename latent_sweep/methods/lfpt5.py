@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from latent_sweep.backbones.known import EMBEDDED, dropout_rate
-from latent_sweep.backbones.outputs import IGNORED, Example, Outputs
+from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
@@ -229,8 +229,8 @@ class Lfpt5Learner(Learner):
         from torch.nn.functional import cross_entropy
 
         told = self._forward([row["lm"] for row in outputs.rows], self.adaptation(outputs.rows))
-        logits = told.logits.float().transpose(1, 2)
-        of_rows = cross_entropy(logits, told.labels, ignore_index=IGNORED, reduction="none").sum(1)
+        of_tokens = cross_entropy(told.logits.float(), told.labels, reduction="none")
+        of_rows = torch.stack([of_row.sum() for of_row in told.by_row(of_tokens)])
         weights = [len(row["target_ids"]) / len(row["lm"]["target_ids"]) for row in outputs.rows]
         return (of_rows * torch.tensor(weights, device=of_rows.device)).sum() / outputs.denominator
 
@@ -246,8 +246,8 @@ class Lfpt5Learner(Learner):
         with torch.no_grad():
             rows, teacher = [outputs.rows[i] for i in pseudo], Adaptation(prompt=self._previous)
             told = self._forward(rows, teacher, drop_out=True)
-        logits, labels = outputs.logits[pseudo], outputs.labels[pseudo]
-        return divergence(logits[labels != IGNORED], told.logits[told.labels != IGNORED], temperature=1.0)
+        of_rows = outputs.by_row(outputs.logits)
+        return divergence(torch.cat([of_rows[i] for i in pseudo]), told.logits, temperature=1.0)
 
     def _forward(self, rows: Sequence[Example], adaptation: Adaptation, drop_out: bool | None = None) -> Outputs:
         from latent_sweep.backbones.batches import forward

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones.outputs import IGNORED, Outputs
+from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.methods.lora import LoraLearner, LoraMethod, LoraSettings, Scripts, o_lora_scripts
 from latent_sweep.methods.protocol import MethodContext, TaskData
 
@@ -91,9 +91,7 @@ class LwfLearner(LoraLearner):
         s = self.settings
         with torch.no_grad():
             told = forward(self._context.backbone, self._context.bank, outputs.rows, self._teacher)
-        # among others in a pack, the student's rows may be padded further than the teacher's: compare token by token
-        student, teacher = (o.logits[o.labels != IGNORED] for o in (outputs, told))
-        distance = s.alpha_kd * divergence(student, teacher, s.temperature) / outputs.denominator
+        distance = s.alpha_kd * divergence(outputs.logits, told.logits, s.temperature) / outputs.denominator
         return {**super().loss(outputs), "distillation": distance}
 
 

@@ -170,7 +170,7 @@ def seen_inputs(backbone, batch):
 
 
 def test_projections_share_a_block_where_they_read_one_tensor(backbone):
-    seen = seen_inputs(backbone, collate(ROWS, backbone))
+    seen = seen_inputs(backbone, collate([ROWS], backbone))
     blocks = input_blocks(list(backbone.targets), 32)
     assert sorted(i for block in blocks for i in block.projections) == list(range(len(backbone.targets)))
     owner = {i: block.name for block in blocks for i in block.projections}
@@ -205,10 +205,11 @@ def test_stretches_cover_every_input(backbone):
 
 def moments_of(backbone, rows, masked=True, **blocks):
     """Second moments of a batch of these rows."""
-    batch, sums = collate(rows, backbone), {}
-    masks = (batch.inputs["attention_mask"].bool(), batch.labels != -100) if masked else ()
+    batch, sums = collate([rows], backbone), {}
+    told = (batch.standing_for, batch.standing_for_target) if masked else ()
+    counts = [None if counted is None else torch.from_numpy(counted) for counted in told]
     found = input_blocks(list(backbone.targets), 32, **blocks)
-    with torch.no_grad(), adding_second_moments(sums, found, list(backbone.targets.values()), *masks):
+    with torch.no_grad(), adding_second_moments(sums, found, list(backbone.targets.values()), *counts):
         label_logits(backbone, batch)
     return sums
 
@@ -225,18 +226,18 @@ def test_masked_moments_are_those_of_rows_without_padding(backbone):
 
 
 def test_moments_are_those_of_the_true_inputs(backbone):
-    seen = seen_inputs(backbone, collate(ROWS, backbone))
+    seen = seen_inputs(backbone, collate([ROWS], backbone))
     for block in input_blocks(list(backbone.targets), 32):
         h = seen[block.projections[0]].flatten(0, 1).double()
         assert torch.allclose(moments_of(backbone, ROWS, masked=False)[block.name], h.T @ h)
 
 
 def test_the_values_of_cross_attention_read_the_encoders_output(t5):
-    batch = collate(ROWS, t5)
+    batch = collate([ROWS], t5)
     mask = batch.inputs["attention_mask"]
     with torch.no_grad():
         h = t5.model.encoder(input_ids=batch.inputs["input_ids"], attention_mask=mask).last_hidden_state
-    h = h[mask.bool()].double()
+    h = h[mask[:, 0, 0]].double()
     assert torch.allclose(moments_of(t5, ROWS)["encoder.output"], h.T @ h)
 
 

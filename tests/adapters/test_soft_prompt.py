@@ -42,8 +42,7 @@ def direct_logits(backbone, row, prompt):
 
 def at_targets(outputs):
     """Logits where there are labels, row by row."""
-    labelled = outputs.labels != -100
-    return [logits[mask] for logits, mask in zip(outputs.logits, labelled, strict=True)]
+    return list(outputs.by_row(outputs.logits))
 
 
 def test_the_prompt_is_read_as_vectors(backbone, bank):
@@ -98,7 +97,7 @@ def test_members_of_a_pack_keep_to_their_own_prompts(backbone, bank):
     for part, prompt in zip(rows, own, strict=True):
         for row in part:
             assert_same_to_rounding(logits.pop(0), direct_logits(backbone, row, prompt), PASS)
-    outputs.logits[2].sum().backward()
+    outputs.by_row(outputs.logits)[2].sum().backward()
     assert [bool(prompt.grad.any()) for prompt in own] == [False, True, False]
 
 

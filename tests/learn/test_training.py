@@ -6,15 +6,13 @@ import pytest
 import torch
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
 from helpers.tiny import bank_of, learn, load_tiny, random_rows, task_data
-from transformers import get_linear_schedule_with_warmup
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.batches import collate, epoch_batches, forward, label_logits
 from latent_sweep.backbones.known import KNOWN
-from latent_sweep.backbones.outputs import IGNORED
+from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.errors import NonFiniteLoss
-from latent_sweep.learn.engine import TorchOptimizer, learning_rate
 from latent_sweep.learn.training import derived_seed
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
@@ -82,16 +80,14 @@ def row_nll(backbone, row):
 
 
 def test_label_logits_are_those_of_the_whole_sequence(backbone):
-    batch = collate(ROWS, backbone)
+    batch = collate([ROWS], backbone)
     with torch.no_grad():
         logits = label_logits(backbone, batch)
-    longest = max(len(row["target_ids"]) for row in ROWS)
-    assert logits.shape == (len(ROWS), longest, 260)
-    assert batch.labels.shape == (len(ROWS), longest)
-    for row, labels, found in zip(ROWS, batch.labels, logits, strict=True):
-        kept = labels != IGNORED
-        assert labels[kept].tolist() == row["target_ids"]
-        assert_same_to_rounding(found[kept], row_logits(backbone, row), PASS)
+    targets = [row["target_ids"] for row in ROWS]
+    assert logits.shape == (sum(map(len, targets)), 260)
+    assert batch.labels.tolist() == [token for target in targets for token in target]
+    for row, found in zip(ROWS, Outputs(ROWS, logits, batch.labels, 1.0).by_row(logits), strict=True):
+        assert_same_to_rounding(found, row_logits(backbone, row), PASS)
 
 
 @pytest.mark.parametrize("reduce", ["token_mean", "sequence_mean", "sum"])
@@ -186,10 +182,10 @@ def test_the_backbones_own_dropout_is_that_of_transformers(train, backbone, chec
     model.train()
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in ROWS]
     shuffle = torch.Generator().manual_seed(derived_seed(0, "task", "batches", 0))
-    batch = collate([ROWS[i] for i in epoch_batches(lengths, 12, shuffle, True)[0]], backbone)
+    batch = collate([[ROWS[i] for i in epoch_batches(lengths, 12, shuffle, True)[0]]], backbone)
     torch.manual_seed(derived_seed(0, "task", "step", 0))
-    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
-    expected = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED)
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)[batch.keep]
+    expected = torch.nn.functional.cross_entropy(logits, batch.labels)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
     *_, (still,) = train(R_init="zero", name="still", **settings | {"backbone_dropout": 0.0})
     assert abs(still - loss) > 1e-3
@@ -251,7 +247,7 @@ def test_the_summary_holds_the_first_and_the_last_losses(train):
 
 def test_dropout_changes_training_and_not_validation(backbone, bank, method_of):
     learner = method_of(dropout=0.5, R_init="normal", R_std=0.5).begin_task(task_data(), [])
-    batch = collate(ROWS, backbone)
+    batch = collate([ROWS], backbone)
 
     def logits():
         with bank.active(learner.adaptation(ROWS)):
@@ -400,93 +396,7 @@ def test_seeds_are_derived_from_their_purpose():
     assert derived_seed(0, "a", "start") in seeds
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
-
-
-def engine_steps(engine, parameter, count):
-    """How far each step moves a parameter whose gradient is always one: for Adam, the learning rate of that step."""
-    moves = []
-    for _ in range(count):
-        before = parameter.detach().clone()
-        engine.clear()
-        parameter.sum().backward()
-        engine.step()
-        moves.append(float((before - parameter.detach()).mean()))
-    return moves
-
-
-def engine_of(parameter, **settings):
-    training = TrainingSettings(learning_rate=0.1, batch_size=1, epochs=1, **settings)
-    return TorchOptimizer({"p": parameter}, training, steps=8)
-
-
-def test_warm_up_is_linear_then_constant():
-    parameter = torch.zeros(3, requires_grad=True)
-    moves = engine_steps(engine_of(parameter, warmup_steps=4), parameter, 6)
-    assert moves == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-4)
-
-
-def test_a_warm_up_from_zero_is_that_of_transformers():
-    parameter = torch.zeros(3, requires_grad=True)
-    settings = dict(batch_size=1, epochs=1, warmup_steps=3, warmup_start="zero", schedule="linear")
-    rates = [learning_rate(TrainingSettings(learning_rate=0.1, **settings), step, 8) for step in range(8)]
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    schedule = get_linear_schedule_with_warmup(optimizer, 3, 8)
-    for rate in rates:
-        assert rate == pytest.approx(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    assert rates[0] == 0
-
-
-def test_a_linear_schedule_falls_to_zero_at_the_end():
-    parameter = torch.zeros(3, requires_grad=True)
-    moves = engine_steps(engine_of(parameter, warmup_steps=2, schedule="linear"), parameter, 8)
-    assert moves == pytest.approx([0.05, 0.1, *(0.1 * left / 6 for left in (6, 5, 4, 3, 2, 1))], rel=1e-4)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_the_engine_goes_on_where_its_state_was_taken(optimizer):
-    def fresh():
-        parameter = torch.zeros(3, 2, requires_grad=True)
-        return engine_of(parameter, warmup_steps=6, optimizer=optimizer), parameter
-
-    engine, parameter = fresh()
-    engine_steps(engine, parameter, 3)
-    state = {name: value.clone() for name, value in engine.state().items()}
-    expected = engine_steps(engine, parameter, 5)
-    other, other_parameter = fresh()
-    other.load_state(state)
-    assert engine_steps(other, other_parameter, 5) == expected
-    assert torch.equal(other_parameter, parameter)
-
-
-def test_weight_decay_is_decoupled_and_the_norm_is_before_clipping():
-    parameter = torch.ones(4, requires_grad=True)
-    engine = engine_of(parameter, weight_decay=0.5)
-    (3 * parameter.sum()).backward()
-    assert engine.step() == pytest.approx(6.0)
-    torch.testing.assert_close(parameter.detach(), torch.full((4,), 1 - 0.1 * 0.5 - 0.1))
-    torch.testing.assert_close(parameter.grad, torch.full((4,), 0.5), atol=1e-5, rtol=1e-5)  # clipped to norm 1
-    engine.clear()
-    assert parameter.grad is None
-
-
-def test_clipping_bounds_the_gradient_of_all_parameters_together():
-    """Through the second step: Adam's first one does not see the gradient's length, its moments do."""
-
-    def second_move(clip):
-        parameter = torch.zeros(1, requires_grad=True)
-        engine = engine_of(parameter, gradient_clip=clip)
-        for factor in (1.0, 1000.0):
-            before = float(parameter.detach())
-            engine.clear()
-            (factor * parameter.sum()).backward()
-            engine.step()
-        return before - float(parameter.detach())
-
-    assert second_move(1.0) == pytest.approx(0.1, rel=1e-4)
-    assert second_move(None) < 0.08
+# --- banks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
@@ -494,7 +404,7 @@ def test_two_banks_on_one_backbone_do_not_meet(name):
     """Hooks of a bank that is not active change nothing."""
     backbone = load_tiny(name)
     bank_of(backbone)
-    batch = collate(ROWS, backbone)
+    batch = collate([ROWS], backbone)
     with torch.no_grad():
         one = label_logits(backbone, batch)
         bank_of(backbone)

@@ -242,7 +242,7 @@ def test_training_sees_the_model_that_answers(method_of, backbone, bank, tmp_pat
     history = learned(method, tmp_path, tasks=2)
     snapshot, learner, _ = lesson(method, history, tmp_path)
     rows = random_rows(5, seed=9)
-    batch = collate(rows, backbone)
+    batch = collate([rows], backbone)
     history = [*history, snapshot]
     weights = torch.from_numpy(method.gates(history, [row["prompt_ids"] for row in rows])).float()
     adaptations = [learner.adaptation(rows), method.blend(history, weights)]
@@ -263,7 +263,7 @@ def test_gradients_stop_at_detached_earlier_pairs(method_of, backbone, bank, tmp
     for grad in ("flow", "detach"):
         learner = begin(method_of(old_branch_grad=grad), history)
         with bank.active(learner.adaptation(rows)):
-            label_logits(backbone, collate(rows, backbone)).square().sum().backward()
+            label_logits(backbone, collate([rows], backbone)).square().sum().backward()
         found.append(learner.B.grad)
     assert not found[0].allclose(found[1])
 
@@ -272,7 +272,7 @@ def test_where_only_the_new_pair_is_active_earlier_gates_do_nothing(method_of, b
     method = method_of(train_active="current")
     history = learned(method_of(), tmp_path, tasks=1)
     rows = random_rows(5, seed=9)
-    batch = collate(rows, backbone)
+    batch = collate([rows], backbone)
     with torch.no_grad(), bank.active(begin(method, history).adaptation(rows)):
         logits = label_logits(backbone, batch)
     with torch.no_grad():

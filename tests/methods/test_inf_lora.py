@@ -76,7 +76,7 @@ def test_the_first_A_is_the_svd_of_the_tasks_own_inputs(method_of, backbone):
     handle = first.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
     with torch.no_grad():
         for row in rows:  # alone, so that there is no padding
-            label_logits(backbone, collate([row], backbone))
+            label_logits(backbone, collate([[row]], backbone))
     handle.remove()
     directions = torch.linalg.svd(torch.cat(seen).double().T).U[:, :4]
     learner = begin(method_of(), rows=rows)

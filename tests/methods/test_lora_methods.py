@@ -71,7 +71,7 @@ def snapshots(backbone, count, rank=4):
 
 def logits(backbone, bank, adaptation):
     with torch.no_grad(), bank.active(adaptation):
-        return label_logits(backbone, collate(ROWS, backbone))
+        return label_logits(backbone, collate([ROWS], backbone))
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def parts_of(backbone, pair):
 
 def changed_logits(backbone, *pairs, s=4.0):
     with torch.no_grad(), weights_changed(backbone, *pairs, s=s):
-        return label_logits(backbone, collate(ROWS, backbone))
+        return label_logits(backbone, collate([ROWS], backbone))
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ def test_twenty_steps_end_where_pefts_end(family, tmp_path):
     shuffles = [torch.Generator().manual_seed(derived_seed(0, "task", "batches", epoch)) for epoch in range(7)]
     batches = [batch for shuffle in shuffles for batch in epoch_batches(lengths, 4, shuffle, True)]
     for rows in batches[:20]:
-        batch = collate([ROWS[i] for i in rows], other)
+        batch = collate([[ROWS[i] for i in rows]], other)
         found = label_logits(other, batch)
-        loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(found, batch.labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -335,7 +335,7 @@ def test_earlier_pairs_are_active_while_a_new_one_is_learned(backbone, bank, met
 
 def first_gradients(backbone, bank, learner):
     with bank.active(learner.adaptation(ROWS)):
-        label_logits(backbone, collate(ROWS, backbone)).square().mean().backward()
+        label_logits(backbone, collate([ROWS], backbone)).square().mean().backward()
     return learner.B.grad
 
 
@@ -367,8 +367,9 @@ def test_all_pairs_answer_as_their_sum_and_the_scale_stays_one_tasks(backbone, b
     together = logits(backbone, bank, method.blend(history, torch.ones(1, 3)))
     assert_same_to_rounding(together, changed_logits(backbone, *history), PASS)
     rowwise = logits(backbone, bank, method.blend(history, torch.eye(3)[[0, 1, 2] * 4]))
-    each = [changed_logits(backbone, snapshot) for snapshot in history]
-    expected = torch.stack([each[row % 3][row] for row in range(12)])
+    lengths = [len(row["target_ids"]) for row in ROWS]
+    each = [changed_logits(backbone, snapshot).split(lengths) for snapshot in history]
+    expected = torch.cat([each[row % 3][row] for row in range(12)])
     assert_same_to_rounding(rowwise, expected, PASS)
 
 
