@@ -130,7 +130,7 @@ def generate(
                 new = written[:, seen : place + 1].tolist()
                 seen = place + 1
                 going = [i for i, row in enumerate(rows) if _extend(answers[row], new[i], backbone, stop)]
-                if not going:
+                if not going or seen == max_new_tokens:
                     break
                 if len(going) < len(rows):
                     kept = torch.tensor(going, device=backbone.device)
