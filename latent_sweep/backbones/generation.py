@@ -40,7 +40,8 @@ LOOK_EVERY = 4
 
 A look costs the GPU the time in which the host reads tokens and launches the next pass: less than a pass. Looking later
 saves little more, and every token that a batch writes after its last answer has ended is a pass for nothing: 1.5 of
-them with 4, 3.5 with 8, of the few that labels and short sentences take.
+them with 4, 3.5 with 8, of the few that labels and short sentences take. Which rows share a batch follows from it, and
+in bfloat16 a near tie of two tokens can hang on that: whoever changes it raises `store.versions.DECODING`.
 """
 
 ALIGNED = 8
