@@ -1,19 +1,24 @@
 """Batched decoding with a key-value cache and one adapter per row.
 
-Logits at the last position only; rows that have finished leave the cache; what all prompts begin with is read once;
-and generation ends at the benchmark's stop strings.
+Logits at the last position only; keys and values are written into room made for them beforehand; rows that have
+finished leave the batch; what all prompts begin with is read once; and generation ends at the benchmark's stop strings.
+
+On a GPU the host only queues work: tokens are chosen there, and stay there, and the host waits for them every few
+tokens to see which answers have ended. What such a row has written past its end is cut, so answers do not depend on it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
@@ -24,13 +29,32 @@ WORTHWHILE_TOKENS = 64
 """What prompts share is read once where that saves so many tokens: on CPU a pass more costs as much as 20 to 50."""
 
 ROOM = 64
-"""Tokens by which the key-value cache grows at once."""
+"""Tokens by which the key-value cache grows at once, up to the longest answer: all of most answers.
 
-Choice = Callable[[Tensor, Sequence[Sequence[int]]], Tensor]
-"""Next token ids, (rows,), from logits (rows, vocabulary) and these rows' answers so far."""
+Room for the longest answer from the start would be mostly unused, since answers end early and their rows leave: for 64
+rows and 512 tokens of a 13B model, 25 GiB instead of 3. Growing copies what is there, once in so many tokens.
+"""
+
+LOOK_EVERY = 4
+"""Tokens after which the host looks at what a GPU has written; on a CPU it looks at each.
+
+A look costs the GPU the time in which the host reads tokens and launches the next pass: less than a pass. Looking later
+saves little more, and every token that a batch writes after its last answer has ended is a pass for nothing: 1.5 of
+them with 4, 3.5 with 8, of the few that labels and short sentences take. Which rows share a batch follows from it, and
+in bfloat16 a near tie of two tokens can hang on that: whoever changes it raises `store.versions.DECODING`.
+"""
+
+ALIGNED = 8
+"""Attention masks have rows of a multiple of so many numbers in memory: kernels for a GPU would copy others, always."""
+
+Choice = Callable[[Tensor, Tensor], Tensor]
+"""Next token ids, (rows,), from logits (rows, vocabulary) and these rows' answers so far, (rows, tokens).
+
+All are on the device. Where the host does not look at every token, rows that have ended since then are among them.
+"""
 
 
-def greedy(logits: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
+def greedy(logits: Tensor, answers: Tensor) -> Tensor:
     """The likeliest token of every row."""
     return logits.argmax(-1)
 
@@ -38,6 +62,9 @@ def greedy(logits: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
 @dataclass(frozen=True)
 class Sampler:
     """Draws every row's next token from its `top_k` likeliest ones.
+
+    What it draws for a row depends on the rows before it: for the same draws everywhere, a row must leave the batch as
+    soon as it ends, so the host looks at every token. It waits for every token anyway, to draw it.
 
     Raises:
         ValueError: no token or a penalty that is not positive was asked for.
@@ -56,14 +83,12 @@ class Sampler:
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty: found {self.repetition_penalty}, expected more than 0; 1 is none")
 
-    def __call__(self, logits: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
+    def __call__(self, logits: Tensor, answers: Tensor) -> Tensor:
         """Choose a token for every row, as a `Choice` does; the logits stay as they are."""
-        logits = logits.float().clone()
-        for row, answer in zip(logits, answers, strict=True):
-            seen = torch.tensor(sorted(set(answer)), dtype=torch.long, device=logits.device)
-            scores = row[seen]
-            row[seen] = torch.where(scores > 0, scores / self.repetition_penalty, scores * self.repetition_penalty)
-        values, tokens = logits.topk(min(self.top_k, logits.shape[-1]))
+        logits = logits.float()
+        scores = logits.gather(1, answers)
+        lowered = torch.where(scores > 0, scores / self.repetition_penalty, scores * self.repetition_penalty)
+        values, tokens = logits.scatter(1, answers, lowered).topk(min(self.top_k, logits.shape[-1]))
         drawn = torch.multinomial(values.softmax(-1).cpu(), 1, generator=self.generator)
         return tokens.gather(1, drawn.to(tokens.device))[:, 0]
 
@@ -77,6 +102,7 @@ def generate(
     stop: Sequence[str] = (),
     alike: bool = False,
     choose: Choice = greedy,
+    look_every: int | None = None,
 ) -> list[list[int]]:
     """Answers, without their end-of-sequence token.
 
@@ -87,30 +113,32 @@ def generate(
         stop: an answer ends where one of these strings appears after some text; `answer_text` cuts there.
         alike: the adaptation holds for every row of any batch; what all prompts begin with is then read once.
         choose: picks every next token.
+        look_every: tokens after which the host looks for answers that have ended; None for what suits the device.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # rows of the batch that are still answering
+    look_every = look_every or _tokens_between_looks(backbone.device, choose)
+    seen = 0
     backbone.before_answering()
     with torch.inference_mode(), bank.active(adaptation):
-        decoder = _decoder(backbone, prompts, alike)
-        for _ in range(max_new_tokens):
-            tokens = choose(decoder.next_logits(), [answers[row] for row in rows])
-            going = []
-            for index, token in enumerate(tokens.tolist()):
-                if token == backbone.eos_id:
-                    continue
-                answers[rows[index]].append(token)
-                if not stop or not _has_stopped(backbone, answers[rows[index]], stop):
-                    going.append(index)
-            if not going:
-                break
-            if len(going) < len(rows):
-                kept = torch.tensor(going, device=backbone.device)
-                rows = [rows[index] for index in going]
-                tokens = tokens[kept]
-                decoder.select(kept)
-                bank.select(kept)
-            decoder.feed(tokens)
+        decoder = _decoder(backbone, prompts, max_new_tokens, alike)
+        written = torch.empty(len(prompts), max_new_tokens, dtype=torch.long, device=backbone.device)
+        for place in range(max_new_tokens):
+            if place:
+                decoder.feed(written[:, place - 1])
+            written[:, place] = choose(decoder.next_logits(), written[:, :place])
+            if place + 1 in (seen + look_every, max_new_tokens):
+                new = written[:, seen : place + 1].tolist()
+                seen = place + 1
+                going = [i for i, row in enumerate(rows) if _extend(answers[row], new[i], backbone, stop)]
+                if not going or seen == max_new_tokens:
+                    break
+                if len(going) < len(rows):
+                    kept = torch.tensor(going, device=backbone.device)
+                    rows = [rows[i] for i in going]
+                    written = written[kept]
+                    decoder.select(going, kept)
+                    bank.select(kept)
     return answers
 
 
@@ -127,52 +155,117 @@ def _has_stopped(backbone: Backbone, ids: Sequence[int], stop: Sequence[str]) ->
     return any(mark in text for mark in stop)
 
 
-class _RoomyLayer(DynamicLayer):
-    """Keys and values of one layer with room for tokens to come; transformers' own copies all of them for every token.
+def _extend(answer: list[int], tokens: Sequence[int], backbone: Backbone, stop: Sequence[str]) -> bool:
+    """Append new tokens to an answer, up to its end; returns whether it goes on."""
+    eos = backbone.eos_id
+    for token in tokens:
+        if token == eos:
+            return False
+        answer.append(token)
+        if stop and _has_stopped(backbone, answer, stop):
+            return False
+    return True
+
+
+def _tokens_between_looks(device: torch.device, choose: Choice) -> int:
+    return 1 if device.type == "cpu" or isinstance(choose, Sampler) else LOOK_EVERY
+
+
+class _StaticLayer(DynamicLayer):
+    """Keys and values of one layer, written into room made beforehand; transformers' own copies all for every token.
 
     They are the filled part of a buffer (2, rows, heads, tokens and room, width).
+
+    Args:
+        read: tokens of the prompts.
+        later: tokens that may come after them.
     """
+
+    def __init__(self, read: int, later: int):
+        super().__init__()
+        self._read, self._later, self._filled = read, later, 0
 
     def update(self, keys: Tensor, values: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, Tensor]:
         """Append the new tokens' keys and values, (rows, heads, new, width); returns all of them."""
-        new = torch.stack([keys, values])
-        start = self.get_seq_length()
-        end = start + new.shape[-2]
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-            self._buffer = new[..., :0, :]
-        if end > self._buffer.shape[-2]:
-            room = new.new_empty(*new.shape[:-2], end - start + ROOM, new.shape[-1])
-            self._buffer = torch.cat([self._buffer[..., :start, :], room], dim=-2)
-        self._buffer[..., start:end, :] = new
-        self.keys, self.values = self._buffer[..., :end, :]
+        start, new = self._filled, keys.shape[-2]
+        self._filled += new
+        if not start:
+            self._hold(self._room_for(keys))
+            self.is_initialized = True
+        elif self._filled > self._buffer.shape[-2]:
+            filled = self._buffer[..., :start, :]
+            self._hold(self._room_for(keys))
+            self._buffer[..., :start, :] = filled
+        self._all_keys.narrow(-2, start, new).copy_(keys)
+        self._all_values.narrow(-2, start, new).copy_(values)
+        self._show()
         return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Count the tokens whose keys and values are there."""
+        return self._filled
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
-        self._buffer = self._buffer[:, indices]
-        self.keys, self.values = self._buffer[..., : self.get_seq_length(), :]
+        self._hold(self._buffer.index_select(1, indices))
+        self._show()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row so many times."""
-        self._buffer = self._buffer.repeat_interleave(repeats, dim=1)
-        self.keys, self.values = self._buffer[..., : self.get_seq_length(), :]
+        self._hold(self._buffer.repeat_interleave(repeats, dim=1))
+        self._show()
+
+    def _room_for(self, keys: Tensor) -> Tensor:
+        """Make room for what is there with these keys, and for more to come."""
+        steps = max(1, math.ceil((self._filled - self._read) / ROOM))
+        room = self._read + min(self._later, steps * ROOM)
+        return keys.new_empty(2, *keys.shape[:-2], room, keys.shape[-1])
+
+    def _hold(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._all_keys, self._all_values = buffer
+
+    def _show(self) -> None:
+        """Give the model what is filled."""
+        self.keys = self._all_keys.narrow(-2, 0, self._filled)
+        self.values = self._all_values.narrow(-2, 0, self._filled)
+
+
+class _Decoder(Protocol):
+    """Reads prompts, then a token of every row at a time."""
+
+    def next_logits(self) -> Tensor:
+        """Logits of the tokens to come, (rows, vocabulary)."""
+        ...
+
+    def feed(self, tokens: Tensor) -> None:
+        """Have every row's next token, (rows,), be read next."""
+        ...
+
+    def select(self, going: Sequence[int], kept: Tensor) -> None:
+        """Keep these rows: the host knows them from `going`, the device from `kept`."""
+        ...
 
 
 class _LlamaDecoder:
     """Prompts are padded on the left; the first pass reads them, later ones a token each."""
 
-    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], alike: bool):
+    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, alike: bool):
         self._model = backbone.model
-        self._cache = Cache(layer_class_to_replicate=_RoomyLayer)
         shared = _shared_tokens(prompts) if alike else 0
         self._ids, mask = pad_prompts([prompt[shared:] for prompt in prompts], backbone)
+        mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)  # padding stands after the prefix
+        self._padding = _Padding(backbone, prompts, mask, longest - 1)
+        self._mask = self._padding.and_what_comes(shared)
+        found = positions(mask)
+        self._positions = found[:, shared:]
+        self._later_positions = found[:, -1:] + torch.arange(1, longest, device=backbone.device)
+        self._keep: Tensor | int = last_positions(self._ids, 1)
+        self._cache = Cache(layer_class_to_replicate=partial(_StaticLayer, mask.shape[1], longest - 1))
         if shared:
             prefix = torch.tensor([list(prompts[0][:shared])], device=backbone.device)
             self._model.model(input_ids=prefix, past_key_values=self._cache, use_cache=True)
             self._cache.batch_repeat_interleave(len(prompts))
-        self._mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)  # padding stands after the prefix
-        self._positions = positions(self._mask)[:, shared:]
 
     def next_logits(self) -> Tensor:
         return self._model(
@@ -181,50 +274,105 @@ class _LlamaDecoder:
             position_ids=self._positions,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=last_positions(self._ids, 1),
+            logits_to_keep=self._keep,
         ).logits[:, -1]
 
-    def select(self, rows: Tensor) -> None:
-        self._cache.batch_select_indices(rows)
-        self._mask, self._positions = self._mask[rows], self._positions[rows]
-
     def feed(self, tokens: Tensor) -> None:
-        self._ids = tokens[:, None]
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        self._positions = self._positions[:, -1:] + 1
+        self._ids, self._keep = tokens[:, None], 0  # which is all of them
+        self._positions, self._later_positions = self._later_positions.tensor_split([1], dim=1)
+        self._mask = self._padding.of(self._cache.get_seq_length() + 1)
+
+    def select(self, going: Sequence[int], kept: Tensor) -> None:
+        self._cache.batch_select_indices(kept)
+        self._later_positions = self._later_positions[kept]
+        self._padding.select(going, kept)
 
 
 class _T5Decoder:
     """The encoder runs once; the decoder reads its own last token, and cross-attention keys are cached."""
 
-    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]]):
+    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int):
         self._model = backbone.model
-        ids, self._mask = pad_prompts(prompts, backbone)
-        self._encoded = self._model.encoder(input_ids=ids, attention_mask=self._mask)
-        config = backbone.model.config
-        self._ids = torch.full((len(prompts), 1), config.decoder_start_token_id, device=backbone.device)
-        self._cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        ids, mask = pad_prompts(prompts, backbone)
+        self._read = ids.shape[1]
+        self._padding = _Padding(backbone, prompts, mask)
+        self._encoded = self._model.encoder(input_ids=ids, attention_mask=self._padding.of(self._read))
+        start = backbone.model.config.decoder_start_token_id
+        self._ids = torch.full((len(prompts), 1), start, device=backbone.device)
+        self._cache = EncoderDecoderCache(
+            Cache(layer_class_to_replicate=partial(_StaticLayer, 1, longest - 1)),
+            Cache(layer_class_to_replicate=partial(_StaticLayer, self._read, 0)),
+        )
 
     def next_logits(self) -> Tensor:
         return self._model(
             encoder_outputs=self._encoded,
-            attention_mask=self._mask,
+            attention_mask=self._padding.of(self._read),
             decoder_input_ids=self._ids,
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
 
-    def select(self, rows: Tensor) -> None:
-        self._cache.batch_select_indices(rows)
-        self._mask = self._mask[rows]
-        self._encoded.last_hidden_state = self._encoded.last_hidden_state[rows]
-
     def feed(self, tokens: Tensor) -> None:
         self._ids = tokens[:, None]
 
+    def select(self, going: Sequence[int], kept: Tensor) -> None:
+        self._cache.self_attention_cache.batch_select_indices(kept)
+        self._cache.cross_attention_cache.batch_select_indices(kept)
+        self._encoded.last_hidden_state = self._encoded.last_hidden_state[kept]
+        self._padding.select(going, kept)
 
-def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], alike: bool) -> _LlamaDecoder | _T5Decoder:
-    return _T5Decoder(backbone, prompts) if backbone.family == "t5" else _LlamaDecoder(backbone, prompts, alike)
+
+def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, alike: bool) -> _Decoder:
+    if backbone.family == "t5":
+        return _T5Decoder(backbone, prompts, longest)
+    return _LlamaDecoder(backbone, prompts, longest, alike)
+
+
+class _Padding:
+    """What is added to attention scores so that no token looks at padding.
+
+    transformers takes masks of four dimensions as they are. Of others it would ask the device whether they hide
+    anything, in every pass, and every layer would make numbers of their truth values again.
+
+    Args:
+        mask: (rows, keys), 0 where there is padding.
+        later: tokens that may come after them.
+    """
+
+    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], mask: Tensor, later: int = 0):
+        self._padded = [len(prompt) < mask.shape[1] for prompt in prompts]  # the host knows without the device
+        self._hidden = (mask == 0)[:, None, None]
+        self._dtype = backbone.model.dtype
+        self._added = self._lowest_where(self._hidden, later)
+
+    def of(self, keys: int) -> Tensor | None:
+        """What every query adds to its scores of so many keys, (rows, 1, 1, keys); None where there is no padding."""
+        return self._added[..., :keys] if any(self._padded) else None
+
+    def and_what_comes(self, shared: int) -> Tensor | None:
+        """The same for each of a prompt's tokens behind the shared ones, which do not see those after themselves.
+
+        Returns:
+            (rows, 1, tokens, keys), or None where transformers knows what to hide.
+        """
+        if not shared and not any(self._padded):
+            return None
+        keys = self._hidden.shape[-1]
+        places = torch.arange(keys, device=self._hidden.device)
+        return self._lowest_where(self._hidden | (places > places[shared:, None]))[..., :keys]
+
+    def select(self, going: Sequence[int], kept: Tensor) -> None:
+        self._padded = [self._padded[row] for row in going]
+        self._added = self._added[kept]
+
+    def _lowest_where(self, hidden: Tensor, later: int = 0) -> Tensor:
+        """The lowest number where a key is hidden, (..., keys), and else 0; there are more keys than that."""
+        keys = hidden.shape[-1]
+        wide = ALIGNED * math.ceil((keys + later) / ALIGNED)
+        added = torch.zeros(*hidden.shape[:-1], wide, dtype=self._dtype, device=hidden.device)
+        added[..., :keys].masked_fill_(hidden, torch.finfo(self._dtype).min)
+        return added
 
 
 def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:

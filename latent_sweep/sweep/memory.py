@@ -62,7 +62,7 @@ ACCELERATORS: Mapping[str, Mapping[int, float]] = {
 """GiB that programs see on accelerators by Ray's names, by the GB they are sold with; `A100` covers two cards."""
 
 GENERATION_ROOM = 64
-"""Tokens by which the key-value cache of Llama grows; as in `latent_sweep.backbones.generation`."""
+"""Tokens by which the key-value cache grows, up to the longest answer; as in `latent_sweep.backbones.generation`."""
 
 GATHER_ROOM = 1.25
 """Weights are gathered to answer where so many times their size is free; as in `latent_sweep.backends`."""
@@ -483,19 +483,23 @@ def _answer(trial: Trial, shape: Shape) -> _Answer:
     rows, (prompt, target) = trial.settings.evaluation.batch_size, _longest(trial)
     b, a, h, tokens = shape.bytes, shape.attention, shape.width, rows * prompt
     in_mlp = tokens * b * ((3 if shape.gated else 2) * shape.inner + 4 * h)
+    later = target - 1  # nothing reads the last token
     if shape.family == "llama":
         of_token = 2 * b * shape.kv_heads * shape.head_dim * rows  # keys and values of one block
-        in_attention = tokens * b * (8 * a + 3 * h) + b * rows * prompt**2
-        room = GENERATION_ROOM * math.ceil(target / GENERATION_ROOM)
+        in_attention, mask = tokens * b * (8 * a + 3 * h), b * rows * prompt**2
+        at_first = prompt + min(later, GENERATION_ROOM)
         moments = [
-            _Answer(shape.blocks * of_token * (prompt + GENERATION_ROOM), max(in_mlp, in_attention) + rows * prompt**2),
-            _Answer(shape.blocks * of_token * (prompt + room), of_token * (prompt + room)),  # one block's are copied
+            _Answer(shape.blocks * of_token * at_first, max(in_mlp, in_attention) + mask),
+            _Answer(shape.blocks * of_token * (prompt + later), of_token * (prompt + later)),  # one block's are copied
         ]
     else:
+        of_token = 2 * b * a * rows
         in_attention = tokens * b * (3 * a + 3 * h) + 2 * b * rows * shape.heads * prompt**2
-        cache = 2 * b * shape.decoder_blocks * a * rows * (prompt + target)
+        cache = shape.decoder_blocks * of_token * (prompt + target)
         moments = [
-            _Answer(0, max(in_mlp, in_attention) + (rows + b * shape.heads) * prompt**2),
-            _Answer(cache, tokens * b * h + b * a * rows * target),  # what was read, and one block's keys are copied
+            _Answer(0, max(in_mlp, in_attention) + b * shape.heads * prompt**2),
+            _Answer(
+                cache, tokens * b * h + of_token * max(prompt, target)
+            ),  # what was read, and one block's are copied
         ]
     return max(moments, key=lambda moment: moment.cache + moment.reading)

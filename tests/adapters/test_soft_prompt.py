@@ -3,6 +3,7 @@
 What the model makes of them is compared with the same vectors given as `inputs_embeds`, one row at a time.
 """
 
+import pytest
 import torch
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
 from helpers.tiny import random_rows
@@ -115,15 +116,17 @@ def direct_answer(backbone, ids, prompt, length):
     return answer
 
 
+@pytest.mark.parametrize("look_every", [1, 3, 8])
 @torch.no_grad()
-def test_answers_with_a_cache_are_those_without(backbone, bank):
-    """Also of rows that go on after others have finished."""
+def test_answers_with_a_cache_are_those_without(backbone, bank, look_every):
+    """Also of rows that go on after others have finished, and however late that is seen."""
+    options = {"choose": least_likely, "look_every": look_every}
     rows, own = with_prompt(random_rows(6, seed=3)), prompts(6, seed=4)
     ids = [row["prompt_ids"] for row in rows]
     expected = [direct_answer(backbone, row, prompt, 8) for row, prompt in zip(ids, own, strict=True)]
-    assert generate(backbone, bank, ids, Adaptation(prompt=own), 8, choose=least_likely) == expected
+    assert generate(backbone, bank, ids, Adaptation(prompt=own), 8, **options) == expected
     stop = backbone.tokenizer.decode([expected[0][2]])
-    answers = generate(backbone, bank, ids, Adaptation(prompt=own), 8, stop=(stop,), choose=least_likely)
+    answers = generate(backbone, bank, ids, Adaptation(prompt=own), 8, stop=(stop,), **options)
     assert len(answers[0]) < max(map(len, answers)), "rows must leave at different times"
     assert all(answer == whole[: len(answer)] for answer, whole in zip(answers, expected, strict=True))
 

@@ -1,11 +1,14 @@
 """Decoding, token by token against transformers' own `generate` with the adapters merged into the weights."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from helpers.tiny import load_tiny, random_rows
+from torch.overrides import TorchFunctionMode
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+from transformers.cache_utils import DynamicLayer
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.adapters.factors import truncated_svd
@@ -87,6 +90,110 @@ def test_the_cache_grows_within_an_answer(setting, monkeypatch):
     assert generate(backbone, bank, PROMPTS, Adaptation(space.deltas(R)), LONGEST) == expected
 
 
+# --- what is done for a token ----------------------------------------------------------------------------------------
+
+
+class Calls(TorchFunctionMode):
+    """Counts, within the block, where the host waits for the device or sends to it, and what is concatenated."""
+
+    WAITS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+    SENDS = ("tensor", "as_tensor", "from_numpy")
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.all = Counter(), Counter()
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        keywords = keywords or {}
+        name = getattr(function, "__name__", "")
+        self.all[name] += 1
+        if name in (*self.WAITS, *self.SENDS):
+            self.found[name] += 1
+        if name in ("cat", "concat", "stack"):
+            self.found[name, keywords.get("dim", arguments[1] if len(arguments) > 1 else 0)] += 1
+        return function(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("look_every", [1, 3, 8])
+def test_the_host_waits_once_in_so_many_tokens_and_sends_nothing(setting, look_every):
+    backbone, bank, space, R = setting
+
+    def calls(longest):
+        with Calls() as calls:
+            answers = generate(
+                backbone,
+                bank,
+                PROMPTS,
+                Adaptation(space.deltas(R)),
+                longest,
+                choose=lambda logits, answers: logits[:, 4:].argmax(-1) + 4,
+                look_every=look_every,
+            )
+        assert {len(answer) for answer in answers} == {longest}
+        return calls.found
+
+    assert not {name: count for name, count in calls(1).items() if name in Calls.WAITS and name != "tolist"}
+    assert calls(1)["tolist"] == 1
+    for_more = calls(49) - calls(1)
+    rotating = {name: count for name, count in for_more.items() if name == ("cat", -1)}  # Llama's, of every new token
+    assert for_more == {"tolist": -(-49 // look_every) - 1, **rotating}
+    assert bool(rotating) == (backbone.family == "llama")
+
+
+def test_on_a_gpu_the_host_looks_later_but_for_what_it_has_to_draw():
+    looks = generation._tokens_between_looks
+    assert looks(torch.device("cpu"), generation.greedy) == 1
+    assert looks(torch.device("cuda"), generation.greedy) == generation.LOOK_EVERY > 1
+    assert looks(torch.device("cuda"), sampler(5, 1.0)) == 1
+
+
+def test_keys_are_written_where_they_stay(monkeypatch):
+    """They are those of transformers' own cache: of a prefix, of what follows it in every row, and of later tokens."""
+    monkeypatch.setattr(generation, "ROOM", 4)
+    ours, usual = generation._StaticLayer(read=5, later=7), DynamicLayer()
+    generator, places = torch.Generator().manual_seed(0), []
+    for rows, new in [(1, 3), (4, 2), *[(4, 1)] * 3, *[(3, 1)] * 4]:
+        keys_and_values = torch.randn(2, rows, 2, new, 7, generator=generator)
+        for layer in (ours, usual):
+            if (rows, layer.get_seq_length()) == (4, 3):
+                layer.batch_repeat_interleave(4)
+            if (rows, layer.get_seq_length()) == (3, 8):
+                layer.batch_select_indices(torch.tensor([0, 1, 3]))
+            layer.update(*keys_and_values)
+        assert ours.get_seq_length() == usual.get_seq_length()
+        assert torch.equal(ours.keys, usual.keys) and torch.equal(ours.values, usual.values)
+        places.append((ours.keys.data_ptr(), ours._buffer.shape[-2]))
+    assert len(set(places[1:5])) == len(set(places[6:])) == 1, "nothing moves while there is room"
+    assert [room for _, room in places] == [9] * 6 + [12] * 3, "in steps, but not beyond the longest answer"
+
+
+@pytest.mark.parametrize("look_every", [1, 4])
+def test_padding_is_hidden_as_long_as_there_is_any(setting, look_every):
+    """By a mask that no layer has to change; the row with padding ends after two tokens."""
+    backbone, bank, *_ = setting
+    prompts, masks = [[*range(40, 50)], [*range(50, 60)], [7, 8, 9]], []
+
+    def note(module, arguments, options):
+        masks.append(options["attention_mask"])
+
+    def two_of_the_last(logits, answers):
+        tokens = torch.full((len(logits),), 5)
+        if answers.shape[1] == 2:
+            tokens[2] = backbone.eos_id
+        return tokens
+
+    handle = backbone.model.register_forward_pre_hook(note, with_kwargs=True)
+    generate(backbone, bank, prompts, Adaptation(), 6, choose=two_of_the_last, look_every=look_every)
+    handle.remove()
+    seen = 3 if look_every == 1 else 4
+    assert [mask is None for mask in masks] == [False] * seen + [True] * (6 - seen)
+    for mask in masks[:seen]:
+        assert mask.dtype == backbone.model.dtype and mask.shape[:2] == (3, 1)
+        assert all(step % generation.ALIGNED == 0 for step in mask.stride()[:-1])
+        hidden = mask[:, 0, -1] < 0
+        assert hidden[:2].sum() == 0 and hidden[2].sum() == 7
+
+
 # --- what prompts begin with -----------------------------------------------------------------------------------------
 
 
@@ -150,7 +257,7 @@ def test_a_choice_sees_the_answers_of_the_rows_that_go_on(setting):
 
     def follow(logits, answers):
         assert logits.shape == (len(answers), 260)
-        seen.append([list(answer) for answer in answers])
+        seen.append(answers.tolist())
         return torch.tensor([tokens[len(seen) - 1] for tokens in script if len(tokens) >= len(seen)])
 
     found = generate(backbone, bank, PROMPTS[:3], Adaptation(space.deltas(R[:, :3])), 4, choose=follow)
@@ -171,9 +278,9 @@ def transformers_scores(logits, answer, top_k, penalty):
 @pytest.mark.parametrize("penalty", [1.0, 2.5, 0.5])
 def test_the_likeliest_token_after_the_penalty_is_that_of_transformers(penalty):
     logits = 3 * torch.randn(200, 30, generator=torch.Generator().manual_seed(1))
-    answers = [[(7 * row + i) % 30 for i in range(row % 12)] * 2 for row in range(200)]
+    answers = [[(7 * row + i) % (1 + row % 30) for i in range(12)] for row in range(200)]
     before = logits.clone()
-    found = sampler(1, penalty)(logits, answers).tolist()
+    found = sampler(1, penalty)(logits, torch.tensor(answers)).tolist()
     pairs = zip(logits, answers, strict=True)
     assert found == [int(transformers_scores(row, answer, 1, penalty).argmax()) for row, answer in pairs]
     assert torch.equal(logits, before)
@@ -183,11 +290,37 @@ def test_the_likeliest_token_after_the_penalty_is_that_of_transformers(penalty):
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     logits, answer = 2 * torch.randn(30, generator=torch.Generator().manual_seed(1)), [3, 17, 4, 17]
     expected = transformers_scores(logits, answer, 6, 2.5).softmax(-1)[0]
-    draws = sampler(6, 2.5)(logits.expand(5_000, -1), [answer] * 5_000)
+    draws = sampler(6, 2.5)(logits.expand(5_000, -1), torch.tensor([answer] * 5_000))
     shares = torch.bincount(draws, minlength=30) / len(draws)
     assert set(draws.tolist()) <= set(expected.nonzero()[:, 0].tolist()), "a token outside the top k was drawn"
     torch.testing.assert_close(shares, expected, atol=0.02, rtol=0)
-    assert (sampler(1000, 1.0)(logits.expand(9, -1), [[]] * 9) < 30).all(), "a vocabulary smaller than top_k is allowed"
+    nothing = torch.empty(9, 0, dtype=torch.long)
+    assert (sampler(1000, 1.0)(logits.expand(9, -1), nothing) < 30).all(), "a vocabulary smaller than top_k is allowed"
+
+
+def drawn_in_turn(logits, answers, top_k, penalty, generator):
+    """Tokens of a sampler, as transformers would have them row by row."""
+    scores = [transformers_scores(row, answer, top_k, penalty)[0] for row, answer in zip(logits, answers, strict=True)]
+    values, tokens = torch.stack(scores).topk(top_k)
+    return tokens.gather(1, torch.multinomial(values.softmax(-1), 1, generator=generator))[:, 0]
+
+
+def test_rows_are_drawn_for_together_as_they_were_in_turn():
+    """To the bit, and with as many operators for many rows as for few."""
+    logits = 3 * torch.randn(64, 30, generator=torch.Generator().manual_seed(1))
+    answers = torch.randint(30, (64, 9), generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(5)
+    expected = [drawn_in_turn(logits, answers.tolist(), 7, 1.7, generator) for _ in range(5)]
+    ours = sampler(7, 1.7, seed=5)
+    for tokens in expected:
+        assert torch.equal(ours(logits, answers), tokens)
+    one_row = logits[:1], answers[:1]
+    with Calls() as for_one:
+        ours(*one_row)
+    with Calls() as for_many:
+        ours(logits, answers)
+    assert for_one.all == for_many.all
+    assert for_many.found == {"cpu": 1}, "the host waits once"
 
 
 def test_samples_follow_their_generator_alone(setting):
@@ -263,6 +396,32 @@ def test_a_stop_string_before_the_answer_does_not_end_it(setting):
     )
     assert backbone.tokenizer.decode(found[0]) == "\n red\n"
     assert answer_text(backbone, found[0], ("\n",)) == "red"
+
+
+@pytest.mark.parametrize("look_every", [1, 3, 8, 50])
+@pytest.mark.parametrize("marked", [False, True], ids=["eos", "eos and stop"])
+@pytest.mark.parametrize("alike", [False, True], ids=["a row's own adapter", "one adapter"])
+def test_answers_do_not_depend_on_when_the_host_looks(setting, look_every, marked, alike):
+    backbone, bank, space, R = setting
+    prompts = [INSTRUCTION + prompt for prompt in PROMPTS] if alike else PROMPTS
+    adaptation = Adaptation(space.deltas(R[:, 0] if alike else R))
+    models = [merged(backbone, space, R[:, 0 if alike else i]) for i in range(len(prompts))]
+    expected = [reference(backbone, model, prompt) for model, prompt in zip(models, prompts, strict=True)]
+    stop = ()
+    if marked:
+        stop = (backbone.tokenizer.decode(max(expected, key=len)[3:5]),)
+        expected = [up_to_a_stop(backbone, answer, stop[0]) for answer in expected]
+    found = generate(backbone, bank, prompts, adaptation, LONGEST, stop, alike, look_every=look_every)
+    assert found == expected
+    assert len({len(answer) for answer in found}) > 1, "some answers must end before others"
+
+
+def up_to_a_stop(backbone, answer, mark):
+    """An answer's tokens, as far as they were before anything stopped it."""
+    for count in range(1, len(answer)):
+        if mark in backbone.tokenizer.decode(answer[:count], skip_special_tokens=True).lstrip():
+            return answer[:count]
+    return answer
 
 
 @pytest.mark.parametrize(

@@ -289,11 +289,16 @@ def test_answers_take_what_was_predicted(name, dtype, prompt, target):
     from latent_sweep.adapters.bank import Adaptation
     from latent_sweep.backbones.generation import generate
 
+    def one_ends_early(logits, answers):
+        tokens = torch.full((len(logits),), 7)
+        tokens[0] = backbone.eos_id if answers.shape[1] == target - 2 else 7
+        return tokens
+
     trial = trial_of(name, dtype, prompt=prompt, target=target)
     backbone = backbone_of(name, dtype)
     bank, prompts = bank_of(backbone), [row["prompt_ids"] for row in rows_of(16, prompt, 1)]
     with live_bytes([*backbone.model.parameters()]) as live:
-        generate(backbone, bank, prompts, Adaptation(), target, choose=lambda logits, _: torch.full((len(logits),), 7))
+        generate(backbone, bank, prompts, Adaptation(), target, choose=one_ends_early)
     bank.remove()
     found = predict(trial, RunSettings())
     assert found.cache + found.reading == pytest.approx(live.peak, rel=0.1)

@@ -569,15 +569,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "backbones/generation.py",
         "padding ends an answer, EOS does not",
-        "if token == backbone.eos_id:",
-        "if token == backbone.pad_id:",
+        "eos = backbone.eos_id",
+        "eos = backbone.pad_id",
         "generation::test_one_adapter_for_a_ragged_batch",
     ),
     _mutant(
         "backbones/generation.py",
         "an answer may be one token longer",
-        "for _ in range(max_new_tokens):",
-        "for _ in range(max_new_tokens + 1):",
+        "_extend(answers[row], new[i], backbone, stop)",
+        "_extend(answers[row], [*new[i], *new[i][:1]], backbone, stop)",
         "generation::test_a_shorter_limit_gives_a_prefix",
     ),
     _mutant(
@@ -590,16 +590,30 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "backbones/generation.py",
         "positions stand still",
-        "self._positions[:, -1:] + 1",
-        "self._positions[:, -1:]",
+        "found[:, -1:] + torch.arange(1, longest",
+        "found[:, -1:] + 0 * torch.arange(1, longest",
         "generation::test_one_adapter_for_a_ragged_batch",
     ),
     _mutant(
         "backbones/generation.py",
-        "T5's rows that go on read prompts of those that ended",
-        "self._mask = self._mask[rows]\n        self._encoded",
-        "self._mask = self._mask[: len(rows)]\n        self._encoded",
+        "rows that go on read past the padding of those that ended",
+        "self._added = self._added[kept]",
+        "self._added = self._added[: len(kept)]",
         "generation::test_an_adapter_for_every_row",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "rows that go on read keys of those that ended",
+        "self._buffer.index_select(1, indices)",
+        "self._buffer[:, : len(indices)]",
+        "generation::test_an_adapter_for_every_row",
+    ),
+    _mutant(
+        "backbones/generation.py",
+        "what is written past an answer's end begins it again",
+        "        if token == eos:\n            return False",
+        "        if token == eos:\n            continue",
+        "generation::test_answers_do_not_depend_on_when_the_host_looks",
     ),
     # --- identities
     _mutant(
