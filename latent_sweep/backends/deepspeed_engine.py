@@ -1,17 +1,15 @@
-"""DeepSpeed ZeRO: backbone and optimizer state in shards over a trial's workers. The only importer of deepspeed.
+"""DeepSpeed ZeRO: the frozen backbone in shards over a trial's workers. The only importer of deepspeed.
 
-Two things are sharded apart. The frozen backbone is loaded in shards at stage 3, one weight at a time, and gathered
-layer by layer as it is used. What is trained, about a megabyte, is whole in every worker, as the methods want it; the
-optimizer's side of it is a DeepSpeed engine over one flat vector, which is handed the gradients that the workers have
-added up. AdamW treats every number alike, so the vector's shards step as the whole would. Nothing is saved by
-DeepSpeed: a checkpoint has the names and shapes of plain torch's, gathered, and fits every stage and number of workers.
+At stage 3 the backbone is loaded in shards, one weight at a time, and gathered layer by layer as it is used. What is
+trained, about a megabyte, is whole in every worker, as the methods want it, and every worker steps it by plain torch on
+the gradients that all have added up: DeepSpeed's optimizers reserve gigabytes for buckets, for each learner anew. So
+the stages below 3, which shard what an optimizer holds, have nothing to shard, and a checkpoint is plain torch's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +25,10 @@ from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import Backbone, assemble
 from latent_sweep.backbones.stored import stored_backbone, stored_weight
 from latent_sweep.errors import ConfigError
-from latent_sweep.learn.engine import Engine, Optimizer, TorchOptimizer, learning_rate, optimizer_of, set_learning_rate
+from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.worker_group import WorkerGroup
 from latent_sweep.security import quoted
-from latent_sweep.sweep.groups import EngineSettings, TrainingSettings
+from latent_sweep.sweep.groups import EngineSettings
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +53,11 @@ def deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
     """
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload == "cpu":
-        zero["offload_optimizer"] = {"device": "cpu"}
-        if settings.zero_stage == 3:
-            zero["offload_param"] = {"device": "cpu"}
+        zero["offload_param"] = {"device": "cpu"}
     _check(settings)
     merged = {"zero_optimization": zero | dict(settings.config.get("zero_optimization", {}))}
     return {
         "train_micro_batch_size_per_gpu": 1,  # batches are not DeepSpeed's to count, but it wants a number
-        "gradient_clipping": 0.0,  # done before it sees them
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # its own Adam for the CPU would have to be compiled
         **{key: value for key, value in settings.config.items() if key != "zero_optimization"},
         **merged,
     }
@@ -142,12 +135,6 @@ class DeepSpeedEngine(Engine):
             "offload": s.offload,
             "deepspeed": self._deepspeed.__version__,
         }
-
-    def optimizer(self, parameters: Mapping[str, Tensor], settings: TrainingSettings, steps: int) -> Optimizer:
-        """Make AdamW in shards, but plain torch's Adafactor: its moments are of whole matrices, nothing to shard."""
-        if settings.optimizer == "adafactor":
-            return TorchOptimizer(parameters, settings, steps)
-        return DeepSpeedOptimizer(parameters, settings, steps, self.group, self._deepspeed, self._config)
 
     # --- the backbone ---
 
@@ -277,122 +264,3 @@ def _whole_bytes(model: Any) -> int:
 def _available_memory() -> int:
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-
-
-class _Flat(nn.Module):
-    """All trained numbers as one vector, whose gradient is what `forward` is given."""
-
-    def __init__(self, numbers: Tensor):
-        super().__init__()
-        self.numbers = nn.Parameter(numbers)
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return self.numbers @ gradient
-
-
-class DeepSpeedOptimizer:
-    """AdamW on a learner's parameters, its moments sharded over the workers as the stage says.
-
-    Args:
-        parameters: the learner's, whole in every worker; every step puts the new values there.
-        settings: rate, decay and clipping.
-        steps: how many there will be.
-        group: the workers.
-        deepspeed: the package.
-        config: its JSON.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        settings: TrainingSettings,
-        steps: int,
-        group: WorkerGroup,
-        deepspeed: Any,
-        config: Mapping[str, Any],
-    ):
-        self._parameters, self._settings, self._steps, self._deepspeed = dict(parameters), settings, steps, deepspeed
-        count = sum(p.numel() for p in parameters.values())
-        self._padding = -count % group.size  # stage 3 sets moments in shards of equal length
-        flat = _Flat(self._flat([p.detach() for p in parameters.values()]))
-        self._adamw = optimizer_of([flat.numbers], settings)
-        self._numbers = flat.numbers
-        self._stage = config["zero_optimization"]["stage"]
-        self._engine, *_ = deepspeed.initialize(model=flat, optimizer=self._adamw, config=dict(config))
-        self._taken = 0
-
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return nn.functional.pad(torch.cat([tensor.float().flatten() for tensor in tensors]), (0, self._padding))
-
-    def _named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Parts of a vector by the parameters' names, in their shapes."""
-        sizes = [p.numel() for p in self._parameters.values()]
-        parts = flat[: sum(sizes)].split(sizes)
-        return {name: part.view_as(p) for (name, p), part in zip(self._parameters.items(), parts, strict=True)}
-
-    def step(self) -> float:
-        """Clip and step; all workers have the same gradients."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.gradient_clip or math.inf)
-        rate = learning_rate(self._settings, self._taken, self._steps)
-        self._write()
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
-        self._step(self._flat(found), rate)
-        self._taken += 1
-        self._read()
-        return float(norm)
-
-    def _step(self, gradient: Tensor, rate: float) -> None:
-        set_learning_rate(self._engine.optimizer, rate)
-        self._engine.backward(self._engine(gradient))
-        self._engine.step()
-
-    def _write(self) -> None:
-        """Take over the parameters' values: a learner may have changed them since the last step."""
-        numbers = self._flat([p.detach() for p in self._parameters.values()])
-        if self._stage == 0:
-            self._numbers.data.copy_(numbers)
-        else:
-            self._deepspeed.utils.safe_set_full_fp32_param(self._numbers, numbers)
-
-    def _read(self) -> None:
-        whole = self._deepspeed.zero.GatheredParameters([self._numbers], enabled=self._stage == 3)
-        with whole, torch.no_grad():
-            for name, part in self._named(self._numbers).items():
-                self._parameters[name].copy_(part)
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def state(self) -> dict[str, Tensor]:
-        """Return a state as plain torch's; every worker calls it, and every worker gets the whole state."""
-        named = {f"parameter.{name}": parameter.detach() for name, parameter in self._parameters.items()}
-        moments = {key: self._named(self._moment(key)) for key in ("exp_avg", "exp_avg_sq")}
-        for name in self._parameters:
-            named[f"optimizer.{name}.step"] = torch.tensor(float(self._taken))
-            named |= {f"optimizer.{name}.{key}": of[name] for key, of in moments.items()}
-        return named | {"schedule": torch.tensor(self._taken)}
-
-    def _moment(self, key: str) -> Tensor:
-        if self._stage == 0:
-            return self._adamw.state[self._numbers][key]
-        return self._deepspeed.utils.safe_get_full_optimizer_state(self._numbers, key)
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state, whatever engine it is of."""
-        device = self._numbers.device
-        for name, parameter in self._parameters.items():
-            with torch.no_grad():
-                parameter.copy_(state[f"parameter.{name}"])
-        self._step(torch.zeros_like(self._flat(list(self._parameters.values()))), rate=0.0)  # makes room for moments
-        self._write()
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = self._flat([state[f"optimizer.{name}.{key}"].to(device) for name in self._parameters])
-            if self._stage == 0:
-                self._adamw.state[self._numbers][key].copy_(moment)
-            else:
-                self._deepspeed.utils.safe_set_full_optimizer_state(self._numbers, moment, key)
-        self._taken = int(state["schedule"])
-        for of_part in self._adamw.state.values():
-            of_part["step"].fill_(float(self._taken))

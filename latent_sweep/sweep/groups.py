@@ -106,15 +106,16 @@ class EngineSettings(Settings):
     name: Literal["torch", "deepspeed"] = "torch"
     """Plain torch holds the whole backbone in every worker; `deepspeed` can shard it over them."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """What DeepSpeed ZeRO shards over the workers: 0 nothing; 1 the optimizer's moments; 2 and their gradients; 3 and
-    the weights. What is trained is about a megabyte, so 1 and 2 save next to nothing; 3 shards the backbone."""
+    """What DeepSpeed ZeRO shards over the workers: 3 the backbone's weights; 0, 1 and 2 nothing, as what is trained is
+    about a megabyte, which every worker holds and steps whole. They compute as plain torch does."""
     offload: Literal["none", "cpu"] = "none"
-    """Where the shards wait: with `cpu` in host memory, the weights too at stage 3. Needs a stage of at least 1."""
+    """Where the shards of the weights wait: with `cpu` in host memory. Needs stage 3."""
     gather: Literal["auto", "always", "never"] = "auto"
     """Whether stage 3 gathers the weights for answering, once per evaluation: `auto` where they fit beside what is
     there. Without it every new token gathers every weight, which is slow beyond use for more than a look."""
     config: Mapping[str, Any] = {}
-    """DeepSpeed's own JSON, merged over ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}."""
+    """DeepSpeed's own JSON, merged over ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}. Needs
+    stage 3. What is trained is not DeepSpeed's, so what it says of gradients and optimizers has no effect."""
 
     @model_validator(mode="after")
     def _for_deepspeed(self) -> EngineSettings:
@@ -122,8 +123,12 @@ class EngineSettings(Settings):
         set_here = sorted(n for n in fields if n != "name" and getattr(self, n) != fields[n].default)
         if self.name == "torch" and set_here:
             raise ValueError(f"{', '.join(set_here)}: plain torch has no such setting; add name: deepspeed")
-        if self.offload == "cpu" and self.zero_stage == 0:
-            raise ValueError("offload: cpu with zero_stage: 0: nothing is sharded that could wait in host memory")
+        of_shards = [name for name in set_here if name != "zero_stage"]
+        if self.zero_stage < 3 and of_shards:
+            raise ValueError(
+                f"{', '.join(of_shards)}: has no effect with zero_stage: {self.zero_stage}, which shards nothing; "
+                "leave it out, or use zero_stage: 3"
+            )
         return self
 
 

@@ -89,10 +89,10 @@ def main(rank: int, size: int, port: int) -> None:
     for line in sys.stdin:
         job = json.loads(line)
         question = job.pop("question", None)
-        answer = {"hand_over": hand_over, "shards": shards, None: run}[question](group, **job)
+        answer = {"hand_over": hand_over, "shards": shards, "learners": learners, None: run}[question](group, **job)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-        gc.freeze()  # DeepSpeed collects garbage for every optimizer; through all modules that is slow
+        gc.freeze()  # DeepSpeed collects garbage for every model; through all modules that is slow
     os._exit(0)  # gloo's threads now and then abort an interpreter that ends
 
 
@@ -128,7 +128,7 @@ def hand_over(group: Any) -> dict[str, float]:
     peak = {"learning_rate": 0.01, "batch_size": 1, "epochs": 1}  # the steps are counted here
     settings = TrainingSettings(**peak, weight_decay=0.1, warmup_steps=2, schedule="linear")
     kinds = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
-    kinds += [{"zero_stage": stage, "offload": "cpu"} for stage in (2, 3)]
+    kinds += [{"zero_stage": 3, "offload": "cpu"}]
     engines = {"torch": Engine(group)}
     for kind in kinds:
         engines[json.dumps(kind)] = engine_of(EngineSettings.model_validate({"name": "deepspeed", **kind}), group)
@@ -164,6 +164,35 @@ def hand_over(group: Any) -> dict[str, float]:
             found = [(parameters[name] - whole[name]).abs().max().item() for name in whole]
             differences[f"{giver} to {taker}"] = max(found)
     return differences
+
+
+def learners(group: Any) -> dict[str, int]:
+    """By stage of ZeRO, bytes of the largest tensor that is alive after some small learners came and went."""
+    import torch
+
+    from latent_sweep.backends.engines import engine_of
+    from latent_sweep.sweep.groups import EngineSettings, TrainingSettings
+
+    settings = TrainingSettings(learning_rate=0.01, batch_size=1, epochs=1)
+
+    def learn(engine: Any) -> None:
+        parameters = {"A": torch.ones(64, 8).requires_grad_(True)}
+        optimizer = engine.optimizer(parameters, settings, 2)
+        parameters["A"].grad = torch.ones(64, 8)
+        optimizer.step()
+
+    def largest() -> int:
+        gc.collect()
+        alive = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+        return max((tensor.untyped_storage().nbytes() for tensor in alive if tensor.device.type != "meta"), default=0)
+
+    found = {}
+    for stage in (0, 1, 2, 3):
+        engine = engine_of(EngineSettings(name="deepspeed", zero_stage=stage), group)
+        for _ in range(3):
+            learn(engine)
+        found[f"zero-{stage}"] = largest()
+    return found
 
 
 def shards(group: Any) -> dict[str, list[int]]:
