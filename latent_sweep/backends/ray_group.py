@@ -12,6 +12,7 @@ from typing import Any
 
 from latent_sweep.learn.worker_group import ALONE, WorkerGroup, join, listen
 from latent_sweep.security import log_without_secrets
+from latent_sweep.store.failures import failure_kind
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.plan import Pack
@@ -107,7 +108,9 @@ def _cause(ends: Sequence[Any], first: Exception) -> Exception:
 def _tells_of_another(error: Exception) -> bool:
     """Whether the worker only noticed that another one is gone."""
     text = str(error)
-    return any(mark in text for mark in ("gloo", "NCCL", "DistNetworkError", "DistBackendError"))
+    return failure_kind(error) == "error" and any(
+        mark in text for mark in ("gloo", "NCCL", "DistNetworkError", "DistBackendError")
+    )
 
 
 class _Worker:

@@ -17,11 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, still_to_try
+from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, say_lost, still_to_try, unfinished
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
+from latent_sweep.store.failures import failure_facts, failure_kind
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import Event, Journal, failure_facts, stages, status
+from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Pack
@@ -169,10 +170,10 @@ def _run_in_worker(
     run_here = run_group if run.resources.workers > 1 else run_part
     try:
         run_here(pack, sweep, run, tune.report)
-    except (RayActorError, StoreError) as error:
-        redact_error(error)  # Ray prints it
-        raise  # a worker was lost, or its storage is full or away: worth another try
     except Exception as error:
+        if isinstance(error, (RayActorError, StoreError)) or failure_kind(error) == "device_lost":
+            redact_error(error)  # Ray prints it
+            raise  # a worker or its GPU was lost, or its storage is full or away: worth another try, in a new process
         log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
             storage.pull(sweep.path)
@@ -213,8 +214,7 @@ def _loss_recorder(packs: Mapping[str, Pack], sweep: SweepFolder, launched: Mapp
                 raise cause  # it holds for every trial
             sweep.storage.pull(sweep.path)
             pack = packs[trial.config["pack_id"]]
-            for journal, _ in _unfinished(pack, sweep):
-                journal.append("lost", kind=_loss_kind(cause), message=redact(str(cause))[-2000:])
+            say_lost(pack, sweep, _loss_kind(cause), str(cause))
             if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 
@@ -240,7 +240,7 @@ def _loss_kind(cause: Exception | None) -> LossKind:
         return "node_lost"
     if "node has died" in text or "node was terminated" in text or "NodeDiedError" in text:
         return "node_lost"
-    if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:
+    if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:  # Ray's, of the host
         return "out_of_memory"
     return "worker_died"
 
@@ -436,7 +436,7 @@ def _close(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
     if error is not None:
         _journal_failure(pack, sweep, "lost", redact(str(error))[-2000:], traceback_text(error))
         return
-    for journal, events in _unfinished(pack, sweep):
+    for journal, events in unfinished(pack, sweep):
         if events:
             seen, reason = len(stages(events)), "stopped early by the scheduler: others had a higher AP"
             journal.append("stopped", tasks_seen=seen, reason=reason)
@@ -444,11 +444,5 @@ def _close(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
 
 def _journal_failure(pack: Pack, sweep: SweepFolder, kind: str, message: str, traceback: str) -> None:
     """Say in the journals of a pack's unfinished trials what ended them."""
-    for journal, _ in _unfinished(pack, sweep):
+    for journal, _ in unfinished(pack, sweep):
         journal.append("failed", kind=kind, message=message, traceback=traceback, task=None, step=None)
-
-
-def _unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
-    journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
-    found = [(journal, journal.read()) for journal in journals]
-    return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]

@@ -1,7 +1,8 @@
 """When a trial is tried again: decided from its journal alone, so a worker on any node decides alike.
 
 the node went away, or was taken back     always, free of charge
-the worker died on a node that stayed     `run.max_failures` times in a row without finishing a task in between
+the worker died on a node that stayed,    `run.max_failures` times in a row without finishing a task in between
+or lost its GPU
 out of memory                             once, with half the rows in a pass: the same optimisation, more slowly
 anything else                             never: it would happen again
 """
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from latent_sweep.learn.worker_group import WorkerGroup
+from latent_sweep.security import redact
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import Event, status
+from latent_sweep.store.journal import Event, Journal, status
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.plan import Member, Pack, Trial
 
@@ -100,6 +102,19 @@ def _with_half_the_rows(member: Member, workers: int) -> Member:
         return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))
 
     return replace(member, trials=tuple(map(changed, member.trials)))
+
+
+def unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
+    """Return the journals of a pack's trials that have not come to an end, with their events."""
+    journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
+    found = [(journal, journal.read()) for journal in journals]
+    return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]
+
+
+def say_lost(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) -> None:
+    """Say in the journals of a pack's unfinished trials that their worker was lost, before they are tried again."""
+    for journal, _ in unfinished(pack, sweep):
+        journal.append("lost", kind=kind, message=redact(message)[-2000:])
 
 
 def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> bool:

@@ -12,7 +12,8 @@ from latent_sweep.learn.context import Context, computed_with, hardware
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.training import TrainingSummary
 from latent_sweep.store import versions
-from latent_sweep.store.journal import attempts, failure_facts, stages, status
+from latent_sweep.store.failures import failure_facts
+from latent_sweep.store.journal import attempts, stages, status
 from latent_sweep.store.snapshots import Snapshot
 from latent_sweep.store.trial_files import TrialFiles
 from latent_sweep.sweep.plan import Trial

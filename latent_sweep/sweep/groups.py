@@ -190,9 +190,9 @@ class RunSettings(Settings):
     search_seed: int = Field(0, ge=0)
     """Seed of those draws: the same file always means the same trials."""
     max_failures: int = Field(3, ge=0)
-    """How often in a row, without finishing a task in between, a trial is started again whose worker died on a node
-    that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass; other faults
-    are not retried."""
+    """How often in a row, without finishing a task in between, a trial is started again whose worker died, or lost its
+    GPU, on a node that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass;
+    other faults are not retried."""
 
     @field_validator("storage")
     @classmethod

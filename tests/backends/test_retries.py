@@ -148,3 +148,57 @@ def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
     assert starts == [1, 2, 0]
     assert main(["run", path, "--local"]) == 1
     assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]
+
+
+LOST_GPU = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def losing_the_gpu(monkeypatch):
+    """A process whose GPU is lost at the first optimizer step; how often the step was tried until it is mended."""
+    tried = []
+
+    def gradients(trainers, engine, bank):
+        tried.append(len(trainers))
+        raise RuntimeError(LOST_GPU)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_gradients", gradients)
+        yield patched, tried
+
+
+def test_a_process_that_has_lost_its_gpu_is_not_used_again(tmp_path, capsys, losing_the_gpu):
+    patched, tried = losing_the_gpu
+    path = write(tmp_path, short(search={"seed": [0, 1]}))
+    assert main(["run", path, "--local"]) == 2
+    assert "Run the same command again" in capsys.readouterr().err
+    assert tried == [1], "neither the same trial again, nor the next one"
+    first, second = (trial.events() for trial in sweep_folder(tmp_path))
+    assert [event["event"] for event in first] == ["started", "lost"]
+    assert (first[-1]["kind"], first[-1]["message"]) == ("worker_died", LOST_GPU)
+    assert second == []
+    patched.undo()
+    assert main(["run", path, "--local"]) == 0
+    assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished"] * 2
+
+
+def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu):
+    _, tried = losing_the_gpu
+    path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
+    assert main(["run", path, "--local"]) == 2
+    assert tried == [2]
+    ends = [trial.events()[-1] for trial in sweep_folder(tmp_path)]
+    assert [(event["event"], event["kind"]) for event in ends] == [("lost", "worker_died")] * 2
+
+
+def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu):
+    from latent_sweep.backends.ray_tune import _loss_kind, _run_in_worker
+    from latent_sweep.store.storage import question
+
+    sweep = parse_sweep(tiny(search={}), "test")
+    (one,) = pack(expand(sweep))
+    folder = open_sweep(tmp_path / sweep.name)
+    with question(folder.storage) as asked, pytest.raises(RuntimeError, match="illegal memory access") as found:
+        _run_in_worker({"pack_id": one.pack_id}, {one.pack_id: one}, folder, asked, sweep.run, {})
+    assert [event["event"] for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
+    assert _loss_kind(found.value) == "worker_died"
