@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -99,6 +99,12 @@ def forward(
     acts = torch.is_grad_enabled() if drop_out is None else drop_out
     with bank.active(adaptation), nullcontext() if acts else backbone.dropout(0.0):
         return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)
+
+
+def chunked(batches: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
+    """Yield every batch in parts of at most `size` rows, none of them of two batches."""
+    for batch in batches:
+        yield from (batch[start : start + size] for start in range(0, len(batch), size))
 
 
 def epoch_batches(

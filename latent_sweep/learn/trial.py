@@ -18,7 +18,7 @@ from latent_sweep.learn.journaling import say_finished, say_started
 from latent_sweep.learn.member import Members, unfinished
 from latent_sweep.learn.stage import learn_missing, score_missing
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.store.failures import failure_kind
+from latent_sweep.store.failures import during, failure_kind
 from latent_sweep.store.folders import SweepFolder, writing
 from latent_sweep.sweep.checks import Reader, check_pack
 from latent_sweep.sweep.plan import Pack
@@ -46,7 +46,7 @@ def run_pack(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    context = Context(pack.trials[0], sweep.storage, engine)
+    context = Context(pack.trials[0], sweep.storage, engine, pack.halved)
     if not context.engine.group.leads:
         follow(pack, context)
         return
@@ -65,7 +65,7 @@ def _lead(pack: Pack, members: Members, emit: Emit) -> None:
     runs = [run for member in members.all for run in member.trials]
     for run in runs:
         run.files.mend()
-        say_started(run.files, run.trial, context.engine)
+        say_started(run.files, run.trial, context)
     try:
         if any(len(run.files.rows) < len(pack.tasks) for run in runs):
             reader = Reader(context.backbone.family, context.backbone.tokenizer.backend_tokenizer)
@@ -88,7 +88,7 @@ def _learn_and_score(members: Members, emit: Emit) -> None:
     for position in range(n_tasks):
         learned = learn_missing(members, position, emit)
         for member in members.going(position):
-            with members.leaving([member], position):
+            with members.leaving([member], position), during("answering"):
                 score_missing(member, position, learned, emit)
         if matrices := _matrices(members, position):
             emit(StageDone(position + 1, matrices))

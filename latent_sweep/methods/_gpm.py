@@ -169,15 +169,18 @@ class InputMemory:
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments
-        from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
+        from latent_sweep.backbones.batches import chunked, collate, epoch_batches, label_logits
 
         backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows
         projections = list(backbone.targets.values())
         lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
         batches = epoch_batches(lengths, self._gpm.batch_size, self._task.generator("memory"), group_by_length=True)
+        size = self._gpm.batch_size
+        if self._gpm.mask_padding:  # otherwise padding counts, and how much of it there is hangs on the batch
+            size = self._context.rows_in_a_pass(size)
         moments: dict[str, Tensor] = {}
         with torch.no_grad():
-            for indices in batches[: self._gpm.max_batches]:
+            for indices in chunked(batches[: self._gpm.max_batches], size):
                 chosen = [rows[i] for i in indices]
                 batch = collate(chosen, backbone)
                 real = (batch.inputs["attention_mask"].bool(), batch.labels != IGNORED)

@@ -3,7 +3,7 @@
 A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Unix seconds), `event` and, at its end,
 `sha256` of all that stands before it in the line:
 
-    started   attempt, node, versions, hardware
+    started   attempt, node, versions, hardware, halved: what is done with half the rows in a pass
     stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number},
               key (what the row was computed from), files {name: sha256}
     finished  metrics, files {name: sha256}

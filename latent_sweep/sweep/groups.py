@@ -74,7 +74,8 @@ class EvaluationSettings(Settings):
     """The `evaluation:` group; training reads none of it."""
 
     batch_size: int = Field(16, ge=1, json_schema_extra=INFERENCE_ONLY)
-    """Rows generated together. In bfloat16 the answers depend on it, so it is part of what identifies a score."""
+    """Rows generated together. In bfloat16 the answers depend on it, so it is part of what identifies a score. Where
+    memory does not suffice, batches are answered in halves, and the table says so."""
 
 
 class ResourceSettings(Settings):
@@ -191,8 +192,8 @@ class RunSettings(Settings):
     """Seed of those draws: the same file always means the same trials."""
     max_failures: int = Field(3, ge=0)
     """How often in a row, without finishing a task in between, a trial is started again whose worker died, or lost its
-    GPU, on a node that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass;
-    other faults are not retried."""
+    GPU, on a node that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass
+    of what ran out, learning, answering or a method's statistics; other faults are not retried."""
 
     @field_validator("storage")
     @classmethod

@@ -3,9 +3,10 @@
 import pytest
 from helpers.sweeps import events, sweep_folder, tiny, write
 
+from latent_sweep.backbones import batches
 from latent_sweep.backends.retries import Attempt, GivenUp, next_attempt, still_to_try
 from latent_sweep.cli import main
-from latent_sweep.learn import training
+from latent_sweep.learn import evaluation, stage, training
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import restarts, status
 from latent_sweep.sweep.config import parse_sweep
@@ -18,8 +19,8 @@ def lost(kind):
     return {"event": "lost", "kind": kind, "message": kind}
 
 
-def failed(kind):
-    return {"event": "failed", "kind": kind, "message": f"it was {kind}"}
+def failed(kind, **during):
+    return {"event": "failed", "kind": kind, "message": f"it was {kind}", **during}
 
 
 def after(*ends, max_failures=1):
@@ -55,9 +56,19 @@ def test_a_node_lost_in_between_does_not_excuse_deaths():
 
 @pytest.mark.parametrize("end", [lost("out_of_memory"), failed("out_of_memory")])
 def test_out_of_memory_is_tried_once_more_with_half_the_rows(end):
-    assert after(end, max_failures=0) == Attempt(halved=True, because="out_of_memory")
-    assert after(end, lost("node_lost")) == Attempt(halved=True, because="node_lost"), "and stays halved"
+    halved = frozenset({"learning"})
+    assert after(end, max_failures=0) == Attempt(halved, because="out_of_memory")
+    assert after(end, lost("node_lost")) == Attempt(halved, because="node_lost"), "and stays halved"
     assert isinstance(after(end, failed("out_of_memory")), GivenUp)
+
+
+def test_what_ran_out_of_memory_is_halved_and_each_once():
+    ends = [failed("out_of_memory", during=phase) for phase in ("answering", "statistics", "learning")]
+    assert after(ends[0]) == Attempt(frozenset({"answering"}), because="out_of_memory")
+    assert after(*ends[:2]) == Attempt(frozenset({"answering", "statistics"}), because="out_of_memory")
+    assert after(*ends) == Attempt(frozenset({"answering", "statistics", "learning"}), because="out_of_memory")
+    for end, words in zip(ends, ("while answering", "in a method's statistics", "while learning"), strict=True):
+        assert after(*ends, end) == GivenUp(f"out of memory again {words}, with half the rows in a pass")
 
 
 @pytest.mark.parametrize("kind", ["error", "non_finite"])
@@ -148,6 +159,76 @@ def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
     assert starts == [1, 2, 0]
     assert main(["run", path, "--local"]) == 1
     assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]
+
+
+def test_answers_for_which_memory_does_not_suffice_come_in_halves(tmp_path, capsys, monkeypatch):
+    """The whole batches that were answered before are not mixed with halves, in whichever order they come."""
+    content = short(search={"router.components": [1]}, trial__evaluation={"batch_size": 8})
+    passes = []
+
+    def answered(backbone, bank, prompts, *others):
+        passes.append(len(prompts))
+        if len(prompts) > 4 and passes.count(8) == 2:  # the second whole batch
+            raise MemoryError("no memory for so many answers")
+        return original(backbone, bank, prompts, *others)
+
+    original = evaluation.generate
+    monkeypatch.setattr(evaluation, "generate", answered)
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    assert passes[:3] == [8, 4, 8], "twelve rows of a task, and the first batch of the next stage"
+    assert set(passes[3:]) == {4, 2}, "known answers to whole batches are not taken"
+    (trial,) = sweep_folder(tmp_path)
+    (end,) = events(sweep_folder(tmp_path), "failed")
+    assert (end["kind"], end["during"]) == ("out_of_memory", "answering")
+    assert [event["halved"] for event in events(sweep_folder(tmp_path), "started")] == [[], ["answering"]]
+    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path), "started")] == [None, None]
+    told = [event["scored_with"]["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
+    assert told == ["whole", "in halves"]
+    printed = capsys.readouterr().out
+    assert "started again after out_of_memory; now answers of half a batch at a time" in printed
+    assert "batches answered: in halves (1 trial: " in printed
+    assert status(trial.events()) == "finished"
+
+
+@pytest.mark.parametrize("method", ["ewc", "inf_lora", "gain_lora"])
+def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_rows(tmp_path, monkeypatch, method):
+    """The passes of statistics are those outside of the loop over steps."""
+    from helpers.methods import changes
+
+    content = tiny(**changes(method, "tiny-llama"))
+    content["trial"]["benchmark"]["tasks"] = ["mood", "ticket"]
+    if method != "ewc":
+        content["trial"]["method"]["gpm"]["batch_size"] = 8
+    learning, sizes = [], []
+
+    def train(*arguments):
+        learning.append(True)
+        try:
+            return trained(*arguments)
+        finally:
+            learning.pop()
+
+    def collated(rows, backbone):
+        if not learning:
+            sizes.append(len(rows))
+            if len(rows) > limit:
+                raise MemoryError("no memory for statistics of so many rows")
+        return original(rows, backbone)
+
+    trained, original, limit = stage.train_pack, batches.collate, 8
+    monkeypatch.setattr(stage, "train_pack", train)
+    monkeypatch.setattr(batches, "collate", collated)
+    assert main(["run", write(tmp_path / "enough", content), "--local"]) == 0
+    assert set(sizes) == {8}
+    sizes.clear()
+    limit = 4
+    assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
+    assert (sizes[0], set(sizes[1:])) == (8, {4})
+    (end,) = events(sweep_folder(tmp_path / "less"), "failed")
+    assert (end["kind"], end["during"]) == ("out_of_memory", "statistics")
+    enough, less = (sweep_folder(tmp_path / name) for name in ("enough", "less"))
+    snapshots = sorted(enough.snapshots.folder.glob("*.safetensors"))
+    assert [path.name for path in sorted(less.snapshots.folder.glob("*.safetensors"))] == [p.name for p in snapshots]
 
 
 LOST_GPU = "CUDA error: an illegal memory access was encountered"

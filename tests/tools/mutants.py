@@ -804,7 +804,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "backends/retries.py",
         "out of memory is tried for ever",
-        "if len(out_of_memory) > 1:",
+        "if len(ran_out) > len(set(ran_out)):",
         "if False:",
         "retries::test_out_of_memory_is_tried_once_more_with_half_the_rows",
     ),
