@@ -20,7 +20,7 @@ from latent_sweep.methods import source_of
 from latent_sweep.methods.capabilities import facts_of, tasks_learned
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.settings import content_hash
-from latent_sweep.store.failures import failure_kind
+from latent_sweep.store.failures import failure_kind, let_go
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.snapshots import Snapshot
 from latent_sweep.store.trial_files import TrialFiles
@@ -154,6 +154,7 @@ class MemberRun:
         place = "before its first task" if task is None else f"at task {task}"
         place += "" if self.step is None else f", step {self.step}"
         log.error("%s failed %s: %s", self.member.trials[0].name, place, error)
+        let_go(error)  # the others go on, with what memory it has held
 
 
 class Members:

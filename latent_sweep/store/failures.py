@@ -9,10 +9,12 @@ error          anything else
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Literal
 
 from latent_sweep.errors import LatentSweepError, NonFiniteLoss
@@ -103,9 +105,23 @@ def let_go(error: BaseException) -> None:
     while left:
         one = left.pop()
         seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            _clear(frame)
         left += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in seen]
-    gc.collect()
+    gc.collect()  # models and engines are circles
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _clear(frame: FrameType) -> None:
+    """Forget the local variables of a frame, and of those that had called it, as far as they have ended."""
+    caller: FrameType | None = frame
+    while caller is not None:
+        # a generator that has called would be closed if it waits; one that the error went through has ended
+        if caller is frame or not caller.f_code.co_flags & inspect.CO_GENERATOR:
+            try:
+                caller.clear()
+            except RuntimeError:  # it runs, and so do all above it
+                return
+        caller = caller.f_back

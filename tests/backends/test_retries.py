@@ -1,12 +1,16 @@
 """Which trials are tried again, and how: from what their journals say."""
 
+import gc
+import weakref
+
 import pytest
+import torch
 from helpers.sweeps import events, sweep_folder, tiny, write
 
 from latent_sweep.backbones import batches
 from latent_sweep.backends.retries import Attempt, GivenUp, next_attempt, still_to_try
 from latent_sweep.cli import main
-from latent_sweep.learn import evaluation, stage, training
+from latent_sweep.learn import engine, evaluation, stage, training, trial
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import restarts, status
 from latent_sweep.sweep.config import parse_sweep
@@ -229,6 +233,58 @@ def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_row
     enough, less = (sweep_folder(tmp_path / name) for name in ("enough", "less"))
     snapshots = sorted(enough.snapshots.folder.glob("*.safetensors"))
     assert [path.name for path in sorted(less.snapshots.folder.glob("*.safetensors"))] == [p.name for p in snapshots]
+
+
+def test_a_try_that_failed_leaves_no_backbone_and_no_activations_behind(tmp_path, monkeypatch):
+    """The collector is off: nothing is freed by chance."""
+    alive, seen = [], []
+
+    def gradients(trainers, engine, bank):
+        if not seen:
+            activations = torch.ones(1 << 20)
+            alive.extend(map(weakref.ref, (activations, engine.backbone.model, trainers[0].learner)))
+            seen.append([found() is not None for found in alive])
+            raise MemoryError("no memory")
+        if len(seen) == 1:
+            seen.append([found() is not None for found in alive])
+        return original(trainers, engine, bank)
+
+    original = training._gradients
+    monkeypatch.setattr(training, "_gradients", gradients)
+    path = write(tmp_path, short(search={"router.components": [1]}))
+    gc.disable()
+    try:
+        assert main(["run", path, "--local"]) == 0
+    finally:
+        gc.enable()
+    assert seen == [[True] * 3, [False] * 3]
+
+
+def test_a_member_that_failed_makes_room_for_the_others(tmp_path, monkeypatch):
+    alive, seen = [], []
+
+    def step(optimizer):
+        if not alive:
+            workspace = torch.ones(1 << 20)
+            alive.append(weakref.ref(workspace))
+            raise MemoryError("no memory")
+        return original(optimizer)
+
+    def score(member, *others):
+        seen.append(alive[0]() is not None)
+        return scored(member, *others)
+
+    original, scored = engine.TorchOptimizer.step, trial.score_missing
+    monkeypatch.setattr(engine.TorchOptimizer, "step", step)
+    monkeypatch.setattr(trial, "score_missing", score)
+    path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
+    gc.disable()
+    try:
+        assert main(["run", path, "--local"]) == 0
+    finally:
+        gc.enable()
+    assert seen
+    assert not any(seen)
 
 
 LOST_GPU = "CUDA error: an illegal memory access was encountered"

@@ -1,10 +1,12 @@
 """What stopped a trial, told from the error alone."""
 
+import weakref
+
 import pytest
 import torch
 
 from latent_sweep.errors import ConfigError, NonFiniteLoss
-from latent_sweep.store.failures import failure_facts, failure_kind
+from latent_sweep.store.failures import failure_facts, failure_kind, let_go
 
 CUDA = "CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call."
 
@@ -59,3 +61,22 @@ def test_a_remote_error_is_of_its_causes_kind():
     error.cause = torch.cuda.OutOfMemoryError("CUDA out of memory")
     assert failure_facts(error)["kind"] == "out_of_memory"
     assert failure_facts(error)["message"] == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_what_an_error_held_is_given_back_to_the_gpu(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(held()))
+
+    def fails():
+        activations = torch.ones(8)
+        nonlocal held
+        held = weakref.ref(activations)
+        raise MemoryError("no memory")
+
+    held = None
+    with pytest.raises(MemoryError) as found:
+        fails()
+    let_go(found.value)
+    assert emptied == [None], "freed before"
+    assert "in fails" in failure_facts(found.value)["traceback"], "where it was is still told"
