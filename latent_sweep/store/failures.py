@@ -108,6 +108,11 @@ def let_go(error: BaseException) -> None:
         for frame, _ in traceback.walk_tb(one.__traceback__):
             _clear(frame)
         left += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in seen]
+    give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Free what nobody holds any more, and let other processes have what of a GPU was kept for later."""
     gc.collect()  # models and engines are circles
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
