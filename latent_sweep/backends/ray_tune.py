@@ -157,9 +157,10 @@ def _run_in_worker(
     from ray import tune
     from ray.exceptions import RayActorError
 
-    from latent_sweep.backends.ray_group import run_group, run_part
+    from latent_sweep.backends.ray_group import keep_to_share, run_group, run_part
 
     log_without_secrets()
+    keep_to_share(run.resources)
     storage = sweep.storage
     if not sees(storage, asked):  # a node that has joined since the start
         raise ConfigError(unseen_message(storage, [socket.gethostname()]))
@@ -254,9 +255,8 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
     options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
     if resources.accelerator:
         options["accelerator_type"] = resources.accelerator
-    threads = max(1, int(resources.cpus))
     remote = ray.remote(_measure_there).options(**options)
-    timings = ray.get([remote.remote(pack, storage, threads) for pack in packs])
+    timings = ray.get([remote.remote(pack, storage, resources) for pack in packs])
     have = ray.cluster_resources()
     slots = have.get("CPU", 0) // resources.cpus
     if resources.gpus:
@@ -264,11 +264,13 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
     return [part for p, found in zip(packs, timings, strict=True) for part in split(p, best_size(found), int(slots))]
 
 
-def _measure_there(pack: Pack, storage: Storage, threads: int) -> Sequence[Any]:
+def _measure_there(pack: Pack, storage: Storage, resources: ResourceSettings) -> Sequence[Any]:
     """Run `packing.measure` on a node, which has a folder of its own for an object store."""
+    from latent_sweep.backends.ray_group import keep_to_share
     from latent_sweep.learn.packing import measure
 
-    return measure(pack, storage, threads)
+    keep_to_share(resources)
+    return measure(pack, storage, max(1, int(resources.cpus)))
 
 
 def _connect() -> bool:
@@ -279,8 +281,6 @@ def _connect() -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Tune's own result files and tables say nothing that the journal does not
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # without a GPU asked for, a trial must see none
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     # Tune would catch Ctrl-C and return as if all had ended, and an interrupted trial would look stopped early
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"

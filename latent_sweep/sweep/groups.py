@@ -87,7 +87,8 @@ class ResourceSettings(Settings):
     cpus: float = Field(1, gt=0)
     """CPU cores of each worker; torch uses as many threads, at least one."""
     gpus: float = Field(0, ge=0, le=1)
-    """GPUs of each worker; a fraction lets several trials of one worker share one."""
+    """GPUs of each worker. With 0 it sees none, whatever its node has. A fraction lets several trials of one worker
+    share one; each may take that share of its memory."""
     accelerator: str | None = None
     """Accelerator type as Ray names it, e.g. `A100`."""
 
