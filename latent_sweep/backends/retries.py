@@ -28,6 +28,7 @@ WHILE: Mapping[Phase, str] = {
     "answering": "while answering",
     "statistics": "in a method's statistics",
 }
+"""What was being done, in words."""
 
 LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
 """How a worker was lost."""

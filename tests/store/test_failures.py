@@ -1,12 +1,13 @@
 """What stopped a trial, told from the error alone."""
 
+import pickle
 import weakref
 
 import pytest
 import torch
 
 from latent_sweep.errors import ConfigError, NonFiniteLoss
-from latent_sweep.store.failures import failure_facts, failure_kind, let_go
+from latent_sweep.store.failures import during, failure_facts, failure_kind, let_go
 
 CUDA = "CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call."
 
@@ -61,6 +62,17 @@ def test_a_remote_error_is_of_its_causes_kind():
     error.cause = torch.cuda.OutOfMemoryError("CUDA out of memory")
     assert failure_facts(error)["kind"] == "out_of_memory"
     assert failure_facts(error)["message"] == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_an_error_says_what_was_being_done_wherever_it_is_told():
+    with pytest.raises(MemoryError) as found, during("answering"), during("statistics"):
+        raise MemoryError("no memory")
+    told = pickle.loads(pickle.dumps(found.value))
+    assert failure_facts(told)["during"] == "statistics", "the innermost word counts"
+    remote = RuntimeError("a task failed")
+    remote.cause = told
+    assert failure_facts(remote)["during"] == "statistics"
+    assert "during" not in failure_facts(MemoryError())
 
 
 def test_what_an_error_held_is_given_back_to_the_gpu(monkeypatch):

@@ -553,6 +553,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "evaluation::test_whatever_can_change_an_answer_asks_for_a_new_one",
     ),
     _mutant(
+        "learn/evaluation.py",
+        "answers in halves are known as those of whole batches",
+        'content["passes"] = batch.passes',
+        "pass",
+        "retries::test_answers_for_which_memory_does_not_suffice_come_in_halves",
+    ),
+    _mutant(
         "backbones/generation.py",
         "blanks before an answer may end it",
         "skip_special_tokens=True).lstrip()\n    return any",
@@ -821,6 +828,20 @@ MUTANTS: tuple[Mutant, ...] = (
         'if last["event"] == "failed" and last["kind"] != "out_of_memory":',
         "if False:",
         "retries::test_a_fault_of_the_trial_is_not_tried_again",
+    ),
+    _mutant(
+        "store/failures.py",
+        "whatever ran out of memory was learning",
+        'error.__dict__.setdefault("during", phase)',
+        'error.__dict__.setdefault("during", "learning")',
+        "retries::test_answers_for_which_memory_does_not_suffice_come_in_halves",
+    ),
+    _mutant(
+        "learn/member.py",
+        "a pack goes on although its GPU is lost",
+        'if failure_kind(error) == "device_lost":',
+        "if False:",
+        "retries::test_a_lost_gpu_ends_all_members_of_a_pack_at_once",
     ),
     _mutant(
         "backends/ray_tune.py",
