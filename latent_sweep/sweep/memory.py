@@ -104,7 +104,7 @@ class Memory:
     reading: int
     """Activations beside them."""
     host: int
-    """Weights and moments that wait in host memory instead."""
+    """Weights that wait in host memory instead."""
 
     @property
     def learning(self) -> int:
