@@ -27,5 +27,9 @@ class StoreError(LatentSweepError):
     """A stored file does not check against its digest, or cannot be written."""
 
 
+class DeviceLost(LatentSweepError):
+    """A GPU has ended this process's work on it; another process can go on."""
+
+
 class TrackingError(LatentSweepError):
     """The tracking server could not be reached or refused a write; nothing on disk is lost."""

@@ -44,16 +44,18 @@ def model_config(family: Family, config: Mapping[str, Any]) -> Any:
     return (T5Config if family == "t5" else LlamaConfig)(**config)
 
 
-def random_model(
-    family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0, device: str = "cpu"
-) -> Any:
-    """Make a model with random weights of these shapes: the tests' tiny models, and full shapes without a download."""
+def random_model(family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
+    """Make a model with random weights of these shapes: the tests' tiny models, and full shapes without a download.
+
+    They are drawn on the CPU, wherever they compute: a GPU would draw others, and nothing that names a backbone says
+    what has drawn it.
+    """
     import torch
     from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
     architecture = T5ForConditionalGeneration if family == "t5" else LlamaForCausalLM
     usual = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         torch.set_default_dtype(dtype)  # a large model would not fit in float32 first
         try:

@@ -258,6 +258,12 @@ def forward(
         return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)
 
 
+def chunked(batches: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
+    """Yield every batch in parts of at most `size` rows, none of them of two batches."""
+    for batch in batches:
+        yield from (batch[start : start + size] for start in range(0, len(batch), size))
+
+
 def epoch_batches(
     lengths: Sequence[int], batch_size: int, generator: torch.Generator, group_by_length: bool
 ) -> list[list[int]]:

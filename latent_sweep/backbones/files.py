@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 from latent_sweep.store.files import cache_folder
 
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+"""The file of a checkpoint that is not split."""
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -54,16 +60,33 @@ def embedded_path(dtype: str) -> Path:
 
 
 def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
-    """Return a folder of the cache, filled by the first process that asks for it while others wait."""
+    """Return a folder of the cache, filled by the first process that asks for it while others wait.
+
+    One that lacks what makes it a checkpoint, or whose weights were cut, is made again.
+    """
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not (folder / "config.json").is_file():
+        if not _is_whole(folder):
             partial = folder.with_name(f"{name}.partial")
             partial.mkdir(exist_ok=True)
             make(partial, *what)
+            if folder.exists():
+                log.warning("%s has no whole checkpoint and is made again", folder)
+                shutil.rmtree(folder)
             os.replace(partial, folder)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has a configuration, and weights as many as their file says; reads no weight."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt"):
+            return (folder / "config.json").is_file()
+    except (OSError, SafetensorError):
+        return False
 
 
 def _convert_embedded(folder: Path, dtype: str) -> None:
@@ -77,7 +100,7 @@ def _convert_embedded(folder: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)
     weights = {name: w.contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
     tokenizer.save_pretrained(folder)
@@ -106,7 +129,7 @@ def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> Non
     model = random_model(known.family, known.config, getattr(torch, settings.dtype))
     # not by the model's own method, which writes nothing in any worker of a group but the first
     weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied one once
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     model.config.save_pretrained(folder)
 
 
@@ -126,7 +149,7 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
     """The file of every tensor by name, as transformers would choose it; empty where a file is missing."""
     from safetensors import safe_open
 
-    if whole := checkpoint_file(source, "model.safetensors", revision):
+    if whole := checkpoint_file(source, WEIGHTS, revision):
         with safe_open(whole, framework="pt") as tensors:
             return dict.fromkeys(tensors.keys(), whole)
     index = checkpoint_file(source, "model.safetensors.index.json", revision)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.architectures import device_of, empty_model, random_model, set_dropout
-from latent_sweep.backbones.files import embedded_folder, hide_progress_bars
+from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, describe, target_shapes
 from latent_sweep.backbones.stored import StoredBackbone, StoredProjection, digest_of_weights, stored_backbone
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
@@ -109,9 +109,10 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
     hide_progress_bars()
     dtype, device, known = getattr(torch, settings.dtype), device_of(settings), describe(settings)
     if known is not None and known.source == "config":
-        model = random_model(known.family, known.config, dtype, device=device)
+        # drawing billions of weights takes minutes, so where a GPU is to have them they are kept: the same bits
+        model = random_model(known.family, known.config, dtype) if device == "cpu" else _mapped(local_folder(settings))
     elif settings.name == EMBEDDED:
-        model = _map_llama(embedded_folder(settings.dtype))
+        model = _mapped(embedded_folder(settings.dtype))
     else:
         model = _load_pretrained(known.source if known else settings.name, settings, dtype)
     if device != "cpu":
@@ -175,13 +176,13 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
         ) from error
 
 
-def _map_llama(folder: Path) -> Any:
-    """A Llama model whose weights stay in the page cache, shared by every process that maps the same file."""
+def _mapped(folder: Path) -> Any:
+    """A model whose weights stay in the page cache, shared by every process that maps the same file."""
     import torch
     from safetensors.torch import load_file
 
     model = empty_model(folder)
-    _, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False, assign=True)
+    _, unexpected = model.load_state_dict(load_file(folder / WEIGHTS), strict=False, assign=True)
     model.tie_weights()
     left = [name for name, p in model.named_parameters() if p.device == torch.device("meta")]
     if left or unexpected:

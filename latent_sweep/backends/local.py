@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 from latent_sweep.backends.engines import engine_of
-from latent_sweep.backends.retries import has_failed, journal_lengths, still_to_try
-from latent_sweep.errors import ConfigError, LatentSweepError
+from latent_sweep.backends.retries import has_failed, journal_lengths, say_lost, still_to_try
+from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError
 from latent_sweep.learn.events import StageDone, Step
 from latent_sweep.learn.packing import best_size, measure, split
 from latent_sweep.learn.trial import run_pack
 from latent_sweep.results.progress import ProgressWriter
+from latent_sweep.store.failures import failure_kind, let_go
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.plan import Pack
@@ -50,8 +51,17 @@ def run_here(
                 break
             except LatentSweepError as error:
                 log.error("pack %s failed: %s", p.pack_id, error)
-            except Exception:
+                let_go(error)
+            except Exception as error:
                 log.exception("pack %s failed", p.pack_id)
+                if failure_kind(error) == "device_lost":
+                    say_lost(left, sweep, "worker_died", str(error))
+                    raise DeviceLost(
+                        f"this process has lost its GPU, and CUDA refuses it all further work: {error}\nRun the same "
+                        "command again: it goes on where this one ended. If it happens again at the same place, run it "
+                        "with CUDA_LAUNCH_BLOCKING=1 to see which operation it is"
+                    ) from None
+                let_go(error)  # or the next try would find the backbone and activations of this one in its way
             left, tried = still_to_try(p, sweep, launched, run), left
         if fail_fast and has_failed(p, sweep, launched, run):
             tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")

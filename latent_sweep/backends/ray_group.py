@@ -6,14 +6,16 @@ fails.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from latent_sweep.learn.worker_group import ALONE, WorkerGroup, join, listen
 from latent_sweep.security import log_without_secrets
+from latent_sweep.store.failures import failure_kind
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.sweep.groups import RunSettings
+from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Pack
 
 POLL_SECONDS = 0.5
@@ -21,6 +23,21 @@ PATIENCE_SECONDS = 20.0
 """How long to look for the cause when a worker says no more than that another one is gone."""
 
 Measures = dict[str, float]
+
+
+def keep_to_share(resources: ResourceSettings) -> None:
+    """Have this process see no GPU where it asked for none, and take no more of a GPU's memory than it asked for.
+
+    Called before anything asks CUDA what there is. Ray leaves a worker without a GPU all that its node has, and counts
+    shares of one without holding anybody to them.
+    """
+    if resources.gpus == 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif resources.gpus < 1:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(resources.gpus)
 
 
 def run_part(
@@ -107,7 +124,9 @@ def _cause(ends: Sequence[Any], first: Exception) -> Exception:
 def _tells_of_another(error: Exception) -> bool:
     """Whether the worker only noticed that another one is gone."""
     text = str(error)
-    return any(mark in text for mark in ("gloo", "NCCL", "DistNetworkError", "DistBackendError"))
+    return failure_kind(error) == "error" and any(
+        mark in text for mark in ("gloo", "NCCL", "DistNetworkError", "DistBackendError")
+    )
 
 
 class _Worker:
@@ -133,5 +152,6 @@ class _Worker:
     def run(self, host: str, port: int, pack: Pack, sweep: SweepFolder, run: RunSettings) -> None:
         """Do this worker's part of the pack."""
         log_without_secrets()
+        keep_to_share(run.resources)
         group = join(self._rank, self._size, host, port, self._listening)
         run_part(pack, sweep, run, self._reports.append, group)

@@ -17,11 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, still_to_try
+from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, say_lost, still_to_try, unfinished
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
+from latent_sweep.store.failures import failure_facts, failure_kind
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import Event, Journal, failure_facts, stages, status
+from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Pack
@@ -156,9 +157,10 @@ def _run_in_worker(
     from ray import tune
     from ray.exceptions import RayActorError
 
-    from latent_sweep.backends.ray_group import run_group, run_part
+    from latent_sweep.backends.ray_group import keep_to_share, run_group, run_part
 
     log_without_secrets()
+    keep_to_share(run.resources)
     storage = sweep.storage
     if not sees(storage, asked):  # a node that has joined since the start
         raise ConfigError(unseen_message(storage, [socket.gethostname()]))
@@ -169,10 +171,10 @@ def _run_in_worker(
     run_here = run_group if run.resources.workers > 1 else run_part
     try:
         run_here(pack, sweep, run, tune.report)
-    except (RayActorError, StoreError) as error:
-        redact_error(error)  # Ray prints it
-        raise  # a worker was lost, or its storage is full or away: worth another try
     except Exception as error:
+        if isinstance(error, (RayActorError, StoreError)) or failure_kind(error) == "device_lost":
+            redact_error(error)  # Ray prints it
+            raise  # a worker or its GPU was lost, or its storage is full or away: worth another try, in a new process
         log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
             storage.pull(sweep.path)
@@ -213,8 +215,7 @@ def _loss_recorder(packs: Mapping[str, Pack], sweep: SweepFolder, launched: Mapp
                 raise cause  # it holds for every trial
             sweep.storage.pull(sweep.path)
             pack = packs[trial.config["pack_id"]]
-            for journal, _ in _unfinished(pack, sweep):
-                journal.append("lost", kind=_loss_kind(cause), message=redact(str(cause))[-2000:])
+            say_lost(pack, sweep, _loss_kind(cause), str(cause))
             if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 
@@ -240,7 +241,7 @@ def _loss_kind(cause: Exception | None) -> LossKind:
         return "node_lost"
     if "node has died" in text or "node was terminated" in text or "NodeDiedError" in text:
         return "node_lost"
-    if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:
+    if "OutOfMemory" in text or "low on memory" in text or "memory pressure" in text:  # Ray's, of the host
         return "out_of_memory"
     return "worker_died"
 
@@ -254,9 +255,8 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
     options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
     if resources.accelerator:
         options["accelerator_type"] = resources.accelerator
-    threads = max(1, int(resources.cpus))
     remote = ray.remote(_measure_there).options(**options)
-    timings = ray.get([remote.remote(pack, storage, threads) for pack in packs])
+    timings = ray.get([remote.remote(pack, storage, resources) for pack in packs])
     have = ray.cluster_resources()
     slots = have.get("CPU", 0) // resources.cpus
     if resources.gpus:
@@ -264,11 +264,13 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
     return [part for p, found in zip(packs, timings, strict=True) for part in split(p, best_size(found), int(slots))]
 
 
-def _measure_there(pack: Pack, storage: Storage, threads: int) -> Sequence[Any]:
+def _measure_there(pack: Pack, storage: Storage, resources: ResourceSettings) -> Sequence[Any]:
     """Run `packing.measure` on a node, which has a folder of its own for an object store."""
+    from latent_sweep.backends.ray_group import keep_to_share
     from latent_sweep.learn.packing import measure
 
-    return measure(pack, storage, threads)
+    keep_to_share(resources)
+    return measure(pack, storage, max(1, int(resources.cpus)))
 
 
 def _connect() -> bool:
@@ -279,8 +281,6 @@ def _connect() -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Tune's own result files and tables say nothing that the journal does not
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # without a GPU asked for, a trial must see none
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     # Tune would catch Ctrl-C and return as if all had ended, and an interrupted trial would look stopped early
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
@@ -436,7 +436,7 @@ def _close(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
     if error is not None:
         _journal_failure(pack, sweep, "lost", redact(str(error))[-2000:], traceback_text(error))
         return
-    for journal, events in _unfinished(pack, sweep):
+    for journal, events in unfinished(pack, sweep):
         if events:
             seen, reason = len(stages(events)), "stopped early by the scheduler: others had a higher AP"
             journal.append("stopped", tasks_seen=seen, reason=reason)
@@ -444,11 +444,5 @@ def _close(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
 
 def _journal_failure(pack: Pack, sweep: SweepFolder, kind: str, message: str, traceback: str) -> None:
     """Say in the journals of a pack's unfinished trials what ended them."""
-    for journal, _ in _unfinished(pack, sweep):
+    for journal, _ in unfinished(pack, sweep):
         journal.append("failed", kind=kind, message=message, traceback=traceback, task=None, step=None)
-
-
-def _unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
-    journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
-    found = [(journal, journal.read()) for journal in journals]
-    return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]

@@ -1,8 +1,11 @@
 """When a trial is tried again: decided from its journal alone, so a worker on any node decides alike.
 
 the node went away, or was taken back     always, free of charge
-the worker died on a node that stayed     `run.max_failures` times in a row without finishing a task in between
-out of memory                             once, with half the rows in a pass: the same optimisation, more slowly
+the worker died on a node that stayed,    `run.max_failures` times in a row without finishing a task in between
+or lost its GPU
+out of memory while learning              once, with half the rows in a pass: the same optimisation, more slowly
+out of memory while answering             once, with every batch answered in halves, which the rows of scores tell
+out of memory in a method's statistics    once, with half the rows in a pass over them
 anything else                             never: it would happen again
 """
 
@@ -13,10 +16,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from latent_sweep.learn.worker_group import WorkerGroup
+from latent_sweep.security import redact
+from latent_sweep.store.failures import Phase
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import Event, status
+from latent_sweep.store.journal import Event, Journal, status
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.plan import Member, Pack, Trial
+
+WHILE: Mapping[Phase, str] = {
+    "learning": "while learning",
+    "answering": "while answering",
+    "statistics": "in a method's statistics",
+}
+"""What was being done, in words."""
 
 LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
 """How a worker was lost."""
@@ -26,8 +38,8 @@ LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
 class Attempt:
     """The next try at a trial."""
 
-    halved: bool = False
-    """With half the rows in a pass, because memory did not suffice."""
+    halved: frozenset[Phase] = frozenset()
+    """What is done with half the rows in a pass, because memory did not suffice."""
     because: str | None = None
     """What ended the one before; None for the first."""
 
@@ -44,10 +56,11 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
     ends = [event for event in events if event["event"] in ("lost", "failed")]
     if not ends:
         return Attempt()
-    out_of_memory = [event for event in ends if event["kind"] == "out_of_memory"]
+    # where nobody could say any more what was being done, e.g. of a worker that was killed, it was learning
+    ran_out: list[Phase] = [event.get("during", "learning") for event in ends if event["kind"] == "out_of_memory"]
     last = ends[-1]
-    if len(out_of_memory) > 1:
-        return GivenUp("out of memory again, with half the rows in a pass")
+    if len(ran_out) > len(set(ran_out)):
+        return GivenUp(f"out of memory again {WHILE[ran_out[-1]]}, with half the rows in a pass")
     if last["event"] == "failed" and last["kind"] != "out_of_memory":
         return GivenUp(last["message"])
     died = 0
@@ -60,7 +73,7 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
         return GivenUp(
             f"its worker died {died} times without finishing a task in between; run.max_failures allows {max_failures}"
         )
-    return Attempt(halved=bool(out_of_memory), because=last["kind"])
+    return Attempt(halved=frozenset(ran_out), because=last["kind"])
 
 
 def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Pack | None:
@@ -70,7 +83,8 @@ def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], ru
         launched: length of each trial's journal when the sweep was launched, by trial id: an earlier launch's failures
             are forgiven.
     """
-    members, halved = [], False
+    members: list[Member] = []
+    halved: frozenset[Phase] = frozenset()
     for member in pack.members:
         trials = []
         for trial in member.trials:
@@ -79,14 +93,16 @@ def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], ru
             attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], run.max_failures)
             if isinstance(attempt, Attempt):
                 trials.append(trial)
-                halved = halved or attempt.halved
+                halved |= attempt.halved
             elif status(events) != "failed":
                 journal.append("failed", kind="lost", message=attempt.because, task=None, step=None)
         if trials:
             members.append(replace(member, trials=tuple(trials)))
     if not members:
         return None
-    return Pack(tuple(_with_half_the_rows(m, run.resources.workers) for m in members) if halved else tuple(members))
+    if "learning" in halved:
+        members = [_with_half_the_rows(member, run.resources.workers) for member in members]
+    return Pack(tuple(members), halved)
 
 
 def _with_half_the_rows(member: Member, workers: int) -> Member:
@@ -100,6 +116,19 @@ def _with_half_the_rows(member: Member, workers: int) -> Member:
         return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))
 
     return replace(member, trials=tuple(map(changed, member.trials)))
+
+
+def unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
+    """Return the journals of a pack's trials that have not come to an end, with their events."""
+    journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
+    found = [(journal, journal.read()) for journal in journals]
+    return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]
+
+
+def say_lost(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) -> None:
+    """Say in the journals of a pack's unfinished trials that their worker was lost, before they are tried again."""
+    for journal, _ in unfinished(pack, sweep):
+        journal.append("lost", kind=kind, message=redact(message)[-2000:])
 
 
 def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> bool:

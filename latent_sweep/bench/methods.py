@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -150,10 +150,10 @@ class _Contender:
         return self.run.method.parameter_count(shapes, self.bench.backbone.embedding_table.shape[1])
 
 
-def _never_ending(bench: Workbench) -> Callable[[Tensor, Sequence[Sequence[int]]], Tensor]:
+def _never_ending(bench: Workbench) -> Callable[[Tensor, Tensor], Tensor]:
     """Greedy decoding that never takes the end-of-sequence token."""
 
-    def choose(logits: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
+    def choose(logits: Tensor, answers: Tensor) -> Tensor:
         logits[:, bench.backbone.eos_id] = -torch.inf
         return logits.argmax(-1)
 

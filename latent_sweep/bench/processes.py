@@ -39,6 +39,7 @@ def sweep(bench: Workbench) -> list[Reading]:
     training = {"batch_size": sizes.sweep_batch_size, "learning_rate": SWEEP_LEARNING_RATE}
     content = bench.subject.sweep(benchmark, training, search=search)
     config = bench.usual_config(first_trial(content), sizes.learning_steps)
+    bench.free()
     ours, our_scores = _our_sweep(folder, content)
     usual, usual_scores = _usual_sweep(folder, config)
     points = sizes.lambdas * len(sizes.components) * len(sizes.seeds)
@@ -82,6 +83,7 @@ def _usual_sweep(folder: Path, config: Any) -> tuple[float, list[float]]:
 
 def start(bench: Workbench) -> list[Reading]:
     """From the start of a process to the end of its first optimizer step, on one row, with warm caches."""
+    bench.free()
     times = [_child(bench.subject, "start", str(time.time())) for _ in range(bench.sizes.few_turns + 1)][1:]
     imports = [found["imported"] for found in times]
     ours = [found["stepped"] - found["imported"] for found in times]
@@ -94,6 +96,7 @@ def start(bench: Workbench) -> list[Reading]:
 
 def threads(bench: Workbench) -> list[Reading]:
     """Two trials with a thread each, against one with two."""
+    bench.free()
     turns, steps = bench.sizes.turns, bench.sizes.steps
     arrangements = {"1 x 2 threads": [2], "2 x 1 thread": [1, 1]}
 
@@ -114,6 +117,7 @@ def threads(bench: Workbench) -> list[Reading]:
 
 def memory(bench: Workbench) -> list[Reading]:
     """Peak memory of a process that takes training steps, against one that runs the bare backbone."""
+    bench.free()
     peaks = {what: _child(bench.subject, what)["peak_gib"] for what in ("bare", "train")}
     kind = "of the GPU" if bench.subject.device == "cuda" else "resident"
     return [

@@ -93,6 +93,7 @@ def run_bench(
                 with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
                     rows = measure(bench)
                 tables.append(Table(name, dtype, what, rows))
+            bench.free()  # for the next type
     report = Report(backbone, device, benchmark, note, measured_at, _versions(), hardware(), tables)
     if profile := _profile(report, dtypes[0]):
         storage.make()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from latent_sweep.settings import as_written
+from latent_sweep.store.failures import give_memory_back
 from latent_sweep.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -197,8 +198,9 @@ class Workbench:
         return Context(self.trial, self.subject.storage, self._engine)
 
     def free(self) -> None:
-        """Forget the backbone and all that hangs on it; it is loaded again when it is needed."""
+        """Give the memory of the backbone and all that hangs on it to other processes; it is loaded again if needed."""
         self.__dict__.pop("context", None)
+        give_memory_back()
 
     @property
     def backbone(self) -> Backbone:

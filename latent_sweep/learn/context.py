@@ -25,6 +25,7 @@ from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import canonical_json
 from latent_sweep.store import versions
+from latent_sweep.store.failures import Phase
 from latent_sweep.store.snapshots import Snapshot, SnapshotStore
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.plan import Trial
@@ -40,11 +41,14 @@ class Context:
         trial: names the backbone and the tasks; what runs together agrees on both.
         storage: snapshots, factors, embeddings and tokens lie here, shared by all sweeps.
         engine: what computes; None is plain torch in this process.
+        halved: what is done with half the rows in a pass; learning has its own setting for it.
     """
 
-    def __init__(self, trial: Trial, storage: Storage, engine: Engine | None = None):
+    def __init__(
+        self, trial: Trial, storage: Storage, engine: Engine | None = None, halved: frozenset[Phase] = frozenset()
+    ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
-        self.engine = engine or Engine()
+        self.engine, self.halved = engine or Engine(), halved
         self.store = SnapshotStore(storage)
         self._folds: dict[str, PooledScatter] = {}
         self._tokens: dict[Any, Any] = {}
@@ -92,6 +96,10 @@ class Context:
                     "backbones. Install the versions that the snapshot's .json names, or use another run.storage."
                 )
 
+    def passes(self, phase: Phase) -> int:
+        """Return the number of passes that a batch is cut into."""
+        return 2 if phase in self.halved else 1
+
     def method(self, settings: MethodSettings, largest_rank: int) -> Method:
         """A method with these settings, able to train and to answer; made once.
 
@@ -100,7 +108,8 @@ class Context:
         """
         key = canonical_json([settings.identity(), largest_rank])
         if key not in self._methods:
-            context = MethodContext(self.backbone, self.bank, self.storage.folder, largest_rank)
+            passes = self.passes("statistics")
+            context = MethodContext(self.backbone, self.bank, self.storage.folder, largest_rank, passes)
             self._methods[key] = method_class(settings.name)(settings, context)
         return self._methods[key]
 

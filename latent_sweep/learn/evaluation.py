@@ -3,12 +3,14 @@
 Greedy answers depend only on the prompt, the blend of snapshots, what the method and decoding make of them, the
 backbone and, where two tokens are next to equally likely, on the device and the libraries: they are cached under
 exactly that. In bfloat16 they also depend on which rows share a batch: batches are fixed by the test set alone, and a
-batch is the unit of the cache, so a score never depends on what else was computed before.
+batch is the unit of the cache, so a score never depends on what else was computed before. Where memory has not
+sufficed, every batch of the next try is answered in halves: such answers are known under names of their own, and the
+journal tells rows that were scored with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,14 @@ class AnswerBatch:
     """Longest answer, in tokens."""
     stop: tuple[str, ...]
     """An answer ends where one of these strings appears."""
+    passes: int = 1
+    """How many passes answer it: more than one where memory has not sufficed."""
+
+    def parts(self) -> Iterator[tuple[Array, Sequence[Sequence[int]]]]:
+        """Yield weights and prompts of each pass."""
+        rows = -(-len(self.prompts) // self.passes)
+        for start in range(0, len(self.prompts), rows):
+            yield self.weights[start : start + rows], self.prompts[start : start + rows]
 
 
 def answer(
@@ -81,11 +91,13 @@ def answer(
 
     def texts(batch: AnswerBatch) -> list[str]:
         tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
-        alike = bool((batch.weights == batch.weights[0]).all())
-        weights = torch.from_numpy(batch.weights[:1] if alike else batch.weights).float()
-        with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
-            adaptation = method.blend(tensors, weights)
-            ids = generate(backbone, bank, batch.prompts, adaptation, batch.max_new_tokens, batch.stop, alike)
+        ids: list[list[int]] = []
+        for mix, prompts in batch.parts():
+            alike = bool((mix == mix[0]).all())
+            weights = torch.from_numpy(mix[:1] if alike else mix).float()
+            with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
+                adaptation = method.blend(tensors, weights)
+                ids += generate(backbone, bank, prompts, adaptation, batch.max_new_tokens, batch.stop, alike)
         return [answer_text(backbone, found, batch.stop) for found in ids]
 
     if engine.answers_apart:
@@ -108,6 +120,7 @@ class Evaluator:
         tell: lets the other workers of the engine's group know of batches before they are answered.
         method_source: digest of the method's code, where it is from outside: of what was imported, and not of what its
             file says by now.
+        passes: how many passes answer a batch.
     """
 
     def __init__(
@@ -122,10 +135,12 @@ class Evaluator:
         cache: Path,
         tell: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
         method_source: str | None = None,
+        passes: int = 1,
     ):
         self.engine, self.bank, self.method = engine, bank, method
         self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
         self.references, self.cache, self.tell, self.method_source = references, cache, tell, method_source
+        self.passes = passes
 
     def score(self, history: Sequence[Snapshot], weights: Array, rows: Any, metric: Metric) -> TaskScore:
         """Score one task.
@@ -158,7 +173,7 @@ class Evaluator:
     def _batch(self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]]) -> AnswerBatch:
         used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots that nobody in this batch weighs play no part
         lineages = [history[i].lineage for i in used]
-        return AnswerBatch(lineages, weights[:, used], prompts, self.max_new_tokens, self.stop)
+        return AnswerBatch(lineages, weights[:, used], prompts, self.max_new_tokens, self.stop, self.passes)
 
     def _answers(
         self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot]
@@ -186,7 +201,7 @@ class Evaluator:
 def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_source: str | None = None) -> str:
     """Names the answers to a batch: a hash of all that they depend on."""
     code = [] if method_source is None else [method_source]
-    content = {
+    content: dict[str, Any] = {
         "decoding": versions.DECODING,
         "libraries": [versions.library("torch"), versions.library("transformers")],
         "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
@@ -198,6 +213,8 @@ def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_
         "max_new_tokens": batch.max_new_tokens,
         "stop": batch.stop,
     }
+    if batch.passes > 1:
+        content["passes"] = batch.passes
     return content_hash(content, length=32)
 
 

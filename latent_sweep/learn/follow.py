@@ -9,6 +9,7 @@ from latent_sweep.learn.context import Context
 from latent_sweep.learn.evaluation import answer
 from latent_sweep.learn.member import MemberRun, Members
 from latent_sweep.learn.stage import learn_together
+from latent_sweep.store.failures import during
 from latent_sweep.store.snapshots import Snapshot
 from latent_sweep.sweep.plan import Pack
 
@@ -47,7 +48,8 @@ def follow(pack: Pack, context: Context) -> None:
             training_id, trial_id, batches = how
             member = by_id[training_id]
             (trial,) = (trial for trial in member.member.trials if trial.trial_id == trial_id)
-            answer(batches, snapshot, member.method_of(trial), context.engine, context.bank)
+            with during("answering"):
+                answer(batches, snapshot, member.method_of(trial), context.engine, context.bank)
 
 
 def _say_nothing(event: object) -> None:

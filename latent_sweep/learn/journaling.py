@@ -9,20 +9,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from latent_sweep.learn.context import Context, computed_with, hardware
-from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.training import TrainingSummary
 from latent_sweep.store import versions
-from latent_sweep.store.journal import attempts, failure_facts, stages, status
+from latent_sweep.store.failures import failure_facts
+from latent_sweep.store.journal import attempts, stages, status
 from latent_sweep.store.snapshots import Snapshot
 from latent_sweep.store.trial_files import TrialFiles
 from latent_sweep.sweep.plan import Trial
 
+BATCHES_ANSWERED: Mapping[int, str] = {1: "whole", 2: "in halves"}
+"""How batches of answers were generated, by their passes: in bfloat16 answers depend on it."""
 
-def say_started(files: TrialFiles, trial: Trial, engine: Engine) -> None:
+
+def say_started(files: TrialFiles, trial: Trial, context: Context) -> None:
     """Record that a worker takes the trial up."""
     started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
-    started["micro_batch_size"] = trial.settings.training.micro_batch_size
-    started |= {"versions": versions.installed(), "hardware": hardware(engine), "pid": os.getpid()}
+    started |= {"micro_batch_size": trial.settings.training.micro_batch_size, "halved": sorted(context.halved)}
+    started |= {"versions": versions.installed(), "hardware": hardware(context.engine), "pid": os.getpid()}
     files.journal.append("started", **started)
 
 
@@ -52,7 +55,8 @@ def say_stage(
     if summary is not None:
         metrics["seconds_train"] = summary.seconds
         metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
-    computed = {"learned_with": facts["computed_with"], "scored_with": computed_with(context.backbone)}
+    scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
+    computed = {"learned_with": facts["computed_with"], "scored_with": scored_with}
     files.tell(snapshot.lineage, summary is None, metrics, computed)
 
 

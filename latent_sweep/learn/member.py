@@ -20,6 +20,7 @@ from latent_sweep.methods import source_of
 from latent_sweep.methods.capabilities import facts_of, tasks_learned
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.settings import content_hash
+from latent_sweep.store.failures import failure_kind, let_go
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.snapshots import Snapshot
 from latent_sweep.store.trial_files import TrialFiles
@@ -153,6 +154,7 @@ class MemberRun:
         place = "before its first task" if task is None else f"at task {task}"
         place += "" if self.step is None else f", step {self.step}"
         log.error("%s failed %s: %s", self.member.trials[0].name, place, error)
+        let_go(error)  # the others go on, with what memory it has held
 
 
 class Members:
@@ -169,7 +171,8 @@ class Members:
     def leaving(self, members: Sequence[MemberRun], position: int) -> Iterator[None]:
         """Have what goes wrong for these members within the block be their own end, not the pack's.
 
-        With several workers only a loss that is not finite is: all workers see it alike.
+        With several workers only a loss that is not finite is: all workers see it alike. A lost device is the end of
+        all.
         """
         try:
             yield
@@ -177,6 +180,8 @@ class Members:
             task = self.context.tasks[position].name
             if self.context.engine.group.size > 1 and not isinstance(error, NonFiniteLoss):
                 log.error("a worker of the group failed at task %s: %s", task, error)
+                raise
+            if failure_kind(error) == "device_lost":
                 raise
             for member in members:
                 member.fail(error, task)

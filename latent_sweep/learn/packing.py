@@ -17,6 +17,7 @@ from latent_sweep.learn.context import Context, hardware
 from latent_sweep.learn.member import MemberRun
 from latent_sweep.learn.training import Progress, TaskTraining, train_pack
 from latent_sweep.settings import content_hash
+from latent_sweep.store.failures import let_go
 from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
 from latent_sweep.store.snapshots import TaskCheckpoint
 from latent_sweep.store.storage import Storage
@@ -61,6 +62,7 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
             timings.append(_time(pack, context, size))
         except Exception as error:  # too large for the GPU, or a member that fails: it will say so when it runs
             log.warning("packs of %s could not be measured (%s); no larger ones are tried", size, error)
+            let_go(error)
             break
         if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
             break

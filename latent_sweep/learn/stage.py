@@ -15,6 +15,7 @@ from latent_sweep.learn.member import MemberRun, Members, TrialRun
 from latent_sweep.learn.mixing import router_accuracy
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
 from latent_sweep.methods.capabilities import Gated
+from latent_sweep.store.failures import during
 from latent_sweep.store.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -56,14 +57,19 @@ def learn_together(
     trainings: dict[str, TaskTraining] = {}
     learned = {}
     for lineage, sharing in sharers.items():
-        with members.leaving(sharing, position):
+        with members.leaving(sharing, position), during("statistics"):
             trainings[lineage] = sharing[0].training(position, _reporter(sharing, position, emit))
     with members.leaving([member for lineage in trainings for member in sharers[lineage]], position):
-        for lineage, outcome in _outcomes(members, trainings).items():
+        with during("learning"):
+            outcomes = _outcomes(members, trainings)
+        for lineage, outcome in outcomes.items():
             with members.leaving(sharers[lineage], position):
                 if isinstance(outcome, Exception):
-                    raise outcome
-                learned[lineage] = sharers[lineage][0].snapshot(position, trainings[lineage], outcome), outcome
+                    with during("learning"):
+                        raise outcome
+                with during("statistics"):
+                    snapshot = sharers[lineage][0].snapshot(position, trainings[lineage], outcome)
+                learned[lineage] = snapshot, outcome
     return learned
 
 
@@ -126,6 +132,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
         context.storage.folder / "predictions",
         lambda batches: context.order("answer", member.member.training_id, trial.trial_id, batches),
         trial.method_source,
+        context.passes("answering"),
     )
     row, predictions, generated, total, rouge_1 = [], {}, 0, 0, {}
     for j in range(position + 1):

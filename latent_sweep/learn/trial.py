@@ -18,6 +18,7 @@ from latent_sweep.learn.journaling import say_finished, say_started
 from latent_sweep.learn.member import Members, unfinished
 from latent_sweep.learn.stage import learn_missing, score_missing
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.store.failures import during, failure_kind
 from latent_sweep.store.folders import SweepFolder, writing
 from latent_sweep.sweep.checks import Reader, check_pack
 from latent_sweep.sweep.plan import Pack
@@ -40,12 +41,12 @@ def run_pack(
 
     Raises:
         Exception: whatever stopped the first member that failed, after a `failed` event in the journal of each of its
-            unfinished trials and after the end of the others. Where a worker of a group fails or is lost: at once, and
-            the journals are the caller's.
+            unfinished trials and after the end of the others. Where a worker of a group fails or is lost, or this
+            process has lost its device: at once, and the journals are the caller's.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    context = Context(pack.trials[0], sweep.storage, engine)
+    context = Context(pack.trials[0], sweep.storage, engine, pack.halved)
     if not context.engine.group.leads:
         follow(pack, context)
         return
@@ -64,16 +65,17 @@ def _lead(pack: Pack, members: Members, emit: Emit) -> None:
     runs = [run for member in members.all for run in member.trials]
     for run in runs:
         run.files.mend()
-        say_started(run.files, run.trial, context.engine)
+        say_started(run.files, run.trial, context)
     try:
         if any(len(run.files.rows) < len(pack.tasks) for run in runs):
             reader = Reader(context.backbone.family, context.backbone.tokenizer.backend_tokenizer)
             check_pack(pack, reader, context.storage.folder)
         _learn_and_score(members, emit)
     except Exception as error:  # of all members, such as a backbone that cannot be loaded
-        # a fault of the storage cannot be journaled, and may pass; who has started a group learns which worker failed
-        # first, or was lost, and what this one says may only follow from it
-        if context.engine.group.size == 1 and not isinstance(error, StoreError):
+        # a fault of the storage cannot be journaled, and may pass; a lost device is no fault of the trials; who has
+        # started a group learns which worker failed first, or was lost, and what this one says may only follow from it
+        may_pass = isinstance(error, StoreError) or failure_kind(error) == "device_lost"
+        if context.engine.group.size == 1 and not may_pass:
             for member in members.all:
                 if member.failure is None:
                     member.fail(error, None)
@@ -86,7 +88,7 @@ def _learn_and_score(members: Members, emit: Emit) -> None:
     for position in range(n_tasks):
         learned = learn_missing(members, position, emit)
         for member in members.going(position):
-            with members.leaving([member], position):
+            with members.leaving([member], position), during("answering"):
                 score_missing(member, position, learned, emit)
         if matrices := _matrices(members, position):
             emit(StageDone(position + 1, matrices))

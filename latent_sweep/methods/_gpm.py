@@ -170,16 +170,19 @@ class InputMemory:
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments
-        from latent_sweep.backbones.batches import epoch_batches, read, read_padded
+        from latent_sweep.backbones.batches import chunked, epoch_batches, read, read_padded
 
         backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows
         lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
         batches = epoch_batches(lengths, self._gpm.batch_size, self._task.generator("memory"), group_by_length=True)
+        size = self._gpm.batch_size
+        if self._gpm.mask_padding:  # otherwise padding counts, and how much of it there is hangs on the batch
+            size = self._context.rows_in_a_pass(size)
         moments: dict[str, Tensor] = {}
         reading = partial(adding_second_moments, moments, self._blocks, list(backbone.targets.values()))
         run = read if self._gpm.mask_padding else read_padded
         with torch.no_grad():
-            for indices in batches[: self._gpm.max_batches]:
+            for indices in chunked(batches[: self._gpm.max_batches], size):
                 chosen = [rows[i] for i in indices]
                 run(backbone, chosen, adaptation(chosen), bank, reading)
         for name, moment in moments.items():

@@ -190,8 +190,9 @@ def diagonal_fisher(
     A, B = (tensor.detach() for tensor in branch)
     sums = torch.zeros_like(A), torch.zeros_like(B)
     by_length = sorted(rows, key=lambda row: len(row["prompt_ids"]))
-    for start in range(0, len(rows), FISHER_BATCH):
-        batch = by_length[start : start + FISHER_BATCH]
+    at_once = context.rows_in_a_pass(FISHER_BATCH)
+    for start in range(0, len(rows), at_once):
+        batch = by_length[start : start + at_once]
         own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in (A, B))
         deltas = LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch))
         found = forward(context.backbone, context.bank, batch, Adaptation(deltas))

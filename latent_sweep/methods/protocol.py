@@ -44,6 +44,12 @@ class MethodContext:
     storage: Path
     largest_rank: int
     """The largest rank of the sweep: factors computed for it serve every smaller one."""
+    passes: int = 1
+    """How many passes a batch is cut into that statistics are read from: more where memory has not sufficed."""
+
+    def rows_in_a_pass(self, batch_size: int) -> int:
+        """Return how many rows of such a batch go into one pass."""
+        return -(-batch_size // self.passes)
 
 
 @dataclass(frozen=True)

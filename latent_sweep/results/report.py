@@ -178,13 +178,18 @@ def _mixed(trials: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, dict[
 
 
 def _restart_line(events: Sequence[Event]) -> str:
-    """Tell why a trial was started again, with the size of its forward passes where they were halved."""
+    """Tell why a trial was started again, with the size of its forward passes and other batches that were halved."""
     why = restarts(events)
     if not why:
         return ""
-    rows = attempts(events)[-1].get("micro_batch_size")
-    halved = f"; now {rows} rows in a forward pass" if "out_of_memory" in why else ""
-    return f"started again after {', '.join(why)}{halved}"
+    last = attempts(events)[-1]
+    smaller = {
+        "learning": f"{last.get('micro_batch_size')} rows in a forward pass",
+        "answering": "answers of half a batch at a time",
+        "statistics": "statistics of half a batch at a time",
+    }
+    now = [smaller[phase] for phase in smaller if phase in last.get("halved", ())]
+    return f"started again after {', '.join(why)}" + (f"; now {', '.join(now)}" if now else "")
 
 
 def _configuration(

@@ -3,11 +3,11 @@
 A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Unix seconds), `event` and, at its end,
 `sha256` of all that stands before it in the line:
 
-    started   attempt, node, versions, hardware
+    started   attempt, node, versions, hardware, halved: what is done with half the rows in a pass
     stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number},
               key (what the row was computed from), files {name: sha256}
     finished  metrics, files {name: sha256}
-    failed    kind, message, task, step
+    failed    kind, message, task, step and, where it is known, during: learning, answering or statistics
     lost      kind, message: the worker is gone, or what it left is; the trial is tried again, or `failed` follows
     stopped   tasks_seen, reason
 
@@ -29,23 +29,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from latent_sweep.errors import LatentSweepError, NonFiniteLoss, StoreError
-from latent_sweep.security import redact, traceback_text
+from latent_sweep.errors import StoreError
 from latent_sweep.store.files import committing, read_file
 from latent_sweep.store.storage import Storage
-
-
-def failure_facts(error: BaseException) -> dict[str, str]:
-    """Return what a journal records of what stopped a trial; its `kind` decides whether another try is worth it."""
-    cause = getattr(error, "cause", None) or error  # of a remote error
-    kind = "error"
-    if isinstance(cause, NonFiniteLoss):
-        kind = "non_finite"
-    elif isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":  # torch's, not loaded here
-        kind = "out_of_memory"
-    message = f"{cause}" if isinstance(cause, LatentSweepError) else f"{type(cause).__name__}: {cause}"
-    return {"kind": kind, "message": redact(message)[:2000], "traceback": traceback_text(error)}
-
 
 log = logging.getLogger(__name__)
 

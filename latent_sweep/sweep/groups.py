@@ -74,7 +74,8 @@ class EvaluationSettings(Settings):
     """The `evaluation:` group; training reads none of it."""
 
     batch_size: int = Field(16, ge=1, json_schema_extra=INFERENCE_ONLY)
-    """Rows generated together. In bfloat16 the answers depend on it, so it is part of what identifies a score."""
+    """Rows generated together. In bfloat16 the answers depend on it, so it is part of what identifies a score. Where
+    memory does not suffice, batches are answered in halves, and the table says so."""
 
 
 class ResourceSettings(Settings):
@@ -86,7 +87,8 @@ class ResourceSettings(Settings):
     cpus: float = Field(1, gt=0)
     """CPU cores of each worker; torch uses as many threads, at least one."""
     gpus: float = Field(0, ge=0, le=1)
-    """GPUs of each worker; a fraction lets several trials of one worker share one."""
+    """GPUs of each worker. With 0 it sees none, whatever its node has. A fraction lets several trials of one worker
+    share one; each may take that share of its memory."""
     accelerator: str | None = None
     """Accelerator type as Ray names it, e.g. `A100`."""
 
@@ -106,15 +108,16 @@ class EngineSettings(Settings):
     name: Literal["torch", "deepspeed"] = "torch"
     """Plain torch holds the whole backbone in every worker; `deepspeed` can shard it over them."""
     zero_stage: Literal[0, 1, 2, 3] = 3
-    """What DeepSpeed ZeRO shards over the workers: 0 nothing; 1 the optimizer's moments; 2 and their gradients; 3 and
-    the weights. What is trained is about a megabyte, so 1 and 2 save next to nothing; 3 shards the backbone."""
+    """What DeepSpeed ZeRO shards over the workers: 3 the backbone's weights; 0, 1 and 2 nothing, as what is trained is
+    about a megabyte, which every worker holds and steps whole. They compute as plain torch does."""
     offload: Literal["none", "cpu"] = "none"
-    """Where the shards wait: with `cpu` in host memory, the weights too at stage 3. Needs a stage of at least 1."""
+    """Where the shards of the weights wait: with `cpu` in host memory. Needs stage 3."""
     gather: Literal["auto", "always", "never"] = "auto"
     """Whether stage 3 gathers the weights for answering, once per evaluation: `auto` where they fit beside what is
     there. Without it every new token gathers every weight, which is slow beyond use for more than a look."""
     config: Mapping[str, Any] = {}
-    """DeepSpeed's own JSON, merged over ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}."""
+    """DeepSpeed's own JSON, merged over ours, e.g. {zero_optimization: {stage3_prefetch_bucket_size: 50000000}}. Needs
+    stage 3. What is trained is not DeepSpeed's, so what it says of gradients and optimizers has no effect."""
 
     @model_validator(mode="after")
     def _for_deepspeed(self) -> EngineSettings:
@@ -122,8 +125,12 @@ class EngineSettings(Settings):
         set_here = sorted(n for n in fields if n != "name" and getattr(self, n) != fields[n].default)
         if self.name == "torch" and set_here:
             raise ValueError(f"{', '.join(set_here)}: plain torch has no such setting; add name: deepspeed")
-        if self.offload == "cpu" and self.zero_stage == 0:
-            raise ValueError("offload: cpu with zero_stage: 0: nothing is sharded that could wait in host memory")
+        of_shards = [name for name in set_here if name != "zero_stage"]
+        if self.zero_stage < 3 and of_shards:
+            raise ValueError(
+                f"{', '.join(of_shards)}: has no effect with zero_stage: {self.zero_stage}, which shards nothing; "
+                "leave it out, or use zero_stage: 3"
+            )
         return self
 
 
@@ -185,9 +192,9 @@ class RunSettings(Settings):
     search_seed: int = Field(0, ge=0)
     """Seed of those draws: the same file always means the same trials."""
     max_failures: int = Field(3, ge=0)
-    """How often in a row, without finishing a task in between, a trial is started again whose worker died on a node
-    that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass; other faults
-    are not retried."""
+    """How often in a row, without finishing a task in between, a trial is started again whose worker died, or lost its
+    GPU, on a node that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass
+    of what ran out, learning, answering or a method's statistics; other faults are not retried."""
 
     @field_validator("storage")
     @classmethod

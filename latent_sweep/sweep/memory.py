@@ -6,7 +6,7 @@ the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n
 
     weights      b x every parameter, counted exactly; at ZeRO stage 3 a worker holds its share of the large ones
     factors      latent adapters: b r (o + n) for each projection
-    adapter      8 P: values and gradients in float32; DeepSpeed holds another copy
+    adapter      8 P: values and gradients in float32
     optimizer    8 P: AdamW's two moments
     history      (4 + b) P for each task, where earlier branches stay active or answer together
     logits       b V B (L + 1), and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
@@ -104,7 +104,7 @@ class Memory:
     reading: int
     """Activations beside them."""
     host: int
-    """Weights and moments that wait in host memory instead."""
+    """Weights that wait in host memory instead."""
 
     @property
     def learning(self) -> int:
@@ -145,7 +145,6 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     step = _step(trial, shape, adapters, run.resources, members) if learns else _Moment(0, 0, 0)
     answer = _answer(trial, shape)
     weights = _weights(shape, run)
-    moments, waiting_moments = _moments(trial, trained, run)
     sides = sum(m + n for m, n in shape.targets.values())
     return Memory(
         weights=weights.held,
@@ -156,11 +155,11 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
         activations=step.activations,
         working=step.working,
         logits=step.logits,
-        adapter=trained * (12 if run.engine.name == "deepspeed" else 8),
-        optimizer=moments,
+        adapter=8 * trained,
+        optimizer=_moments(trial, trained),
         cache=answer.cache,
         reading=answer.reading,
-        host=weights.waiting + waiting_moments,
+        host=weights.waiting,
     )
 
 
@@ -301,14 +300,9 @@ def _weights(shape: Shape, run: RunSettings) -> _Weights:
     return _Weights(held, gathered, large if fits else gathered, waiting)
 
 
-def _moments(trial: Trial, trained: int, run: RunSettings) -> tuple[int, int]:
-    """Return bytes of the optimizer's moments on the device, and in host memory."""
-    if trial.settings.training.optimizer != "adamw":  # Adafactor's are rows and columns
-        return 0, 0
-    engine = run.engine
-    sharded = engine.name == "deepspeed" and engine.zero_stage > 0
-    own = _share(8 * trained, run.resources.workers) if sharded else 8 * trained
-    return (0, own) if engine.offload == "cpu" else (own, 0)
+def _moments(trial: Trial, trained: int) -> int:
+    """Return bytes of the optimizer's moments, which every worker holds whole."""
+    return 8 * trained if trial.settings.training.optimizer == "adamw" else 0  # Adafactor's are rows and columns
 
 
 def _share(total: int, workers: int) -> int:

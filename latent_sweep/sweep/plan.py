@@ -46,6 +46,7 @@ from latent_sweep.methods.protocol import Method, MethodSettings
 from latent_sweep.router import RouterSettings
 from latent_sweep.settings import content_hash, filled, local_path
 from latent_sweep.store import versions
+from latent_sweep.store.failures import Phase
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.trial_files import TrialFiles
 from latent_sweep.sweep.config import Sweep, fault_report, flatten, trial_settings
@@ -205,6 +206,8 @@ class Pack:
     """The work of one worker: members learn side by side, in one forward pass of the backbone they share."""
 
     members: tuple[Member, ...]
+    halved: frozenset[Phase] = frozenset()
+    """What is done with half the rows in a pass, because memory has not sufficed for more."""
 
     @property
     def pack_id(self) -> str:

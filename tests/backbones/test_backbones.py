@@ -13,6 +13,7 @@ from helpers.tiny import load_tiny
 from transformers import LlamaForCausalLM, PreTrainedModel, T5ForConditionalGeneration
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
+from latent_sweep.backbones import loading
 from latent_sweep.backbones.architectures import model_config, random_model
 from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.generation import answer_text, generate
@@ -193,6 +194,38 @@ def test_random_weights_are_written_by_whichever_worker_comes_first(name, monkey
     written, drawn = load_backbone(BackboneSettings(name=str(folder), dtype="float32")), load_tiny(name)
     assert written.weights_digest == drawn.weights_digest
     assert all(torch.equal(a, b) for a, b in zip(written.model.parameters(), drawn.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("found", ["nothing", "no weights", "cut weights"])
+def test_a_folder_of_the_cache_that_is_no_checkpoint_is_made_again(monkeypatch, tmp_path, caplog, found):
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    settings = BackboneSettings(name="tiny-llama", dtype="float32", device="cpu")
+    folder = local_folder(settings)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    if found == "cut weights":
+        weights.write_bytes(whole[:-100])
+    else:
+        weights.unlink()
+    if found == "nothing":
+        (folder / "config.json").unlink()
+    assert local_folder(settings) == folder
+    assert weights.read_bytes() == whole
+    assert "is made again" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_random_weights_are_the_same_bits_on_every_device(name, monkeypatch):
+    """A GPU is imitated: what would move there stays here."""
+    moved = []
+    monkeypatch.setattr(loading, "device_of", lambda settings: "cuda")
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: moved.append(device))
+    found, drawn = load_tiny(name), random_model(KNOWN[name].family, KNOWN[name].config, torch.float32)
+    assert moved == ["cuda"]
+    assert found.model.state_dict().keys() == drawn.state_dict().keys()
+    assert all(torch.equal(weight, drawn.state_dict()[key]) for key, weight in found.model.state_dict().items())
+    monkeypatch.undo()
+    assert found.weights_digest == load_tiny(name).weights_digest
 
 
 @pytest.mark.one_machine

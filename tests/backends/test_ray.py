@@ -9,15 +9,22 @@ from collections import Counter
 import psutil
 import pytest
 import torch
-from helpers.moments import at_step
+from helpers.moments import Moment, at_step
 from helpers.patience import PATIENCE
+from helpers.ray_heads import nodes
 from helpers.sweeps import TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
 from helpers.tiny import HALTING_STEPS
 
+from latent_sweep.backends import ray_group, ray_tune
+from latent_sweep.backends.ray_group import keep_to_share
 from latent_sweep.backends.ray_tune import _loss_kind
 from latent_sweep.cli import main
+from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.sealed import read_sealed_json
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.groups import ResourceSettings
+from latent_sweep.sweep.plan import expand, pack
 
 TWO_CPUS = (os.cpu_count() or 1) >= 2
 
@@ -173,6 +180,51 @@ def test_a_worker_that_cannot_be_reached_was_lost_with_its_node():
 
     assert _loss_kind(ActorUnavailableError("the connection was reset", None)) == "node_lost"
     assert _loss_kind(None) == "worker_died", "where Ray says nothing, it is counted"
+
+
+@pytest.mark.slow
+def test_without_a_gpu_asked_for_a_worker_sees_none_of_its_nodes(tmp_path):
+    """On a cluster that was there before, which knows nothing of how we start our own."""
+    seen = tmp_path / "seen"
+    tells = f"open({str(seen)!r}, 'a').write(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    looks = Moment(tmp_path / "moment", "latent_sweep.learn.trial:run_pack", f"lambda *pack, **more: {tells} and False")
+    content = tiny(search={}, trial__training__epochs=1, trial__benchmark__train_per_task=8)
+    with nodes(1, CUDA_VISIBLE_DEVICES="0,1", **looks.environment) as (_, environment):
+        code, printed = run_on_ray(content, tmp_path, **environment)
+    assert code == 0, printed
+    assert seen.read_text() == "''"
+
+
+@pytest.mark.parametrize(("gpus", "asked"), [(0, []), (0.25, [0.25]), (0.5, [0.5]), (1, [])])
+def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch, gpus, asked):
+    fractions = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    keep_to_share(ResourceSettings(gpus=gpus))
+    assert fractions == asked
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 0 else "3")
+
+
+def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
+    """Before it does anything else that could ask what there is."""
+    told = []
+
+    def keep(resources):
+        told.append(resources.gpus)
+        raise InterruptedError
+
+    monkeypatch.setattr(ray_group, "keep_to_share", keep)
+    sweep = parse_sweep(tiny(search={}, run__resources={"gpus": 0.5}), "test")
+    (one,) = pack(expand(sweep))
+    folder = open_sweep(tmp_path / sweep.name)
+    with pytest.raises(InterruptedError):
+        ray_tune._run_in_worker({"pack_id": one.pack_id}, {one.pack_id: one}, folder, "", sweep.run, {})
+    with pytest.raises(InterruptedError):
+        ray_tune._measure_there(one, folder.storage, sweep.run.resources)
+    with pytest.raises(InterruptedError):
+        ray_group._Worker(0, 2).run("127.0.0.1", 0, one, folder, sweep.run)
+    assert told == [0.5] * 3
 
 
 @pytest.mark.slow

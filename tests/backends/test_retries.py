@@ -1,11 +1,16 @@
 """Which trials are tried again, and how: from what their journals say."""
 
+import gc
+import weakref
+
 import pytest
+import torch
 from helpers.sweeps import events, sweep_folder, tiny, write
 
+from latent_sweep.backbones import batches
 from latent_sweep.backends.retries import Attempt, GivenUp, next_attempt, still_to_try
 from latent_sweep.cli import main
-from latent_sweep.learn import training
+from latent_sweep.learn import evaluation, stage, training, trial
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import restarts, status
 from latent_sweep.sweep.config import parse_sweep
@@ -18,8 +23,8 @@ def lost(kind):
     return {"event": "lost", "kind": kind, "message": kind}
 
 
-def failed(kind):
-    return {"event": "failed", "kind": kind, "message": f"it was {kind}"}
+def failed(kind, **during):
+    return {"event": "failed", "kind": kind, "message": f"it was {kind}", **during}
 
 
 def after(*ends, max_failures=1):
@@ -55,9 +60,19 @@ def test_a_node_lost_in_between_does_not_excuse_deaths():
 
 @pytest.mark.parametrize("end", [lost("out_of_memory"), failed("out_of_memory")])
 def test_out_of_memory_is_tried_once_more_with_half_the_rows(end):
-    assert after(end, max_failures=0) == Attempt(halved=True, because="out_of_memory")
-    assert after(end, lost("node_lost")) == Attempt(halved=True, because="node_lost"), "and stays halved"
+    halved = frozenset({"learning"})
+    assert after(end, max_failures=0) == Attempt(halved, because="out_of_memory")
+    assert after(end, lost("node_lost")) == Attempt(halved, because="node_lost"), "and stays halved"
     assert isinstance(after(end, failed("out_of_memory")), GivenUp)
+
+
+def test_what_ran_out_of_memory_is_halved_and_each_once():
+    ends = [failed("out_of_memory", during=phase) for phase in ("answering", "statistics", "learning")]
+    assert after(ends[0]) == Attempt(frozenset({"answering"}), because="out_of_memory")
+    assert after(*ends[:2]) == Attempt(frozenset({"answering", "statistics"}), because="out_of_memory")
+    assert after(*ends) == Attempt(frozenset({"answering", "statistics", "learning"}), because="out_of_memory")
+    for end, words in zip(ends, ("while answering", "in a method's statistics", "while learning"), strict=True):
+        assert after(*ends, end) == GivenUp(f"out of memory again {words}, with half the rows in a pass")
 
 
 @pytest.mark.parametrize("kind", ["error", "non_finite"])
@@ -82,12 +97,13 @@ def out_of_memory(monkeypatch):
     tried = []
 
     def limit(rows):
-        def gradients(trainers, engine, bank):
-            size = trainers[0].training.settings.micro_batch_size or trainers[0].training.settings.batch_size
+        def gradients(batches, engine, bank):
+            settings = batches.trainers[0].training.settings
+            size = settings.micro_batch_size or settings.batch_size
             tried.append(size)
             if size > rows:
                 raise MemoryError("no memory for so many rows")
-            return original(trainers, engine, bank)
+            return original(batches, engine, bank)
 
         original = training._gradients
         monkeypatch.setattr(training, "_gradients", gradients)
@@ -148,3 +164,180 @@ def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
     assert starts == [1, 2, 0]
     assert main(["run", path, "--local"]) == 1
     assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]
+
+
+def test_answers_for_which_memory_does_not_suffice_come_in_halves(tmp_path, capsys, monkeypatch):
+    """The whole batches that were answered before are not mixed with halves, in whichever order they come."""
+    content = short(search={"router.components": [1]}, trial__evaluation={"batch_size": 8})
+    passes = []
+
+    def answered(backbone, bank, prompts, *others):
+        passes.append(len(prompts))
+        if len(prompts) > 4 and passes.count(8) == 2:  # the second stage's, whose first task has known answers
+            raise MemoryError("no memory for so many answers")
+        return original(backbone, bank, prompts, *others)
+
+    original = evaluation.generate
+    monkeypatch.setattr(evaluation, "generate", answered)
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    assert passes[:3] == [8, 4, 8], "twelve rows of a task, and the next one's"
+    assert passes[3:] == [4, 4, 2, 2] * 2, "what is known of whole batches is not taken"
+    (trial,) = sweep_folder(tmp_path)
+    (end,) = events(sweep_folder(tmp_path), "failed")
+    assert (end["kind"], end["during"]) == ("out_of_memory", "answering")
+    assert [event["halved"] for event in events(sweep_folder(tmp_path), "started")] == [[], ["answering"]]
+    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path), "started")] == [None, None]
+    told = [event["scored_with"]["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
+    assert told == ["whole", "in halves"]
+    printed = capsys.readouterr().out
+    assert "started again after out_of_memory; now answers of half a batch at a time" in printed
+    assert "batches answered: in halves (1 trial: " in printed
+    assert status(trial.events()) == "finished"
+
+
+@pytest.mark.parametrize("method", ["ewc", "inf_lora", "gain_lora"])
+def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_rows(tmp_path, monkeypatch, method):
+    """The passes of statistics are those outside of the loop over steps."""
+    from helpers.methods import changes
+
+    content = tiny(**changes(method, "tiny-llama"))
+    content["trial"]["benchmark"]["tasks"] = ["mood", "ticket"]
+    if method != "ewc":
+        content["trial"]["method"]["gpm"]["batch_size"] = 8
+    learning, sizes = [], []
+
+    def train(*arguments):
+        learning.append(True)
+        try:
+            return trained(*arguments)
+        finally:
+            learning.pop()
+
+    def collated(members, backbone, alike=False):
+        if not learning:
+            (rows,) = members
+            sizes.append(len(rows))
+            if len(rows) > limit:
+                raise MemoryError("no memory for statistics of so many rows")
+        return original(members, backbone, alike)
+
+    trained, original, limit = stage.train_pack, batches.collate, 8
+    monkeypatch.setattr(stage, "train_pack", train)
+    monkeypatch.setattr(batches, "collate", collated)
+    assert main(["run", write(tmp_path / "enough", content), "--local"]) == 0
+    assert set(sizes) == {8}
+    sizes.clear()
+    limit = 4
+    assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
+    assert (sizes[0], set(sizes[1:])) == (8, {4})
+    (end,) = events(sweep_folder(tmp_path / "less"), "failed")
+    assert (end["kind"], end["during"]) == ("out_of_memory", "statistics")
+    enough, less = (sweep_folder(tmp_path / name) for name in ("enough", "less"))
+    snapshots = sorted(enough.snapshots.folder.glob("*.safetensors"))
+    assert [path.name for path in sorted(less.snapshots.folder.glob("*.safetensors"))] == [p.name for p in snapshots]
+
+
+def test_a_try_that_failed_leaves_no_backbone_and_no_activations_behind(tmp_path, monkeypatch):
+    """The collector is off: nothing is freed by chance."""
+    alive, seen = [], []
+
+    def gradients(batches, engine, bank):
+        if not seen:
+            activations = torch.ones(1 << 20)
+            alive.extend(map(weakref.ref, (activations, engine.backbone.model, batches.trainers[0].learner)))
+            seen.append([found() is not None for found in alive])
+            raise MemoryError("no memory")
+        if len(seen) == 1:
+            seen.append([found() is not None for found in alive])
+        return original(batches, engine, bank)
+
+    original = training._gradients
+    monkeypatch.setattr(training, "_gradients", gradients)
+    path = write(tmp_path, short(search={"router.components": [1]}))
+    gc.disable()
+    try:
+        assert main(["run", path, "--local"]) == 0
+    finally:
+        gc.enable()
+    assert seen == [[True] * 3, [False] * 3]
+
+
+def test_a_member_that_failed_makes_room_for_the_others(tmp_path, monkeypatch):
+    alive, seen = [], []
+
+    def check(norm, step):
+        if not alive:
+            workspace = torch.ones(1 << 20)
+            alive.append(weakref.ref(workspace))
+            raise MemoryError("no memory")
+        return original(norm, step)
+
+    def score(member, *others):
+        seen.append(alive[0]() is not None)
+        return scored(member, *others)
+
+    original, scored = training._check_gradient, trial.score_missing
+    monkeypatch.setattr(training, "_check_gradient", check)
+    monkeypatch.setattr(trial, "score_missing", score)
+    path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
+    gc.disable()
+    try:
+        assert main(["run", path, "--local"]) == 0
+    finally:
+        gc.enable()
+    assert seen
+    assert not any(seen)
+
+
+LOST_GPU = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def losing_the_gpu(monkeypatch):
+    """A process whose GPU is lost at the first optimizer step; how often the step was tried until it is mended."""
+    tried = []
+
+    def gradients(batches, engine, bank):
+        tried.append(len(batches.trainers))
+        raise RuntimeError(LOST_GPU)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_gradients", gradients)
+        yield patched, tried
+
+
+def test_a_process_that_has_lost_its_gpu_is_not_used_again(tmp_path, capsys, losing_the_gpu):
+    patched, tried = losing_the_gpu
+    path = write(tmp_path, short(search={"seed": [0, 1]}))
+    assert main(["run", path, "--local"]) == 2
+    assert "Run the same command again" in capsys.readouterr().err
+    assert tried == [1], "neither the same trial again, nor the next one"
+    first, second = (trial.events() for trial in sweep_folder(tmp_path))
+    assert [event["event"] for event in first] == ["started", "lost"]
+    assert (first[-1]["kind"], first[-1]["message"]) == ("worker_died", LOST_GPU)
+    assert second == []
+    patched.undo()
+    assert main(["run", path, "--local"]) == 0
+    assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished"] * 2
+
+
+def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu):
+    _, tried = losing_the_gpu
+    path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
+    assert main(["run", path, "--local"]) == 2
+    assert tried == [2]
+    ends = [trial.events()[-1] for trial in sweep_folder(tmp_path)]
+    assert [(event["event"], event["kind"]) for event in ends] == [("lost", "worker_died")] * 2
+
+
+def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu):
+    from latent_sweep.backends.ray_tune import _loss_kind, _run_in_worker
+    from latent_sweep.store.storage import question
+
+    sweep = parse_sweep(tiny(search={}), "test")
+    (one,) = pack(expand(sweep))
+    folder = open_sweep(tmp_path / sweep.name)
+    with question(folder.storage) as asked, pytest.raises(RuntimeError, match="illegal memory access") as found:
+        _run_in_worker({"pack_id": one.pack_id}, {one.pack_id: one}, folder, asked, sweep.run, {})
+    assert [event["event"] for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
+    assert _loss_kind(found.value) == "worker_died"

@@ -1,15 +1,20 @@
 """The benchmark: it runs, its arithmetic is right, and what it compares with learns as well. No timing is tested."""
 
+import gc
 import json
 import math
+import pkgutil
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
+import torch
 from helpers.patience import PATIENCE
 
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
+from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.cli import main
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile, write_profile
 
@@ -313,6 +318,39 @@ def test_the_usual_way_learns_an_adapter_per_task_and_routes_to_it(usual):
         mine = [parameter for name, parameter in weights.items() if f".{task.name}." in name]
         assert len(mine) == 4 and all(bool(parameter.any()) for parameter in mine)  # both layers, query and value
     assert [trial.route(task.test) for task in usual.tasks] == [[0] * 6, [1] * 6]
+
+
+@pytest.mark.parametrize(
+    ("part", "children"),
+    [("shards.shards", "shards._run_group"), ("processes.memory", "processes._child")],
+)
+def test_what_another_process_needs_is_given_back_first(tmp_path, monkeypatch, part, children):
+    """The collector is off: nothing is freed by chance; and a GPU is imitated that was used."""
+    held, emptied = [], []
+
+    class Started(Exception):
+        pass
+
+    def child(*arguments):
+        raise Started
+
+    def with_a_backbone():
+        measured = Workbench(Subject("tiny-llama", "float32", "cpu", "builtin", str(tmp_path), quick=True))
+        held.append(weakref.ref(measured.backbone.model))
+        measured.train([measured.training(measured.one_batch(), 1)])
+        return measured
+
+    monkeypatch.setattr(f"latent_sweep.bench.{children}", child)
+    gc.disable()
+    try:
+        measured = with_a_backbone()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(held[0]()))
+        with pytest.raises(Started):
+            pkgutil.resolve_name(f"latent_sweep.bench.{part}")(measured)
+    finally:
+        gc.enable()
+    assert emptied == [None]
 
 
 @pytest.mark.slow

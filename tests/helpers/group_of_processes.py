@@ -89,10 +89,10 @@ def main(rank: int, size: int, port: int) -> None:
     for line in sys.stdin:
         job = json.loads(line)
         question = job.pop("question", None)
-        answer = {"hand_over": hand_over, "shards": shards, None: run}[question](group, **job)
+        answer = {"shards": shards, None: run}[question](group, **job)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-        gc.freeze()  # DeepSpeed collects garbage for every optimizer; through all modules that is slow
+        gc.freeze()  # DeepSpeed collects garbage for every model; through all modules that is slow
     os._exit(0)  # gloo's threads now and then abort an interpreter that ends
 
 
@@ -111,59 +111,6 @@ def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) 
     for each in pack(expand(parsed), parsed.run.pack):
         run_pack(each, open_sweep(storage / parsed.name), seen.append, engine=runs_on)
     return [dict(event.losses) for event in seen if isinstance(event, Step) and event.doing == "learning"]
-
-
-def hand_over(group: Any) -> dict[str, float]:
-    """Each engine takes five steps, and every other goes on from its state for five more, beside plain torch's ten.
-
-    Returns:
-        By "giver to taker", the largest difference of any parameter.
-    """
-    import torch
-
-    from latent_sweep.backends.engines import engine_of
-    from latent_sweep.learn.engine import Engine
-    from latent_sweep.sweep.groups import EngineSettings, TrainingSettings
-
-    peak = {"learning_rate": 0.01, "batch_size": 1, "epochs": 1}  # the steps are counted here
-    settings = TrainingSettings(**peak, weight_decay=0.1, warmup_steps=2, schedule="linear")
-    kinds = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
-    kinds += [{"zero_stage": stage, "offload": "cpu"} for stage in (2, 3)]
-    engines = {"torch": Engine(group)}
-    for kind in kinds:
-        engines[json.dumps(kind)] = engine_of(EngineSettings.model_validate({"name": "deepspeed", **kind}), group)
-
-    def begin(engine):
-        source = torch.Generator().manual_seed(0)
-        parameters = {name: torch.randn(shape, generator=source) for name, shape in {"A": (3, 5), "B": (7,)}.items()}
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
-        return parameters, engine.optimizer(parameters, settings, 10)
-
-    def go_on(parameters, optimizer, first, last):
-        for step in range(first, last):
-            source = torch.Generator().manual_seed(100 + step)
-            for parameter in parameters.values():
-                parameter.grad = torch.randn(parameter.shape, generator=source)
-            optimizer.step()
-            with torch.no_grad():  # as a learner may do after a step
-                parameters["A"].mul_(0.9)
-            optimizer.clear()
-
-    whole, optimizer = begin(engines["torch"])
-    go_on(whole, optimizer, 0, 10)
-    differences = {}
-    for giver, first in engines.items():
-        parameters, optimizer = begin(first)
-        go_on(parameters, optimizer, 0, 5)
-        state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
-        for taker, second in engines.items():
-            parameters, optimizer = begin(second)
-            optimizer.load_state(state)
-            go_on(parameters, optimizer, 5, 10)
-            found = [(parameters[name] - whole[name]).abs().max().item() for name in whole]
-            differences[f"{giver} to {taker}"] = max(found)
-    return differences
 
 
 def shards(group: Any) -> dict[str, list[int]]:

@@ -124,6 +124,7 @@ def nodes(*cpus: int, **environment: str) -> Iterator[tuple[Any, dict[str, str]]
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
+    from ray._common.utils import get_default_ray_temp_dir
     from ray._private.authentication_test_utils import reset_auth_token_state
     from ray.cluster_utils import Cluster
 
@@ -132,6 +133,9 @@ def nodes(*cpus: int, **environment: str) -> Iterator[tuple[Any, dict[str, str]]
         stack.enter_context(mock.patch.dict(os.environ, own | environment))
         reset_auth_token_state()
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True))  # short
+        os.makedirs(
+            get_default_ray_temp_dir(), exist_ok=True
+        )  # a note of the cluster goes there, wherever its own files are
         head_only = {"include_dashboard": False, "temp_dir": folder}
         cluster = Cluster(initialize_head=True, head_node_args=head_only | node(cpus[0]))
         stack.callback(cluster.shutdown)

@@ -108,7 +108,8 @@ def test_every_method_ends_with_two_workers_as_with_one(of_one, ask_two, tmp_pat
 
 @pytest.mark.slow
 def test_losses_are_those_of_one_worker_at_every_step(ask_two, tmp_path):
-    engines = {f"zero-{stage}": ZERO_3 | {"zero_stage": stage} for stage in range(4)} | {"torch": {"name": "torch"}}
+    engines = {f"zero-{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(3)}
+    engines |= {"zero-3": ZERO_3, "torch": {"name": "torch"}}
     training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
     losses, scores = {}, {}
     with group_of(1, tmp_path) as ask_one:
@@ -139,13 +140,6 @@ def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(ask_two):
     }
 
 
-@pytest.mark.slow
-def test_every_engine_goes_on_from_every_others_checkpoint(ask_two):
-    found = ask_two(question="hand_over")
-    assert len(found) == 49
-    assert {pair: difference for pair, difference in found.items() if difference > 1e-6} == {}
-
-
 def test_deepspeed_settings_that_would_be_ignored_are_refused():
     from latent_sweep.backends.driver import check_engine
     from latent_sweep.errors import ConfigError
@@ -167,7 +161,9 @@ def test_deepspeed_settings_that_would_be_ignored_are_refused():
     ("engine", "words"),
     [
         ({"zero_stage": 2}, "zero_stage: plain torch has no such setting; add name: deepspeed"),
-        ({"name": "deepspeed", "zero_stage": 0, "offload": "cpu"}, "nothing is sharded that could wait"),
+        ({"name": "deepspeed", "zero_stage": 2, "offload": "cpu"}, "offload: has no effect with zero_stage: 2"),
+        ({"name": "deepspeed", "zero_stage": 0, "gather": "never"}, "gather: has no effect with zero_stage: 0"),
+        ({"name": "deepspeed", "zero_stage": 1, "config": {"comms_logger": {}}}, "config: has no effect"),
         ({"name": "deepspeed", "zero_stage": 4}, "zero_stage"),
         ({"name": "megatron"}, "megatron"),
     ],

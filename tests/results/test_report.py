@@ -189,7 +189,9 @@ def test_trials_that_were_started_again_say_why(tmp_path, format):
     journal_of(first).append("lost", kind="node_lost", message="its node has died")
     start(first, attempt=2)
     journal_of(first).append("failed", kind="out_of_memory", message="no memory", task=None, step=None)
-    journal_of(first).append("started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4)
+    journal_of(first).append(
+        "started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4, halved=["learning"]
+    )
     start(second)
     summary = report.summarise(sweep)
     line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"

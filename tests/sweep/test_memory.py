@@ -89,7 +89,8 @@ def test_weights_are_counted_exactly(name):
     import torch
 
     config = {**KNOWN[name].config, **({"tie_word_embeddings": True} if name == EMBEDDED else {})}
-    model = random_model(KNOWN[name].family, config, torch.bfloat16, device="meta")
+    with torch.device("meta"):
+        model = random_model(KNOWN[name].family, config, torch.bfloat16)
     shape = shape_of(BackboneSettings(name=name))
     assert shape.parameters == Counter(p.numel() for p in model.parameters())
     assert predict(trial_of(name, "bfloat16"), RunSettings()).weights == 2 * shape.parameter_count
@@ -106,7 +107,8 @@ def test_a_folder_says_what_its_checkpoint_is(tmp_path):
 
     config = dict(T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=2)
     T5Config(**config).save_pretrained(tmp_path)
-    model = random_model("t5", config, torch.bfloat16, device="meta")
+    with torch.device("meta"):
+        model = random_model("t5", config, torch.bfloat16)
     shape = shape_of(BackboneSettings(name=str(tmp_path)))
     assert shape.parameters == Counter(p.numel() for p in model.parameters())
 
@@ -327,7 +329,8 @@ def test_zero_shares_what_its_stage_says():
     trial = trial_of("llama-2-13b", "bfloat16", "seq_lora")
     alone, *stages = [predict(trial, run) for run in (RunSettings(), *(run_of(4, zero_stage=i) for i in range(4)))]
     assert [memory.weights for memory in stages[:3]] == [alone.weights] * 3
-    assert [memory.optimizer for memory in stages] == [alone.optimizer, *[alone.optimizer // 4] * 3]
+    assert [memory.optimizer for memory in stages] == [alone.optimizer] * 4
+    assert [memory.adapter for memory in stages] == [alone.adapter] * 4
     assert stages[3].weights == pytest.approx(alone.weights / 4, rel=1e-3)
     assert stages[3].gathered == 2 * (500_000_000 + 50_000_000)
     assert stages[3].activations == pytest.approx(alone.activations / 4, rel=0.05)  # each has its share of the batch
@@ -339,9 +342,9 @@ def test_one_worker_holds_every_share_unless_they_wait_in_host_memory():
         predict(trial, run) for run in (RunSettings(), run_of(zero_stage=3), run_of(zero_stage=3, offload="cpu"))
     ]
     assert (sharded.weights, sharded.gathered, sharded.host) == (alone.weights, 0, 0)
-    assert waiting.weights + waiting.host - alone.optimizer == alone.weights
+    assert waiting.weights + waiting.host == alone.weights
     assert waiting.weights < 0.001 * alone.weights < waiting.gathered
-    assert (waiting.optimizer, waiting.gathered_to_answer) == (0, waiting.host - alone.optimizer)
+    assert (waiting.optimizer, waiting.gathered_to_answer) == (alone.optimizer, waiting.host)
 
 
 def test_weights_are_gathered_to_answer_where_they_fit():

@@ -398,8 +398,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "adapters/lora.py",
         "s is left out",
-        "self.scale * z if self.w is None",
-        "z if self.w is None",
+        "else self.scale * self.B",
+        "else self.B",
         "lora_adapter::test_the_bank_answers_like_the_changed_weights",
     ),
     _mutant(
@@ -412,9 +412,16 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "adapters/lora.py",
         "every row weighs the branches alike",
-        "(z * self.w.to(h.dtype))",
-        "z",
+        "((h @ A.T) * w)",
+        "(h @ A.T)",
         "lora_adapter::test_branches_of_different_ranks_blend_row_by_row",
+    ),
+    _mutant(
+        "adapters/low_rank.py",
+        "B gets no gradient",
+        "to_left = g.transpose(-1, -2) @ z",
+        "to_left = torch.zeros_like(left)",
+        "lora_adapter::test_side_by_side_every_branch_gets_its_own_gradient",
     ),
     # --- training
     _mutant(
@@ -455,7 +462,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "learn/training.py",
         "the optimizer starts anew when a task goes on",
-        'optimizer.load_state(named("engine."))',
+        'together.load_state(member, named("engine."))',
         "pass",
         "training::test_a_cut_task_goes_on_with_the_same_bits",
     ),
@@ -488,32 +495,32 @@ MUTANTS: tuple[Mutant, ...] = (
         "training::test_a_gradient_that_is_not_finite_stops_before_it_is_saved",
     ),
     _mutant(
-        "learn/engine.py",
+        "learn/optimizing.py",
         "nothing is clipped",
-        "self._settings.gradient_clip or math.inf",
-        "math.inf",
-        "training::test_clipping_bounds_the_gradient_of_all_parameters_together",
+        "s.gradient_clip or math.inf\n            rows",
+        "math.inf\n            rows",
+        "optimizing::test_clipping_bounds_the_gradient_of_all_parameters_together",
     ),
     _mutant(
-        "learn/engine.py",
+        "learn/optimizing.py",
         "no warm-up",
         "if step < warmup:",
         "if False:",
-        "training::test_warm_up_is_linear_then_constant",
+        "optimizing::test_warm_up_is_linear_then_constant",
     ),
     _mutant(
-        "learn/engine.py",
+        "learn/optimizing.py",
         "a linear schedule stays where it is",
         'if settings.schedule != "linear":',
         "if True:",
-        "training::test_a_linear_schedule_falls_to_zero_at_the_end",
+        "optimizing::test_a_linear_schedule_falls_to_zero_at_the_end",
     ),
     _mutant(
-        "learn/engine.py",
+        "learn/optimizing.py",
         "the schedule starts anew when a task goes on",
-        'self._taken = int(state["schedule"])',
-        "self._taken = 0",
-        "training::test_the_engine_goes_on_where_its_state_was_taken",
+        'self.taken = int(state["schedule"])',
+        "self.taken = 0",
+        "optimizing::test_it_goes_on_where_its_state_was_taken",
     ),
     # --- evaluation and generation
     _mutant(
@@ -551,6 +558,13 @@ MUTANTS: tuple[Mutant, ...] = (
         '"stop": batch.stop,',
         "",
         "evaluation::test_whatever_can_change_an_answer_asks_for_a_new_one",
+    ),
+    _mutant(
+        "learn/evaluation.py",
+        "answers in halves are known as those of whole batches",
+        'content["passes"] = batch.passes',
+        "pass",
+        "retries::test_answers_for_which_memory_does_not_suffice_come_in_halves",
     ),
     _mutant(
         "backbones/generation.py",
@@ -818,7 +832,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "backends/retries.py",
         "out of memory is tried for ever",
-        "if len(out_of_memory) > 1:",
+        "if len(ran_out) > len(set(ran_out)):",
         "if False:",
         "retries::test_out_of_memory_is_tried_once_more_with_half_the_rows",
     ),
@@ -835,6 +849,20 @@ MUTANTS: tuple[Mutant, ...] = (
         'if last["event"] == "failed" and last["kind"] != "out_of_memory":',
         "if False:",
         "retries::test_a_fault_of_the_trial_is_not_tried_again",
+    ),
+    _mutant(
+        "store/failures.py",
+        "whatever ran out of memory was learning",
+        'error.__dict__.setdefault("during", phase)',
+        'error.__dict__.setdefault("during", "learning")',
+        "retries::test_answers_for_which_memory_does_not_suffice_come_in_halves",
+    ),
+    _mutant(
+        "learn/member.py",
+        "a pack goes on although its GPU is lost",
+        'if failure_kind(error) == "device_lost":',
+        "if False:",
+        "retries::test_a_lost_gpu_ends_all_members_of_a_pack_at_once",
     ),
     _mutant(
         "backends/ray_tune.py",
