@@ -10,7 +10,7 @@ import platform
 from functools import cache
 from importlib.metadata import version
 
-TRAINING = 3
+TRAINING = 4
 """Of the loop over steps: part of every snapshot's lineage."""
 TOKENS = 2
 """Of how rows become token ids, and of the columns of their cache: part of lineages and of the cache's name."""
@@ -20,7 +20,7 @@ POOLING = 1
 """Of how token embeddings become one embedding per input: part of routed rows and of the cache's name."""
 RECORDS = 1
 """Of how a task's components and scatter are fitted: part of routed rows and of the records' names."""
-DECODING = 2
+DECODING = 3
 """Of how prompts, snapshots and weights become answers: part of rows and of the names of known answers."""
 SCORING = 3
 """Of how snapshots are weighed, and answers scored: part of rows."""
