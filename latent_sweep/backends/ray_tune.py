@@ -77,7 +77,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 scheduler=_scheduler(run, max(len(pack.tasks) for pack in packs)),
                 max_concurrent_trials=run.max_concurrent,
                 trial_dirname_creator=lambda trial: trial.config["pack_id"],
-                reuse_actors=False,
+                reuse_actors=True,  # a worker that goes on to its next pack has its backbone loaded already
             ),
             run_config=tune.RunConfig(
                 name="ray",

@@ -73,6 +73,11 @@ class Context:
         """Return the adapter bank of the backbone."""
         return AdapterBank(self.backbone.targets, self.backbone.prompt_embedding)
 
+    def close(self) -> None:
+        """Take what was added to the backbone off it again: another pack of this process may use it."""
+        if "bank" in self.__dict__:
+            self.bank.remove()
+
     def order(self, *what: Any) -> None:
         """Tell the other workers what all of them do now with the backbone, which all of them have by then."""
         _ = self.backbone

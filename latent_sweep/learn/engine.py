@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone, load_backbone
 from latent_sweep.learn.worker_group import ALONE, WorkerGroup
+from latent_sweep.settings import canonical_json
 
 if TYPE_CHECKING:
     from latent_sweep.backbones.known import BackboneSettings
+
+
+_kept: dict[str, Backbone] = {}
+"""The backbone that this process has loaded last, by what it was loaded from."""
+
+
+def forget_backbone() -> None:
+    """Have the next pack load its backbone anew: something went wrong, and may have left this one changed."""
+    _kept.clear()
 
 
 class Engine:
@@ -37,8 +48,16 @@ class Engine:
         return self._backbone
 
     def load(self, settings: BackboneSettings) -> Backbone:
-        """Load a backbone on this engine; every worker of the group calls it at the same time."""
-        self._backbone = load_backbone(settings)
+        """Load a backbone on this engine; every worker of the group calls it at the same time.
+
+        One that this process has loaded before, for another pack, is taken as it is where its settings and its files
+        are the same.
+        """
+        key = canonical_json([settings.model_dump(mode="json"), backbone_identity(settings)])
+        if key not in _kept:
+            forget_backbone()  # first: there may be no room for two
+            _kept[key] = load_backbone(settings)
+        self._backbone = _kept[key]
         return self._backbone
 
     def facts(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
             break
         if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
             break
-    context.bank.remove()
+    context.close()
     if timings:
         write_sealed_json(path, [vars(timing) for timing in timings], indent=1)
     return timings

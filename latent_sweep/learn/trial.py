@@ -11,7 +11,7 @@ import torch
 
 from latent_sweep.errors import StoreError
 from latent_sweep.learn.context import Context
-from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.engine import Engine, forget_backbone
 from latent_sweep.learn.events import Emit, StageDone
 from latent_sweep.learn.follow import follow
 from latent_sweep.learn.journaling import say_finished, say_started
@@ -47,6 +47,17 @@ def run_pack(
     if threads is not None:
         torch.set_num_threads(threads)
     context = Context(pack.trials[0], sweep.storage, engine, pack.halved)
+    try:
+        _run(pack, sweep, emit, context)
+    except BaseException:
+        forget_backbone()
+        raise
+    finally:
+        context.close()
+
+
+def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
+    """Do this worker's part of the pack."""
     if not context.engine.group.leads:
         follow(pack, context)
         return
