@@ -82,10 +82,10 @@ class LatentSpace:
                 left = left * f.S
             elif sigma_side == "in":
                 right = right * f.S
-            lefts.append(left.to(device))
+            lefts.append(left.to(device, dtype))
             self.rights.append(right.to(device, dtype).contiguous())
         self._stacks = [_Stack(lefts, width) for width in dict.fromkeys(map(len, lefts))]
-        self.lefts = [left.to(dtype) for left in _in_order(self._stacks, [stack.lefts for stack in self._stacks])]
+        self.lefts = _in_order(self._stacks, [stack.lefts for stack in self._stacks])
         """(m, r) of every projection, in the backbone's type."""
 
     def lefts_times(self, R: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -107,7 +107,7 @@ class LatentSpace:
 
 
 class _Stack:
-    """The left factors of all projections of one width, float32."""
+    """The left factors of all projections of one width."""
 
     def __init__(self, lefts: Sequence[Tensor], width: int):
         self.members = [index for index, left in enumerate(lefts) if len(left) == width]
@@ -116,9 +116,9 @@ class _Stack:
         self._indices = torch.tensor(self.members, device=self.lefts.device)
 
     def times(self, R: Tensor) -> Tensor:
-        """Multiply them by their own part of R (M, r, r) or (M, P, r, r)."""
-        own = R if self._of_all else R.index_select(0, self._indices)
-        return (self.lefts if R.dim() == 3 else self.lefts.unsqueeze(1)) @ own
+        """Multiply them by their own part of R (M, r, r) or (M, P, r, r), in float32."""
+        own, lefts = R if self._of_all else R.index_select(0, self._indices), self.lefts.float()
+        return (lefts if R.dim() == 3 else lefts.unsqueeze(1)) @ own
 
 
 def _in_order(stacks: Sequence[_Stack], of_stacks: Sequence[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +29,17 @@ def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
             "backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`"
         )
     return settings.device
+
+
+def free_memory(settings: BackboneSettings) -> float:
+    """Bytes that this process can have for itself where the model computes; without limit in a host's memory."""
+    import torch
+
+    if device_of(settings) != "cuda":
+        return math.inf
+    free, total = torch.cuda.mem_get_info()
+    share = torch.cuda.get_per_process_memory_fraction() * total
+    return min(free + torch.cuda.memory_reserved(), share)  # what it holds by now will be of use
 
 
 def device_name(device: torch.device) -> str:

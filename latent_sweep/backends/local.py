@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from latent_sweep.backbones.architectures import free_memory
 from latent_sweep.backends.engines import engine_of
 from latent_sweep.backends.retries import has_failed, journal_lengths, say_lost, still_to_try
 from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError
@@ -15,6 +16,7 @@ from latent_sweep.results.progress import ProgressWriter
 from latent_sweep.store.failures import failure_kind, let_go
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.sweep.groups import RunSettings
+from latent_sweep.sweep.memory import decided
 from latent_sweep.sweep.plan import Pack
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ def run_here(
             "--local out, or add --set run.resources.workers=1"
         )
     if run.pack == "auto":
-        packs = [part for p in packs for part in split(p, best_size(measure(p, sweep.storage)), slots=1)]
+        sizes = [best_size(measure(decided(p, run, free_memory), sweep.storage)) for p in packs]
+        packs = [part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)]
     launched = journal_lengths(packs, sweep)
     for p in packs:
         progress = ProgressWriter(sweep, p)
@@ -47,7 +50,8 @@ def run_here(
         left, tried = still_to_try(p, sweep, launched, run), None
         while left is not None and left != tried:  # tried again as it was, it would fail again
             try:
-                run_pack(left, sweep, emit, engine=engine_of(run.engine))
+                found = decided(left, run, free_memory)
+                run_pack(found, sweep, emit, engine=engine_of(run.engine))
                 break
             except LatentSweepError as error:
                 log.error("pack %s failed: %s", p.pack_id, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from latent_sweep.learn.worker_group import ALONE, WorkerGroup, join, listen
@@ -48,10 +49,12 @@ def run_part(
     group: WorkerGroup = ALONE,
 ) -> None:
     """Run a pack in this process, alone or with the others of its group; `report` gets the measures of every stage."""
+    from latent_sweep.backbones.architectures import free_memory
     from latent_sweep.backends.engines import engine_of  # not at the top: who only watches a group needs no torch
     from latent_sweep.learn.events import StageDone, Step
     from latent_sweep.learn.trial import run_pack
     from latent_sweep.results.progress import ProgressWriter
+    from latent_sweep.sweep.memory import decided
 
     progress = ProgressWriter(sweep, pack)
 
@@ -61,7 +64,9 @@ def run_part(
         else:
             progress.write(event)
 
-    run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine_of(run.engine, group))
+    engine = engine_of(run.engine, group)
+    pack = decided(pack, run, lambda backbone: group.first(partial(free_memory, backbone)))
+    run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine)
 
 
 def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable[[Measures], None]) -> None:

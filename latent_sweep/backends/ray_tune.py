@@ -56,7 +56,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
         asked = asking.enter_context(question(storage))
         _check_every_node_sees(storage, asked)
         if run.pack == "auto":
-            packs = _measured(packs, storage, run.resources)
+            packs = _measured(packs, storage, run)
         by_id = {pack.pack_id: pack for pack in packs}
         launched = journal_lengths(packs, sweep)
         stopper = _failure_stopper(packs, sweep, launched, run) if fail_fast else None
@@ -246,17 +246,18 @@ def _loss_kind(cause: Exception | None) -> LossKind:
     return "worker_died"
 
 
-def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettings) -> list[Pack]:
+def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list[Pack]:
     """Split packs to the size that is fastest where they will run, as far as there are slots for no more of them."""
     import ray
 
     from latent_sweep.learn.packing import best_size, split
 
+    resources = run.resources
     options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
     if resources.accelerator:
         options["accelerator_type"] = resources.accelerator
     remote = ray.remote(_measure_there).options(**options)
-    timings = ray.get([remote.remote(pack, storage, resources) for pack in packs])
+    timings = ray.get([remote.remote(pack, storage, run) for pack in packs])
     have = ray.cluster_resources()
     slots = have.get("CPU", 0) // resources.cpus
     if resources.gpus:
@@ -264,13 +265,15 @@ def _measured(packs: Sequence[Pack], storage: Storage, resources: ResourceSettin
     return [part for p, found in zip(packs, timings, strict=True) for part in split(p, best_size(found), int(slots))]
 
 
-def _measure_there(pack: Pack, storage: Storage, resources: ResourceSettings) -> Sequence[Any]:
+def _measure_there(pack: Pack, storage: Storage, run: RunSettings) -> Sequence[Any]:
     """Run `packing.measure` on a node, which has a folder of its own for an object store."""
+    from latent_sweep.backbones.architectures import free_memory
     from latent_sweep.backends.ray_group import keep_to_share
     from latent_sweep.learn.packing import measure
+    from latent_sweep.sweep.memory import decided
 
-    keep_to_share(resources)
-    return measure(pack, storage, max(1, int(resources.cpus)))
+    keep_to_share(run.resources)
+    return measure(decided(pack, run, free_memory), storage, max(1, int(run.resources.cpus)))
 
 
 def _connect() -> bool:

@@ -24,7 +24,9 @@ BATCHES_ANSWERED: Mapping[int, str] = {1: "whole", 2: "in halves"}
 def say_started(files: TrialFiles, trial: Trial, context: Context) -> None:
     """Record that a worker takes the trial up."""
     started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
-    started |= {"micro_batch_size": trial.settings.training.micro_batch_size, "halved": sorted(context.halved)}
+    training = trial.settings.training
+    started |= {"micro_batch_size": training.micro_batch_size, "halved": sorted(context.halved)}
+    started |= {"gradient_checkpointing": training.gradient_checkpointing}
     started |= {"versions": versions.installed(), "hardware": hardware(context.engine), "pid": os.getpid()}
     files.journal.append("started", **started)
 

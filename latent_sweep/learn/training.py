@@ -137,6 +137,8 @@ def _learning(engine: Engine, settings: TrainingSettings) -> Iterator[None]:
     engine.begin_learning()
     backbone = engine.backbone
     checkpointing, rate = settings.gradient_checkpointing, settings.backbone_dropout
+    if checkpointing == "auto":
+        raise ValueError("gradient_checkpointing: auto is decided before a pack is run; see `memory.decided`")
     backbone.model.train(checkpointing or rate > 0)
     if checkpointing:
         backbone.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -287,23 +289,26 @@ class _Batches:
 
     def __init__(self, trainers: Sequence[_Trainer], engine: Engine, ahead: int = 0):
         self.trainers = list(trainers)
-        self._backbone = engine.backbone
+        self.backbone = engine.backbone
         settings = [trainer.training.settings for trainer in trainers]
         rows = [[trainer.rows[i] for i in trainer.chosen(trainer.step + ahead)] for trainer in trainers]
         self.denominators = [_denominator(own, s) for own, s in zip(rows, settings, strict=True)]
         chunks = [micro_batches(own, s.micro_batch_size, engine.group) for own, s in zip(rows, settings, strict=True)]
         self.passes = list(itertools.zip_longest(*chunks, fillvalue=MicroBatch(())))
-        self._prepared = [self._collated(parts) for parts in self.passes]
+        self._collated = {index: (self._alike(index), self._collate(index)) for index in range(len(self.passes))}
 
-    def _collated(self, parts: Sequence[MicroBatch]) -> tuple[bool, Batch]:
-        alike = all(trainer.alike for trainer, part in zip(self.trainers, parts, strict=True) if part.rows)
-        return alike, collate([part.rows for part in parts if part.rows], self._backbone, alike)
+    def _alike(self, index: int) -> bool:
+        parts = zip(self.trainers, self.passes[index], strict=True)
+        return all(trainer.alike for trainer, part in parts if part.rows)
 
-    def of_pass(self, index: int) -> Batch:
-        """The batch of a pass; made again where what was known of the adaptations has turned out otherwise."""
-        alike, batch = self._prepared[index]
-        found = all(t.alike for t, part in zip(self.trainers, self.passes[index], strict=True) if part.rows)
-        return batch if found == alike else self._collated(self.passes[index])[1]
+    def _collate(self, index: int) -> Batch:
+        members = [part.rows for part in self.passes[index] if part.rows]
+        return collate(members, self.backbone, self._alike(index))
+
+    def take(self, index: int) -> Batch:
+        """Give the batch of a pass away; made again where the adaptations turned out other than they were known."""
+        alike, batch = self._collated.pop(index)
+        return batch if alike == self._alike(index) else self._collate(index)
 
 
 def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dict[str, Tensor]]:
@@ -312,7 +317,7 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
     The first step of a trainer must show that data reach what it trains. A loss that is not finite spoils the gradients
     of its own member alone, as members share no rows and nothing that is trained.
     """
-    backbone, group, trainers = engine.backbone, engine.group, batches.trainers
+    group, trainers = engine.group, batches.trainers
     losses: list[dict[str, Tensor]] = [{} for _ in trainers]
 
     def add(terms: Sequence[Mapping[str, Tensor]]) -> None:
@@ -324,24 +329,8 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
             torch.autograd.backward(every)
 
     begins = any(trainer.step == 0 for trainer in trainers)
-    for index, parts in enumerate(batches.passes):
-        running = [(t, part) for t, part in zip(trainers, parts, strict=True) if part.rows]
-        adaptations = [t.learner.adaptation(part.rows) for t, part in running]
-        for (trainer, _), adaptation in zip(running, adaptations, strict=True):
-            trainer.alike = adaptation.alike
-        batch = batches.of_pass(index)
-        # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
-        with bank.active(side_by_side(adaptations, batch.counts)):
-            with bank.watching(begins) as arrived:
-                logits = label_logits(backbone, batch)
-            targets = [sum(len(row["target_ids"]) for row in part.rows) for part in parts]
-            cut = zip(parts, logits.split(targets), batch.labels.split(targets), batches.denominators, strict=True)
-            outputs = [Outputs(part.rows, *found) for part, *found in cut]
-            terms = [t.learner.loss(o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
-            add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
-        for sequences in arrived:
-            for (trainer, _), own in zip(running, sequences.split(list(batch.counts)), strict=True):
-                trainer.reached = trainer.reached or bool(own.any())
+    for index in range(len(batches.passes)):
+        _forward_and_back(batches, index, bank, add, begins)
     _add_up(trainers, losses, group)
     for trainer, mine in zip(trainers, losses, strict=True):
         if trainer.step == 0 and not trainer.learns and all(bool(loss.isfinite()) for loss in mine.values()):
@@ -351,6 +340,39 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
             )
     add([trainer.learner.penalty() for trainer in trainers])
     return losses
+
+
+def _forward_and_back(
+    batches: _Batches,
+    index: int,
+    bank: AdapterBank,
+    add: Callable[[Sequence[Mapping[str, Tensor]]], None],
+    watch: bool,
+) -> None:
+    """Run a pass of a step; whatever it keeps is gone when the next one begins.
+
+    Args:
+        add: takes the trainers' loss terms, and adds their gradients.
+        watch: whether to note whose gradients arrive.
+    """
+    trainers, parts = batches.trainers, batches.passes[index]
+    running = [(t, part) for t, part in zip(trainers, parts, strict=True) if part.rows]
+    adaptations = [t.learner.adaptation(part.rows) for t, part in running]
+    for (trainer, _), adaptation in zip(running, adaptations, strict=True):
+        trainer.alike = adaptation.alike
+    batch = batches.take(index)
+    # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
+    with bank.active(side_by_side(adaptations, batch.counts)):
+        with bank.watching(watch) as arrived:
+            logits = label_logits(batches.backbone, batch)
+        targets = [sum(len(row["target_ids"]) for row in part.rows) for part in parts]
+        cut = zip(parts, logits.split(targets), batch.labels.split(targets), batches.denominators, strict=True)
+        outputs = [Outputs(part.rows, *found) for part, *found in cut]
+        terms = [t.learner.loss(o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
+        add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
+    for sequences in arrived:
+        for (trainer, _), own in zip(running, sequences.split(list(batch.counts)), strict=True):
+            trainer.reached = trainer.reached or bool(own.any())
 
 
 @dataclass(frozen=True)

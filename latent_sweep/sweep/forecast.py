@@ -26,7 +26,7 @@ from latent_sweep.store.trial_files import told_rows
 from latent_sweep.sweep.checks import Reader, reader_of
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.groups import RunSettings
-from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict
+from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
 from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, router_identity
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 
@@ -314,7 +314,7 @@ def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
         members = 1 if run.pack == "auto" else len(pack.members)  # how many it takes together is measured first
         for member in pack.members:
             s = member.trials[0].settings
-            memory, prompt = predict(member.trials[0], run, members), s.benchmark.max_source_length
+            memory, prompt = _predicted(member.trials[0], run, members), s.benchmark.max_source_length
             if memory is not None and prompt is not None:
                 found.setdefault(f"{s.backbone.name} ({s.backbone.dtype})", []).append((memory, prompt))
     lines = []
@@ -324,6 +324,15 @@ def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
         lines.append(f"  {_memory_text(memory)} with prompts of {prompt:,} tokens{backbone}{_engine_text(memory, run)}")
         lines += _memory_warning(memory, run)
     return lines
+
+
+def _predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:
+    """Predict a worker's memory; where checkpointing is `auto`, as it will be on the smallest card of that name."""
+    memory, room = predict(trial, run, members), min(cards(run.resources).values(), default=math.inf)
+    automatic = trial.settings.training.gradient_checkpointing == "auto"
+    if automatic and memory is not None and memory.learning + RESERVE > room:
+        return predict(with_checkpointing(trial, True), run, members)
+    return memory
 
 
 def _memory_text(memory: Memory) -> str:

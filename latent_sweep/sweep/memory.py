@@ -9,18 +9,19 @@ the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n
     adapter      8 P: values and gradients in float32
     optimizer    8 P: AdamW's two moments
     history      (4 + b) P for each task, where earlier branches stay active or answer together
-    logits       b V B (L + 1), and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
+    logits       b V B L, and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
-Kept of a Llama block, in bytes per token: 4 (h + 1) for each of two norms, 4 b a for queries, keys, values and output
-of the attention (keys and values repeated for all heads), 4 H for its normaliser, 3 b f in the MLP; and b B (S + L)^2
-for its mask. A frozen projection keeps nothing; a latent adapter keeps 4 r per projection, LoRA b r and its input b h.
-A T5 block differs in its norms, (4 + b) h in bfloat16, its MLP, b f, its masks, b B H S^2 with the position bias in
-them, and in its decoder, where every block keeps keys and values of all prompt tokens. LoRA keeps b P besides, its
-matrices in bfloat16. T5's own dropout keeps noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a
-byte on a GPU and b on a CPU, where attention with dropout is not fused and keeps float32: 8 B H S^2, and in bfloat16
-copies of queries, keys and values, 12 a. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as
-many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the above.
+Kept of a Llama block, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
+attention and its k wide keys and values, 4 H for its normaliser, 3 b f in the MLP. A frozen projection keeps nothing;
+an adapter keeps b r per projection, LoRA its input, b h, too. A T5 block differs in its norms, (4 + b) h in bfloat16,
+its MLP, b f, and in its decoder, where every block keeps keys and values of all prompt tokens; all blocks share a mask,
+b B H S^2 with the position bias in it. LoRA keeps b P besides, its matrices in bfloat16; latent adapters b r o for each
+projection, the product of its left factor and R, and in bfloat16 the left factors in float32. T5's own dropout keeps
+noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a byte on a GPU and b on a CPU, where attention
+with dropout is not fused and keeps float32: 8 B H S^2, and in bfloat16 copies of queries, keys and values, 12 a. The
+backward pass of an MLP adds as many numbers as it keeps (T5: twice as many). With gradient checkpointing only each
+block's input is kept, b h, and one block at a time has all of the above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
 Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
@@ -32,14 +33,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, describe, target_shapes
 from latent_sweep.methods.capabilities import prompt_read, tasks_learned
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.plan import Pack, Trial
 
 GIB = 1 << 30
 
@@ -131,6 +132,8 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
         run: engine, number of workers and accelerator.
         members: trainings that learn side by side; all are taken to be like this one.
 
+    Where checkpointing is `auto`, learning without it is predicted.
+
     Returns:
         None where only the hub knows the backbone's shapes.
     """
@@ -139,7 +142,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     if shape is None:
         return None
     trained = members * method.parameter_count(shape.targets, shape.width)
-    adapters = _adapters(trial, shape, trained)
+    adapters = _adapters(trial, shape, trained, members)
     tasks = len(trial.tasks)
     learns = any(tasks_learned(method, position, tasks) for position in range(tasks))
     step = _step(trial, shape, adapters, run.resources, members) if learns else _Moment(0, 0, 0)
@@ -161,6 +164,30 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
         reading=answer.reading,
         host=weights.waiting,
     )
+
+
+def with_checkpointing(trial: Trial, on: bool) -> Trial:
+    """The trial with activations recomputed, or not."""
+    training = trial.settings.training.model_copy(update={"gradient_checkpointing": on})
+    return replace(trial, settings=trial.settings.model_copy(update={"training": training}))
+
+
+def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], float]) -> Pack:
+    """Return the pack with `training.gradient_checkpointing: auto` decided: on where learning would not fit without.
+
+    All members of a pack learn in one pass, and are taken to be like the largest; what cannot be predicted is tried.
+
+    Args:
+        free: gives the bytes that are free where a backbone computes; asked where something is to be decided.
+    """
+    trials = [trial for trial in pack.trials if trial.settings.training.gradient_checkpointing == "auto"]
+    if not trials:
+        return pack
+    found = [predict(with_checkpointing(member.trials[0], False), run, len(pack.members)) for member in pack.members]
+    room = free(trials[0].settings.backbone)
+    on = any(memory is not None and memory.learning > room for memory in found)
+    members = [replace(m, trials=tuple(with_checkpointing(trial, on) for trial in m.trials)) for m in pack.members]
+    return replace(pack, members=tuple(members))
 
 
 def cards(resources: ResourceSettings) -> dict[int, float]:
@@ -321,11 +348,11 @@ class _Adapters:
     """Of an attention's input, per token."""
     inner: int
     """Of the product inside one adapter, per token."""
-    casts: int
-    """Of the matrices, whatever the batch."""
+    products: int
+    """Of what the matrices are made into, whatever the batch."""
 
 
-def _adapters(trial: Trial, shape: Shape, trained: int) -> _Adapters:
+def _adapters(trial: Trial, shape: Shape, trained: int, members: int) -> _Adapters:
     method, b = trial.method(), shape.bytes
     latent = method.factored
     if not trained or not method.rank():  # nothing to learn, or a soft prompt
@@ -333,8 +360,12 @@ def _adapters(trial: Trial, shape: Shape, trained: int) -> _Adapters:
     read = 0 if latent else b
     if not method.packable:  # dropout: each of the two projections has an input of its own, and a mask
         read = 2 * (read + 1)
-    casts = b * trained if b < 4 and not latent else 0
-    return _Adapters(latent, read * shape.width, (4 if latent else b) * method.rank(), casts)
+    if latent:
+        out = method.rank() * sum(m for m, _ in shape.targets.values())
+        products = members * (b + (4 if b < 4 else 0)) * out
+    else:
+        products = b * trained if b < 4 else 0
+    return _Adapters(latent, read * shape.width, b * method.rank(), products)
 
 
 @dataclass(frozen=True)
@@ -350,23 +381,23 @@ class _Stack:
     """What gradient checkpointing keeps instead."""
     norm: int
     """Kept of the norm behind the last block."""
-    recomputing: int = 0
-    """What a block recomputed by gradient checkpointing needs besides."""
+    shared: int
+    """The mask of all blocks together."""
 
 
-def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, kept_besides: int, recomputing: int = 0) -> _Stack:
-    """Make a stack that keeps so many bytes per token, the MLP left out, and others for the whole batch."""
+def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, besides: int = 0, shared: int = 0) -> _Stack:
+    """Make a stack that keeps so many bytes per token, the MLP left out, others for the whole batch, and a mask."""
     b, h, f = shape.bytes, shape.width, shape.inner
     mlp = b * f * (3 if shape.gated else 1)
     in_mlp = b * f * (3 if shape.gated else 2)
     in_norm = 4 * 4 * h - mlp  # of float32, when what the MLP kept is gone
     return _Stack(
         blocks=blocks,
-        kept=tokens * (per_token + mlp) + kept_besides,
+        kept=tokens * (per_token + mlp) + besides,
         working=tokens * (max(in_mlp, in_norm) + 2 * b * h),
         input=tokens * b * h,
         norm=tokens * _norm(shape),
-        recomputing=recomputing,
+        shared=shared,
     )
 
 
@@ -380,16 +411,13 @@ def _stacks(
         unfused: whether attention keeps its probabilities because of it.
     """
     b, a, norm = shape.bytes, shape.attention, _norm(shape)
-    attention = 4 * b * a + 4 * shape.heads + adapters.input + 2 * adapters.inner
+    keys = shape.kv_heads * shape.head_dim
+    attention = b * (2 * a + 2 * keys) + 4 * shape.heads + adapters.input + 2 * adapters.inner
     if shape.family == "llama":
-        tokens, mask = rows * (prompt + target), b * rows * (prompt + target) ** 2
-        return [_stack(shape, shape.blocks, tokens, 2 * norm + attention, mask)]
+        return [_stack(shape, shape.blocks, rows * (prompt + target), 2 * norm + attention)]
     read, written, heads = rows * prompt, rows * target, b * rows * shape.heads
     mask_of_encoder, mask_across = heads * prompt**2, heads * prompt * target
-    across = read * (2 * b * a + adapters.inner) + mask_across
-    # under gradient checkpointing transformers has the empty position bias across require a gradient, which no fused
-    # attention gives: keys, values and probabilities are there in float32, also as copies
-    recomputing = read * 4 * a * (4 if b < 4 else 2) + 3 * 4 * rows * shape.heads * prompt * target
+    across = read * (2 * b * a + adapters.inner)
     of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if unfused else 0
     copied = 4 * a if unfused and b < 4 else 0  # of queries, and as much of keys and of values
     across += drawn * target * (prompt + target) + 2 * copied * read
@@ -399,7 +427,8 @@ def _stacks(
             shape.blocks,
             read,
             2 * norm + attention + 3 * copied + 2 * noise * shape.width + of_block,
-            mask_of_encoder + drawn * prompt**2,
+            drawn * prompt**2,
+            mask_of_encoder,
         ),
         _stack(
             shape,
@@ -407,7 +436,7 @@ def _stacks(
             written,
             3 * norm + 2 * attention + 4 * copied + 3 * noise * shape.width + of_block,
             across,
-            recomputing,
+            mask_across,
         ),
     ]
 
@@ -440,18 +469,19 @@ def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSe
     on_cpu = not resources.gpus
     noise = (shape.bytes if on_cpu else 1) if training.backbone_dropout else 0
     stacks = _stacks(shape, adapters, rows, prompt, target, noise, bool(noise) and on_cpu)
-    logits = shape.bytes * shape.vocabulary * rows * (target + (shape.family == "llama"))
+    logits = shape.bytes * shape.vocabulary * rows * target
     in_loss = logits + 12 * shape.vocabulary * rows * target
-    if training.gradient_checkpointing:
-        inputs = sum(stack.blocks * stack.input for stack in stacks)
-        fullest = max(stack.kept + stack.working + stack.recomputing for stack in stacks)
+    masks = adapters.products + sum(stack.shared for stack in stacks)
+    if training.gradient_checkpointing is True:
+        inputs = masks + sum(stack.blocks * stack.input for stack in stacks)
+        fullest = max(stack.kept + stack.working for stack in stacks)
         moments = [_Moment(inputs + sum(s.norm for s in stacks), 0, in_loss), _Moment(inputs, fullest, logits)]
         return max(moments, key=lambda moment: moment.total)
     # the first norm of a stack keeps nothing, since nothing below it learns; the one behind the stack makes up for it
     kept = list(itertools.accumulate(stack.blocks * stack.kept for stack in stacks))
-    moments = [_Moment(kept[-1] + adapters.casts, 0, in_loss)]
+    moments = [_Moment(kept[-1] + masks, 0, in_loss)]
     for below, stack in zip(kept, stacks, strict=True):  # the stacks above have done their backward pass
-        moments.append(_Moment(below + adapters.casts, stack.working, logits))
+        moments.append(_Moment(below + masks, stack.working, logits))
     return max(moments, key=lambda moment: moment.total)
 
 

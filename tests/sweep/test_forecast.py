@@ -319,9 +319,18 @@ def memory_of(**changes):
 
 def test_memory_is_told_with_its_parts():
     assert memory_of() == [
-        "  up to 26.9 GiB a worker to learn (weights 24.2, factors 0.024, earlier adapters 0.00023, activations 2.6, "
-        "logits 0.0031, adapter and optimizer 0.00031), 39.5 to answer with prompts of 1,024 tokens"
+        "  up to 26.9 GiB a worker to learn (weights 24.2, factors 0.024, earlier adapters 0.00023, activations 2.7, "
+        "logits 0.0029, adapter and optimizer 0.00031), 38.8 to answer with prompts of 1,024 tokens"
     ]
+
+
+@pytest.mark.parametrize(("accelerator", "as_with"), [("A100-80G", False), ("A100-40G", True), (None, False)])
+def test_automatic_checkpointing_is_told_as_it_will_be_on_the_card(accelerator, as_with):
+    def told(checkpointing):
+        training = {**LARGE["trial__training"], "gradient_checkpointing": checkpointing}
+        return memory_of(trial__training=training, run__resources={"gpus": 1, "accelerator": accelerator})[0]
+
+    assert told("auto") == told(as_with) != told(not as_with)
 
 
 def test_memory_of_shards_names_engine_and_host():
