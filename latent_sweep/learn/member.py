@@ -15,7 +15,7 @@ from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import ConfigError, NonFiniteLoss
 from latent_sweep.learn.context import Context, backbone_facts, computed_with
 from latent_sweep.learn.journaling import say_failed
-from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, derived_seed
+from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, derived_seed, recomputing
 from latent_sweep.methods import source_of
 from latent_sweep.methods.capabilities import facts_of, tasks_learned
 from latent_sweep.methods.protocol import Method, TaskData
@@ -123,7 +123,8 @@ class MemberRun:
             if loss > PENALTY_WARNING * task_loss:
                 message = "task %s ends with %s (%.3g) %.0f times the first task loss (%.3g); lower its coefficient"
                 log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
-        tensors = training.learner.finish()
+        with recomputing(self.context.backbone, self.settings.training):  # some measure gradients once more
+            tensors = training.learner.finish()
         facts = {
             "method": self.settings.method.name,
             "task": task.name,

@@ -135,20 +135,31 @@ def _seed(seed: int) -> None:
 def _learning(engine: Engine, settings: TrainingSettings) -> Iterator[None]:
     """Have the backbone within the block be as these settings have adapters trained on it."""
     engine.begin_learning()
-    backbone = engine.backbone
-    checkpointing, rate = settings.gradient_checkpointing, settings.backbone_dropout
-    if checkpointing == "auto":
-        raise ValueError("gradient_checkpointing: auto is decided before a pack is run; see `memory.decided`")
-    backbone.model.train(checkpointing or rate > 0)
-    if checkpointing:
-        backbone.model.activation_checkpointing_enable({"use_reentrant": False})
+    model, rate = engine.backbone.model, settings.backbone_dropout
+    model.train(rate > 0)
     try:
-        with backbone.dropout(rate):
+        with recomputing(engine.backbone, settings), engine.backbone.dropout(rate):
             yield
     finally:
-        if checkpointing:
-            backbone.model.activation_checkpointing_disable()
-        backbone.model.eval()
+        model.eval()
+
+
+@contextmanager
+def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None]:
+    """Have backward passes within the block recompute activations, where these settings say so."""
+    if settings.gradient_checkpointing == "auto":
+        raise ValueError("gradient_checkpointing: auto is decided before a pack is run; see `memory.decided`")
+    if not settings.gradient_checkpointing:
+        yield
+        return
+    model, trained = backbone.model, backbone.model.training
+    model.train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.activation_checkpointing_disable()
+        model.train(trained)
 
 
 class _Trainer:

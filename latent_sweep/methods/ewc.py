@@ -194,10 +194,12 @@ def diagonal_fisher(
     for start in range(0, len(rows), at_once):
         batch = by_length[start : start + at_once]
         own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in (A, B))
-        deltas = LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch))
-        found = forward(context.backbone, context.bank, batch, Adaptation(deltas))
-        of_tokens = cross_entropy(found.logits.float(), found.labels, reduction="none")
-        of_rows = torch.stack([of_row.mean() for of_row in found.by_row(of_tokens)])
-        for total, gradients in zip(sums, torch.autograd.grad(of_rows.sum(), (own_A, own_B)), strict=True):
+        adaptation = Adaptation(LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch)))
+        with context.bank.active(adaptation):  # through backward: checkpointing runs the forward pass again there
+            found = forward(context.backbone, context.bank, batch, adaptation)
+            of_tokens = cross_entropy(found.logits.float(), found.labels, reduction="none")
+            of_rows = torch.stack([of_row.mean() for of_row in found.by_row(of_tokens)])
+            found_gradients = torch.autograd.grad(of_rows.sum(), (own_A, own_B))
+        for total, gradients in zip(sums, found_gradients, strict=True):
             total += gradients.square().sum(1)
     return sums[0] / len(rows), sums[1] / len(rows)

@@ -11,13 +11,17 @@ from helpers.in_turn import (
     lesson,
     method_at_work,
 )
-from helpers.tiny import bank_of, random_rows, task_data
+from helpers.methods import changes
+from helpers.rounding import GRADIENT, assert_same_to_rounding
+from helpers.tiny import Runs, bank_of, random_rows, task_data
 from pydantic import ValidationError
 
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.lora import LoraDeltas, outputs_of
 from latent_sweep.backbones.batches import forward
 from latent_sweep.errors import DataError, NonFiniteLoss
+from latent_sweep.learn.training import recomputing
+from latent_sweep.methods import ewc
 from latent_sweep.methods.ewc import Ewc, EwcSettings, diagonal_fisher
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.methods.seq_lora import SeqLora
@@ -52,6 +56,39 @@ def row_gradients(backbone, bank, pair, rows, scale):
 
 
 # --- Fisher information ----------------------------------------------------------------------------------------------
+
+
+def test_fisher_is_measured_with_the_checkpointing_of_training(backbone, bank, tmp_path):
+    """Otherwise it would take more memory than learning did; activations are computed again, to the same numbers."""
+    pair, rows = random_pair(backbone), random_rows(11, seed=3)
+    measured = (pair, outputs_of(backbone.targets), 2.0, rows, MethodContext(backbone, bank, tmp_path, 4))
+    passes, norms = [], [m for name, m in backbone.model.named_modules() if name.endswith(("layer_norm", "layernorm"))]
+    handle = norms[0].register_forward_hook(lambda *_: passes.append(1))
+    expected, once = diagonal_fisher(*measured), len(passes)
+    settings = TrainingSettings(learning_rate=0.1, batch_size=4, epochs=1, gradient_checkpointing=True)
+    with recomputing(backbone, settings):
+        found = diagonal_fisher(*measured)
+    handle.remove()
+    assert len(passes) == 3 * once, "once more forward, and once again in the backward pass"
+    for one, other in zip(found, expected, strict=True):
+        assert_same_to_rounding(one, other, GRADIENT)
+
+
+def test_a_snapshot_is_made_as_checkpointing_says(tmp_path, monkeypatch):
+    seen = []
+
+    def fisher(branch, outputs, scale, rows, context):
+        seen.append(context.backbone.model.is_activation_checkpointing)
+        return tuple(torch.ones_like(tensor) for tensor in branch)
+
+    monkeypatch.setattr(ewc, "diagonal_fisher", fisher)
+    for said in (True, False):
+        content = changes("ewc", "tiny-llama")
+        content["trial__training"] = content["trial__training"] | {"gradient_checkpointing": said}
+        runs = Runs(tmp_path / str(said))
+        runs.run(runs.packs(**content))
+    assert set(seen[: len(seen) // 2]) == {True}
+    assert set(seen[len(seen) // 2 :]) == {False}
 
 
 def test_fisher_is_the_mean_of_squared_gradients_of_single_rows(backbone, bank, tmp_path):
