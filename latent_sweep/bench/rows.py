@@ -115,7 +115,7 @@ class Report:
         ]
         for table in self.tables:
             lines += ["", f"{table.part} ({table.dtype}): {table.what}"]
-            lines += [_line(row) for row in table.rows]
+            lines += [line_of(row) for row in table.rows]
         return "\n".join(lines)
 
     def json(self) -> str:
@@ -124,7 +124,8 @@ class Report:
         return json.dumps(asdict(self) | {"tables": tables}, indent=1)
 
 
-def _line(row: Reading) -> str:
+def line_of(row: Reading) -> str:
+    """Write a row as a line for people."""
     spread = "" if row.quartiles is None else f"[{_number(row.quartiles[0])}, {_number(row.quartiles[1])}]"
     target = "" if row.target is None else f"{row.target}  {'reached' if row.reached else 'NOT reached'}"
     return f"  {row.name:<48} {_number(row.value):>9} {row.unit:<14} {spread:<20} {target}  {row.note}".rstrip()

@@ -17,9 +17,9 @@ from latent_sweep.backbones.known import BackboneSettings, describe
 from latent_sweep.bench.answers import GENERATION_RATE, evaluate, generate
 from latent_sweep.bench.methods import methods
 from latent_sweep.bench.processes import memory, start, sweep, threads
-from latent_sweep.bench.rows import Reading, Report, Table
+from latent_sweep.bench.rows import Reading, Report, Table, line_of
 from latent_sweep.bench.shards import shards
-from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step
+from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step, tasks
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
@@ -42,10 +42,10 @@ PARTS: Mapping[str, Callable[[Workbench], list[Reading]]] = {
     "sweep": sweep,
 }
 
-ON_REQUEST: Mapping[str, Callable[[Workbench], list[Reading]]] = {"methods": methods, "shards": shards}
+ON_REQUEST: Mapping[str, Callable[[Workbench], list[Reading]]] = {"tasks": tasks, "methods": methods, "shards": shards}
 """Parts that run only where they are named, because they take long."""
 
-WITH_PEFT = ("step", "generate", "sweep")
+WITH_PEFT = ("step", "generate", "sweep", "tasks")
 """Parts that compare with the usual way."""
 
 
@@ -93,6 +93,7 @@ def run_bench(
                 with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
                     rows = measure(bench)
                 tables.append(Table(name, dtype, what, rows))
+                tell("\n".join(map(line_of, rows)))  # at once: a machine may be taken away before the last part ends
             bench.free()  # for the next type
     report = Report(backbone, device, benchmark, note, measured_at, _versions(), hardware(), tables)
     if profile := _profile(report, dtypes[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from latent_sweep.backbones.batches import collate, label_logits
-from latent_sweep.backbones.outputs import Outputs
+from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench
 
@@ -36,15 +37,47 @@ def step(bench: Workbench) -> list[Reading]:
         rows.append(ratio(f"{name} / bare backbone", seconds[name], seconds["bare backbone"], limit))
         rows.append(ratio(f"{name} / peft + Trainer", seconds[name], seconds["peft + Trainer"], Target(0.75)))
     batch = bench.one_batch()
+    rows += _operations(bench)
     tokens = sum(len(row["prompt_ids"]) + len(row["target_ids"]) for row in batch)
     note = f"{len(batch)} rows, {tokens} tokens a step"
     rows.append(Reading.of(TRAINING_RATE, [tokens / s for s in seconds["latent"]], "tokens/s", note=note))
     return rows + _utilisation(bench, tokens, seconds["latent"])
 
 
-def bare_step_seconds(bench: Workbench) -> float:
+def tasks(bench: Workbench) -> list[Reading]:
+    """One optimizer step on a batch of every task: ours, the bare backbone on the same padded rows, and peft's."""
+    usual, found = _UsualStep(bench), []
+    ratios: dict[str, list[float]] = {"bare backbone": [], "peft + Trainer": []}
+    for name, rows in bench.batches_of_tasks().items():
+        seconds = take_turns(
+            {
+                "bare backbone": partial(bare_step_seconds, bench, rows),
+                "latent": partial(bench.step_seconds, rows),
+                "peft + Trainer": partial(usual.seconds, rows),
+            },
+            bench.sizes.few_turns,
+        )
+        for other, of_tasks in ratios.items():
+            of_turns = [a / b for a, b in zip(seconds["latent"], seconds[other], strict=True)]
+            of_tasks.append(statistics.median(of_turns))
+            found.append(Reading.of(f"{name}: latent / {other}", of_turns, "x", note=_run(bench, rows)))
+    limits = {"bare backbone": Target(0.5), "peft + Trainer": Target(0.35)} if bench.backbone.family == "llama" else {}
+    means = {other: statistics.fmean(of_tasks) for other, of_tasks in ratios.items()}
+    return [
+        *found,
+        *(Reading(f"mean: latent / {other}", mean, "x", None, limits.get(other)) for other, mean in means.items()),
+    ]
+
+
+def _run(bench: Workbench, rows: Sequence[Example]) -> str:
+    """Say how many of the tokens that padded rows have a step runs."""
+    padded, ours = (collate([rows], bench.backbone, alike).inputs["input_ids"] for alike in (False, True))
+    return f"{ours.numel()} tokens instead of {padded.numel()}"
+
+
+def bare_step_seconds(bench: Workbench, rows: Sequence[Example] | None = None) -> float:
     """Time the limit: the frozen backbone alone, forward and back to its input embeddings, logits at labels only."""
-    rows, clock = bench.one_batch(), bench.clock()
+    rows, clock = rows or bench.one_batch(), bench.clock()
     embedding = bench.backbone.model.get_input_embeddings()
     denominator = sum(len(row["target_ids"]) for row in rows)
     for _ in range(bench.sizes.steps + 1):
@@ -55,6 +88,33 @@ def bare_step_seconds(bench: Workbench) -> float:
         Outputs(rows, logits, batch.labels, denominator).task_loss().backward()
         clock.tick()
     return clock.seconds_per_step
+
+
+def _operations(bench: Workbench) -> list[Reading]:
+    """Count what a step has the device do: operators that compute; on a GPU each is a launch or a few."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operators(TorchDispatchMode):
+        count = 0
+
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+            found = function(*arguments, **(keywords or {}))
+            views = function.is_view or function._schema.name in ("aten::detach", "aten::alias")
+            self.count += not views
+            return found
+
+    def counted(call: Callable[[], Any]) -> int:
+        with Operators() as operators:
+            call()
+        return operators.count // (bench.sizes.steps + 1)
+
+    return [
+        Reading("bare backbone: operators a step", counted(partial(bare_step_seconds, bench)), "count"),
+        Reading("latent: operators a step", counted(bench.step_seconds), "count"),
+    ]
 
 
 class _UsualStep:
@@ -71,7 +131,7 @@ class _UsualStep:
         model, self.tokenizer = usual_way.load(self.config)
         self.model = get_peft_model(model, usual_way.lora_config(self.config))
 
-    def seconds(self) -> float:
+    def seconds(self, rows: Sequence[Example] | None = None) -> float:
         """Seconds of one step, a mean over a turn."""
         from transformers import Trainer, TrainerCallback
 
@@ -84,7 +144,7 @@ class _UsualStep:
                 clock.tick()
 
         arguments = trainer_arguments(
-            self.config, self.model, self.tokenizer, self.bench.one_batch(), 0, self.bench.subject.folder
+            self.config, self.model, self.tokenizer, rows or self.bench.one_batch(), 0, self.bench.subject.folder
         )
         Trainer(**arguments, callbacks=[Ticks()]).train()
         return clock.seconds_per_step

@@ -274,10 +274,31 @@ class Workbench:
                 raise outcome
         return outcomes  # type: ignore[return-value]
 
-    def step_seconds(self, **training: Any) -> float:
-        """Seconds of one of our optimizer steps, a mean over a turn; the arguments are `training`'s."""
+    def batches_of_tasks(self) -> dict[str, Sequence[Example]]:
+        """A batch of every task of the benchmark's first order, by its name: rows of similar length, as in training.
+
+        Of eight such batches, the one with the median number of tokens.
+        """
+        import torch
+
+        from latent_sweep.backbones.batches import epoch_batches
+
+        size = self.sizes.batch_size
+        benchmark = {"name": self.subject.benchmark, "order": 1, "train_per_task": 8 * size, "test_per_task": 1}
+        trial = first_trial(self.subject.sweep(benchmark, {}))
+        found: dict[str, Sequence[Example]] = {}
+        for position, task in enumerate(trial.tasks):
+            rows = [dict(row) for row in self.context.tokens(trial, position, "train")]
+            lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
+            batches = epoch_batches(lengths, size, torch.Generator().manual_seed(0), group_by_length=True)
+            whole = sorted((batch for batch in batches if len(batch) == size), key=lambda b: sum(lengths[i] for i in b))
+            found[task.name] = [rows[i] for i in whole[len(whole) // 2]]
+        return found
+
+    def step_seconds(self, rows: Sequence[Example] | None = None, **training: Any) -> float:
+        """Seconds of one of our optimizer steps, a mean over a turn; other arguments are `training`'s."""
         clock = self.clock()
-        self.train([self.training(self.one_batch(), self.sizes.steps + 1, clock.tick, **training)])
+        self.train([self.training(rows or self.one_batch(), self.sizes.steps + 1, clock.tick, **training)])
         return clock.seconds_per_step
 
     def clock(self) -> Clock:

@@ -15,6 +15,7 @@ from helpers.patience import PATIENCE
 
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Subject, Workbench
+from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile, write_profile
 
@@ -371,3 +372,17 @@ def test_a_sweep_is_run_both_ways(tmp_path, capsys, without_data):
     assert rows["usual way / ours"]["value"] == rows["usual way: sweep"]["value"] / rows["ours: sweep"]["value"]
     assert all(0 <= rows[f"{way}: AP"]["value"] <= 1 for way in ("ours", "usual way"))
     assert all(rows[f"{way}: AP"]["note"].startswith("of 1 trials, from ") for way in ("ours", "usual way"))
+
+
+@pytest.mark.slow
+def test_every_task_is_measured_beside_the_bare_backbone_and_the_usual_way(capsys, tmp_path, without_data):
+    report, said = bench(capsys, tmp_path, "--only", "tasks")
+    rows = rows_of(report)
+    names = {name.partition(":")[0] for name in rows} - {"mean"}
+    assert len(names) == len(load_benchmark("builtin").orders["1"])
+    for other in ("bare backbone", "peft + Trainer"):
+        ratios = [rows[f"{name}: latent / {other}"]["value"] for name in names]
+        assert all(ratio > 0 for ratio in ratios)
+        assert rows[f"mean: latent / {other}"]["value"] == pytest.approx(sum(ratios) / len(ratios))
+    assert all("tokens instead of" in row["note"] for name, row in rows.items() if not name.startswith("mean"))
+    assert "mean: latent / bare backbone" in said, "told when it is known, and not at the end alone"
