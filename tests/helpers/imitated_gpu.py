@@ -16,15 +16,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import latent_sweep
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda:0")
 
@@ -38,7 +43,7 @@ SHAPED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "uniqu
 CHECKED = {"_linalg_eigh", "linalg_qr", "_linalg_svd", "_linalg_det", "linalg_cholesky_ex", "linalg_inv_ex"}
 """Factorisations: the host asks whether they have succeeded, or splits the work."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-OURS = ("/latent_sweep/", "/transformers/", "/torch/optim/", "/torch/nn/utils/")
+PACKAGES = [Path(package.__file__).parent for package in (latent_sweep, transformers, torch.optim, torch.nn.utils)]
 """Where a place in the code is looked for."""
 
 
@@ -213,7 +218,7 @@ class _Functions(TorchFunctionMode):
             T.cuda: lambda x, *_, **options: self._to(x, DEVICE, **options),
             T.pin_memory: lambda x, *_: memory.pin(x.clone()),
             T.is_pinned: lambda x, *_: memory.has_pinned(x),
-            T.tolist: self._tolist,
+            T.tolist: lambda x: self._read(x, "tolist") or x.tolist(),
             T.numpy: lambda x, *args, **options: self._host_only(T.numpy, x, *args, **options),
             T.__array__: lambda x, *args, **options: self._host_only(T.__array__, x, *args, **options),
             T.new_tensor: self._new_tensor,
@@ -222,7 +227,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self._instead:
-            return self._instead[func](*args, **kwargs)
+            return self._instead[func](*args, **dict(kwargs))
         if _is_device(kwargs.get("device")):
             return self._made(func, args, kwargs)
         return func(*args, **kwargs)
@@ -243,12 +248,12 @@ class _Functions(TorchFunctionMode):
             kwargs |= {"device": DEVICE if self._memory.holds(other) else HOST, "dtype": other.dtype}
             args = args[1:]
         numbered = [DEVICE if type(arg) is int else arg for arg in args]
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*numbered, **_without(kwargs, "copy"))
-        non_blocking = non_blocking or kwargs.get("non_blocking", False)
+        copy = kwargs.pop("copy", False)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*numbered, **kwargs)
         dtype = dtype or x.dtype
         held = self._memory.holds(x)
         if device is None or _is_device(device) == held:
-            return x.to(dtype=dtype, copy=kwargs.get("copy", False))
+            return x.to(dtype=dtype, copy=copy)
         if device.type == "meta":
             return x.to(device, dtype)
         copied = x.to(dtype=dtype, copy=True)
@@ -258,10 +263,6 @@ class _Functions(TorchFunctionMode):
             return self._memory.take(copied)
         self._read(x, "copy")
         return self._memory.give(copied)
-
-    def _tolist(self, x: Tensor) -> Any:
-        self._read(x, "tolist")
-        return x.tolist()
 
     def _read(self, x: Tensor, how: str) -> None:
         if self._memory.holds(x):
@@ -303,10 +304,6 @@ def _is_device(device: Any) -> bool:
     return type(device) is int or (device is not None and torch.device(device).type == "cuda")
 
 
-def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
-
-
 def _tensors(found: Any) -> list[Tensor]:
     """All tensors of a result, or of arguments."""
     if isinstance(found, Tensor):
@@ -318,15 +315,20 @@ def _tensors(found: Any) -> list[Tensor]:
     return [tensor for part in found for tensor in _tensors(part)]
 
 
+@cache
+def _named(filename: str) -> str | None:
+    """A file of one of the packages, by its path from there."""
+    path = Path(filename)
+    homes = [package for package in PACKAGES if path.is_relative_to(package)]
+    return path.relative_to(homes[0].parent).as_posix() if homes else None
+
+
 def _place(depth: int = 3) -> str:
     """Where this is asked for, from the inside: files and lines of ours, of transformers and of torch's optimizers."""
     found: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None and len(found) < depth:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        for part in OURS:
-            if part in path:
-                found.append(f"{part[1:]}{path.rpartition(part)[2]}:{frame.f_lineno}")
-                break
+        if name := _named(frame.f_code.co_filename):
+            found.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found)
