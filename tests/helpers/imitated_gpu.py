@@ -158,8 +158,9 @@ class _Operators(TorchDispatchMode):
         if not any(on_device):
             if name != "zeros" or not _asked_by_autograd():
                 return func(*args, **kwargs)
-            self._record.launches[name] += 1
-            return self._memory.take(func(*args, **kwargs))
+            found = func(*args, **kwargs)
+            self._record.launches[name] += int(found.numel() > 0)
+            return self._memory.take(found)
         if name == "copy_" and not all(on_device):
             self._copied(*on_device)
             return func(*args, **kwargs)
