@@ -230,9 +230,10 @@ class Lfpt5Learner(Learner):
 
         told = self._forward([row["lm"] for row in outputs.rows], self.adaptation(outputs.rows))
         of_tokens = cross_entropy(told.logits.float(), told.labels, reduction="none")
-        of_rows = torch.stack([of_row.sum() for of_row in told.by_row(of_tokens)])
         weights = [len(row["target_ids"]) / len(row["lm"]["target_ids"]) for row in outputs.rows]
-        return (of_rows * torch.tensor(weights, device=of_rows.device)).sum() / outputs.denominator
+        # each weight goes along with a launch; a tensor of them would be copied, and the host would wait
+        of_rows = [of_row.sum() * weight for of_row, weight in zip(told.by_row(of_tokens), weights, strict=True)]
+        return torch.stack(of_rows).sum() / outputs.denominator
 
     def _divergence(self, outputs: Outputs) -> Tensor:
         import torch

@@ -13,6 +13,7 @@ NOT_NUMERIC = {
     "test_forecast.py": "counts tokens",
     "test_hostile_inputs.py": "spoils files",
     "test_identities.py": "compares names",
+    "test_imitated_gpu.py": "counts launches",
     "test_memory.py": "counts bytes",
     "test_planned.py": "edits what was planned",
     "test_ray.py": "torch is told its number of threads",

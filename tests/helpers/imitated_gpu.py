@@ -1,0 +1,335 @@
+"""A GPU that is not there: the real code on real values, with some of the CPU's memory taken for a GPU's.
+
+What is put on "cuda" stays where it is, and its storage is remembered. Whatever is computed from it lies there too. So
+it can be counted what a GPU would be asked to do: kernels launched, values that the host waits for, copies one way and
+the other, and operators that read both memories, which a GPU refuses.
+
+It knows nothing of kernels, of an allocator or of several streams, and counts an operator as one launch where a GPU may
+need two. Memory that is made by indexing with a list, or by `index_put_` of host indices, counts as copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _foreach_utils, checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import latent_sweep
+
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda:0")
+
+LAUNCHES_NOTHING = {
+    *("_unsafe_view", "_reshape_alias", "_local_scalar_dense", "is_pinned", "is_same_size", "result_type"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "lift_fresh"),
+}
+"""Operators that start no kernel, besides those that give a view."""
+SHAPED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
+"""Operators whose result, or its shape, the host must know."""
+CHECKED = {"_linalg_eigh", "linalg_qr", "_linalg_svd", "_linalg_det", "linalg_cholesky_ex", "linalg_inv_ex"}
+"""Factorisations: the host asks whether they have succeeded, or splits the work."""
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+PACKAGES = [Path(package.__file__).parent for package in (latent_sweep, transformers, torch.optim, torch.nn.utils)]
+"""Where a place in the code is looked for."""
+
+
+@dataclass
+class Record:
+    """What has been asked of the GPU; all but launches are counted by their place in the code."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    """Kernels, by operator."""
+    syncs: Counter[str] = field(default_factory=Counter)
+    """Where the host has waited for a value, be it one number or a tensor that it copies."""
+    to_device: Counter[str] = field(default_factory=Counter)
+    """Copies for which the host has waited as well."""
+    to_device_later: Counter[str] = field(default_factory=Counter)
+    """Copies from pinned memory, for which it has not."""
+    to_host: Counter[str] = field(default_factory=Counter)
+    """Those of the syncs that copy a tensor."""
+    mixings: Counter[str] = field(default_factory=Counter)
+    """Operators that were given tensors of both memories, or a tensor of the GPU for one of the host."""
+
+    def __sub__(self, earlier: Record) -> Record:
+        """What has come since."""
+        return Record(**{name: mine - getattr(earlier, name) for name, mine in vars(self).items()})
+
+    def copy(self) -> Record:
+        """As it is now."""
+        return deepcopy(self)
+
+    def counts(self) -> dict[str, int]:
+        """How many of each kind."""
+        return {each.name: getattr(self, each.name).total() for each in fields(self)}
+
+
+@contextmanager
+def imitated_gpu() -> Iterator[Record]:
+    """Have backbones be loaded on an imitated GPU within the block, and record what it is asked for."""
+    record, memory = Record(), _Memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("latent_sweep.backbones.loading.device_of", lambda settings: "cuda")
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "imitated")
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
+        # what is recomputed is compared outside of the modes, where all devices are the host
+        patch.setitem(checkpoint._allowed_determinism_checks_to_fns, "default", lambda x: (x.shape, x.dtype))
+        with _Functions(record, memory) as functions, _Operators(record, memory):
+            patch.setattr(torch.autograd, "_engine_run_backward", functions.seeing(torch.autograd._engine_run_backward))
+            patch.setattr(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", memory.grouped)
+            yield record
+
+
+class _Memory:
+    """Which storages are the GPU's, and which of the host's are pinned.
+
+    A weak reference to a storage keeps its address from being given to another.
+    """
+
+    def __init__(self) -> None:
+        self._device: dict[int, StorageWeakRef] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self._purge_at = 10_000
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._device
+
+    def has_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def take(self, found: Any) -> Any:
+        """Take the tensors of a result for the GPU's, and return it."""
+        for tensor in _tensors(found):
+            self._remember(self._device, tensor)
+        return found
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """Take a tensor for the host's."""
+        self._device.pop(tensor.untyped_storage()._cdata, None)
+        return tensor
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        self._remember(self._pinned, tensor)
+        return tensor
+
+    def grouped(self, lists: Any, *others: Any) -> Any:
+        """As torch groups tensors, which asks the storages themselves where they are."""
+        found = _foreach_utils._group_tensors_by_device_and_dtype(lists, *others)
+        return {
+            (DEVICE if self.holds(group[0][0][0]) else device, dtype): group for (device, dtype), group in found.items()
+        }
+
+    def _remember(self, known: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known[storage._cdata] = StorageWeakRef(storage)
+        if len(known) > self._purge_at:
+            for address in [address for address, storage in known.items() if storage.expired()]:
+                del known[address]
+            self._purge_at = 2 * len(known) + 10_000
+
+
+class _Operators(TorchDispatchMode):
+    """Sees every operator, of backward passes and inside of functions, too."""
+
+    def __init__(self, record: Record, memory: _Memory):
+        super().__init__()
+        self._record, self._memory = record, memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        on_device = [self._memory.holds(tensor) for tensor in tensors]
+        name = func._schema.name.removeprefix("aten::")
+        if not any(on_device):
+            if name != "zeros" or not _asked_by_autograd():
+                return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            self._record.launches[name] += int(found.numel() > 0)
+            return self._memory.take(found)
+        if name == "copy_" and not all(on_device):
+            self._copied(*on_device)
+            return func(*args, **kwargs)
+        self._look(name, func, args, kwargs)
+        numbers = [on or tensor.dim() == 0 for on, tensor in zip(on_device, tensors, strict=True)]
+        if not all(numbers):  # one number of the host goes along with a launch
+            self._mixed(name, args)
+        found = func(*args, **kwargs)
+        results = _tensors(found)
+        if name not in LAUNCHES_NOTHING and not func.is_view and any(x.numel() for x in results or tensors):
+            self._record.launches[name] += 1
+        return self._memory.take(found)
+
+    def _copied(self, into_device: bool, from_device: bool) -> None:
+        if into_device:
+            self._record.to_device[_place()] += 1
+        else:
+            self._record.to_host[_place()] += 1
+            self._record.syncs[f"copy_: {_place()}"] += 1
+
+    def _look(self, name: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Note what makes the host wait."""
+        waits = name == "_local_scalar_dense" or name in SHAPED_BY_VALUES | CHECKED
+        if name in INDEXING:
+            waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if name == "repeat_interleave" and func._overloadname == "Tensor":
+            waits = kwargs.get("output_size") is None
+        if waits:
+            self._record.syncs[f"{name}: {_place()}"] += 1
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device == HOST:
+            self._record.mixings[f"a generator of the host, {name}: {_place()}"] += 1
+
+    def _mixed(self, name: str, args: Any) -> None:
+        """Note that tensors of both memories came together; torch copies indices by itself."""
+        if name in INDEXING and all(map(self._memory.holds, [args[0], *_tensors(args[2:3])])):
+            self._record.to_device[f"indices: {_place()}"] += 1
+        else:
+            self._record.mixings[f"{name}: {_place()}"] += 1
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what is asked of tensors by name: where they are, to be somewhere else, to be made somewhere."""
+
+    def __init__(self, record: Record, memory: _Memory):
+        super().__init__()
+        self._record, self._memory = record, memory
+        T, holds = Tensor, memory.holds
+        self._instead: Mapping[Any, Callable[..., Any]] = {
+            T.device.__get__: lambda x, *_: DEVICE if holds(x) else T.device.__get__(x),
+            T.is_cuda.__get__: lambda x, *_: holds(x),
+            T.is_cpu.__get__: lambda x, *_: not holds(x),
+            T.get_device: lambda x: 0 if holds(x) else -1,
+            T.to: self._to,
+            T.cpu: lambda x, *_, **__: self._to(x, HOST),
+            T.cuda: lambda x, *_, **options: self._to(x, DEVICE, **options),
+            T.pin_memory: lambda x, *_: memory.pin(x.clone()),
+            T.is_pinned: lambda x, *_: memory.has_pinned(x),
+            T.tolist: lambda x: self._read(x, "tolist") or x.tolist(),
+            T.numpy: lambda x, *args, **options: self._host_only(T.numpy, x, *args, **options),
+            T.__array__: lambda x, *args, **options: self._host_only(T.__array__, x, *args, **options),
+            T.new_tensor: self._new_tensor,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._instead:
+            return self._instead[func](*args, **dict(kwargs))
+        if _is_device(kwargs.get("device")):
+            return self._made(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def seeing(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Have a backward pass be seen that a function of torch runs, in which the mode would be off."""
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self in _get_current_function_mode_stack() else self:
+                return run(*args, **kwargs)
+
+        return seen
+
+    def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Copy between the memories, or within one as torch does."""
+        if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):  # as another tensor is
+            other = kwargs.pop("other", None) if "other" in kwargs else args[0]
+            kwargs |= {"device": DEVICE if self._memory.holds(other) else HOST, "dtype": other.dtype}
+            args = args[1:]
+        numbered = [DEVICE if type(arg) is int else arg for arg in args]
+        copy = kwargs.pop("copy", False)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*numbered, **kwargs)
+        dtype = dtype or x.dtype
+        held = self._memory.holds(x)
+        if device is None or _is_device(device) == held:
+            return x.to(dtype=dtype, copy=copy)
+        if device.type == "meta":
+            return x.to(device, dtype)
+        copied = x.to(dtype=dtype, copy=True)
+        if not held:
+            later = non_blocking and self._memory.has_pinned(x)
+            (self._record.to_device_later if later else self._record.to_device)[_place()] += 1
+            return self._memory.take(copied)
+        self._read(x, "copy")
+        return self._memory.give(copied)
+
+    def _read(self, x: Tensor, how: str) -> None:
+        if self._memory.holds(x):
+            self._record.to_host[_place()] += 1
+            self._record.syncs[f"{how}: {_place()}"] += 1
+
+    def _host_only(self, func: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        if self._memory.holds(x):
+            self._record.mixings[f"{func.__name__}: {_place()}"] += 1
+        return func(x, *args, **options)
+
+    def _new_tensor(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if not self._memory.holds(x):
+            return x.new_tensor(*args, **options)
+        self._record.to_device[_place()] += 1
+        return self._memory.take(x.new_tensor(*args, **options))
+
+    def _made(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Make a tensor on the device."""
+        if func in (torch.tensor, torch.as_tensor, torch.asarray):
+            self._record.to_device[_place()] += 1
+        elif func not in (torch.empty, torch.empty_like):
+            self._record.launches[func.__name__] += 1
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device == HOST:
+            self._record.mixings[f"a generator of the host, {func.__name__}: {_place()}"] += 1
+        return self._memory.take(func(*args, **{**kwargs, "device": HOST}))
+
+
+def _asked_by_autograd() -> bool:
+    """Whether a backward pass itself needs a tensor, for a gradient that nothing gives: it lies where the others do."""
+    frame: Any = sys._getframe(2)
+    while any(part in frame.f_code.co_filename for part in ("_compile.py", "_dynamo")):
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
+
+
+def _is_device(device: Any) -> bool:
+    return type(device) is int or (device is not None and torch.device(device).type == "cuda")
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    """All tensors of a result, or of arguments."""
+    if isinstance(found, Tensor):
+        return [found]
+    if isinstance(found, dict):
+        found = found.values()
+    elif not isinstance(found, (tuple, list)):
+        return []
+    return [tensor for part in found for tensor in _tensors(part)]
+
+
+@cache
+def _named(filename: str) -> str | None:
+    """A file of one of the packages, by its path from there."""
+    path = Path(filename)
+    homes = [package for package in PACKAGES if path.is_relative_to(package)]
+    return path.relative_to(homes[0].parent).as_posix() if homes else None
+
+
+def _place(depth: int = 3) -> str:
+    """Where this is asked for, from the inside: files and lines of ours, of transformers and of torch's optimizers."""
+    found: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and len(found) < depth:
+        if name := _named(frame.f_code.co_filename):
+            found.append(f"{name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found)
