@@ -191,6 +191,8 @@ class Shared:
 
 def _split_front(gradient: Tensor, layout: Shared) -> Tensor:
     """Add up what the rows of each member say of the shared tokens: (B, n, C) to (P, n, C)."""
+    if len(set(layout.rows)) == 1:
+        return gradient.unflatten(0, (layout.members, -1)).sum(1)
     return torch.stack([part.sum(0) for part in gradient.split(layout.rows)])
 
 

@@ -155,6 +155,7 @@ def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None
     model, trained = backbone.model, backbone.model.training
     model.train()
     model.activation_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()  # only the re-entrant mode needs that, and disabling would leave it there
     try:
         yield
     finally:
@@ -418,9 +419,10 @@ def _add_up(trainers: Sequence[_Trainer], losses: Sequence[dict[str, Tensor]], g
     reached = torch.tensor([float(trainer.reached) for trainer in trainers], device=parameters[0].device)
     found = torch.cat([reached, torch.stack([loss.float() for mine in losses for loss in mine.values()])])
     group.add_up([found, *(p.grad for p in parameters if p.grad is not None)])
-    total = iter(found.unbind())
-    for trainer in trainers:
-        trainer.reached = bool(next(total) > 0) if trainer.step == 0 else trainer.reached
+    of_all, total = found[: len(trainers)], iter(found[len(trainers) :].unbind())
+    if any(trainer.step == 0 for trainer in trainers):  # asked of the device once in a task
+        for trainer, arrived in zip(trainers, of_all.tolist(), strict=True):
+            trainer.reached = arrived > 0
     for mine in losses:
         for name in mine:
             mine[name] = next(total)

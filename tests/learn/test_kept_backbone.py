@@ -41,9 +41,10 @@ def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_packs_with_one_backbone_load_it_once(tmp_path, loaded):
-    runs = Runs(tmp_path)
-    first, second, third = runs.packs(**SHORT, search={"seed": [0, 1, 2]})
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_packs_with_one_backbone_load_it_once(tmp_path, loaded, checkpointing):
+    runs, recompute = Runs(tmp_path), {"trial__training__gradient_checkpointing": checkpointing}
+    first, second, third = runs.packs(**SHORT, **recompute, search={"seed": [0, 1, 2]})
     runs.run([first])
     (reference,) = loaded
     before, added = state(reference()), hooks(reference())
