@@ -32,7 +32,7 @@ class Probe:
 
 
 def tracking_uri(uri: str | None) -> str:
-    """Return the address that a sweep file's `tracking: {uri: ...}` means here; `none` is `none`."""
+    """Return the address that a sweep file's `tracking: {uri: ...}` means here."""
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 

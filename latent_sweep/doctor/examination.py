@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-from latent_sweep.backends.addresses import check_ray_address
 from latent_sweep.doctor.findings import Check, Finding, counted, examined, fault
 from latent_sweep.doctor.machine import chosen_device, has_device, look_at_cpu, look_at_disk, look_at_gpus
 from latent_sweep.doctor.methods import method_checks
@@ -17,11 +16,12 @@ from latent_sweep.doctor.packages import look_at_imports, look_at_packages
 from latent_sweep.doctor.storage import hostname, look_at_caches, look_at_storage
 from latent_sweep.doctor.subject import Subject, look_at_first_step, look_at_sweep
 from latent_sweep.doctor.tracker import look_at_tracker
+from latent_sweep.errors import LatentSweepError
 from latent_sweep.store.files import cache_folder
-from latent_sweep.store.storage import open_storage
-from latent_sweep.sweep.config import load_sweep
+from latent_sweep.store.storage import Storage, open_storage
+from latent_sweep.sweep.config import Sweep, load_sweep
 from latent_sweep.sweep.groups import RunSettings
-from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.plan import Trial, expand
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,14 @@ def examine(
         Whether there is no fault.
 
     Raises:
-        ConfigError: the sweep file is not valid, or the cluster asks for no token.
+        ConfigError: the sweep file is not valid.
     """
-    began, subject = time.monotonic(), _subject(path, overrides)
-    run = subject.sweep.run if subject else RunSettings()
+    began, read = time.monotonic(), _read(path, overrides)
     if address is not None:
         os.environ["RAY_ADDRESS"] = address
-    check_ray_address(run.allow_insecure)
     tell(f"latent-sweep doctor on {hostname()}")
     found: list[Finding] = []
-    for part in _parts(subject, run, device):
+    for part in _parts(read, device):
         tell(f"\n{part.title}")
         for what, check in part.checks:
             findings = examined(what, check)
@@ -69,41 +67,47 @@ def examine(
     return not any(finding.mark == "fault" for finding in found)
 
 
-def _subject(path: str | None, overrides: Sequence[str]) -> Subject | None:
+def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[Trial]] | None:
     if path is None:
         return None
     sweep = load_sweep(path, overrides)
-    return Subject(sweep, expand(sweep), open_storage(sweep.run.storage))
+    return sweep, expand(sweep)
 
 
-def _parts(subject: Subject | None, run: RunSettings, asked: str) -> Iterator[Part]:
-    storage = subject.storage if subject else open_storage(run.storage)
+def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[Part]:
+    run = read[0].run if read else RunSettings()
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     yield Part("packages", _packages(needed))
-    device = _device(asked)
-    yield Part(f"this machine (device {device})", _machine(device, storage.folder))
-    yield Part("storage", [("storage", lambda: look_at_storage(storage)), ("caches", look_at_caches)])
-    if os.environ.get("RAY_ADDRESS"):
-        yield Part("cluster", [("cluster", lambda: look_at_nodes(storage, needed))])
-    yield Part("tracker", [("tracker", lambda: look_at_tracker(run.tracking.uri, run.allow_insecure))])
+    device, storage = _device(asked), _opened(run.storage)
+    yield Part(f"this machine (device {device})", _machine(device, storage))
+    yield Part("storage", [("storage", partial(_storage, run.storage)), ("caches", look_at_caches)])
+    if storage is not None and os.environ.get("RAY_ADDRESS"):
+        yield Part("cluster", [("cluster", partial(look_at_nodes, storage, needed, run.allow_insecure))])
+    yield Part("tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure))])
     yield Part(f"methods, on {device}", _methods(device))
-    if subject is not None:
-        yield Part(f"sweep {subject.sweep.name}", _of_sweep(subject, asked))
+    if read is not None and storage is not None:
+        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked))
+
+
+def _opened(place: str) -> Storage | None:
+    try:
+        return open_storage(place)
+    except LatentSweepError:  # the check of the storage says so
+        return None
+
+
+def _storage(place: str) -> Iterator[Finding]:
+    yield from look_at_storage(open_storage(place))
 
 
 def _packages(needed: Sequence[str]) -> list[tuple[str, Check]]:
-    """Return the checks of the packages of whatever machine calls them."""
-    return [("packages", lambda: look_at_packages(needed)), ("imports", lambda: look_at_imports(needed))]
+    return [("packages", partial(look_at_packages, needed)), ("imports", partial(look_at_imports, needed))]
 
 
-def _machine(device: str, storage: Path) -> list[tuple[str, Check]]:
-    """Return the checks of the machine that calls them."""
-    return [
-        ("GPU", lambda: look_at_gpus(device)),
-        ("CPU", look_at_cpu),
-        ("disk", lambda: look_at_disk("storage", storage)),
-        ("disk", lambda: look_at_disk("caches", cache_folder())),
-    ]
+def _machine(device: str, storage: Storage | None) -> list[tuple[str, Check]]:
+    folders = {"caches": cache_folder()} | ({"storage": storage.folder} if storage else {})
+    disks = [("disk", partial(look_at_disk, what, folder)) for what, folder in folders.items()]
+    return [("GPU", partial(look_at_gpus, device)), ("CPU", look_at_cpu), *disks]
 
 
 def _device(asked: str) -> str:
@@ -114,7 +118,11 @@ def _device(asked: str) -> str:
 
 
 def _methods(device: str) -> list[tuple[str, Check]]:
-    return method_checks(device) if has_device(device) else [("methods", _no_device)]
+    try:
+        there = has_device(device)
+    except Exception:  # as above
+        there = True
+    return method_checks(device) if there else [("methods", _no_device)]
 
 
 def _no_device() -> Iterator[Finding]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from latent_sweep.backends.addresses import check_ray_address
 from latent_sweep.backends.ray_nodes import Answer, Node, alive_nodes, ask, connect, disconnect
 from latent_sweep.doctor.findings import Finding, examined, fault, ok
 from latent_sweep.doctor.machine import look_at_cpu, look_at_disk, look_at_gpus
@@ -14,6 +17,8 @@ from latent_sweep.doctor.packages import look_at_imports, look_at_packages, vers
 from latent_sweep.doctor.storage import look_at_caches, look_at_storage, missing_folders, remove_empty
 from latent_sweep.security import log_without_secrets, redact
 from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
+
+KNOCK_SECONDS = 10.0
 
 SHOWN = ("driver", "CPU", "RAM", "storage")
 """What is told of the first node of each shape though nothing is wrong with it; and its GPUs."""
@@ -29,9 +34,18 @@ class NodeReport:
     """Whether it sees what was written where it was asked."""
 
 
-def look_at_nodes(storage: Storage, needed: Sequence[str]) -> Iterator[Finding]:
-    """Have every node of the cluster examine itself, and compare them with this machine and with each other."""
-    connect()
+def look_at_nodes(storage: Storage, needed: Sequence[str], allow_insecure: bool) -> Iterator[Finding]:
+    """Have every node of the cluster examine itself, and compare them with this machine."""
+    check_ray_address(allow_insecure)
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        _knock(address)
+        connect()
+    except Exception as error:  # Ray raises one of many
+        said = f"{address} cannot be joined: {type(error).__name__}: {str(error).strip()[-1000:]}"
+        advice = "check the address (RAY_ADDRESS, --address), its token (RAY_AUTH_TOKEN or ~/.ray/auth_token), and "
+        yield fault("cluster", said, advice=f"{advice}that Python and Ray are the same there")
+        return
     made = missing_folders(storage.folder)
     try:
         with question(storage) as asked:
@@ -50,6 +64,13 @@ def look_at_nodes(storage: Storage, needed: Sequence[str]) -> Iterator[Finding]:
         disconnect()
         if made:
             remove_empty([storage.folder / ".preflight", *made])
+
+
+def _knock(address: str) -> None:
+    """Open a connection to a cluster's head, where the address names it: Ray itself waits for it for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def examine_node(

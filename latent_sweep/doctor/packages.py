@@ -47,7 +47,7 @@ def look_at_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
         advice = "`make setup`, or `pip install`"
         yield fault(OURS, "not installed, so nothing says which versions it needs", advice=advice)
         return
-    range_of_python = dict(metadata.items()).get("Requires-Python", "")
+    range_of_python = (metadata.get_all("Requires-Python") or [""])[0]
     yield from examined("python", partial(_python, range_of_python))
     yield _ours(metadata["Version"])
     for asked in _requirements():

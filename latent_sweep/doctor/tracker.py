@@ -20,7 +20,7 @@ def look_at_tracker(uri: str | None, allow_insecure: bool) -> Iterator[Finding]:
         allow_insecure: as `run.allow_insecure`: what is not safe is then a warning.
     """
     address = tracking_uri(uri)
-    if address == "none":
+    if uri == "none":
         yield ok("tracker", "none: this sweep is not tracked")
         return
     try:
