@@ -1,4 +1,4 @@
-"""latent-sweep: run, plan, report, bench, sync, verify. Each command imports what it needs when it runs."""
+"""latent-sweep: run, plan, report, doctor, bench, sync, verify. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Returns:
-        0 if all went well, 1 if a trial failed or `verify` found a difference (with `--repair`: one that is left, for
-        the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
+        0 if all went well, 1 if a trial failed, `doctor` found a fault, or `verify` a difference (with `--repair`: one
+        that is left, for the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
     """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.carry_out
@@ -52,6 +52,22 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
     report.add_argument("--format", choices=["text", "markdown", "csv", "latex"], default="text")
     report.set_defaults(carry_out=_report)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="find out whether this machine or cluster can be trusted with a sweep; under two minutes without one",
+        description="Check packages, device, storage, tracker and every method, on a Ray cluster each node too; with a "
+        "sweep file also its data and its backbone, which takes one real step. Leaves nothing behind but caches that a "
+        "run needs anyway. Exit codes: 0 no fault, 1 a fault, 2 it could not be checked.",
+    )
+    add_sweep_arguments(doctor, optional=True)
+    doctor.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU where there is one"
+    )
+    doctor.add_argument(
+        "--address", metavar="HOST:PORT", help="a Ray cluster whose nodes are checked; default: that of RAY_ADDRESS"
+    )
+    doctor.set_defaults(carry_out=_doctor)
 
     bench = commands.add_parser("bench", help="measure this machine: against the bare backbone, and the usual way")
     bench.add_argument("--backbone", default="smollm2-135m", help="as in a sweep file; default: %(default)s")
@@ -138,6 +154,15 @@ def _report(options: argparse.Namespace) -> int:
 
     print(render(summarise(open_sweep(options.folder)), options.format))
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from latent_sweep.doctor.examination import examine
+
+    healthy = examine(
+        options.sweep, options.overrides, options.device, options.address, lambda text: print(text, flush=True)
+    )
+    return 0 if healthy else 1
 
 
 def _bench(options: argparse.Namespace) -> int:

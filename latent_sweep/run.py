@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--failed", action="store_true", help="run the trials that have failed before, and no others")
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for a sweep file, and changes of it."""
-    parser.add_argument("sweep", help="a sweep file, e.g. sweeps/quickstart.yaml")
+def add_sweep_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Add the arguments for a sweep file, which may be optional, and changes of it."""
+    nargs = "?" if optional else None
+    parser.add_argument("sweep", nargs=nargs, help="a sweep file, e.g. sweeps/quickstart.yaml")
     parser.add_argument(
         "--set",
         action="append",

@@ -21,7 +21,7 @@ MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path 
 
 ORDER = (
     ("run", "cli"),
-    ("bench", "testing"),
+    ("bench", "doctor", "testing"),
     ("backends",),
     ("results",),
     ("learn",),
@@ -46,7 +46,8 @@ WITHOUT_TORCH = [
     *(f"results.{path.stem}" for path in (PACKAGE / "results").glob("[a-z]*.py")),
     *("cli", "errors", "labels", "metrics", "router", "run", "security", "settings"),
     *("backbones.identity", "backbones.known", "methods", "methods.protocol"),
-    *(f"backends.{name}" for name in ("addresses", "driver", "mlflow_mirror", "ray_group", "ray_tune", "retries")),
+    *(f"backends.{name}" for name in ("addresses", "driver", "mlflow_mirror", "mlflow_probe", "retries")),
+    *(f"backends.{name}" for name in ("ray_group", "ray_nodes", "ray_tune")),
     "backends.verify",
 ]
 """What plans, hands out and reports."""
@@ -70,8 +71,11 @@ def importers(package):
 
 def test_each_outside_system_has_one_importer():
     # what a user would write without this package is written with Ray itself
-    assert importers("ray") == ["backends/ray_group.py", "backends/ray_tune.py", "bench/usual_way.py"]
-    assert importers("mlflow") == ["backends/mlflow_mirror.py"]
+    assert importers("ray") == [
+        *("backends/ray_group.py", "backends/ray_nodes.py", "backends/ray_tune.py"),
+        "bench/usual_way.py",
+    ]
+    assert importers("mlflow") == ["backends/mlflow_mirror.py", "backends/mlflow_probe.py"]
     assert importers("deepspeed") in ([], ["backends/deepspeed_engine.py"])
 
 

@@ -300,7 +300,7 @@ def test_an_unreachable_tracker_delays_nothing_but_the_mirror(finished, tmp_path
         raise ConnectionError("nobody there")
 
     with monkeypatch.context() as patch:
-        patch.setattr(mlflow_mirror, "_quiet_client", refuse)
+        patch.setattr(mlflow_mirror, "quiet_client", refuse)
         assert main(["run", write(tmp_path, content), "--local"]) == 0
     assert "1 trials (1 finished)" in capsys.readouterr().out
     assert main(["sync", str(sweep_folder(tmp_path, "late").path)]) == 0

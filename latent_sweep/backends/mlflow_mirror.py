@@ -204,11 +204,11 @@ class MlflowMirror:
         Raises:
             TrackingError: the tracker cannot be reached or refuses.
         """
-        database = _sqlite_file(self.uri)
+        database = sqlite_file(self.uri)
         if database is not None and not (database.exists() and database.stat().st_size):
             return []  # MLflow would make one
         with self._explained():
-            client = _quiet_client(self.uri)
+            client = quiet_client(self.uri)
             experiment = client.get_experiment_by_name(self.sweep.name)
             runs = [] if experiment is None else _all_runs(client, experiment.experiment_id)
             mine = [run for run in runs if run.data.tags.get("sweep_id") == self.sweep.sweep_id]
@@ -280,7 +280,7 @@ class MlflowMirror:
                 raise
 
     def _connect(self) -> None:
-        client = _quiet_client(self.uri)
+        client = quiet_client(self.uri)
         self._experiment_id = self._find_or_create_experiment(client)
         self._runs = {}
         for found in sorted(
@@ -600,14 +600,15 @@ def _charts(x_name: str | None, axes: Sequence[str]) -> list[dict[str, Any]]:
     return [{"uuid": f"chart{number}", **shared, **chart} for number, chart in enumerate(charts)]
 
 
-def _quiet_client(uri: str) -> Any:
+def quiet_client(uri: str) -> Any:
+    """Make MLflow's client for an address; it gives up soon, and says nothing on its own."""
     for name, value in _CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient  # not at the top: it takes seconds, which the mirror's own thread can spare
 
     logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it would warn at every attempt
-    if (database := _sqlite_file(uri)) is not None:
+    if (database := sqlite_file(uri)) is not None:
         database.parent.mkdir(parents=True, exist_ok=True)
         if uri == DEFAULT_URI:  # as with the default storage, nobody has chosen who may read it
             private_file(database)
@@ -686,12 +687,13 @@ def _all_artifacts(repository: Any, folder: str | None = None) -> Iterator[tuple
             yield entry.path, entry.file_size
 
 
-def _sqlite_file(uri: str) -> Path | None:
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of a local database; None where the address is of something else."""
     match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
     return Path(match[1]).absolute() if match else None
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
     """Return a folder beside a local database; None for a server, which knows its own place."""
-    database = _sqlite_file(uri)
+    database = sqlite_file(uri)
     return (database.parent / ARTIFACTS / experiment).as_uri() if database else None

@@ -1,4 +1,4 @@
-"""Ray Tune runs packs wherever there is room. With `ray_group`, the only importer of ray.
+"""Ray Tune runs packs wherever there is room. With `ray_group` and `ray_nodes`, the only importer of ray.
 
 Tune places packs, caps their number, stops configurations early, and starts a pack again whose worker was lost. It
 keeps no state of ours: what a restarted pack has to do follows from the store.
@@ -7,23 +7,21 @@ keeps no state of ours: what a restarted pack has to do follows from the store.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import socket
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from latent_sweep.backends.ray_nodes import check_every_node_sees, connect
 from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, say_lost, still_to_try, unfinished
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
 from latent_sweep.store.failures import failure_facts, failure_kind
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import stages
-from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
+from latent_sweep.store.storage import Storage, question, sees, unseen_message
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Pack
 
@@ -34,9 +32,6 @@ LOOK_SECONDS = 5.0
 TELL_SECONDS = 60.0
 """How often to say what they wait for."""
 
-ANSWER_SECONDS = 180.0
-"""How long a node may take to say whether it sees the storage; it may have to unpack the job's working folder first."""
-
 
 def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool = False) -> None:
     """Run packs on the cluster this process belongs to, or on one started here for as long as it takes.
@@ -46,7 +41,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
     Raises:
         ConfigError: no node of the cluster can ever hold a pack, or a node does not see the storage.
     """
-    started_here = _connect()
+    started_here = connect()
     import ray
     from ray import tune
 
@@ -54,7 +49,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
     try:
         _check_fits(run.resources, started_here)
         asked = asking.enter_context(question(storage))
-        _check_every_node_sees(storage, asked)
+        check_every_node_sees(storage, asked)
         if run.pack == "auto":
             packs = _measured(packs, storage, run)
         by_id = {pack.pack_id: pack for pack in packs}
@@ -116,33 +111,6 @@ def _fit(tuner: Any) -> Any:
         if ours is None:
             raise
         raise ours from None
-
-
-def _check_every_node_sees(storage: Storage, asked: str) -> None:
-    """Read on every other node what was written on this one, and here what they answer."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    mine = ray.get_runtime_context().get_node_id()
-    others = {n["NodeID"]: n["NodeName"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != mine}
-    answer = ray.remote(num_cpus=0, max_retries=0)(sees)
-    answers = {
-        node: answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            storage, asked, node
-        )
-        for node in others
-    }
-    unseen = []
-    for node, reference in answers.items():
-        try:
-            if not (ray.get(reference, timeout=ANSWER_SECONDS) and has_answer(storage, asked, node)):
-                unseen.append(others[node])
-        except (ray.exceptions.NodeDiedError, ray.exceptions.TaskUnschedulableError):
-            log.warning("node %s left the cluster before it could say whether it sees %s", others[node], storage.place)
-        except ray.exceptions.RayError as error:
-            unseen.append(f"{others[node]} ({type(error).__name__}: {error})")
-    if unseen:
-        raise ConfigError(unseen_message(storage, unseen))
 
 
 def _run_in_worker(
@@ -274,37 +242,6 @@ def _measure_there(pack: Pack, storage: Storage, run: RunSettings) -> Sequence[A
 
     keep_to_share(run.resources)
     return measure(decided(pack, run, free_memory), storage, max(1, int(run.resources.cpus)))
-
-
-def _connect() -> bool:
-    """Join the cluster that RAY_ADDRESS names (a job inherits it), or start one; return whether it was started here.
-
-    A cluster of our own listens on the loopback interface only and asks for a token that this process made up.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Tune's own result files and tables say nothing that the journal does not
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    # Tune would catch Ctrl-C and return as if all had ended, and an interrupted trial would look stopped early
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    here = "RAY_ADDRESS" not in os.environ
-    if here:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on Linux too: every socket on 127.0.0.1
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        import ray
-
-        if ray.is_initialized():
-            return False
-        ray.init(
-            address="local" if here else None,
-            include_dashboard=False if here else None,
-            logging_level=logging.ERROR,
-            log_to_driver=True,
-        )
-    return here
 
 
 def _placement(resources: ResourceSettings) -> Any:

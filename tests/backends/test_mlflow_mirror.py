@@ -39,7 +39,7 @@ def first_use(tmp_path_factory):
             patch.chdir(folder)
             patch.setattr(mlflow_mirror, "DEFAULT_URI", "sqlite:///a new folder/mlflow.db")
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                mlflow_mirror._quiet_client(mlflow_mirror.DEFAULT_URI).search_experiments()
+                mlflow_mirror.quiet_client(mlflow_mirror.DEFAULT_URI).search_experiments()
     finally:
         os.umask(before)
     gc.freeze()  # what MLflow's modules hold is no garbage, as in tests/conftest.py
@@ -190,7 +190,7 @@ class CrashingClient:
 
 
 def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch, plain_pictures):
-    connect = mlflow_mirror._quiet_client
+    connect = mlflow_mirror.quiet_client
     sweeps, crashed = [], True
     while crashed:
         crash_at = len(sweeps) + 1
@@ -199,7 +199,7 @@ def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path
         run_to_end(next(iter(sweep)), 0.5, 0.1)
         fragile = CrashingClient(connect(uri), crash_at)
         with monkeypatch.context() as patch, contextlib.suppress(TrackingError):
-            patch.setattr(mlflow_mirror, "_quiet_client", lambda uri, fragile=fragile: fragile)
+            patch.setattr(mlflow_mirror, "quiet_client", lambda uri, fragile=fragile: fragile)
             MlflowMirror(uri, sweep).close()
         crashed = fragile.writes_left <= 0
         MlflowMirror(uri, sweep).close()
@@ -368,7 +368,7 @@ def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep
     before = os.umask(0o022)
     try:
         MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).close()
-        mlflow_mirror._quiet_client("sqlite:///other/named.db").search_experiments()
+        mlflow_mirror.quiet_client("sqlite:///other/named.db").search_experiments()
         os.chmod("mlflow.db", 0o640)
         MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).sync()
     finally:
@@ -594,10 +594,10 @@ def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_s
     sweep = begun_again(sweep)
     for number, (trial, (dies_after, writes_left)) in enumerate(zip(trials, moments, strict=True), start=1):
         run_to_end(trial, 0.75, 0.1)
-        fragile = CrashingClient(mlflow_mirror._quiet_client(uri), writes_left)
+        fragile = CrashingClient(mlflow_mirror.quiet_client(uri), writes_left)
         fragile.writes = dies_after
         with monkeypatch.context() as patch:
-            patch.setattr(mlflow_mirror, "_quiet_client", lambda uri, fragile=fragile: fragile)
+            patch.setattr(mlflow_mirror, "quiet_client", lambda uri, fragile=fragile: fragile)
             with pytest.raises(TrackingError, match="Crash"):
                 MlflowMirror(uri, sweep).sync()
         there = {run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")}

@@ -33,9 +33,9 @@ import sys
 from latent_sweep.backends import ray_tune
 from latent_sweep.run import main
 
-started_here = ray_tune._connect()
+started_here = ray_tune.connect()
 import ray
-ray_tune._connect, ray.shutdown = (lambda: started_here), (lambda: None)
+ray_tune.connect, ray.shutdown = (lambda: started_here), (lambda: None)
 for path in sys.argv[1:]:
     print(f"\\nended with {main([path])}", flush=True)
 """

@@ -18,7 +18,7 @@ from latent_sweep.backends import mlflow_mirror
 def empty_database(folder: Path) -> Path:
     """An empty database in a folder: making one takes seconds, copying it none."""
     path = folder / "mlflow.db"
-    mlflow_mirror._quiet_client(f"sqlite:///{path}").search_experiments()
+    mlflow_mirror.quiet_client(f"sqlite:///{path}").search_experiments()
     return path
 
 
@@ -60,7 +60,7 @@ class Server:
         self.process = None
 
     def client(self) -> Any:
-        return mlflow_mirror._quiet_client(self.uri)
+        return mlflow_mirror.quiet_client(self.uri)
 
     def runs(self, kind: str) -> list[Any]:
         """What it holds of the tiny sweep, by the tag `kind`."""

@@ -1,0 +1,144 @@
+"""The sweep itself: what `run` would refuse, its backbone on this device, and one real step of its first trial."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from latent_sweep.doctor.findings import Finding, fault, ok, warning
+from latent_sweep.doctor.machine import memory
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.config import Sweep
+from latent_sweep.sweep.memory import GIB, RESERVE, predict
+from latent_sweep.sweep.plan import Member, Trial
+
+if TYPE_CHECKING:
+    from latent_sweep.learn.context import Context
+    from latent_sweep.learn.training import TaskTraining
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A sweep that this machine is to be trusted with."""
+
+    sweep: Sweep
+    trials: Sequence[Trial]
+    storage: Storage
+
+
+def look_at_sweep(subject: Subject) -> Iterator[Finding]:
+    """Do what `run` does before it starts anything: engine, pinned backbones, data, tokens, steps."""
+    from latent_sweep.backends.driver import check_engine, check_pinned
+    from latent_sweep.sweep.checks import check_sweep
+
+    sweep, trials = subject.sweep, subject.trials
+    check_engine(sweep.run.engine)
+    check_pinned(sweep, trials)
+    for remark in check_sweep(sweep, trials):
+        kind, _, said = remark.partition(": ")
+        yield warning("sweep", said) if kind == "warning" else ok("sweep", said)
+    yield ok("sweep", f"{sweep.source}: {len(trials)} trials, engine, data and backbones as `run` wants them")
+
+
+def look_at_first_step(subject: Subject, device: str) -> Iterator[Finding]:
+    """Load the backbone of the first trial, and take one optimizer step on the longest rows of its first task."""
+    resources, engine = subject.sweep.run.resources, subject.sweep.run.engine
+    trial = subject.trials[0]
+    name = trial.settings.backbone.name
+    if engine.name != "torch" or resources.workers > 1:
+        said = f"{name} is to be run by {resources.workers} workers with {engine.name}, which one process cannot try"
+        yield warning("first step", said, advice="run a trial of it: --set trial.training.max_steps=1, one task")
+        return
+    if device == "cpu" and resources.gpus:
+        said = f"the sweep asks for {resources.gpus:g} GPU, and this was looked at on the CPU"
+        yield warning(
+            "first step", said, advice="run the same on a machine with such a GPU; here only the CPU was tried"
+        )
+    forecast, ram = predict(trial, subject.sweep.run), memory()
+    if device == "cpu" and forecast is not None and ram is not None and forecast.learning > ram[0]:
+        said = f"not taken: {name} is forecast to need {_gib(forecast.learning)}, and {_gib(ram[0])} of RAM are free"
+        yield warning("first step", said, advice="run the same on a machine that has the memory")
+        return
+    yield from _step(_on(trial, device), subject, device)
+
+
+def _on(trial: Trial, device: str) -> Trial:
+    backbone = trial.settings.backbone.model_copy(update={"device": device})
+    return replace(trial, settings=trial.settings.model_copy(update={"backbone": backbone}))
+
+
+def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
+    import torch
+
+    from latent_sweep.learn.context import Context
+    from latent_sweep.learn.training import train_pack
+
+    name, on_gpu, began = trial.settings.backbone.name, device == "cuda", time.monotonic()
+    context, told = Context(trial, subject.storage), list[Mapping[str, float]]()
+    _ = context.backbone
+    yield ok("backbone", f"{name} ({trial.settings.backbone.dtype}) loaded on {device} in {_since(began)}")
+    began = time.monotonic()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()  # what lies there is counted
+    try:
+        training = one_step(trial, context, told)
+        if training is None:
+            yield ok("first step", f"{trial.settings.method.name} learns nothing at its first task")
+            return
+        (outcome,) = train_pack([training], context.engine, context.bank)
+    finally:
+        context.bank.remove()
+    if isinstance(outcome, Exception):
+        raise outcome
+    losses = ", ".join(f"{term} {value:.4g}" for term, value in told[0].items())
+    rows = f"{len(training.examples)} rows of {trial.tasks[0].name}"
+    yield ok("first step", f"{rows} on {device} in {_since(began)}, preparation included; loss {losses}")
+    if on_gpu:
+        yield _memory(trial, subject, torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1])
+
+
+def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) -> TaskTraining | None:
+    """Make the training of one step on the longest rows of the first task; None where nothing is learned there.
+
+    Nothing is resumed and nothing is saved.
+    """
+    from latent_sweep.learn.member import MemberRun
+    from latent_sweep.store.snapshots import TaskCheckpoint
+
+    largest = max(trial.method().rank(), 1)
+    training = MemberRun(Member((trial,), largest), (), context).training(
+        0, lambda step, steps, losses: told.append(losses)
+    )
+    if not training.examples:
+        return None
+    settings = training.settings.model_copy(
+        update={"max_steps": 1, "epochs": 1, "checkpoint_every": 2, "warmup_steps": 0}
+    )
+    rows = sorted(training.examples, key=lambda row: -len(row["prompt_ids"]) - len(row["target_ids"]))
+    nowhere = TaskCheckpoint(context.storage, context.storage.folder / "profiles" / "none.safetensors")
+    return replace(training, examples=rows[: settings.batch_size], settings=settings, checkpoint=nowhere, validation=())
+
+
+def _memory(trial: Trial, subject: Subject, peak: int, total: int) -> Finding:
+    forecast = predict(trial, subject.sweep.run)
+    said = f"{_gib(peak)} of {_gib(total)} of the GPU at most in this step"
+    if forecast is None:
+        return ok("memory", f"{said}; the shapes are not known without the hub, so nothing was forecast")
+    expected = f"up to {_gib(forecast.learning)} as forecast, {_gib(forecast.answering)} to answer"
+    if peak > forecast.learning + RESERVE:
+        advice = "the forecast is too low here: have `training.micro_batch_size` smaller than it says would do"
+        return warning("memory", said, expected, advice)
+    if forecast.peak + RESERVE > total:
+        advice = "training.micro_batch_size, training.gradient_checkpointing, evaluation.batch_size, or run.engine"
+        return fault("memory", said, expected, f"the longest rows will not fit into this GPU: see {advice}")
+    return ok("memory", said, expected)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _since(began: float) -> str:
+    return f"{time.monotonic() - began:.1f} s"

@@ -1,0 +1,472 @@
+"""`latent-sweep doctor`: each fault is provoked, most of them for real."""
+
+import contextlib
+import http.server
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from helpers.patience import PATIENCE
+from helpers.sweeps import tiny, write
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+from latent_sweep.backends.ray_nodes import Answer, Node
+from latent_sweep.cli import main
+from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
+from latent_sweep.doctor.findings import examined, ok
+from latent_sweep.doctor.methods import ABSOLUTE, Outcome
+from latent_sweep.doctor.storage import look_at_storage
+from latent_sweep.learn import evaluation
+from latent_sweep.methods import METHODS
+from latent_sweep.methods.protocol import Learner
+from latent_sweep.store import objects
+from latent_sweep.store.objects import Bucket
+from latent_sweep.store.storage import open_storage
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+ALL_METHODS = methods.method_checks
+
+
+@pytest.fixture(autouse=True)
+def briefly(tmp_path, monkeypatch):
+    """One method instead of all, in an empty folder, without a cluster; each test of methods names its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(examination, "method_checks", lambda device: ALL_METHODS(device, ["seq_lora"]))
+
+
+def sweep(folder, **changes):
+    """A sweep file whose trials are a step long, with its storage below the folder."""
+    return write(folder, tiny(**{"search": None, "trial__training__epochs": 1, **changes}))
+
+
+def examine(capsys, *arguments):
+    """The exit code of the command, and what it printed."""
+    code = main(["doctor", "--device", "cpu", *arguments])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return code, printed.out
+
+
+def faults(found):
+    return [finding for finding in found if finding.mark == "fault"]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_machine_has_no_fault(tmp_path, capsys):
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 0, printed
+    assert "\n0 faults, " in printed
+    for said in ("torch: ", "CPU: ", "storage: ", "seq_lora on tiny-t5: ", "first step: 4 rows of mood on cpu"):
+        assert f"  ok       {said}" in printed
+    assert "twice the same bits" in printed
+
+
+def test_it_leaves_nothing_behind_but_caches_of_the_sweep(tmp_path, capsys):
+    examine(capsys, sweep(tmp_path))
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"factors", "tokens"}
+
+
+@pytest.mark.parametrize("arguments", [["--device", "gpu"], ["--sweep", "a.yaml"], ["a.yaml", "b.yaml"]])
+def test_wrong_use_ends_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("change", [{"trial__method__rank": 0}, {"run__storage": ""}])
+def test_a_sweep_that_is_not_valid_ends_with_two(change, tmp_path, capsys):
+    assert main(["doctor", sweep(tmp_path, **change)]) == 2
+    assert "found" in capsys.readouterr().err
+
+
+def test_an_error_in_one_check_hides_no_other_and_tells_no_secret(tmp_path, capsys, monkeypatch):
+    def broken():
+        yield ok("CPU", "seen before the error")
+        raise RuntimeError("cannot open https://bob:geheim77@host/x")
+
+    monkeypatch.setattr(examination, "look_at_cpu", broken)
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 1
+    assert "seen before the error" in printed
+    assert "fault    CPU: the check itself failed with RuntimeError: cannot open https://***@host/x" in printed
+    assert "geheim77" not in printed
+    assert "\n1 fault, " in printed
+    assert "first step: 4 rows" in printed
+
+
+def test_without_torch_it_still_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 1
+    assert "torch: installed, but importing it fails with ModuleNotFoundError" in printed
+    assert "ok       storage" in printed
+
+
+# --- packages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that packages have other versions, or with None are not installed."""
+    real, pretended = importlib.metadata.version, {}
+
+    def version(name):
+        if pretended.get(name, "") is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return pretended.get(name) or real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return pretended
+
+
+def test_a_version_out_of_range_is_a_fault(installed):
+    installed["transformers"] = "4.57.1"
+    (found,) = faults(packages.look_at_packages())
+    assert (found.what, found.found) == ("transformers", "4.57.1")
+    assert ">=5.20" in found.expected and "pip install 'transformers" in found.advice
+
+
+def test_a_missing_package_is_a_warning_where_sweeps_do_without_it(installed):
+    installed["deepspeed"] = None
+    (found,) = (finding for finding in packages.look_at_packages() if finding.mark != "ok")
+    assert found.mark == "warning"
+    assert "run.engine.name: deepspeed" in found.advice
+    assert [finding.what for finding in faults(packages.look_at_packages(needed=["deepspeed"]))] == ["deepspeed"]
+    installed["scipy"] = None
+    assert [finding.what for finding in faults(packages.look_at_packages())] == ["scipy"]
+
+
+def test_nodes_compare_their_code_too():
+    found = packages.versions()
+    assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
+    assert len(found["latent-sweep (code)"]) == 12
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_no_gpu_where_one_was_asked_for_says_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert main(["doctor", "--device", "cuda", sweep(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "fault    GPU: torch sees none: torch" in printed and "is built without CUDA" in printed
+    assert "fault    methods: not tried: there is no GPU" in printed
+    assert "storage: " in printed
+
+
+def test_why_there_is_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.why_no_gpu() == "CUDA_VISIBLE_DEVICES= hides all GPUs"
+    assert "unset CUDA_VISIBLE_DEVICES" in machine.no_gpu_advice()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert machine.why_no_gpu() == "there is no NVIDIA driver here"
+    (tmp_path / "none").touch()
+    monkeypatch.setattr(machine, "_driver_cuda", lambda: (12, 2))
+    assert machine.why_no_gpu() == "the driver knows CUDA 12.2, torch is built for 12.9"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_a_container(version, tmp_path, monkeypatch):
+    names = {1: ("cpu/cpu.cfs_quota_us", "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")}
+    quota, room, used = names.get(version, ("cpu.max", "memory.max", "memory.current"))
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert (machine.cgroup_cpus(), machine.cgroup_memory()) == (None, (None, 0))
+    for folder in ("cpu", "memory"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / quota).write_text("150000 100000\n" if version == 2 else "150000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / room).write_text("4294967296\n")
+    (tmp_path / used).write_text("1073741824\n")
+    assert machine.cgroup_cpus() == 1.5
+    assert machine.cgroup_memory() == (4 << 30, 1 << 30)
+    (tmp_path / quota).write_text("max 100000\n" if version == 2 else "-1\n")
+    (tmp_path / room).write_text("max\n" if version == 2 else "9223372036854771712\n")
+    assert (machine.cgroup_cpus(), machine.cgroup_memory()) == (None, (None, 0))
+
+
+# --- storage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that nobody can write to")
+def test_a_storage_that_cannot_be_written_is_a_fault(tmp_path, capsys):
+    code, printed = examine(capsys, sweep(tmp_path, run__storage="/proc/doctor/runs"))
+    assert code == 1
+    assert "fault    storage: /proc/doctor/runs" in printed
+    assert "cannot be written" in printed
+    assert "ok       seq_lora" in printed
+
+
+def test_a_storage_that_is_a_file_is_a_fault(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://10.0.0.1")
+    (tmp_path / "runs").touch()
+    code, printed = examine(capsys)
+    assert code == 1
+    assert "fault    storage: " in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """An object store that is a folder behind pyarrow's interface."""
+    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
+    return tmp_path / "bucket"
+
+
+def test_an_object_store_is_written_read_and_left_empty(bucket):
+    (found,) = look_at_storage(open_storage("s3://doctor/sweeps"))
+    assert found.mark == "ok"
+    assert [path for path in bucket.rglob("*") if path.is_file()] == []
+
+
+def test_an_object_store_that_forgets_is_a_fault(bucket, monkeypatch):
+    monkeypatch.setattr(Bucket, "list", lambda self, prefix: {})
+    (found,) = look_at_storage(open_storage("s3://doctor/sweeps"))
+    assert found.mark == "fault"
+    assert "in no list" in found.found
+    assert [path for path in bucket.rglob("*") if path.is_file()] == []
+
+
+# --- the tracker -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refusing(status):
+    """A server that refuses everything and repeats who asked; yields its port."""
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            said = json.dumps({"error_code": "PERMISSION_DENIED", "message": f"not you: {self.headers}"}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_tracker_that_refuses_is_a_fault_and_no_secret_is_told(tmp_path, capsys, monkeypatch):
+    with refusing(403) as port:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://bob:geheim77@127.0.0.1:{port}")
+        code, printed = examine(capsys, sweep(tmp_path, run__tracking=None))
+    assert code == 1
+    assert f"fault    tracker: http://***@127.0.0.1:{port}: " in printed
+    assert "MLFLOW_TRACKING_TOKEN" in printed
+    assert "geheim77" not in printed
+
+
+def test_a_database_that_is_not_there_is_tried_and_not_made(tmp_path):
+    (found,) = tracker.look_at_tracker(f"sqlite:///{tmp_path}/new/mlflow.db", False)
+    assert found.mark == "ok"
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
+
+
+def test_a_database_that_cannot_be_made_is_a_fault(tmp_path):
+    (tmp_path / "file").touch()
+    (found,) = examined("tracker", lambda: tracker.look_at_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
+    assert found.mark == "fault"
+
+
+def test_nothing_is_sent_without_tls_unless_that_is_allowed(monkeypatch):
+    sent = []
+    monkeypatch.setattr(tracker, "probe_tracker", lambda uri: sent.append(uri) or tracker.Probe(0.1, "3.17.2", "3.9.1"))
+    (found,) = tracker.look_at_tracker("http://10.0.0.1:5000", False)
+    assert (found.mark, sent) == ("fault", [])
+    assert "TLS" in found.found
+    marks = [(found.what, found.mark) for found in tracker.look_at_tracker("http://10.0.0.1:5000", True)]
+    assert marks == [("tracker", "warning"), ("tracker", "ok"), ("MLflow", "warning")]
+
+
+# --- methods ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_whose_loss_is_not_a_number_is_a_fault(capsys, tmp_path, monkeypatch):
+    real = Learner.loss
+    monkeypatch.setattr(
+        Learner, "loss", lambda self, outputs: {name: term * torch.nan for name, term in real(self, outputs).items()}
+    )
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 1
+    assert "fault    seq_lora on tiny-llama: the loss is not finite" in printed
+    assert "fault    first step: the loss is not finite" in printed
+
+
+def test_other_answers_the_second_time_are_a_fault(monkeypatch):
+    real, runs = methods.outcome, []
+
+    def outcome(*what):
+        runs.append(what)
+        if len(runs) == 2:
+            monkeypatch.setattr(evaluation, "answer_text", lambda *arguments: "something else")
+        return real(*what)
+
+    monkeypatch.setattr(methods, "outcome", outcome)
+    (found,) = methods.look_at_method("inc_lora", "tiny-t5", "cpu")
+    assert found.mark == "fault"
+    assert "8 of 8 answers" in found.found
+
+
+def test_other_losses_the_second_time_are_a_fault(monkeypatch):
+    real, calls = Learner.loss, []
+
+    def loss(self, outputs):
+        calls.append(outputs)
+        shift = 1e-6 if len(calls) == 13 else 0.0  # inside the second run
+        return {name: term + shift for name, term in real(self, outputs).items()}
+
+    monkeypatch.setattr(Learner, "loss", loss)
+    (found,) = methods.look_at_method("seq_lora", "tiny-llama", "cpu")
+    assert found.mark == "fault"
+    assert "losses from step 5 on" in found.found
+
+
+@pytest.mark.parametrize("family", methods.FAMILIES)
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_can_be_compared(name, family):
+    (found,) = methods.look_at_method(name, family, "cpu")
+    assert found.mark == "ok"
+
+
+def against_cpu(monkeypatch, there, here):
+    found = {"cuda": there, "cpu": here}
+    monkeypatch.setattr(methods, "outcome", lambda name, family, device: found[device])
+    return list(methods.look_at_method("seq_lora", "tiny-t5", "cuda"))
+
+
+def test_a_gpu_is_compared_with_the_cpu_to_rounding(monkeypatch):
+    here = Outcome([{"task": 6.0}, {"task": 5.0}], ["a"] * 8, {"x": "1"})
+    same = Outcome([{"task": 6.0 + ABSOLUTE}, {"task": 5.0}], ["a"] * 8, {"x": "2"}, peak=1 << 20, forecast=1 << 20)
+    assert [found.mark for found in against_cpu(monkeypatch, same, here)] == ["ok"]
+    other = Outcome([{"task": 6.0}, {"task": 5.1}], ["a"] * 8, {})
+    (found,) = against_cpu(monkeypatch, other, here)
+    assert found.mark == "fault" and "step 2, task: 5.1 instead of 5" in found.found
+    (found,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaaaaab"], {}), here)
+    assert found.mark == "warning" and "1 of 8 answers" in found.found
+    (found,) = against_cpu(monkeypatch, Outcome(here.losses, [*"aaaabbbb"], {}), here)
+    assert found.mark == "fault"
+    greedy = Outcome(here.losses, here.answers, {}, peak=4 << 30, forecast=1 << 20)
+    assert [found.mark for found in against_cpu(monkeypatch, greedy, here)] == ["ok", "warning"]
+
+
+# --- the sweep -------------------------------------------------------------------------------------------------------
+
+
+def test_a_backbone_that_is_not_there_is_a_fault_with_advice(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, printed = examine(
+        capsys, sweep(tmp_path, trial__backbone__name="nobody/nothing", trial__backbone__revision="0" * 40)
+    )
+    assert code == 1
+    assert "fault    first step: backbone.name: 'nobody/nothing' could not be" in printed
+    assert "hf auth login" in printed
+
+
+def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
+    code, printed = examine(capsys, sweep(tmp_path, run__resources={"gpus": 1}))
+    assert code == 0
+    assert "warning  first step: the sweep asks for 1 GPU, and this was looked at on the CPU" in printed
+
+
+def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("latent_sweep.doctor.subject.memory", lambda: (1000, 2000))
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 0
+    assert "warning  first step: not taken: tiny-llama is forecast to need" in printed
+
+
+# --- a cluster -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_is_not_there_is_a_fault(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "")  # is put back
+    code, printed = examine(capsys, sweep(tmp_path), "--address", "127.0.0.1:1")
+    assert code == 1
+    assert "fault    cluster: 127.0.0.1:1 cannot be joined" in printed
+
+
+def test_a_cluster_elsewhere_without_a_token_is_not_joined(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 1
+    assert "fault    cluster: RAY_ADDRESS: found 10.0.0.1:6379" in printed
+
+
+def test_a_node_is_told_by_what_differs():
+    node, here = Node("id", "node-7", {"CPU": 4, "GPU": 1}), {"torch": "2.13.0", "latent-sweep (code)": "abc"}
+
+    def of_node(answer, unseen=""):
+        return [finding.text() for finding in nodes._of_node(node, answer, here, "4 CPU", False, unseen)]
+
+    (said,) = of_node(Answer(nodes.NodeReport([ok("CPU", "4 cores")], here, True)))
+    assert said.startswith("  ok       node-7: node: 4 CPU: 1 checks")
+    (said,) = of_node(Answer(nodes.NodeReport([], {**here, "torch": "2.9.0"}, True)))
+    assert said.startswith("  fault    node-7: versions: torch 2.9.0 there, 2.13.0 here; expected the same")
+    (said,) = of_node(Answer(nodes.NodeReport([], here, False)), "this node does not see it")
+    assert said.startswith("  fault    node-7: storage: this node does not see it")
+    (said,) = of_node(Answer(error=ModuleNotFoundError("No module named 'latent_sweep'")))
+    assert said.startswith("  fault    node-7: node: could not be examined: ModuleNotFoundError")
+
+
+@pytest.mark.slow
+def test_every_node_of_a_cluster_is_examined(tmp_path):
+    from helpers.ray_heads import node
+    from helpers.ray_heads import nodes as cluster_of
+
+    other = tmp_path / "site" / "transformers-4.0.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
+    path = [str(tmp_path / "site"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    command = [sys.executable, "-m", "latent_sweep.cli", "doctor", sweep(tmp_path)]
+    with cluster_of(1, 2) as (cluster, environment):
+        cluster.add_node(env_vars={"PYTHONPATH": os.pathsep.join(path)}, **node(3))
+        cluster.wait_for_nodes()
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "cluster: 3 nodes of 3 shapes" in done.stdout
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("  fault")]
+    assert len(wrong) == 2, done.stdout
+    assert "transformers: 4.0.0; expected" in wrong[0]
+    assert "versions: transformers 4.0.0 there" in wrong[1]
+    assert done.stdout.count("node: ") == 2
+
+
+@pytest.mark.slow
+def test_a_real_server_takes_a_run_and_shows_none_of_it(tmp_path):
+    from helpers.mlflow_server import Server, empty_database
+
+    server = Server(tmp_path / "server", empty_database(tmp_path))
+    try:
+        server.start()
+        marks = [(found.what, found.mark) for found in tracker.look_at_tracker(server.uri, False)]
+        assert marks == [("tracker", "ok"), ("MLflow", "ok")]
+        assert [experiment.name for experiment in server.client().search_experiments()] == ["Default"]
+    finally:
+        server.kill()
