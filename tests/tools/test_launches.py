@@ -8,7 +8,7 @@ SHALLOW = 2, 3
 MOST_ABOVE_BARE = 8
 """Launches per adapted projection: two products forward, three or four backward, and adding gradients."""
 
-MORE_OF_A_PACK = {("t5-large", "apart"): 0.04, ("llama-2-7b", "apart"): 0.055, ("llama-2-7b", "prefix"): 0.07}
+MORE_OF_A_PACK = {("t5-large", "apart"): 0.04, ("llama-2-7b", "apart"): 0.055, ("llama-2-7b", "prefix"): 0.085}
 """How much more a pack of 8 launches than a pack of 1, at most, by the kind of its rows.
 
 Whatever the depth, 27 for each member more: its own cross-entropy, its penalty, and their gradients. Where rows share a
