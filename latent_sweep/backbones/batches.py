@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.backbones.layouts import Indices, Padded, Shared
+from latent_sweep.backbones.layouts import Indices, Padded, Shared, moved
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 
@@ -62,10 +62,10 @@ def collate(members: Sequence[Sequence[Example]], backbone: Backbone, alike: boo
 def _padded(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
     """A sequence for every row: prompt, target, padding."""
     rows = [row for of_member in members for row in of_member]
-    ids, real = _right_padded([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone.pad_id)
+    ids, real = _rectangle([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone.pad_id)
     starts = np.arange(len(rows)) * ids.shape[1]
     inputs = {
-        "input_ids": _moved(ids, backbone.device),
+        "input_ids": moved(ids, backbone.device),
         # four dimensions: transformers leaves such a mask alone, and does not ask the device what is in it
         "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),
         "layout": Padded(),
@@ -97,8 +97,8 @@ def _sharing(members: Sequence[Sequence[Example]], layout: Shared, backbone: Bac
         tokens = [t for row in of_member for t in (*row["prompt_ids"][n:], *row["target_ids"])]
         place[: n + len(tokens)] = [*of_member[0]["prompt_ids"][:n], *tokens]
     inputs = {
-        "input_ids": _moved(ids, backbone.device),
-        "position_ids": _moved(layout.positions, backbone.device),
+        "input_ids": moved(ids, backbone.device),
+        "position_ids": moved(layout.positions, backbone.device),
         "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),  # see above
         "layout": layout,
     }
@@ -122,26 +122,26 @@ def _batch(
     first = [start + len(row["prompt_ids"]) - before - 1 for start, row in zip(starts, rows, strict=True)]
     keep = [start + np.arange(len(row["target_ids"])) for start, row in zip(first, rows, strict=True)]
     labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
-    moved = _moved(labels, backbone.device), _moved(np.concatenate(keep), backbone.device)
-    return Batch(inputs, *moved, counts, standing_for)
+    targets = moved(labels, backbone.device), moved(np.concatenate(keep), backbone.device)
+    return Batch(inputs, *targets, counts, standing_for)
 
 
 def _of_encoder_decoder(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
     """T5: prompts padded behind; the decoder reads the targets, one token late."""
     rows = [row for of_member in members for row in of_member]
-    ids, real = _right_padded([row["prompt_ids"] for row in rows], backbone.pad_id)
+    ids, real = _rectangle([row["prompt_ids"] for row in rows], backbone.pad_id)
     start = backbone.model.config.decoder_start_token_id
-    said, real_targets = _right_padded([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
+    said, real_targets = _rectangle([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
     inputs = {
-        "input_ids": _moved(ids, backbone.device),
-        "attention_mask": _moved(real[:, None, None, :], backbone.device),
-        "decoder_input_ids": _moved(said, backbone.device),
+        "input_ids": moved(ids, backbone.device),
+        "attention_mask": moved(real[:, None, None, :], backbone.device),
+        "decoder_input_ids": moved(said, backbone.device),
         "layout": Padded(),
     }
     labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
-    moved = _moved(labels, backbone.device), _moved(np.flatnonzero(real_targets), backbone.device)
+    targets = moved(labels, backbone.device), moved(np.flatnonzero(real_targets), backbone.device)
     counts = [len(of_member) for of_member in members]
-    return Batch(inputs, *moved, counts, real.astype(np.int64), real_targets.astype(np.int64))
+    return Batch(inputs, *targets, counts, real.astype(np.int64), real_targets.astype(np.int64))
 
 
 def read(
@@ -155,7 +155,7 @@ def read(
     """
     batch = collate([rows], backbone, adaptation.alike)
     told = (batch.standing_for, batch.standing_for_target)
-    counts = [None if found is None else _moved(found, backbone.device) for found in told]
+    counts = [None if found is None else moved(found, backbone.device) for found in told]
     with reading(*counts), bank.active(adaptation), _keeping(backbone, batch.keep[:1]):
         backbone.model(**batch.inputs, use_cache=False)
 
@@ -174,28 +174,20 @@ def read_padded(
         backbone.model(**inputs, use_cache=False)
 
 
-def _right_padded(sequences: Sequence[Sequence[int]], value: int) -> tuple[Indices, Any]:
-    """Token ids padded behind, (rows, longest), and which of them are no padding."""
+def _rectangle(sequences: Sequence[Sequence[int]], value: int, in_front: bool = False) -> tuple[Indices, Any]:
+    """Token ids padded behind, or in front, (rows, longest), and which of them are no padding."""
     lengths = np.array(list(map(len, sequences)))
-    real = np.arange(lengths.max()) < lengths[:, None]
+    longest = lengths.max()
+    real = np.arange(longest) >= longest - lengths[:, None] if in_front else np.arange(longest) < lengths[:, None]
     ids = np.full(real.shape, value, np.int64)
     ids[real] = [token for sequence in sequences for token in sequence]
     return ids, real
 
 
-def _moved(values: Any, device: torch.device) -> Tensor:
-    """Bring host values to the device; a GPU copies from pinned memory, while the host goes on."""
-    found = torch.from_numpy(values)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
-
-
 def pad_prompts(prompts: Sequence[Sequence[int]], backbone: Backbone) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask, (B, longest): padded on the left for Llama, on the right for T5."""
-    longest = max(map(len, prompts))
-    on_the_left = backbone.family == "llama"
-    ids = _pad(prompts, backbone.pad_id, longest, on_the_left)
-    mask = _pad([[1] * len(prompt) for prompt in prompts], 0, longest, on_the_left)
-    return ids.to(backbone.device), mask.to(backbone.device)
+    ids, real = _rectangle(prompts, backbone.pad_id, in_front=backbone.family == "llama")
+    return moved(ids, backbone.device), moved(real.astype(np.int64), backbone.device)
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -210,12 +202,6 @@ def last_positions(ids: Tensor, count: int) -> Tensor:
     would copy its weight for every row: that was half of a training step on CPU.
     """
     return torch.arange(ids.shape[1] - count, ids.shape[1], device=ids.device)
-
-
-def _pad(sequences: Sequence[Sequence[int]], value: int, length: int, on_the_left: bool) -> Tensor:
-    padded = [[value] * (length - len(s)) for s in sequences]
-    rows = [p + list(s) if on_the_left else list(s) + p for p, s in zip(padded, sequences, strict=True)]
-    return torch.tensor(rows, dtype=torch.long)
 
 
 def label_logits(backbone: Backbone, batch: Batch) -> Tensor:

@@ -30,6 +30,12 @@ ATTENTION = "laid_out"
 Indices = npt.NDArray[np.int64]
 
 
+def moved(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Bring host values to the device; a GPU copies from pinned memory, while the host goes on."""
+    found = torch.from_numpy(values)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
 class Padded:
     """A sequence for every row, padded behind: causal attention never sees the padding, so it needs no mask."""
 
@@ -106,10 +112,7 @@ class Shared:
         return found.reshape(self.members, -1)
 
     def _on_device(self, indices: Indices) -> Tensor:
-        found = torch.from_numpy(np.ascontiguousarray(indices).reshape(-1))
-        if self._device.type == "cuda":
-            found = found.pin_memory()
-        return found.to(self._device, non_blocking=True)
+        return moved(indices.reshape(-1), self._device)
 
     @cached_property
     def take_rest(self) -> Tensor:
