@@ -25,7 +25,7 @@ from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import Backbone, assemble
 from latent_sweep.backbones.stored import stored_backbone, stored_weight
 from latent_sweep.errors import ConfigError
-from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.engine import Engine, forget_backbone
 from latent_sweep.learn.worker_group import WorkerGroup
 from latent_sweep.security import quoted
 from latent_sweep.sweep.groups import EngineSettings
@@ -151,6 +151,7 @@ class DeepSpeedEngine(Engine):
             )
         if self._settings.zero_stage < 3:
             return super().load(settings)
+        forget_backbone()  # a whole one, that this process may have loaded before
         folder = local_folder(settings)
         stored = stored_backbone(settings.model_copy(update={"name": str(folder), "revision": None}))
         if stored is None:

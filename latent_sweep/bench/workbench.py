@@ -199,7 +199,10 @@ class Workbench:
 
     def free(self) -> None:
         """Give the memory of the backbone and all that hangs on it to other processes; it is loaded again if needed."""
+        from latent_sweep.learn.engine import forget_backbone
+
         self.__dict__.pop("context", None)
+        forget_backbone()
         give_memory_back()
 
     @property

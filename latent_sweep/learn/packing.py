@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from latent_sweep.learn.context import Context, hardware
+from latent_sweep.learn.engine import forget_backbone
 from latent_sweep.learn.member import MemberRun
 from latent_sweep.learn.training import Progress, TaskTraining, train_pack
 from latent_sweep.settings import content_hash
@@ -63,6 +64,7 @@ def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[Pa
         except Exception as error:  # too large for the GPU, or a member that fails: it will say so when it runs
             log.warning("packs of %s could not be measured (%s); no larger ones are tried", size, error)
             let_go(error)
+            forget_backbone()
             break
         if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
             break

@@ -220,7 +220,7 @@ def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
     with pytest.raises(InterruptedError):
         ray_tune._run_in_worker({"pack_id": one.pack_id}, {one.pack_id: one}, folder, "", sweep.run, {})
     with pytest.raises(InterruptedError):
-        ray_tune._measure_there(one, folder.storage, sweep.run.resources)
+        ray_tune._measure_there(one, folder.storage, sweep.run)
     with pytest.raises(InterruptedError):
         ray_group._Worker(0, 2).run("127.0.0.1", 0, one, folder, sweep.run)
     assert told == [0.5] * 3
