@@ -1,0 +1,67 @@
+"""The one change that all adapters come down to, `y += (h right) left^T`: its value and its gradients, in float64."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from latent_sweep.adapters.low_rank import LowRank
+
+ROWS, TOKENS, IN, OUT, RANK = 6, 3, 5, 4, 2
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_(True)
+
+
+def factors(members, frozen=False):
+    """Right and left factors of so many members, or of one for all rows; the right ones may be frozen and common."""
+    each = () if members is None else (members,)
+    right = normal(*(() if frozen else each), IN, RANK, seed=1)
+    return right.detach() if frozen else right, normal(*each, OUT, RANK, seed=2)
+
+
+CASES = [(None, None), ([2, 2, 2], 3), ([1, 3, 2], 3), ([1] * 6, 6)]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen right"])
+@pytest.mark.parametrize(("counts", "members"), CASES, ids=str)
+def test_values_are_those_of_the_dense_matrix_of_each_row(counts, members, frozen):
+    right, left = factors(members, frozen)
+    h, output = normal(ROWS, TOKENS, IN, seed=3), normal(ROWS, TOKENS, OUT, seed=4)
+    dense = left @ right.transpose(-1, -2)
+    if counts is not None:
+        dense = dense.repeat_interleave(torch.tensor(counts), dim=0)
+    found = LowRank(right, left, counts)(h, output.clone())
+    torch.testing.assert_close(found, output + h @ dense.transpose(-1, -2))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen right"])
+@pytest.mark.parametrize(("counts", "members"), CASES, ids=str)
+def test_gradients_are_those_of_finite_differences(counts, members, frozen):
+    """Of everything that is trained, of the inputs and of the projection's own output."""
+    right, left = factors(members, frozen)
+    h, output = normal(ROWS, TOKENS, IN, seed=3), normal(ROWS, TOKENS, OUT, seed=4)
+
+    def change(output, h, right, left):
+        return LowRank(right, left, counts)(h, output.clone())
+
+    assert gradcheck(change, (output, h, right, left))
+
+
+def test_the_output_is_changed_in_place_and_frozen_inputs_stay_so():
+    right, left = factors(None, frozen=True)
+    h, output = normal(ROWS, TOKENS, IN, seed=3).detach(), normal(ROWS, TOKENS, OUT, seed=4).detach()
+    found = LowRank(right, left)(h, output)
+    assert found.data_ptr() == output.data_ptr()
+    found.square().sum().backward()
+    assert left.grad is not None
+    assert h.grad is None and right.grad is None
+
+
+def test_it_multiplies_in_the_type_of_its_inputs():
+    right, left = (factor.detach() for factor in factors(None))
+    h, output = torch.ones(2, 3, IN, dtype=torch.bfloat16), torch.zeros(2, 3, OUT, dtype=torch.bfloat16)
+    exact = h.double() @ right @ left.T
+    found = LowRank(right, left)(h, output)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.05)
