@@ -57,14 +57,15 @@ class Padded:
         Args:
             mask: true where attention is due; None is for all tokens, or all before where it is causal.
         """
-        if id(bias) not in self._bias:
+        key = bias.data_ptr()  # and not its `id`: recomputing meets the same numbers in another object
+        if key not in self._bias:
             joined = bias.detach()  # frozen; transformers asks for gradients under checkpointing all the same
             if mask is None and causal:
                 mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
             if mask is not None:
                 joined = torch.where(mask, joined, torch.finfo(bias.dtype).min)
-            self._bias[id(bias)] = bias, joined  # with the bias, whose id another would get once it is gone
-        return self._bias[id(bias)][1]
+            self._bias[key] = bias, joined  # with the bias, whose place another would get once it is gone
+        return self._bias[key][1]
 
 
 class Shared:
