@@ -73,7 +73,8 @@ def load_rows(
     """The rows of one split of `task`, in the order of the file, after the subsets of `settings`.
 
     A subset is the first n rows of one fixed permutation, so smaller subsets lie within larger ones. Validation rows
-    are a share of the training subset; `carve_validation` leaves them out of `train`.
+    are a share of the training subset; `carve_validation` leaves them out of `train`. Where `settings.score_on` says so
+    they are what `test` gives, here and in all functions of this module, and `train` is always without them.
 
     Args:
         source: The `source_digest` that the rows must have; None takes whatever lies there now.
@@ -82,6 +83,7 @@ def load_rows(
         DataError: The data is missing, malformed or empty, or other than `source` says; the message names the file
             and the row.
     """
+    split, carve_validation = _scored(split, settings, carve_validation)
     rows = _source_rows(spec, task, split, settings, source)
     ranked = sorted(rows, key=lambda row: hashlib.sha256(f"{settings.subset_seed}/{row.id}".encode()).digest())
     kept = {row.id for row in ranked[_selection(len(rows), task, split, settings, carve_validation)]}
@@ -97,6 +99,7 @@ def row_count(
         DataError: The data is malformed.
         MissingData: It is not at hand, and no size was published.
     """
+    split, carve_validation = _scored(split, settings, carve_validation)
     selection = _selection(_source_count(spec, task, split, settings), task, split, settings, carve_validation)
     return selection.stop - selection.start
 
@@ -106,6 +109,7 @@ def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
 
     A sweep takes it once, when it is planned, and readers hold what they read against it.
     """
+    split, _ = _scored(split, settings)
     if spec.layout == "builtin":
         return content_hash(_generated(task, split))
     path = _find_file(spec, task, split, settings)
@@ -128,6 +132,7 @@ def data_digest(
     Raises:
         MissingData: The data is not at hand.
     """
+    split, carve_validation = _scored(split, settings, carve_validation)
     source = source or source_digest(spec, task, split, settings)
     if source is None:
         raise MissingData(_not_at_hand(spec, task, split, settings))
@@ -177,6 +182,7 @@ def tokenised(
         DataError: The data is missing or malformed, or other than `source` says.
         StoreError: The cache cannot be written.
     """
+    split, carve_validation = _scored(split, settings, carve_validation)
     max_target_length = settings.max_target_length or spec.max_target_length
     data = data_digest(spec, task, split, settings, carve_validation, source)
     target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length)
@@ -289,6 +295,13 @@ def _not_at_hand(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Be
 
 
 # Which rows there are ------------------------------------------------------------------------------------------------
+
+
+def _scored(split: Split, settings: BenchmarkSettings, carve_validation: bool = False) -> tuple[Split, bool]:
+    """Return what `score_on` makes of a split, and of whether validation rows are left out of it."""
+    if settings.score_on == "test":
+        return split, carve_validation
+    return ("train", True) if split == "train" else ("validation", False)
 
 
 def _source_rows(

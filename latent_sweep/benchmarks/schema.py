@@ -150,6 +150,9 @@ class BenchmarkSettings(Settings):
     """Metric of accuracy tasks; the released scorer uses Rouge-L for all of SuperNI."""
     validation_fraction: float = Field(0.1, gt=0, le=0.5)
     """Share of the training rows, at most 500 rows, that is held out where model selection asks for it."""
+    score_on: Literal["test", "validation"] = "test"
+    """Rows that answers are scored on: the test rows, or those that `validation_fraction` holds out of the training
+    rows, which then nothing else reads: what is chosen by its score has not seen the test rows."""
 
     @field_validator("tasks")
     @classmethod

@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
 
-SAID = {"train": "training", "test": "test"}
-
 CHECKS_VERSION = 1
 """Raised when `check_pack` would find something else in the same rows."""
 
@@ -283,6 +281,12 @@ class Case:
             for split in SPLITS
         }
 
+    def kind(self, split: str) -> str:
+        """Return what messages call the rows of a split."""
+        if split == "train":
+            return "training"
+        return "held-out" if self.settings.score_on == "validation" else "test"
+
     def answers(self, row: Row, split: str) -> tuple[str, ...]:
         """Return the texts that a row is trained on, or scored against."""
         if split == "train":
@@ -315,9 +319,11 @@ def reader_of(backbone: BackboneSettings) -> Reader:
 def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
     """Yield each case of these trials once; with `reader`, or with what is on this machine."""
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
-    one_spelling = {"order": None, "tasks": None, "classification_metric": "accuracy", "validation_fraction": 0.1}
+    one_spelling: dict[str, Any] = {"order": None, "tasks": None, "classification_metric": "accuracy"}
     for trial in trials:
         settings = trial.settings.benchmark.model_copy(update=one_spelling)
+        if settings.score_on == "test":
+            settings = settings.model_copy(update={"validation_fraction": 0.1})
         backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
         known = tasks.setdefault((settings, backbone), {})
         known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
@@ -351,8 +357,13 @@ def _check_rows(case: Case, found: Findings) -> bool:
 
 def _check_numbers(case: Case, found: Findings) -> None:
     """Warn where fewer rows than asked for are taken, which would happen without a word."""
-    for split, limit in zip(SPLITS, (case.settings.train_per_task, case.settings.test_per_task), strict=True):
-        rows = len(case.rows[split])
+    counts = {split: len(case.rows[split]) for split in SPLITS}
+    limits = {"train": case.settings.train_per_task, "test": case.settings.test_per_task}
+    if case.settings.score_on == "validation":  # those are taken out of the training rows
+        counts["train"] += counts["test"]
+        limits["test"] = None
+    for split, rows in counts.items():
+        limit = limits[split]
         if limit and rows < limit:
             topic = f"{case.name}: fewer rows than benchmark.{split}_per_task = {limit:,}"
             found.warn(topic, case.task.name, f"{rows:,}")
@@ -385,13 +396,13 @@ def _check_targets(case: Case, found: Findings) -> None:
             spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, case.spec.stop))
             marks = canonical_json(case.spec.stop)
             problem = f"hold one of the stop strings {marks}, where an answer ends"
-            _tell(case.name, case.task, split, problem, spoiled, _stop_advice(case), found)
+            _tell(case.name, case.task, case.kind(split), problem, spoiled, _stop_advice(case), found)
         if case.reader.tokenizer is not None:
             # as `encode_target` cuts what is learned; an answer may have as many tokens as the limit says
             room = limit - 1 if split == "train" and case.reader.family == "t5" else limit
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
-            _tell(case.name_read, case.task, split, problem, spoiled, "raise it, or shorten them", found)
+            _tell(case.name_read, case.task, case.kind(split), problem, spoiled, "raise it, or shorten them", found)
 
 
 class _Spoiled(NamedTuple):
@@ -408,15 +419,13 @@ def _spoiled(case: Case, rows: Sequence[Row], split: str, is_spoiled: Any) -> _S
     return _Spoiled(len(found), len(rows), found[0] if found else "")
 
 
-def _tell(name: str, task: TaskSpec, split: str, problem: str, spoiled: _Spoiled, advice: str, found: Findings) -> None:
+def _tell(name: str, task: TaskSpec, kind: str, problem: str, spoiled: _Spoiled, advice: str, found: Findings) -> None:
     """Note a fault where all rows are spoiled, a warning where some are."""
     example = f"{spoiled.example[:60]!r}{' ...' if len(spoiled.example) > 60 else ''}"
     if spoiled.rows == spoiled.of:
-        found.fault(
-            f"{name}, task {task.name}: all {spoiled.of:,} {SAID[split]} targets {problem}, e.g. {example}; {advice}"
-        )
+        found.fault(f"{name}, task {task.name}: all {spoiled.of:,} {kind} targets {problem}, e.g. {example}; {advice}")
     elif spoiled.rows:
-        count = f"{spoiled.rows:,} of {spoiled.of:,} {SAID[split]}"
+        count = f"{spoiled.rows:,} of {spoiled.of:,} {kind}"
         found.warn(f"{name}: targets {problem}", task.name, count, example)
 
 
@@ -471,7 +480,7 @@ def _check_prompts(case: Case, found: Findings) -> None:
             count, about = sum(len(prompt) > characters for prompt in prompts), "about "
         if count:
             topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
-            found.warn(f"{topic} {lost}", case.task.name, f"{about}{count:,} of {len(rows):,} {SAID[split]}")
+            found.warn(f"{topic} {lost}", case.task.name, f"{about}{count:,} of {len(rows):,} {case.kind(split)}")
 
 
 def _room(case: Case) -> int:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from latent_sweep.benchmarks import builtin, loaders
-from latent_sweep.benchmarks.loaders import Row, data_digest, load_rows, row_count, tokenised
+from latent_sweep.benchmarks.loaders import Row, data_digest, load_rows, row_count, source_digest, tokenised
 from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, encode_prompt, encode_target, prompt_parts
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
@@ -459,6 +459,19 @@ def test_validation_rows_come_out_of_the_training_subset(tmp_path: Path) -> None
     assert len(digests) == 3
     with pytest.raises(DataError, match="'colour': 1 training row; expected 2 or more"):
         load_rows(spec, task, "validation", settings_of(tmp_path, train_per_task=1))
+
+
+def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path)
+    task, limits = spec.tasks[0], {"train_per_task": 20, "validation_fraction": 0.25}
+    usual, held_out = settings_of(tmp_path, **limits), settings_of(tmp_path, score_on="validation", **limits)
+    next((tmp_path / task.folder).glob("test.*")).unlink()
+    assert load_rows(spec, task, "test", held_out) == load_rows(spec, task, "validation", usual)
+    assert load_rows(spec, task, "train", held_out) == load_rows(spec, task, "train", usual, carve_validation=True)
+    assert [row_count(spec, task, split, held_out) for split in ("train", "validation", "test")] == [15, 5, 5]
+    assert source_digest(spec, task, "test", held_out) == source_digest(spec, task, "train", usual)
+    assert data_digest(spec, task, "test", held_out) == data_digest(spec, task, "validation", usual)
+    assert data_digest(spec, task, "train", held_out) == data_digest(spec, task, "train", usual, carve_validation=True)
 
 
 def test_validation_is_at_most_500_rows() -> None:

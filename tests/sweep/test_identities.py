@@ -117,6 +117,7 @@ SETTINGS = {
     "benchmark.references": ("max_over_refs", SCORED),
     "benchmark.classification_metric": ("rouge_l", SCORED),
     "benchmark.validation_fraction": (0.5, "trial training"),  # nothing is held out
+    "benchmark.score_on": ("validation", PROMPTS),
     "training.learning_rate": (0.2, TRAINED),
     "training.schedule": ("linear", TRAINED),
     "training.optimizer": ("adafactor", TRAINED),
