@@ -127,14 +127,32 @@ def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.sweep.checks import check_sweep
     from latent_sweep.sweep.config import load_sweep
     from latent_sweep.sweep.explain import explain_plan
-    from latent_sweep.sweep.forecast import describe_plan
+    from latent_sweep.sweep.forecast import describe_plan, describe_tuning
     from latent_sweep.sweep.plan import expand, pack
+    from latent_sweep.sweep.tuning import (
+        candidate_trials,
+        choices,
+        chosen_for,
+        known_choices,
+        stand_ins,
+        tuning_lines,
+        tuning_sweep,
+    )
 
     sweep = load_sweep(options.sweep, options.overrides)
     check_engine(sweep.run.engine)
-    trials = expand(sweep)
-    warnings = check_sweep(sweep, trials)
     storage = open_storage(sweep.run.storage)
+    due = choices(sweep)
+    chosen = known_choices(sweep, due, storage)
+    trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
+    warnings = check_sweep(sweep, trials)
+    if due:
+        tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+        remarks = check_sweep(tuning, candidates)
+        text = describe_plan(tuning, candidates, pack(candidates, sweep.run.pack), storage, remarks)
+        told = tuning_lines(chosen) if chosen else ["nothing yet: below, the first candidates stand for it"]
+        lines = [*describe_tuning(sweep, due, storage), text, "", "chosen", *(f"  {line}" for line in told), ""]
+        print(printable("\n".join(lines)))
     print(printable(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings)))
     if options.explain:
         print("", printable(explain_plan(sweep, trials, SnapshotStore(storage))), sep="\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
@@ -21,9 +21,23 @@ from latent_sweep.store.sealed import sealed_json
 from latent_sweep.store.storage import JOURNAL, Storage, following, open_storage
 from latent_sweep.sweep.checks import check_sweep
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
-from latent_sweep.sweep.forecast import describe_plan
+from latent_sweep.sweep.forecast import describe_plan, describe_tuning
 from latent_sweep.sweep.groups import EngineSettings
 from latent_sweep.sweep.plan import Member, Pack, Trial, expand, pack
+from latent_sweep.sweep.tuning import (
+    TUNING,
+    Choice,
+    Chosen,
+    candidate_trials,
+    choices,
+    choose,
+    chosen_for,
+    known_choices,
+    stand_ins,
+    tuning_content,
+    tuning_lines,
+    tuning_sweep,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,40 +70,79 @@ def run_sweep(
     if not local:
         check_ray_address(sweep.run.allow_insecure)
     check_engine(sweep.run.engine)
-    trials = expand(sweep)
-    check_pinned(sweep, trials)
-    packs = pack(trials, sweep.run.pack)
+    due = choices(sweep)
+    trials = expand(sweep, chosen_for(sweep, stand_ins(due)))  # checked before anything is chosen
+    check_pinned(sweep, [*trials, *candidate_trials(due)])
     storage = open_storage(sweep.run.storage)
     storage.make()
     warnings = check_sweep(sweep, trials, storage.folder)
+    how = _How(local, fail_fast, only_failed, replace)
+    chosen = _tuned(sweep, due, storage, how) if due else []
+    trials = expand(sweep, chosen_for(sweep, chosen)) if due else trials
+    return _run_trials(sweep, trials, storage, warnings, how, chosen)
+
+
+@dataclass(frozen=True)
+class _How:
+    """How a sweep is run; see `run_sweep`."""
+
+    local: bool
+    fail_fast: bool
+    only_failed: bool
+    replace: bool
+
+
+def _tuned(sweep: Sweep, due: Sequence[Choice], storage: Storage, how: _How) -> list[Chosen]:
+    """Run the candidates, and choose among them.
+
+    Raises:
+        NotChosen: candidates have not come to an end.
+    """
+    tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    folder = SweepFolder(storage, tuning.name)
+    storage.pull(folder.path)
+    chosen = known_choices(sweep, due, storage)
+    if chosen is None:
+        warnings = check_sweep(tuning, candidates, storage.folder)
+        _tell("\n".join(describe_tuning(sweep, due, storage)))
+        _run_trials(tuning, candidates, storage, warnings, how)
+        chosen = choose(due, folder)
+    _tell("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
+    return chosen
+
+
+def _run_trials(
+    sweep: Sweep,
+    trials: Sequence[Trial],
+    storage: Storage,
+    warnings: Sequence[str],
+    how: _How,
+    chosen: Sequence[Chosen] = (),
+) -> int:
+    """Run trials as a sweep of their own, once nobody else drives it."""
+    packs = pack(trials, sweep.run.pack)
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
     _tell(describe_plan(sweep, trials, packs, storage, warnings))
     with driving(folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(folder.path)
-        if not replace:
+        if not how.replace:
             check_name(sweep, trials, folder)
-        return _drive(sweep, trials, packs, storage, local, fail_fast, only_failed)
+        if chosen:
+            storage.write(folder.path / TUNING, tuning_content(sweep, chosen))
+        return _drive(sweep, trials, packs, storage, how)
 
 
-def _drive(
-    sweep: Sweep,
-    trials: Sequence[Trial],
-    packs: Sequence[Pack],
-    storage: Storage,
-    local: bool,
-    fail_fast: bool,
-    only_failed: bool,
-) -> int:
+def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, how: _How) -> int:
     """Run what is missing of a sweep that nobody else drives."""
     from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
     from latent_sweep.results.progress import ProgressPrinter
     from latent_sweep.results.report import render, summarise
 
     folder = write_sweep(sweep, trials, storage)
-    todo = _failed(packs, folder) if only_failed else _incomplete(packs, folder)
+    todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
-    if only_failed:
+    if how.only_failed:
         _tell(f"{missing} of {trainings} trainings have failed before and are run again")
     elif missing < trainings:
         _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
@@ -99,14 +152,14 @@ def _drive(
     try:
         if todo:
             with ProgressPrinter(folder, _tell), following(storage, folder.path):
-                if local:
+                if how.local:
                     from latent_sweep.backends.local import run_here
 
-                    run_here(todo, folder, sweep.run, fail_fast, _tell)
+                    run_here(todo, folder, sweep.run, how.fail_fast, _tell)
                 else:
                     from latent_sweep.backends.ray_tune import run_on_ray
 
-                    run_on_ray(todo, folder, sweep.run, fail_fast)
+                    run_on_ray(todo, folder, sweep.run, how.fail_fast)
     finally:
         thread.stop()
     _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
@@ -172,11 +225,13 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> SweepFolder:
     """Write what the sweep is: the file as resolved, and each trial's complete settings."""
     folder = SweepFolder(storage, sweep.name)
+    axes = list(dict.fromkeys([*sweep.axes, *(path for trial in trials for path in trial.values)]))
     resolved = {
         "name": sweep.name,
         "trial": dict(sweep.trial),
         "search": {axis: list(values) for axis, values in sweep.grid.items()}
         | {axis: draw.written() for axis, draw in sweep.draws.items()},
+        "tune": sweep.tune.model_dump(mode="json") if sweep.tune else None,
         "run": sweep.run.model_dump(mode="json"),
     }
     files = {folder.path / "sweep.yaml": yaml_text(resolved).encode()}
@@ -188,7 +243,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
             {
                 "trial_id": trial.trial_id,
                 "training_id": trial.training_id,
-                "values": {axis: trial.values.get(axis) for axis in sweep.axes},
+                "values": {axis: trial.values.get(axis) for axis in axes},
                 "params": _params(trial),
                 "n_tasks": len(trial.tasks),
             }
@@ -196,8 +251,9 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
     content = {
         "name": sweep.name,
         "sweep_id": content_hash(sorted(trial.trial_id for trial in trials)),
-        "axes": list(sweep.axes),
+        "axes": axes,
         "seed_axis": "seed",
+        "tuning_of": sweep.tuning_of,
         "tracking_uri": sweep.run.tracking.uri,
         "trials": entries,
     }

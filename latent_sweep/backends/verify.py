@@ -27,10 +27,11 @@ from latent_sweep.security import quoted
 from latent_sweep.settings import parse_yaml
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driving, writing
 from latent_sweep.store.journal import Event, stages, status
-from latent_sweep.store.sealed import set_aside
+from latent_sweep.store.sealed import is_sealed, set_aside
 from latent_sweep.store.storage import JOURNAL
 from latent_sweep.store.trial_files import PREDICTIONS, RESULT, SCORES, contradictions, damages
 from latent_sweep.sweep.config import flatten
+from latent_sweep.sweep.tuning import TUNING
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,11 @@ def _disk_faults(sweep: SweepFolder, counts: Counter[str]) -> Iterator[_Fault]:
             stage_of |= {event["lineage"]: event for event in stages(events)}
             for lineage in dict.fromkeys(event["lineage"] for event in stages(events)):
                 users.setdefault(lineage, []).append(trial)
+    if (tuning := sweep.path / TUNING).exists():
+        counts["files"] += 1
+        if not is_sealed(tuning):
+            text = f"{tuning}: does not check against its digest; expected what was chosen for the trials"
+            yield _Fault(text, (), tuning, "what was chosen is written again, from what the candidates have left")
     store = sweep.snapshots
     for lineage, trials in users.items():
         counts["snapshots"] += 1
@@ -182,9 +188,11 @@ def _settings_fault(path: Path, params: Mapping[str, object]) -> str | None:
         return "is missing"
     except (OSError, ValueError, ConfigError) as error:
         return f"cannot be read: {error}"
-    tasks = found.get("benchmark.tasks")  # sweep.json has their names, whether the settings name them or an order
-    shown = {"benchmark.tasks": " ".join(map(str, tasks)) if isinstance(tasks, list) else params.get("benchmark.tasks")}
-    return None if found | shown == {"benchmark.tasks": None} | dict(params) else "says something else than sweep.json"
+    told = dict(params)
+    tasks, names = found.pop("benchmark.tasks", None), told.pop("benchmark.tasks", None)
+    # sweep.json has the names in the order that they are learned in, whether the settings name them or an order
+    same = not isinstance(tasks, list) or sorted(map(str, tasks)) == sorted(str(names).split())
+    return None if same and found == told else "says something else than sweep.json"
 
 
 # --- the tracker -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from latent_sweep.store.storage import Storage, open_storage
 from latent_sweep.sweep.config import Sweep, load_sweep
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.plan import Trial, expand
+from latent_sweep.sweep.tuning import choices, chosen_for, stand_ins
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[T
     if path is None:
         return None
     sweep = load_sweep(path, overrides)
-    return sweep, expand(sweep)
+    return sweep, expand(sweep, chosen_for(sweep, stand_ins(choices(sweep))))
 
 
 def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[Part]:

@@ -18,6 +18,7 @@ from latent_sweep.security import redact
 from latent_sweep.settings import content_hash
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
+from latent_sweep.sweep.tuning import TUNING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,6 +180,8 @@ def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
         "sweep_table.json": json.dumps(table),
         "report.md": redact(report.render(summary, "markdown")),
     }
+    if (tuning := sweep.path / TUNING).exists():
+        artifacts[TUNING] = tuning
     if (curves := report.curves(summary)) is not None:
         artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_figure, curves.x_name, curves.x_values, curves.series)
     return RunContent(
@@ -200,6 +203,7 @@ def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
 def run_tags(sweep: SweepFolder, content: RunContent) -> dict[str, str]:
     """The tags by which a run is found again."""
     found = {"kind": content.kind, "sweep": sweep.name, "sweep_id": sweep.sweep_id, KEY_TAG[content.kind]: content.key}
+    found |= {"tuning_of": sweep.tuning_of} if sweep.tuning_of else {}
     return found | ({"journal": content.life} if content.life else {})
 
 

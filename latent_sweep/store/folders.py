@@ -107,6 +107,11 @@ class SweepFolder:
         return self._content["seed_axis"]
 
     @property
+    def tuning_of(self) -> str | None:
+        """The name of the sweep whose candidates these trials are, if they are some."""
+        return self._content.get("tuning_of")
+
+    @property
     def tracking_uri(self) -> str | None:
         """The MLflow address that the sweep file names; None leaves it to the environment."""
         return self._content.get("tracking_uri")

@@ -20,7 +20,6 @@ from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_
 from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, prompt_parts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
-from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.metrics import normalise_answer
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
@@ -145,12 +144,9 @@ def _can_count(trial: Trial) -> bool:
 def _check_steps(trial: Trial, found: Findings) -> None:
     """Warn of a warm-up longer than the run: it never reaches the learning rate that the sweep file names."""
     s, tasks = trial.settings, trial.tasks
-    warmup, carve = s.training.warmup_steps, s.training.select == "best_validation"
-    steps = {}
-    for position, task in enumerate(tasks) if warmup else ():
-        read = tasks_learned(trial.method(), position, len(tasks))
-        if rows := sum(row_count(trial.spec, tasks[i], "train", s.benchmark, carve) for i in read):
-            steps[task.name] = s.training.step_count(rows)
+    warmup = s.training.warmup_steps
+    counted = {task.name: trial.steps(position) for position, task in enumerate(tasks)} if warmup else {}
+    steps = {name: count for name, count in counted.items() if count}
     short = {name: count for name, count in steps.items() if count < warmup}
     if short and len(short) == len(steps):
         found.fault(

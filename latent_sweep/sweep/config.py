@@ -5,6 +5,7 @@ trial:    one trial, group by group: method, router, backbone, benchmark, traini
 search:   dotted paths below `trial`; a list is a grid axis, {loguniform: [a, b]} is drawn at random.
           A value may be a mapping: {name: superni, order: 1} sets two settings of a group together, and below the
           axis `trial` {method: {name: seq_lora}, router: {mode: last}} sets settings of several groups
+tune:     settings that are chosen before the trials run, by trials of their own on other rows
 run:      how to run it; no part of any result's identity
 """
 
@@ -14,22 +15,25 @@ import copy
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from latent_sweep.benchmarks.schema import validation_faults
+from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.security import quoted
 from latent_sweep.settings import Settings, as_written, local_path, parse_yaml, read_yaml
 from latent_sweep.store.storage import NODE_LOCAL
-from latent_sweep.sweep.groups import GROUPS, RunSettings, WrittenTrial
+from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial
 
 MOST_TRIALS = 10_000
 """Most points of a search: planning them takes half a minute, and nobody compares more."""
+
+BLOCKS = ("name", "trial", "search", "tune", "run")
+"""What a sweep file consists of."""
 
 STORAGE_FOLDERS = NODE_LOCAL | {"checkpoints", "snapshots"}
 """What all sweeps share lies in these folders of a storage, beside the folders of the sweeps."""
@@ -59,6 +63,9 @@ class Sweep(Settings):
     grid: Mapping[str, tuple[Any, ...]]
     draws: Mapping[str, Draw]
     run: RunSettings
+    tune: TuneSettings | None = None
+    tuning_of: str | None = None
+    """Name of the sweep whose candidates this one's trials are."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -81,14 +88,11 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     """A sweep from YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"{source}: a sweep file is a mapping with name, trial, search and run; found {quoted(content)}"
-        )
+        raise ConfigError(f"{source}: a sweep file is a mapping with {', '.join(BLOCKS)}; found {quoted(content)}")
     faults: list[str] = []
     for override in overrides:
         faults += _apply_override(content, override)
-    unknown = [key for key in content if key not in ("name", "trial", "search", "run")]
-    faults += [_unknown_key(str(key), ("name", "trial", "search", "run"), "") for key in unknown]
+    faults += [_unknown_key(str(key), BLOCKS, "") for key in content if key not in BLOCKS]
     name = content.get("name")
     faults += _name_faults(name)
     template, template_faults = _mapping(content, "trial")
@@ -104,6 +108,10 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     for axis, values in search.items():
         faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
     faults += _overlaps(grid, draws)
+    tune = None
+    if content.get("tune") is not None:
+        tune, tune_faults = _tune(content["tune"], template, grid, draws)
+        faults += tune_faults
     if isinstance(run, RunSettings):
         faults += _size_faults(grid, run.num_samples if draws else 1)
         faults += _sample_faults(search, run.num_samples)
@@ -113,7 +121,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     if faults:
         raise fault_report(source, faults)
     assert isinstance(run, RunSettings) and isinstance(name, str)
-    return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run)
+    return Sweep(name=name, source=source, trial=template, grid=grid, draws=draws, run=run, tune=tune)
 
 
 def _name_faults(name: Any) -> list[str]:
@@ -226,7 +234,7 @@ def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | No
     try:
         return as_written(kind).model_validate(content), []
     except ValidationError as error:
-        return None, [f"{path}.{fault}" for fault in validation_faults(error, kind)]
+        return None, [f"{path}.{fault}".replace(".the file: ", ": ", 1) for fault in validation_faults(error, kind)]
 
 
 def _trial(template: Mapping[str, Any]) -> tuple[WrittenTrial | None, list[str]]:
@@ -269,9 +277,10 @@ def _axis(
     template_faults: set[str],
     grid: dict[str, tuple[Any, ...]],
     draws: dict[str, Draw],
+    block: str = "search",
 ) -> list[str]:
     """Read one line of `search:`; every value is tried on the template, so that its faults carry its own path."""
-    where = f"search.{axis}"
+    where = f"{block}.{axis}"
     if not all(axis.split(".")):
         return [f"{where}: expected a dotted path below `trial`, e.g. method.rank"]
     if isinstance(values, dict):
@@ -304,14 +313,63 @@ def _axis(
 
 def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> list[str]:
     """List settings that two axes set: one of the two would silently have no effect."""
-    axes = dict(grid) | {axis: draw.values for axis, draw in draws.items()}
     owners: dict[str, str] = {}
     faults = []
-    for axis, values in axes.items():
+    for axis, path in _paths(grid, draws):
+        if path in owners:
+            faults.append(f"search.{axis}: {path} is also set by the axis {owners[path]}; vary it in one of them")
+        owners[path] = axis
+    return faults
+
+
+def _paths(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> Iterator[tuple[str, str]]:
+    """Yield every axis with each setting that it sets."""
+    for axis, values in (dict(grid) | {axis: draw.values for axis, draw in draws.items()}).items():
         for path in dict.fromkeys(path for value in values for path in flatten(axis, value)):
-            if path in owners:
-                faults.append(f"search.{axis}: {path} is also set by the axis {owners[path]}; vary it in one of them")
-            owners[path] = axis
+            yield axis, path
+
+
+def _tune(
+    content: Any, template: Mapping[str, Any], grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]
+) -> tuple[TuneSettings | None, list[str]]:
+    """Read the `tune:` block; values are tried on the template, those for one method on it with that method."""
+    tune, faults = _group(TuneSettings, content, "tune")
+    if not isinstance(tune, TuneSettings):
+        return None, faults
+    if tune.on != "first_tasks":
+        faults += _group(BenchmarkSettings, tune.on, "tune.on")[1]
+    taken = {path: f"search.{axis}" for axis, path in _paths(grid, draws)}
+    taken |= {path: f"trial.{path}" for path in flatten("trial", dict(template))}
+    faults += _tuned_axes("tune.search", tune.search, template, taken)
+    for name, axes in tune.by_method.items():
+        block = f"tune.by_method.{name}"
+        try:
+            method_class(name)
+        except ConfigError as error:
+            faults.append(f"{block}: {error}")
+        else:
+            faults += _tuned_axes(block, axes, {**template, "method": {"name": name}}, taken)
+    return tune, faults
+
+
+def _tuned_axes(
+    block: str, axes: Mapping[str, Sequence[Any]], template: Mapping[str, Any], taken: Mapping[str, str]
+) -> list[str]:
+    """List what is wrong with values to try.
+
+    Args:
+        taken: by setting, what else sets it: one of the two would silently have no effect.
+    """
+    _, before = _trial(template)
+    faults = []
+    for axis, values in axes.items():
+        where, group = f"{block}.{axis}", axis.partition(".")[0]
+        if group not in ("method", "router", "training") or axis in (group, "method.name"):
+            faults.append(f"{where}: expected a setting of method (not its name), router or training")
+        elif axis in taken:
+            faults.append(f"{where}: {taken[axis]} sets it too; leave one of them out")
+        elif not (group == "method" and block == "tune.search"):  # which each method of the sweep reads by itself
+            faults += _axis(axis, list(values), template, set(before), {}, {}, block)
     return faults
 
 
@@ -348,7 +406,7 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
 
 
 def _apply_override(content: dict[str, Any], override: str) -> list[str]:
-    """Apply one `--set path=value`; the path begins with name, trial, search or run."""
+    """Apply one `--set path=value`; the path begins with name, trial, search, tune or run."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -357,8 +415,7 @@ def _apply_override(content: dict[str, Any], override: str) -> list[str]:
     if value is None and text.strip().lower() not in ("null", "~"):  # an empty variable of the shell
         end = "to remove an axis" if keys[0] == "search" else "for no value"
         return [f"--set {override}: nothing stands behind the '='; write {path.strip()}=null {end}"]
-    # an axis is one key with dots in it: search.method.rank
-    keys = ["search", ".".join(keys[1:])] if keys[0] == "search" and len(keys) > 1 else keys
+    keys = _joined(keys)
     if keys[0] == "search" and len(keys) == 2 and value is None:
         axes = content.get("search")
         if not isinstance(axes, dict) or keys[1] not in axes:
@@ -368,6 +425,15 @@ def _apply_override(content: dict[str, Any], override: str) -> list[str]:
     if not _put(content, keys, value):
         return [f"--set {override}: {'.'.join(keys[:-1])} is a plain value, not a group"]
     return []
+
+
+def _joined(keys: list[str]) -> list[str]:
+    """Join what is one key with dots in it: search.method.rank, tune.search.training.epochs, and so on."""
+    for block in (["search"], ["tune", "search"], ["tune", "by_method"]):
+        start = len(block) + (block[-1] == "by_method")
+        if keys[: len(block)] == block and len(keys) > start:
+            return [*keys[:start], ".".join(keys[start:])]
+    return keys
 
 
 def _unknown_key(key: str, known: Sequence[str], where: str) -> str:

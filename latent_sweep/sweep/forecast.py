@@ -17,7 +17,6 @@ from latent_sweep.benchmarks.loaders import load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
-from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.snapshots import SnapshotStore
@@ -27,8 +26,9 @@ from latent_sweep.sweep.checks import Reader, reader_of
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
-from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, router_identity
+from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, expand, router_identity
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
+from latent_sweep.sweep.tuning import Choice, candidate_trials, chosen_for, shared_label, stand_ins, tuning_sweep
 
 CHARACTERS_PER_TOKEN = 4.0
 """Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
@@ -120,7 +120,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     return Reuse(
         distinct=distinct,
         stored=distinct - len(missing),
-        steps=sum(_steps(trial, position) for trial, position in missing.values()),
+        steps=sum(trial.steps(position) for trial, position in missing.values()),
         answers=answers,
         passes=Span(len(least), len(most)),
         open_passes=Span(len(least.keys() - known), len(most.keys() - known)),
@@ -146,18 +146,6 @@ def _missing_stages(
         for position, lineage in reversed(list(enumerate(lineages[trial.training_id])))
     }
     return {lineage: place for lineage, place in places.items() if lineage not in store}
-
-
-def _rows(trial: Trial, position: int) -> dict[int, int]:
-    """Count the training rows of each task that a stage learns from, by the task's position."""
-    b, carve = trial.settings.benchmark, trial.settings.training.select == "best_validation"
-    positions = tasks_learned(trial.method(), position, len(trial.tasks))
-    return {i: row_count(trial.spec, trial.tasks[i], "train", b, carve) for i in positions}
-
-
-def _steps(trial: Trial, position: int) -> int:
-    """Count the optimizer steps of a stage."""
-    return trial.settings.training.step_count(sum(_rows(trial, position).values()))
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -244,6 +232,44 @@ def describe_plan(
     return "\n".join([*lines, *([""] if warnings else []), *warnings])
 
 
+def describe_tuning(sweep: Sweep, due: Sequence[Choice], storage: Storage) -> list[str]:
+    """Say what has to be chosen before the trials run, among which candidates, and on which rows."""
+    tune, candidates = sweep.tune, candidate_trials(due)
+    assert tune is not None
+    judged_on = {f"{t.spec.name}: {' '.join(task.name for task in t.tasks)}": None for t in candidates}
+    return [
+        f"tuning of {sweep.name}: {len(due)} choices among {len(candidates):,} candidates, the sweep "
+        f"{tuning_sweep(sweep).name}",
+        f"  on         {'; '.join(judged_on)}; {tune.validation_fraction:.0%} of the training rows are held out and "
+        "scored, test rows are not read",
+        *(f"  {shared_label(choice.shared)}: {_tried_text(choice)}" for choice in due),
+        f"  {_shared_stages(candidates, expand(sweep, chosen_for(sweep, stand_ins(due))))}",
+        "",
+    ]
+
+
+def _tried_text(choice: Choice) -> str:
+    if not choice.candidates:
+        return "learns nothing, so nothing is chosen"
+    values: dict[str, dict[str, None]] = {}
+    for candidate in choice.candidates:
+        for path, value in candidate.values.items():
+            values.setdefault(path, {})[canonical_json(value)] = None
+    tried = "; ".join(f"{path} [{', '.join(found)}]" for path, found in values.items())
+    return f"{len(choice.candidates)} candidates, {tried}"
+
+
+def _shared_stages(candidates: Sequence[Trial], trials: Sequence[Trial]) -> str:
+    """Say how many stages of candidates are stages of trials too, if the first candidates win."""
+    try:
+        tried, judged = ({x for t in _trainings(some) for x in t.lineages()} for some in (candidates, trials))
+    except MissingData:
+        return "stages shared with the trials are unknown, the data is not at hand"
+    return (
+        f"{len(tried & judged)} of their {len(tried)} stages are shared with the trials, which learn all training rows"
+    )
+
+
 def _reuse_lines(found: Estimate) -> list[str]:
     alone = f"  {found.stages:,} tasks to learn if every trial trained for itself"
     passes = f"  {found.passes:,} test passes"
@@ -265,13 +291,16 @@ def _reuse_lines(found: Estimate) -> list[str]:
 def _axes_text(sweep: Sweep) -> str:
     axes = [f"{axis} {canonical_json(values)}" for axis, values in sweep.grid.items()]
     axes += [f"{axis} {draw.kind}{list(draw.values)}" for axis, draw in sweep.draws.items()]
+    if sweep.tune is not None:
+        tuned = dict.fromkeys([*sweep.tune.search, *(p for found in sweep.tune.by_method.values() for p in found)])
+        axes.append(f"{', '.join(tuned)} as tuned")
     return "; ".join(axes) or "nothing"
 
 
 def _collapsed_lines(sweep: Sweep, trials: int) -> list[str]:
     """Say where points of the search are one trial: an axis may leave no mark on any result."""
     points = count_points(sweep)
-    if points == trials:
+    if points <= trials:  # fewer where the trials are candidates
         return []
     return [
         f"  the search has {points:,} points: those that differ only in settings on which no result of theirs depends "
@@ -421,11 +450,11 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reade
     lengths: dict[Any, float] = {}
     tokens = 0.0
     for trial, position in _missing_stages(trials, lineages, store).values():
-        batch_size, rows = trial.settings.training.batch_size, _rows(trial, position)
+        batch_size, rows = trial.settings.training.batch_size, trial.rows_learned(position)
         for i in rows:
             key = trial.tasks[i].name, trial.settings.benchmark
             lengths[key] = lengths.get(key) or _tokens_per_row(trial, i, reader)
-            epochs = _steps(trial, position) / math.ceil(sum(rows.values()) / batch_size)
+            epochs = trial.steps(position) / math.ceil(sum(rows.values()) / batch_size)
             tokens += epochs * rows[i] * lengths[key]
     return tokens
 

@@ -205,6 +205,54 @@ class RunSettings(Settings):
         return place
 
 
+Candidates = Annotated[tuple[Any, ...], Field(strict=False, min_length=1)]
+"""Values that one setting tries."""
+
+
+class TuneSettings(Settings):
+    """The `tune:` block: settings chosen before the trials run, on rows that no trial is judged on.
+
+    Each configuration's candidates are trials of their own, of the first tasks of its stream (Chaudhry et al. 2019,
+    arXiv 1812.00420, and for the first task alone Lee et al. 2024, arXiv 2404.06466) or of another benchmark (Cha and
+    Cho 2024, arXiv 2403.09066). The best average performance on held-out training rows wins; where several have it,
+    the lowest loss of the last epoch, then the smallest values.
+    """
+
+    on: Literal["first_tasks"] | Mapping[str, Any] = "first_tasks"
+    """What candidates learn: the first tasks of the order that the first of the trials has; or another benchmark, as
+    settings of `benchmark:`, e.g. {name: long_sequence, order: 3}."""
+    tasks: int | None = Field(2, ge=1)
+    """So many first tasks, fewer than the trials have; None is all tasks of another benchmark."""
+    seed: int = Field(0, ge=0)
+    """Seed of every candidate."""
+    validation_fraction: float = Field(0.2, gt=0, le=0.5)
+    """Share of the training rows that is held out, to score candidates on; see `benchmark.validation_fraction`."""
+    search: Mapping[str, Candidates] = {}
+    """Values to try for every method, by dotted path below `trial`: settings of `method`, `router` and `training`."""
+    by_method: Mapping[str, Mapping[str, Candidates]] = {}
+    """Values to try for one method, beside those of `search` or in their place."""
+    apply_to: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("method", "backbone", "benchmark.name")
+    """Groups or settings of a trial that have a choice each for every value; trials that differ elsewhere, as in order
+    and seed, share it, and candidates are made from the first of them."""
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> TuneSettings:
+        if not self.search and not any(self.by_method.values()):
+            raise ValueError("found no values to try; expected some under search, e.g. training.learning_rate: [...]")
+        if not {"method", "method.name"} & set(self.apply_to):
+            raise ValueError(
+                "apply_to holds neither method nor method.name: what suits one method says nothing about another; "
+                "for one value for all, write it under trial"
+            )
+        if self.tasks is None and self.on == "first_tasks":
+            raise ValueError("tasks is null, but all tasks of the stream are what trials are judged on; give a number")
+        return self
+
+    def tried(self, method: str) -> dict[str, tuple[Any, ...]]:
+        """Return the values to try for a method, by dotted path."""
+        return dict(self.search) | dict(self.by_method.get(method, {}))
+
+
 class TrialSettings(Settings):
     """One trial with every setting known, as `plan.resolve` makes it."""
 
@@ -248,7 +296,7 @@ def describe_settings() -> str:
         if own:
             sections.append((f"`trial.method` of {', '.join(methods)}", _rows("trial.method", kind, own)))
     groups: list[tuple[str, type[Settings]]] = [(f"trial.{name}", kind) for name, kind in GROUPS.items()]
-    groups.append(("run", RunSettings))
+    groups += [("tune", TuneSettings), ("run", RunSettings)]
     sections += [(f"`{path}`", _rows(path, kind, list(kind.model_fields))) for path, kind in groups]
     sections.append(("`trial`", _rows("trial", TrialSettings, ["seed"])))
     head = ["| setting | default | meaning |", "|---|---|---|"]

@@ -18,7 +18,7 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,6 +104,16 @@ class Trial:
     @property
     def _method_source(self) -> dict[str, str]:
         return {} if self.method_source is None else {"source": self.method_source}
+
+    def rows_learned(self, position: int) -> dict[int, int]:
+        """Count the training rows of each task that a stage learns from, by the task's position."""
+        b, carve = self.settings.benchmark, self.settings.training.select == "best_validation"
+        positions = tasks_learned(self.method(), position, len(self.tasks))
+        return {i: row_count(self.spec, self.tasks[i], "train", b, carve) for i in positions}
+
+    def steps(self, position: int) -> int:
+        """Count the optimizer steps of a stage; 0 where it learns nothing."""
+        return self.settings.training.step_count(sum(self.rows_learned(position).values()))
 
     def lineages(self) -> tuple[str, ...]:
         """Return the snapshot each task will leave behind, by hash chain.
@@ -233,8 +243,11 @@ def router_identity(settings: TrialSettings) -> dict[str, Any]:
     return {"mode": settings.router.mode}
 
 
-def expand(sweep: Sweep) -> list[Trial]:
+def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | None = None) -> list[Trial]:
     """Every trial of a sweep: grid x random draws, defaults resolved, equal trials collapsed into one.
+
+    Args:
+        chosen: gives the settings that tuning has chosen for a trial, by dotted path; see `latent_sweep.sweep.tuning`.
 
     Raises:
         ConfigError: listing every fault of every combination.
@@ -242,9 +255,13 @@ def expand(sweep: Sweep) -> list[Trial]:
     trials: dict[str, Trial] = {}
     faults: list[str] = []
     places: dict[str, str] = {}
-    for point in _points(sweep):
+    for point in points(sweep):
         try:
-            trial = _trial(trial_settings(sweep, point), point)
+            written = trial_settings(sweep, point)
+            if chosen is not None:
+                point = {**point, **chosen(written)}
+                written = trial_settings(sweep, point)
+            trial = plan_trial(written, point)
         except ConfigError as error:
             faults.append(str(error))
             continue
@@ -252,7 +269,7 @@ def expand(sweep: Sweep) -> list[Trial]:
         name, place = trial.spec.name, trial.settings.benchmark.name
         if places.setdefault(name, place) != place:  # by its name, wherever it lies, a benchmark is known
             faults.append(f"benchmark.name: {places[name]} and {place} both call themselves {name!r}; rename one")
-        faults += _faults(trial)
+        faults += trial_faults(trial)
     if faults:
         raise fault_report(sweep.source, faults)
     return list(trials.values())
@@ -260,7 +277,7 @@ def expand(sweep: Sweep) -> list[Trial]:
 
 def count_points(sweep: Sweep) -> int:
     """Count the combinations of the search; those that differ in nothing that a result depends on are one trial."""
-    return sum(1 for _ in _points(sweep))
+    return len(points(sweep))
 
 
 def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"] = 1) -> list[Pack]:
@@ -344,20 +361,20 @@ def _located(settings: BenchmarkSettings, spec: BenchmarkSpec) -> dict[str, Any]
     }
 
 
-def _points(sweep: Sweep) -> list[dict[str, Any]]:
-    """The search space's points: for each of `num_samples` draws, the whole grid."""
+def points(sweep: Sweep) -> list[dict[str, Any]]:
+    """The search space's points, each by dotted path: for each of `num_samples` draws, the whole grid."""
     source = random.Random(sweep.run.search_seed)
     axes = [[flatten(axis, value) for value in values] for axis, values in sweep.grid.items()]
     grid = [dict(itertools.chain.from_iterable(map(dict.items, point))) for point in itertools.product(*axes)]
     if not sweep.draws:
         return grid
-    points = []
+    found = []
     for _ in range(sweep.run.num_samples):
         drawn: dict[str, Any] = {}
         for axis, draw in sweep.draws.items():
             drawn |= flatten(axis, _draw(draw.kind, draw.values, source))
-        points += [point | drawn for point in grid]
-    return points
+        found += [point | drawn for point in grid]
+    return found
 
 
 def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
@@ -370,7 +387,12 @@ def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
     return math.exp(source.uniform(math.log(values[0]), math.log(values[1])))
 
 
-def _trial(written: WrittenTrial, point: Mapping[str, Any]) -> Trial:
+def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
+    """Plan one trial: defaults resolved, and what lies outside the settings looked at.
+
+    Args:
+        point: paths of the settings that vary.
+    """
     settings = resolve(written)
     spec = load_benchmark(settings.benchmark.name)
     tasks = task_sequence(settings.benchmark, spec)
@@ -396,7 +418,7 @@ def _trial(written: WrittenTrial, point: Mapping[str, Any]) -> Trial:
     unread = settings.router.mode not in ROUTED
     # the values as resolved; what the router would not read says nothing about the trial
     read = [path for path in point if not (unread and path.startswith("router.") and path != "router.mode")]
-    values = {path: _setting(settings, path) for path in read}
+    values = {path: setting(settings, path) for path in read}
     return Trial(
         trial_id=content_hash([training, inference]),
         training_id=content_hash(training),
@@ -410,13 +432,14 @@ def _trial(written: WrittenTrial, point: Mapping[str, Any]) -> Trial:
     )
 
 
-def _setting(settings: Any, path: str) -> Any:
+def setting(settings: Any, path: str) -> Any:
+    """Return the setting, or the group of settings, at a dotted path."""
     for name in path.split("."):
         settings = getattr(settings, name)
     return list(settings) if isinstance(settings, tuple) else settings
 
 
-def _faults(trial: Trial) -> list[str]:
+def trial_faults(trial: Trial) -> list[str]:
     """List what is wrong with a resolved trial as a whole: ranks and counts that its backbone or data rule out."""
     s, faults = trial.settings, []
     known = describe(s.backbone)

@@ -1,0 +1,352 @@
+"""Choosing settings before the trials run: candidates, which are trials of their own, and what follows from them.
+
+A *choice* is due for every value of the settings in `tune.apply_to`. Its candidates learn other rows than those that
+trials are judged on: the first tasks of the stream or another benchmark, scored on rows held out of the training rows.
+They make up a sweep of their own, `<name>-tuning`, which runs, resumes and is reused like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from latent_sweep.benchmarks.schema import load_benchmark, task_sequence
+from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
+from latent_sweep.labels import format_value, label, short_names
+from latent_sweep.methods.capabilities import tasks_learned
+from latent_sweep.settings import Settings, canonical_json
+from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.journal import stages, status
+from latent_sweep.store.sealed import read_sealed_json, sealed_json
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
+from latent_sweep.sweep.groups import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
+from latent_sweep.sweep.plan import Trial, plan_trial, points, resolve, setting, trial_faults
+
+TUNING = "tuning.json"
+"""What was chosen, in the sweep's folder."""
+
+
+class NotChosen(LatentSweepError):
+    """Candidates have ended without a score, so nothing can be chosen."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination of values to try."""
+
+    values: Mapping[str, Any]
+    """By dotted path."""
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to be chosen for the trials that have these settings in common."""
+
+    shared: Mapping[str, Any]
+    """Groups and settings of `tune.apply_to`, as plain values."""
+    candidates: tuple[Candidate, ...]
+    """Empty where the method learns nothing, so that there is nothing to choose."""
+
+    @property
+    def key(self) -> str:
+        """Names the choice."""
+        return canonical_json(self.shared)
+
+
+def choices(sweep: Sweep) -> list[Choice]:
+    """List the choices that a sweep's `tune:` block asks for, each with its candidates; none without the block.
+
+    Raises:
+        ConfigError: listing every fault of every candidate, or that candidates would read what trials are judged on.
+    """
+    tune = sweep.tune
+    if tune is None:
+        return []
+    found: dict[str, Choice] = {}
+    faults: list[str] = []
+    methods = set()
+    for point in points(sweep):
+        settings = resolve(trial_settings(sweep, point))
+        methods.add(settings.method.name)
+        shared = _shared(settings, tune, sweep)
+        if canonical_json(shared) not in found:
+            try:
+                choice = Choice(shared, tuple(_candidates(sweep, tune, point, settings)))
+            except ConfigError as error:
+                faults.append(str(error))
+                continue
+            found[choice.key] = choice
+            faults += [fault for candidate in choice.candidates for fault in trial_faults(candidate.trial)]
+    for name in tune.by_method:
+        if name not in methods:
+            faults.append(f"tune.by_method.{name}: no trial has this method; they have {', '.join(sorted(methods))}")
+    count = sum(len(choice.candidates) for choice in found.values())
+    if count > MOST_TRIALS:
+        faults.append(f"tune: {count:,} candidates; at most {MOST_TRIALS:,} are possible. Try fewer values")
+    if faults:
+        raise fault_report(sweep.source, faults)
+    return list(found.values())
+
+
+def tuning_sweep(sweep: Sweep) -> Sweep:
+    """Make the sweep that candidates belong to; none of them is stopped early, so that all can be compared."""
+    run = sweep.run.model_copy(update={"scheduler": SchedulerSettings()})
+    own: dict[str, Any] = {
+        "name": f"{sweep.name}-tuning",
+        "grid": {},
+        "draws": {},
+        "tune": None,
+        "run": run,
+        "tuning_of": sweep.name,
+    }
+    return sweep.model_copy(update=own)
+
+
+def candidate_trials(found: Sequence[Choice]) -> list[Trial]:
+    """List the trials of all candidates, each once."""
+    trials = {c.trial.trial_id: c.trial for choice in found for c in choice.candidates}
+    return list(trials.values())
+
+
+def _shared(settings: TrialSettings, tune: TuneSettings, sweep: Sweep) -> dict[str, Any]:
+    """Return what trials that share a choice have in common, as training reads it."""
+    shared = {}
+    for path in tune.apply_to:
+        try:
+            value = setting(settings, path)
+        except AttributeError:
+            raise fault_report(
+                sweep.source, [f"tune.apply_to: found {path!r}; expected a group or setting of trial, e.g. method.rank"]
+            ) from None
+        shared[path] = value.training_identity() if isinstance(value, Settings) else value
+    return shared
+
+
+def _candidates(
+    sweep: Sweep, tune: TuneSettings, point: Mapping[str, Any], settings: TrialSettings
+) -> Iterator[Candidate]:
+    """Yield the candidates of the choice that the trial at this point is the first to need, each trial once."""
+    changed = {**point, **_rows_read(tune, settings), "seed": tune.seed}
+    told = [path for path in point if any(path == p or path.startswith(f"{p}.") for p in tune.apply_to)]
+    tried = tune.tried(settings.method.name)
+    seen = set()
+    for values in itertools.product(*tried.values()):
+        combination = dict(zip(tried, values, strict=True))
+        trial = plan_trial(trial_settings(sweep, {**changed, **combination}), [*told, *combination])
+        if not any(tasks_learned(trial.method(), i, len(trial.tasks)) for i in range(len(trial.tasks))):
+            return
+        if trial.trial_id not in seen:
+            seen.add(trial.trial_id)
+            yield Candidate(combination, trial)
+
+
+def _rows_read(tune: TuneSettings, settings: TrialSettings) -> dict[str, Any]:
+    """Return the settings of the benchmark that candidates read, by dotted path."""
+    judged, held_out = settings.benchmark, {"score_on": "validation", "validation_fraction": tune.validation_fraction}
+    spec = load_benchmark(judged.name)
+    if isinstance(tune.on, str):
+        names = [task.name for task in task_sequence(judged, spec)]
+        if tune.tasks is None or tune.tasks >= len(names):
+            raise ConfigError(
+                f"tune.tasks: found {tune.tasks}, but trials learn {len(names)} tasks of {spec.name}; expected fewer, "
+                "as nothing may be chosen on the whole stream that trials are judged on"
+            )
+        changed = {"order": judged.order, "tasks": names[: tune.tasks]} | held_out
+    else:
+        other = load_benchmark(str(tune.on["name"]))
+        if other.name == spec.name:
+            raise ConfigError(
+                f"tune.on: found {other.name}, the benchmark that trials are judged on; name another one, or write "
+                "first_tasks"
+            )
+        named = {"order": None, "tasks": None} | dict(tune.on)
+        asked = judged.model_copy(update={"order": named["order"], "tasks": _tuple(named["tasks"])})
+        names = [task.name for task in task_sequence(asked, other)]
+        changed = named | {"tasks": names[: tune.tasks]} | held_out
+    return {f"benchmark.{name}": value for name, value in changed.items()}
+
+
+def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate's end."""
+
+    values: Mapping[str, Any]
+    trial_id: str
+    score: float | None
+    """Average performance on the held-out rows; None where its loss was not finite."""
+    loss: float | None
+    """Task loss at the end of each task, the mean over tasks."""
+    steps: int
+    """Optimizer steps, all tasks together."""
+    seconds: float
+    """Of learning and answering; what another candidate has learned costs nothing."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen for trials with these settings in common, and why."""
+
+    shared: Mapping[str, Any]
+    values: Mapping[str, Any]
+    """By dotted path; empty where nothing was tried."""
+    tried: tuple[Tried, ...]
+    remarks: tuple[str, ...]
+    """What a reader should know: ties, and values at an edge of what was tried."""
+
+
+def choose(found: Sequence[Choice], folder: SweepFolder) -> list[Chosen]:
+    """Choose the best candidate of each choice: highest score, then lowest loss, then smallest values.
+
+    Args:
+        folder: of the candidates' sweep.
+
+    Raises:
+        NotChosen: candidates have not come to an end, or a choice has none with a score.
+    """
+    ended = {trial.trial_id: trial for trial in folder} if any(choice.candidates for choice in found) else {}
+    return [_chosen(choice, ended) for choice in found]
+
+
+def known_choices(sweep: Sweep, found: Sequence[Choice], storage: Storage) -> list[Chosen] | None:
+    """Make the choices where all candidates have ended already; None where some have not."""
+    folder = SweepFolder(storage, tuning_sweep(sweep).name)
+    try:
+        return choose(found, folder)
+    except (NotChosen, StoreError):
+        return None
+
+
+def _chosen(choice: Choice, ended: Mapping[str, TrialFolder]) -> Chosen:
+    if missing := [c for c in choice.candidates if c.trial.trial_id not in ended]:
+        raise NotChosen(f"{len(missing)} of {len(choice.candidates)} candidates have not begun")
+    tried = tuple(_tried(candidate, ended[candidate.trial.trial_id]) for candidate in choice.candidates)
+    if not tried:
+        return Chosen(choice.shared, {}, (), ())
+    scored = [t for t in tried if t.score is not None]
+    if not scored:
+        raise NotChosen(f"{_label(tried[0].values)}, ...: no candidate has a finite loss; try smaller learning rates")
+    best = min(scored, key=_rank)
+    return Chosen(choice.shared, best.values, tried, tuple(_remarks(best, tried)))
+
+
+def _tried(candidate: Candidate, trial: TrialFolder) -> Tried:
+    """Read how a candidate has ended."""
+    events = trial.events()
+    told, end = stages(events), status(events)
+    not_finite = end == "failed" and events[-1]["kind"] == "non_finite"
+    if end != "finished" and not not_finite:
+        raise NotChosen(
+            f"candidate {_label(candidate.values)} ({trial.path}) is {end}, so nothing can be chosen; its journal says "
+            "why. Run the same command again: what is complete is not repeated"
+        )
+    metrics = [event["metrics"] for event in told]
+    losses = [found["train_loss"] for found in metrics if "train_loss" in found]
+    return Tried(
+        values=dict(candidate.values),
+        trial_id=trial.trial_id,
+        score=None if not_finite else metrics[-1]["AP"],
+        loss=math.fsum(losses) / len(losses) if losses and not not_finite else None,
+        steps=sum(candidate.trial.steps(position) for position in range(len(candidate.trial.tasks))),
+        seconds=sum(found.get("seconds_train", 0.0) + found.get("seconds_eval", 0.0) for found in metrics),
+    )
+
+
+def _rank(tried: Tried) -> tuple[Any, ...]:
+    """Return a key by which the better of two candidates is the smaller."""
+    assert tried.score is not None
+    return -tried.score, math.inf if tried.loss is None else tried.loss, *map(_size, tried.values.values())
+
+
+def _size(value: Any) -> tuple[int, float, str]:
+    """Return a key that orders numbers by size, before other values by their text."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return 0, float(value), ""
+    return 1, 0.0, format_value(value)
+
+
+def _remarks(best: Tried, tried: Sequence[Tried]) -> Iterator[str]:
+    """Say what makes the choice doubtful: values at an edge of those tried, and ties."""
+    names = short_names(best.values)
+    for path, value in best.values.items():
+        others = sorted({t.values[path] for t in tried if _size(t.values[path])[0] == 0})
+        if len(others) > 1 and value in (others[0], others[-1]):
+            edge = "smallest" if value == others[0] else "largest"
+            yield f"the best {names[path]}, {format_value(value)}, is the {edge} tried"
+    equal = [t for t in tried if t.score == best.score and t is not best]
+    if equal:
+        verb = "was" if len(equal) == 1 else "were"
+        yield f"as good {verb} {'; '.join(_label(t.values) for t in equal)}, with a higher loss or larger values"
+    if failed := [t for t in tried if t.score is None]:
+        yield f"not finite: {'; '.join(_label(t.values) for t in failed)}"
+
+
+def _label(values: Mapping[str, Any]) -> str:
+    names = short_names(values)
+    return label({names[path]: value for path, value in values.items()})
+
+
+def chosen_for(sweep: Sweep, chosen: Sequence[Chosen]) -> Callable[[WrittenTrial], Mapping[str, Any]]:
+    """Return what gives a trial the settings chosen for it; see `expand`."""
+    values = {canonical_json(c.shared): c.values for c in chosen}
+    tune = sweep.tune
+
+    def look_up(written: WrittenTrial) -> Mapping[str, Any]:
+        return values[canonical_json(_shared(resolve(written), tune, sweep))] if tune is not None else {}
+
+    return look_up
+
+
+def stand_ins(found: Sequence[Choice]) -> list[Chosen]:
+    """Return what stands for the choices before they are made: each one's first candidate."""
+    return [Chosen(c.shared, c.candidates[0].values if c.candidates else {}, (), ()) for c in found]
+
+
+# --- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def tuning_content(sweep: Sweep, chosen: Sequence[Chosen]) -> bytes:
+    """Write what was chosen, from what, on what, as the sealed content of `TUNING`."""
+    assert sweep.tune is not None
+    content = {"tune": sweep.tune.model_dump(mode="json"), "chosen": [asdict(c) for c in chosen]}
+    return bytes(sealed_json(content, indent=1))
+
+
+def read_tuning(folder: SweepFolder) -> list[Chosen] | None:
+    """Read what was chosen for a sweep; None where nothing was, or the file does not check against its digest."""
+    content = read_sealed_json(folder.path / TUNING)
+    if content is None:
+        return None
+    return [
+        Chosen(c["shared"], c["values"], tuple(Tried(**t) for t in c["tried"]), tuple(c["remarks"]))
+        for c in content["chosen"]
+    ]
+
+
+def tuning_lines(chosen: Sequence[Chosen]) -> list[str]:
+    """Say what was chosen, one line a choice, with what it took."""
+    lines = []
+    for c in chosen:
+        if not c.values:
+            continue
+        best = next(t for t in c.tried if t.values == c.values)
+        cost = f"{len(c.tried)} tried, {sum(t.steps for t in c.tried):,} steps"
+        text = f"{shared_label(c.shared)}: {_label(c.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"
+        lines.append("; ".join([text, *c.remarks]))
+    return lines
+
+
+def shared_label(shared: Mapping[str, Any]) -> str:
+    """Name a choice: of a group of settings its name."""
+    return label({path: value["name"] if isinstance(value, dict) else value for path, value in shared.items()})

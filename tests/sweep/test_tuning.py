@@ -1,0 +1,309 @@
+"""What is chosen before the trials run: among which candidates, on which rows, by what, and where it is written."""
+
+import json
+
+import pytest
+from helpers.sweeps import sweep_folder, tiny, write, write_benchmark
+
+from latent_sweep.backends.driver import run_sweep, write_sweep
+from latent_sweep.backends.verify import repair_disk, verify_disk
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.storage import open_storage
+from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.tuning import (
+    TUNING,
+    NotChosen,
+    candidate_trials,
+    choices,
+    choose,
+    chosen_for,
+    known_choices,
+    read_tuning,
+    stand_ins,
+    tuning_lines,
+    tuning_sweep,
+)
+
+RATE = "training.learning_rate"
+
+
+def tuned(tune=None, **changes):
+    """A sweep of three built-in tasks whose learning rate is chosen on the first of them."""
+    block = {"tasks": 1, "search": {RATE: [0.01, 0.1]}} | (tune or {})
+    changes.setdefault("search", {"seed": [3, 4]})
+    benchmark = {"name": "builtin", "tasks": ["mood", "ticket", "date"], "train_per_task": 16, "test_per_task": 6}
+    changes = {"trial__benchmark": benchmark, "trial__method": {"name": "latent_lora", "rank": 16}} | changes
+    return tiny(tune=block, trial__training={"epochs": 1, "batch_size": 4}, **changes)
+
+
+def sweep_of(*arguments, **changes):
+    return parse_sweep(tuned(*arguments, **changes), "sweep.yaml")
+
+
+METHODS = {
+    "trial": [
+        {"method": {"name": "latent_lora", "rank": 4}, "router": {"mode": "soft"}},
+        {"method": {"name": "latent_lora", "rank": 4}, "router": {"mode": "oracle"}},
+        {"method": {"name": "ewc", "rank": 4}},
+        {"method": {"name": "zero_shot"}},
+    ],
+    "seed": [0, 1],
+    "benchmark.order": ["1", "2"],
+}
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def test_trials_share_a_choice_where_they_differ_in_nothing_of_apply_to():
+    rates = {"by_method": {"ewc": {"method.ewc_lambda": [1.0, 10.0, 100.0]}}}
+    found = choices(sweep_of(rates, search=METHODS, trial__method=None))
+    tried = {c.shared["method"]["name"]: [dict(candidate.values) for candidate in c.candidates] for c in found}
+    assert tried == {
+        "latent_lora": [{RATE: 0.01}, {RATE: 0.1}],
+        "ewc": [{RATE: rate, "method.ewc_lambda": size} for rate in (0.01, 0.1) for size in (1.0, 10.0, 100.0)],
+        "zero_shot": [],  # nothing is learned, so there is nothing to choose
+    }
+
+
+def test_values_for_one_method_take_the_place_of_those_for_all():
+    found = choices(sweep_of({"by_method": {"ewc": {RATE: [0.5]}}}, search=METHODS, trial__method=None))
+    assert [len(c.candidates) for c in found] == [2, 1, 0]
+    assert found[1].candidates[0].trial.settings.training.learning_rate == 0.5
+
+
+def test_apply_to_says_what_has_a_choice_of_its_own():
+    search = {"training.epochs": [1, 2], "method.rank": [4, 8]}
+    assert len(choices(sweep_of(search=search))) == 2  # of method, which holds the rank
+    both = ["method.name", "training.epochs"]
+    found = choices(sweep_of({"apply_to": both}, search=search))
+    assert [c.shared for c in found] == [{"method.name": "latent_lora", "training.epochs": n} for n in (1, 2)]
+    assert [c.candidates[0].trial.settings.training.epochs for c in found] == [1, 2]
+
+
+def test_candidates_learn_the_first_tasks_and_are_scored_on_rows_held_out():
+    found = choices(sweep_of({"tasks": 2, "seed": 7, "validation_fraction": 0.25}, search={"benchmark.order": ["2"]}))
+    trial = found[0].candidates[0].trial
+    order = [task.name for task in expand(sweep_of(search={"benchmark.order": ["2"]}), chosen_for_first)[0].tasks]
+    assert [task.name for task in trial.tasks] == order[:2]
+    b = trial.settings.benchmark
+    assert (b.score_on, b.validation_fraction, b.train_per_task, trial.settings.seed) == ("validation", 0.25, 16, 7)
+    assert trial.rows_learned(0) == {0: 12}
+    assert all(trial.sources[name, "train"] == digest for (name, _), digest in trial.sources.items())  # no test file
+
+
+def chosen_for_first(written):
+    return {RATE: 0.01}
+
+
+def test_candidates_may_learn_another_benchmark(tmp_path):
+    own = write_benchmark(tmp_path / "own")
+    on = {"name": str(own), "tasks": ["right"]}
+    (choice,) = choices(sweep_of({"on": on, "tasks": None}))
+    trial = choice.candidates[0].trial
+    assert (trial.spec.name, [task.name for task in trial.tasks]) == ("own", ["right"])
+    assert trial.settings.benchmark.train_per_task == 16  # the rest is as in the trials
+    (choice,) = choices(sweep_of({"on": {"name": str(own)}, "tasks": 1}))
+    assert [task.name for task in choice.candidates[0].trial.tasks] == ["left"]
+
+
+def test_candidates_that_are_one_trial_are_one_candidate():
+    (choice,) = choices(sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"mode": "sum"}))
+    assert len(choice.candidates) == 1
+
+
+FAULTS = {
+    "no values": ({"search": {}}, {}, "tune: found no values to try"),
+    "empty": ({"search": {RATE: []}}, {}, "tune.search.training.learning_rate"),
+    "not a rate": ({"search": {RATE: [0.1, -1.0]}}, {}, "learning_rate[1]: training.learning_rate: found -1.0"),
+    "twice": ({"search": {RATE: [0.1, 0.1]}}, {}, "0.1 appears twice"),
+    "data": ({"search": {"benchmark.train_per_task": [4]}}, {}, "expected a setting of method"),
+    "a method's name": ({"search": {"method.name": ["ewc"]}}, {}, "expected a setting of method (not its name)"),
+    "searched": ({}, {"search": {RATE: [0.1, 0.2]}}, "search.training.learning_rate sets it too"),
+    "written": ({}, {"trial__training": {"learning_rate": 0.1}}, "trial.training.learning_rate sets it too"),
+    "unknown method": ({"by_method": {"ewk": {RATE: [0.1]}}}, {}, "tune.by_method.ewk"),
+    "method without it": ({"by_method": {"ewc": {"method.ortho_lambda": [0.1]}}}, {}, "ortho_lambda"),
+    "absent method": ({"by_method": {"ewc": {RATE: [0.1]}}}, {}, "tune.by_method.ewc: no trial has this method"),
+    "whole stream": ({"tasks": 3}, {}, "tune.tasks: found 3, but trials learn 3 tasks"),
+    "all tasks": ({"tasks": None}, {}, "tasks is null"),
+    "judged on": ({"on": {"name": "builtin"}}, {}, "the benchmark that trials are judged on"),
+    "no benchmark": ({"on": {"order": 1}}, {}, "tune.on.name: missing"),
+    "not apart": ({"apply_to": ["backbone"]}, {}, "apply_to holds neither method nor method.name"),
+    "no such path": ({"apply_to": ["method", "method.rang"]}, {}, "tune.apply_to: found 'method.rang'"),
+    "not of the method": ({"search": {"method.ewc_lambda": [1.0]}}, {}, "trial.method.ewc_lambda: unknown key"),
+    "a draw": ({"search": {RATE: {"loguniform": [0.1, 1.0]}}}, {}, "tune.search.training.learning_rate"),
+}
+
+
+@pytest.mark.parametrize(("tune", "changes", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_block_that_cannot_choose_is_refused(tune, changes, fault):
+    content = tuned(tune)
+    for path, value in changes.items():
+        content |= {path: value} if path == "search" else {}
+    if "trial__training" in changes:
+        content["trial"]["training"] |= changes["trial__training"]
+    with pytest.raises(ConfigError) as error:
+        choices(parse_sweep(content, "sweep.yaml"))
+    assert fault in str(error.value)
+
+
+def test_overrides_reach_the_block(tmp_path):
+    path = write(tmp_path, tuned())
+    found = load_sweep(path, [f"tune.search.{RATE}=[0.5]", "tune.by_method.ewc.method.ewc_lambda=[1.0]"])
+    assert found.tune.search == {RATE: (0.5,)}
+    assert found.tune.by_method == {"ewc": {"method.ewc_lambda": (1.0,)}}
+    assert load_sweep(path, ["tune=null"]).tune is None
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+def ended(folder, outcomes, tune=None):
+    """The choices of a sweep whose candidates have ended so: (score, loss), or the kind of a failure."""
+    sweep = sweep_of(tune, search={"seed": [0]}, run__storage=str(folder))
+    storage, due = open_storage(str(folder)), choices(sweep)
+    found = write_sweep(tuning_sweep(sweep), candidate_trials(due), storage)
+    for trial, outcome in zip(found, outcomes, strict=True):
+        trial.journal.append("started", attempt=1, node="here", versions={}, hardware={})
+        if isinstance(outcome, str):
+            trial.journal.append("failed", kind=outcome, message="", traceback="", task=None, step=None)
+            continue
+        score, loss = outcome
+        metrics = {"AP": score, "train_loss": loss, "seconds_train": 1.0, "seconds_eval": 0.5}
+        told = {"task": "mood", "lineage": "a", "reused": False, "scores": {"mood": score}}
+        trial.journal.append("stage", tasks_seen=1, metrics=metrics, **told)
+        trial.journal.append("finished", metrics={})
+    return due, found, sweep
+
+
+TWO = {"search": {RATE: [0.01, 0.1], "method.ortho_lambda": [0.0, 1.0]}}
+OUTCOMES = {
+    "score": (TWO, [(0.1, 1.0), (0.4, 9.0), (0.2, 1.0), (0.3, 1.0)], {RATE: 0.01, "method.ortho_lambda": 1.0}),
+    "loss": (TWO, [(0.4, 2.0), (0.4, 1.5), (0.4, 1.0), (0.1, 0.5)], {RATE: 0.1, "method.ortho_lambda": 0.0}),
+    "size": (TWO, [(0.4, 1.0), (0.4, 1.0), (0.4, 1.0), (0.4, 1.0)], {RATE: 0.01, "method.ortho_lambda": 0.0}),
+    "not finite": (TWO, [(0.1, 1.0), "non_finite", "non_finite", (0.2, 1.0)], {RATE: 0.1, "method.ortho_lambda": 1.0}),
+    "middle": ({"search": {RATE: [0.01, 0.1, 1.0]}}, [(0.1, 1.0), (0.3, 1.0), (0.2, 1.0)], {RATE: 0.1}),
+    "numbers, not texts": ({"search": {RATE: [10.0, 9.0]}}, [(0.1, 1.0), (0.1, 1.0)], {RATE: 9.0}),
+}
+
+
+@pytest.mark.parametrize(("tune", "outcomes", "values"), OUTCOMES.values(), ids=OUTCOMES)
+def test_the_best_score_wins_then_the_lowest_loss_then_the_smallest_values(tune, outcomes, values, tmp_path):
+    due, folder, sweep = ended(tmp_path, outcomes, tune)
+    (chosen,) = choose(due, folder)
+    assert chosen.values == values
+    (trial,) = expand(sweep, chosen_for(sweep, [chosen]))
+    assert trial.settings.training.learning_rate == values[RATE]
+    assert {path: trial.values[path] for path in values} == values
+
+
+def test_what_makes_a_choice_doubtful_is_said(tmp_path):
+    def remarks(name, outcomes, rates=(0.01, 0.1, 1.0)):
+        due, folder, _ = ended(tmp_path / name, outcomes, {"search": {RATE: list(rates)}})
+        return choose(due, folder)[0].remarks
+
+    assert remarks("middle", [(0.1, 1.0), (0.3, 1.0), (0.2, 1.0)]) == ()
+    assert remarks("largest", [(0.1, 1.0), (0.2, 1.0), (0.3, 1.0)]) == (
+        "the best learning_rate, 1.0, is the largest tried",
+    )
+    assert remarks("smallest", [(0.3, 1.0), (0.2, 1.0), (0.1, 1.0)]) == (
+        "the best learning_rate, 0.01, is the smallest tried",
+    )
+    assert remarks("tie", [(0.1, 1.0), (0.3, 1.0), (0.3, 2.0)]) == (
+        "as good was learning_rate=1.0, with a higher loss or larger values",
+    )
+    assert remarks("failed", [(0.1, 1.0), (0.3, 1.0), "non_finite"]) == ("not finite: learning_rate=1.0",)
+    assert remarks("one", [(0.1, 1.0)], [0.1]) == ()
+
+
+@pytest.mark.parametrize("outcome", ["error", "out_of_memory"])
+def test_nothing_is_chosen_while_a_candidate_may_still_win(outcome, tmp_path):
+    due, folder, sweep = ended(tmp_path, [(0.9, 1.0), outcome])
+    with pytest.raises(NotChosen, match=r"learning_rate=0\.1 .* is failed, so nothing can be chosen"):
+        choose(due, folder)
+    assert known_choices(sweep, due, open_storage(str(tmp_path))) is None
+
+
+def test_nothing_is_chosen_where_no_loss_was_finite(tmp_path):
+    due, folder, _ = ended(tmp_path, ["non_finite", "non_finite"])
+    with pytest.raises(NotChosen, match="no candidate has a finite loss"):
+        choose(due, folder)
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
+    content = tuned({"search": {RATE: [1e-3, 0.1, 1e30]}})
+    path = write(tmp_path, content)
+    main(["plan", path])
+    planned = capsys.readouterr().out
+    assert "1 choices among 3 candidates, the sweep tiny-tuning" in planned
+    assert "builtin: mood; 20% of the training rows are held out and scored, test rows are not read" in planned
+    assert "nothing yet: below, the first candidates stand for it" in planned
+
+    assert run_sweep(path, local=True) == 0
+    printed = capsys.readouterr().out
+    sweep, tuning = sweep_folder(tmp_path), sweep_folder(tmp_path, "tiny-tuning")
+    (chosen,) = read_tuning(sweep)
+    assert [t.score is None for t in chosen.tried] == [False, False, True]
+    scored = [t for t in chosen.tried if t.score is not None]
+    best = max(scored, key=lambda t: (t.score, -t.loss))
+    assert chosen.values == best.values
+    assert f"chosen\n  {tuning_lines([chosen])[0]}" in printed
+    assert {trial.values[RATE] for trial in sweep} == {best.values[RATE]}
+    assert sweep.axes == ["seed", RATE]
+    assert (tuning.tuning_of, sweep.tuning_of) == ("tiny", None)
+    for trial in tuning:  # the scores that were compared are of held-out rows
+        assert trial.params["benchmark.score_on"] == "validation"
+    for tried, trial in zip(chosen.tried, tuning, strict=True):
+        stages = [event for event in trial.events() if event["event"] == "stage"]
+        assert tried.trial_id == trial.trial_id
+        assert tried.score == (stages[-1]["metrics"]["AP"] if stages else None)
+        assert tried.steps == 4  # 13 of 16 rows, 4 at a time
+
+    before = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
+    (sweep.path / TUNING).unlink()
+    assert run_sweep(path, local=True) == 0
+    assert read_tuning(sweep) == [chosen]
+    after = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
+    assert after == before  # nothing ran again
+    capsys.readouterr()
+    main(["plan", path])
+    assert f"chosen\n  {tuning_lines([chosen])[0]}" in capsys.readouterr().out
+
+    assert not verify_disk(sweep).faults
+    damaged = (sweep.path / TUNING).read_text().replace("0.1", "0.2", 1)
+    (sweep.path / TUNING).write_text(damaged)
+    assert [f"{sweep.path / TUNING}: does not check against its digest" in f for f in verify_disk(sweep).faults] == [
+        True
+    ]
+    assert repair_disk(sweep) == ["what was chosen is written again, from what the candidates have left"]
+    assert run_sweep(path, local=True) == 0
+    assert not verify_disk(open_sweep(sweep.path)).faults
+    assert read_tuning(sweep) == [chosen]
+
+
+def test_a_method_that_learns_nothing_runs_without_candidates(tmp_path):
+    path = write(tmp_path, tuned(search={"method.name": ["zero_shot"]}, trial__method=None))
+    assert run_sweep(path, local=True) == 0
+    (chosen,) = read_tuning(sweep_folder(tmp_path))
+    assert (chosen.values, chosen.tried) == ({}, ())
+    assert not (tmp_path / "runs" / "tiny-tuning").exists()
+
+
+def test_the_file_written_down_is_the_same_sweep_again(tmp_path):
+    sweep = sweep_of({"on": "first_tasks", "by_method": {"latent_lora": {"method.ortho_lambda": [0.0, 1.0]}}})
+    due = choices(sweep)
+    trials = expand(sweep, chosen_for(sweep, stand_ins(due)))
+    folder = write_sweep(sweep, trials, open_storage(str(tmp_path)))
+    again = load_sweep(folder.path / "sweep.yaml")
+    assert again.tune == sweep.tune
+    assert json.loads((folder.path / "sweep.json").read_text())["content"]["axes"] == [
+        "seed",
+        RATE,
+        "method.ortho_lambda",
+    ]
