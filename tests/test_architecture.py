@@ -208,7 +208,7 @@ def test_every_setting_has_its_sentence():
         ("TrialSettings", group) for group in ("method", "router", "backbone", "benchmark", "training", "evaluation")
     }
     described_by_their_group = (
-        composed | {("Sweep", name) for name in ("name", "grid", "draws", "run")} | {("Draw", "kind")}
+        composed | {("Sweep", name) for name in ("name", "grid", "draws", "run", "tune")} | {("Draw", "kind")}
     )
     silent = {
         (kind.__name__, name)

@@ -47,6 +47,7 @@ from latent_sweep.results.tracked import (
     life_of,
     run_tags,
     sweep_content,
+    sweep_tags,
     trial_content,
     trial_mark,
 )
@@ -314,7 +315,7 @@ class MlflowMirror:
 
     def _parent(self) -> _Run:
         name = f"sweep {self.sweep.name} {time.strftime('%Y-%m-%d')}"
-        tags = {"kind": "sweep", "sweep": self.sweep.name, "sweep_id": self.sweep.sweep_id}
+        tags = {"kind": "sweep"} | sweep_tags(self.sweep)
         return self._find_or_create(("sweep", self.sweep.sweep_id, ""), name, time.time(), tags)
 
     def _find_or_create(self, identity: _Identity, name: str, start: float, tags: Mapping[str, str]) -> _Run:

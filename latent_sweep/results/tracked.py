@@ -202,9 +202,14 @@ def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
 
 def run_tags(sweep: SweepFolder, content: RunContent) -> dict[str, str]:
     """The tags by which a run is found again."""
-    found = {"kind": content.kind, "sweep": sweep.name, "sweep_id": sweep.sweep_id, KEY_TAG[content.kind]: content.key}
-    found |= {"tuning_of": sweep.tuning_of} if sweep.tuning_of else {}
+    found = {"kind": content.kind, KEY_TAG[content.kind]: content.key} | sweep_tags(sweep)
     return found | ({"journal": content.life} if content.life else {})
+
+
+def sweep_tags(sweep: SweepFolder) -> dict[str, str]:
+    """The tags of all runs of a sweep; candidates say for which sweep something is chosen among them."""
+    found = {"sweep": sweep.name, "sweep_id": sweep.sweep_id}
+    return found | ({"tuning_of": sweep.tuning_of} if sweep.tuning_of else {})
 
 
 def _params(trial: TrialFolder) -> dict[str, Any]:

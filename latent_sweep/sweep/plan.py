@@ -189,7 +189,8 @@ class Trial:
 
     def source(self, task: TaskSpec, split: Split) -> str | None:
         """`source_digest` of a split when the trial was planned; validation rows are taken out of the training rows."""
-        return self.sources[task.name, "test" if split == "test" else "train"]
+        of_test = split == "test" and self.settings.benchmark.score_on == "test"
+        return self.sources[task.name, "test" if of_test else "train"]
 
     def data_digest_of(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
         """`data_digest` of a split when the trial was planned."""

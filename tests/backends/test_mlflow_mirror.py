@@ -24,6 +24,8 @@ from latent_sweep.backends.verify import repair_tracker, verify_tracker
 from latent_sweep.cli import main
 from latent_sweep.errors import StoreError, TrackingError
 from latent_sweep.results import figures
+from latent_sweep.store.sealed import sealed_json
+from latent_sweep.sweep.tuning import TUNING
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -291,6 +293,22 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # load_table searches through the default client
     table = client.load_table(parent.info.experiment_id, "sweep_table.json", [parent.info.run_id])
     assert table["AP_mean"].tolist() == [42.0, 51.0]
+
+
+def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sweep, client, tmp_path, plain_pictures):
+    (sweep.path / TUNING).write_bytes(sealed_json({"tune": {}, "chosen": []}))
+    candidates = write_sweep(tmp_path / "runs", AXES, name="lambda-tuning", sweep_id="f00d" * 4, tuning_of="lambda")
+    for folder in (sweep, candidates):
+        for trial in folder:
+            run_to_end(trial, 0.5, 0.0)
+        mirror = mirror_for(uri, folder)
+        mirror.close()
+        assert not verify_tracker(folder, mirror).faults
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert TUNING in [file.path for file in client.list_artifacts(parent.info.run_id)]
+    for kind in ("sweep", "trial", "summary"):
+        assert {run.data.tags["tuning_of"] for run in runs_of(client, candidates, kind)} == {"lambda"}
+        assert not any("tuning_of" in run.data.tags for run in runs_of(client, sweep, kind))
 
 
 def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path, plain_pictures):

@@ -29,7 +29,12 @@ CONTEXT = {
 
 
 def write_sweep(
-    storage: Path, axes: dict[str, list[Any]], *, name: str = "lambda", sweep_id: str = "5eed5eed5eed5eed"
+    storage: Path,
+    axes: dict[str, list[Any]],
+    *,
+    name: str = "lambda",
+    sweep_id: str = "5eed5eed5eed5eed",
+    tuning_of: str | None = None,
 ) -> SweepFolder:
     """A sweep over the grid of `axes`, none of whose trials has started."""
     trials = []
@@ -45,6 +50,7 @@ def write_sweep(
             }
         )
     content = {"sweep_id": sweep_id, "name": name, "axes": list(axes), "trials": trials, "seed_axis": "seed"}
+    content["tuning_of"] = tuning_of
     folder = storage / name
     folder.mkdir(parents=True, exist_ok=True)
     sweep = open_sweep(folder)

@@ -186,9 +186,9 @@ NO_SWEEP = {
     "number that is none": (b"trial: {seed: !!int abc}\n", "is not valid YAML"),
     "endless nesting": (b"name: " + b"[" * 3000 + b"]" * 3000, "is not valid YAML"),
     "unknown anchor": (b"trial: *missing\n", "found undefined alias 'missing'"),
-    "empty": (b"", "a sweep file is a mapping with name, trial, search and run; found None"),
-    "a list": (b"- name\n", "a sweep file is a mapping with name, trial, search and run; found ['name']"),
-    "plain text": (b"lambda", "a sweep file is a mapping with name, trial, search and run; found 'lambda'"),
+    "empty": (b"", "a sweep file is a mapping with name, trial, search, tune, run; found None"),
+    "a list": (b"- name\n", "a sweep file is a mapping with name, trial, search, tune, run; found ['name']"),
+    "plain text": (b"lambda", "a sweep file is a mapping with name, trial, search, tune, run; found 'lambda'"),
 }
 
 
