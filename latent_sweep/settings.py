@@ -215,6 +215,10 @@ _FLOAT = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 """3e-4, a number everywhere but in YAML 1.1."""
 
+_BOOLEAN = "tag:yaml.org,2002:bool"
+_TRUTH = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+"""As in YAML 1.2: `on`, `off`, `yes` and `no` are words; `tune.on` is a key, and `bos: off` a value."""
+
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
 """What no file name and no UTF-8 text can hold, and only an escape can bring in."""
 
@@ -283,7 +287,12 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_whole_number)
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != _BOOLEAN]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _StrictLoader.add_implicit_resolver(_FLOAT, *_EXPONENT)
+_StrictLoader.add_implicit_resolver(_BOOLEAN, *_TRUTH)
 
 
 class _StrictDumper(yaml.SafeDumper):

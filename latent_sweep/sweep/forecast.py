@@ -28,7 +28,7 @@ from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
 from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, expand, router_identity
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
-from latent_sweep.sweep.tuning import Choice, candidate_trials, chosen_for, shared_label, stand_ins, tuning_sweep
+from latent_sweep.sweep.tuning import Choice, candidate_trials, choice_names, chosen_for, stand_ins, tuning_sweep
 
 CHARACTERS_PER_TOKEN = 4.0
 """Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
@@ -242,7 +242,7 @@ def describe_tuning(sweep: Sweep, due: Sequence[Choice], storage: Storage) -> li
         f"{tuning_sweep(sweep).name}",
         f"  on         {'; '.join(judged_on)}; {tune.validation_fraction:.0%} of the training rows are held out and "
         "scored, test rows are not read",
-        *(f"  {shared_label(choice.shared)}: {_tried_text(choice)}" for choice in due),
+        *(f"  {name}: {_tried_text(c)}" for name, c in zip(choice_names([c.shared for c in due]), due, strict=True)),
         f"  {_shared_stages(candidates, expand(sweep, chosen_for(sweep, stand_ins(due))))}",
         "",
     ]

@@ -22,7 +22,7 @@ from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.sealed import read_sealed_json, sealed_json
 from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
+from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, flatten, trial_settings
 from latent_sweep.sweep.groups import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
 from latent_sweep.sweep.plan import Trial, plan_trial, points, resolve, setting, trial_faults
 
@@ -337,16 +337,27 @@ def read_tuning(folder: SweepFolder) -> list[Chosen] | None:
 def tuning_lines(chosen: Sequence[Chosen]) -> list[str]:
     """Say what was chosen, one line a choice, with what it took."""
     lines = []
-    for c in chosen:
-        if not c.values:
-            continue
-        best = next(t for t in c.tried if t.values == c.values)
-        cost = f"{len(c.tried)} tried, {sum(t.steps for t in c.tried):,} steps"
-        text = f"{shared_label(c.shared)}: {_label(c.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"
-        lines.append("; ".join([text, *c.remarks]))
+    for name, c in zip(choice_names([c.shared for c in chosen]), chosen, strict=True):
+        if c.values:
+            best = next(t for t in c.tried if t.values == c.values)
+            cost = f"{len(c.tried)} tried, {sum(t.steps for t in c.tried):,} steps"
+            text = f"{name}: {_label(c.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"
+            lines.append("; ".join([text, *c.remarks]))
     return lines
 
 
-def shared_label(shared: Mapping[str, Any]) -> str:
-    """Name a choice: of a group of settings its name."""
-    return label({path: value["name"] if isinstance(value, dict) else value for path, value in shared.items()})
+def choice_names(shared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name choices by the names and settings they are for, and those of one name by what tells them apart."""
+    whole = [
+        {leaf: value for path, group in one.items() for leaf, value in flatten(path, group).items()} for one in shared
+    ]
+    named = [
+        {leaf: value for leaf, value in one.items() if leaf.endswith(".name") or leaf in shared[0]} for one in whole
+    ]
+    names = []
+    for one, known in zip(whole, named, strict=True):
+        alike = [other for other, name in zip(whole, named, strict=True) if name == known]
+        apart = {leaf: value for leaf, value in one.items() if any(other.get(leaf) != value for other in alike)}
+        short = short_names([*known, *apart])
+        names.append(label({short[leaf]: value for leaf, value in (known | apart).items()}))
+    return names

@@ -6,6 +6,7 @@ from helpers.sweeps import TINY, tiny, write
 
 from latent_sweep.backends.driver import write_sweep
 from latent_sweep.errors import ConfigError
+from latent_sweep.settings import parse_yaml, yaml_text
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
@@ -283,6 +284,22 @@ def test_numbers_are_read_as_numbers(tmp_path, text):
     path = tmp_path / "sweep.yaml"
     path.write_text(f"name: a\ntrial: {{benchmark: {{name: builtin}}, training: {{learning_rate: {text}}}}}\n")
     assert expand(load_sweep(path))[0].settings.training.learning_rate == pytest.approx(3e-4, rel=1e-12)
+
+
+@pytest.mark.parametrize("word", ["on", "off", "yes", "no", "On", "y", "N"])
+def test_words_are_read_as_words(word):
+    assert parse_yaml(f"{word}: {word}", "it") == {word: word}
+    assert parse_yaml(yaml_text({word: word}), "it") == {word: word}
+
+
+def test_only_true_and_false_are_booleans():
+    assert parse_yaml("[true, False, TRUE, truth]", "it") == [True, False, True, "truth"]
+
+
+def test_a_setting_may_be_off(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("name: a\ntrial: {benchmark: {name: builtin, bos: off}}\n")
+    assert expand(load_sweep(path))[0].settings.benchmark.bos == "off"
 
 
 def test_a_sweep_is_frozen(tmp_path):

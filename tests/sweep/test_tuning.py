@@ -17,6 +17,7 @@ from latent_sweep.sweep.tuning import (
     TUNING,
     NotChosen,
     candidate_trials,
+    choice_names,
     choices,
     choose,
     chosen_for,
@@ -113,6 +114,19 @@ def test_candidates_may_learn_another_benchmark(tmp_path):
 def test_candidates_that_are_one_trial_are_one_candidate():
     (choice,) = choices(sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"mode": "sum"}))
     assert len(choice.candidates) == 1
+
+
+def test_choices_of_one_name_say_what_tells_them_apart():
+    methods = [
+        {"name": "latent_lora", "rank": rank, "train_active": active} for rank in (4, 8) for active in ("current",)
+    ]
+    methods += [{"name": "ewc", "rank": 4}]
+    found = choices(sweep_of(search={"trial": [{"method": method} for method in methods]}, trial__method=None))
+    assert choice_names([c.shared for c in found]) == [
+        "method=latent_lora backbone=tiny-llama benchmark.name=builtin rank=4",
+        "method=latent_lora backbone=tiny-llama benchmark.name=builtin rank=8",
+        "method=ewc backbone=tiny-llama benchmark.name=builtin",
+    ]
 
 
 FAULTS = {
