@@ -348,12 +348,8 @@ def tuning_lines(chosen: Sequence[Chosen]) -> list[str]:
 
 def choice_names(shared: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name choices by the names and settings they are for, and those of one name by what tells them apart."""
-    whole = [
-        {leaf: value for path, group in one.items() for leaf, value in flatten(path, group).items()} for one in shared
-    ]
-    named = [
-        {leaf: value for leaf, value in one.items() if leaf.endswith(".name") or leaf in shared[0]} for one in whole
-    ]
+    whole = [dict(pair for path, group in one.items() for pair in flatten(path, group).items()) for one in shared]
+    named = [{leaf: one[leaf] for leaf in one if leaf.endswith(".name") or leaf in shared[0]} for one in whole]
     names = []
     for one, known in zip(whole, named, strict=True):
         alike = [other for other, name in zip(whole, named, strict=True) if name == known]

@@ -117,15 +117,12 @@ def test_candidates_that_are_one_trial_are_one_candidate():
 
 
 def test_choices_of_one_name_say_what_tells_them_apart():
-    methods = [
-        {"name": "latent_lora", "rank": rank, "train_active": active} for rank in (4, 8) for active in ("current",)
-    ]
-    methods += [{"name": "ewc", "rank": 4}]
+    methods = [*({"name": "latent_lora", "rank": rank} for rank in (4, 8)), {"name": "ewc", "rank": 4}]
     found = choices(sweep_of(search={"trial": [{"method": method} for method in methods]}, trial__method=None))
     assert choice_names([c.shared for c in found]) == [
-        "method=latent_lora backbone=tiny-llama benchmark.name=builtin rank=4",
-        "method=latent_lora backbone=tiny-llama benchmark.name=builtin rank=8",
-        "method=ewc backbone=tiny-llama benchmark.name=builtin",
+        "method=latent_lora backbone=tiny-llama benchmark=builtin rank=4",
+        "method=latent_lora backbone=tiny-llama benchmark=builtin rank=8",
+        "method=ewc backbone=tiny-llama benchmark=builtin",
     ]
 
 
