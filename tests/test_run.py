@@ -15,6 +15,7 @@ import yaml
 from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
+from latent_sweep.backbones.known import KNOWN, target_shapes
 from latent_sweep.backends import mlflow_mirror
 from latent_sweep.cli import main
 from latent_sweep.metrics import ScoreMatrix
@@ -152,6 +153,12 @@ def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     assert [(row["K"], row["n_finished"], row["n_trials"]) for row in rows] == [("1", "2", "2"), ("2", "2", "2")]
     scores = [trial.read_json("result.json")["metrics"]["AP"] for trial in sweep_folder(finished[0])]
     assert float(rows[0]["AP_mean"]) == pytest.approx(50 * (scores[0] + scores[2]), abs=0.01)
+    trial = expand(load_sweep(finished[1]))[0]
+    settings, known = trial.settings, KNOWN[trial.settings.backbone.name]
+    shapes = target_shapes(known.family, known.config)
+    assert {row["trained"] for row in rows} == {str(trial.method().parameter_count(shapes, 16))}
+    assert {row["steps"] for row in rows} == {str(settings.training.step_count(settings.benchmark.train_per_task))}
+    assert {float(row["rate"]) for row in rows} == {settings.training.learning_rate}
 
 
 # --- again -----------------------------------------------------------------------------------------------------------

@@ -190,14 +190,12 @@ class TrialFiles:
         self.rows.append(tuple(row))
         self._files |= self._write_scores()
 
-    def tell(
-        self, lineage: str, reused: bool, metrics: Mapping[str, float], computed: Mapping[str, Mapping[str, str]]
-    ) -> None:
+    def tell(self, lineage: str, reused: bool, metrics: Mapping[str, float], how: Mapping[str, Any]) -> None:
         """Tell the journal of the newest row. One that is made again as it was has been told.
 
         Args:
             reused: whether the stage was learned elsewhere or earlier.
-            computed: what it was learned and scored with: `learned_with` and `scored_with`.
+            how: it was learned and scored: `steps`, `trained_numbers`, `learned_with` and `scored_with`.
         """
         seen = len(self.rows)
         told = {
@@ -210,7 +208,7 @@ class TrialFiles:
         }
         before = [event for event in stages(self.journal.read()) if event["tasks_seen"] == seen]
         if not before or any(before[0].get(name) != value for name, value in told.items()):
-            self.journal.append("stage", **told, **computed, reused=reused, metrics=dict(metrics))
+            self.journal.append("stage", **told, **how, reused=reused, metrics=dict(metrics))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, and close the journal."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ CONTEXT = {
     "benchmark.order": 1,
     "router.components": 5,
     "method.ortho_lambda": 0.0,
+    "training.learning_rate": 3e-4,
     "seed": 0,
 }
 
@@ -63,16 +65,19 @@ def start(trial: TrialFolder, attempt: int = 1) -> None:
     journal_of(trial).append("started", attempt=attempt, node="node-a", versions={}, hardware="cpu")
 
 
-def learn(trial: TrialFolder, tasks_seen: int, average: float) -> None:
-    """The stage after `tasks_seen` tasks, every seen task scored `average`."""
+def learn(trial: TrialFolder, tasks_seen: int, scores: float | list[float], steps: int = 24) -> None:
+    """The stage after `tasks_seen` tasks, with the scores of the tasks seen, or one for all of them."""
+    row = scores if isinstance(scores, list) else [scores] * tasks_seen
     journal_of(trial).append(
         "stage",
         tasks_seen=tasks_seen,
         task=TASKS[tasks_seen - 1],
         lineage=trial.training_id,
         reused=False,
-        scores=dict.fromkeys(TASKS[:tasks_seen], average),
-        metrics={"AP": average, "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
+        steps=steps,
+        trained_numbers=147_456,
+        scores=dict(zip(TASKS, row, strict=False)),
+        metrics={"AP": statistics.fmean(row), "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
     )
 
 
