@@ -13,15 +13,18 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.results.bootstrap import RESAMPLES
+from latent_sweep.results.comparison import Comparison, Difference, Outcome, compare, find_baselines
 from latent_sweep.security import printable, spelled_out
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
+from latent_sweep.store.trial_files import row_scores
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Configuration:
     """Task -> score after the last task, in the order of learning."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
+    comparison: Comparison | None = None
+    """With the baseline; None for a baseline, and where none was asked for."""
 
     @property
     def n_trials(self) -> int:
@@ -101,6 +106,11 @@ class Summary:
             (c.average_performance.mean for c in self.configurations if c.average_performance is not None), default=None
         )
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether a configuration was compared with a baseline."""
+        return any(configuration.comparison is not None for configuration in self.configurations)
+
     def is_best(self, configuration: Configuration) -> bool:
         """Whether no configuration has a higher mean AP."""
         found = configuration.average_performance
@@ -129,14 +139,15 @@ def end_reason(events: Sequence[Event]) -> str:
     return f"{last['kind']}{at}: {last['message']}"
 
 
-def summarise(sweep: SweepFolder, over: Sequence[str] = ()) -> Summary:
+def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
     """Group the sweep's trials by every axis but those that repeat; only finished trials enter the statistics.
 
     Args:
         over: axes that repeat a configuration as the seed does, by path or short name.
+        baseline: settings, as `name=value`, of the configuration that the others are compared with.
 
     Raises:
-        ConfigError: the sweep has no such axis.
+        ConfigError: the sweep has no such axis, or not exactly one such configuration.
         StoreError: `sweep.json` is missing, or it or a journal is damaged.
     """
     names = short_names(sweep.axes)
@@ -147,11 +158,14 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = ()) -> Summary:
     for trial, events in trials:
         key = json.dumps([trial.values[axis] for axis in shown])
         groups.setdefault(key, []).append((trial, events))
+    configurations = tuple(_configuration(members, shown) for members in groups.values())
+    if baseline:
+        configurations = _compared(configurations, list(groups.values()), shown, repeats, baseline)
     return Summary(
         name=sweep.name,
         axes=tuple(shown.values()),
         repeats=tuple(names.get(axis, axis) for axis in repeats),
-        configurations=tuple(_configuration(members, shown) for members in groups.values()),
+        configurations=configurations,
         ended_early=tuple(
             Ended({names[axis]: trial.values[axis] for axis in sweep.axes}, status(events), end_reason(events))
             for trial, events in trials
@@ -242,6 +256,32 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
     )
 
 
+def _compared(
+    configurations: Sequence[Configuration],
+    groups: Sequence[Sequence[tuple[TrialFolder, list[Event]]]],
+    shown: Mapping[str, str],
+    repeats: Sequence[str],
+    baseline: Sequence[str],
+) -> tuple[Configuration, ...]:
+    """The configurations, compared with their baselines over what repeats them."""
+    paths = {name: axis for axis, name in shown.items()}
+    positions = find_baselines([configuration.values for configuration in configurations], paths, baseline)
+    labels = [label(configuration.values) for configuration in configurations]
+    found = compare([_outcomes(members, repeats) for members in groups], positions, labels)
+    return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
+
+
+def _outcomes(members: Sequence[tuple[TrialFolder, list[Event]]], repeats: Sequence[str]) -> dict[str, Outcome]:
+    """What the finished trials have come to, by what tells one repetition from another."""
+    return {
+        json.dumps([trial.params[axis] for axis in repeats]): Outcome(
+            events[-1]["metrics"]["AP"], events[-1]["metrics"]["FM"], row_scores(trial.path, events)
+        )
+        for trial, events in members
+        if status(events) == "finished"
+    }
+
+
 def _matrix(events: Sequence[Event]) -> ScoreMatrix:
     """The score matrix that a journal tells."""
     told = stages(events)
@@ -296,6 +336,7 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             "FM_std": _percent(configuration.forgetting, "std"),
             "best_AP": summary.is_best(configuration),
             **{name: _range(values, json.dumps) or None for name, values in protocol(configuration).items()},
+            **_comparison_record(configuration.comparison, summary.is_compared),
             **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
             **{
                 f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
@@ -313,6 +354,27 @@ def protocol(configuration: Configuration) -> dict[str, tuple[Any, ...]]:
         "rate": configuration.learning_rates,
         "steps": configuration.steps,
     }
+
+
+def _comparison_record(comparison: Comparison | None, is_compared: bool) -> dict[str, Any]:
+    """What a flat row says of a comparison: nothing where no configuration has one."""
+    if not is_compared:
+        return {}
+    found = comparison or Comparison("", 0, None, None, "nothing")
+    return {
+        "baseline": found.baseline or None,
+        "n_pairs": found.n,
+        **_difference_record("AP", found.average_performance),
+        **_difference_record("FM", found.forgetting),
+        "AP_resampled": found.resampled,
+    }
+
+
+def _difference_record(name: str, difference: Difference | None) -> dict[str, float | None]:
+    low, high = difference.interval if difference and difference.interval else (None, None)
+    mean = difference.mean if difference else None
+    values = {"difference": mean, "difference_low": low, "difference_high": high}
+    return {f"{name}_{part}": None if value is None else round(100 * value, 2) + 0.0 for part, value in values.items()}
 
 
 def _range(values: Sequence[Any], write: Callable[[Any], str]) -> str:
@@ -380,7 +442,11 @@ def _render_csv(summary: Summary) -> str:
 def _csv_cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if name.startswith(("AP_", "LA_", "FM_", "score/")) else format_value(value)
+    return (
+        f"{value:.2f}"
+        if isinstance(value, float) and name.startswith(("AP_", "LA_", "FM_", "score/"))
+        else format_value(value)
+    )
 
 
 def _render_text(summary: Summary) -> str:
@@ -389,6 +455,12 @@ def _render_text(summary: Summary) -> str:
         _aligned(_main_header(summary), _main_rows(summary, best="{} *", spread="{:.2f} ± {:.2f}")),
         "\n".join(["* highest AP", *map(_one_line, _notes(summary))]),
     ]
+    if summary.is_compared:
+        parts += [
+            _COMPARED,
+            _aligned(_comparison_header(summary), _comparison_rows(summary)),
+            "\n".join(map(_one_line, _comparison_notes(summary))),
+        ]
     if tasks := _tasks(summary):
         parts += [
             "Final scores by task (%)",
@@ -414,6 +486,12 @@ def _render_markdown(summary: Summary) -> str:
         ),
         "\n".join(f"- {_escape_markdown(note)}" for note in _notes(summary)),
     ]
+    if summary.is_compared:
+        parts += [
+            f"## {_COMPARED}",
+            _piped(_comparison_header(summary, _escape_markdown), _comparison_rows(summary, _escape_markdown)),
+            "\n".join(f"- {_escape_markdown(note)}" for note in _comparison_notes(summary)),
+        ]
     if tasks := _tasks(summary):
         parts += [
             "## Final scores by task (%)",
@@ -429,6 +507,7 @@ def _render_markdown(summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+_COMPARED = "Differences from the baseline (percentage points)"
 _NOT_ALIKE = "Not all trials were computed alike"
 
 
@@ -445,12 +524,14 @@ def _counted(trials: Sequence[str], shown: int = 4) -> str:
 
 
 def _render_latex(summary: Summary) -> str:
-    notes = [f"sweep {summary.name}: {_counts(summary)}", *_notes(summary)]
+    notes = [f"sweep {summary.name}: {_counts(summary)}", *_notes(summary), *_comparison_notes(summary)]
     notes += [*(f"ended early: {line}" for line in _ended_lines(summary))]
     notes += [f"{_NOT_ALIKE}: {line}" for line in mixed_lines(summary)]
     notes += [f"T{number} = {task}" for number, task in enumerate(_tasks(summary), start=1)]
     main = _main_rows(summary, best=r"\textbf{{{}}}", spread=r"{:.2f} $\pm$ {:.2f}", escape=_escape_latex)
     parts = ["\n".join(f"% {_one_line(note)}" for note in notes), _booktabs(_main_header(summary), main)]
+    if summary.is_compared:
+        parts.append(_booktabs(_comparison_header(summary), _comparison_rows(summary, _escape_latex)))
     if _tasks(summary):
         parts.append(_booktabs(_task_header(summary), _task_rows(summary, escape=_escape_latex)))
     return "\n\n".join(parts) + "\n"
@@ -530,6 +611,54 @@ def _main_rows(
             _spread(configuration.forgetting, spread),
             *(column[row] or "-" for column in differing),
         ]
+
+
+def _comparison_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:
+    return [*map(escape, summary.axes), "n", "AP", "FM", "AP resampled"]
+
+
+def _comparison_rows(summary: Summary, escape: Callable[[str], str] = _one_line) -> Iterable[Sequence[str]]:
+    for configuration in summary.configurations:
+        if (found := configuration.comparison) is not None:
+            differences = map(_difference_cell, (found.average_performance, found.forgetting))
+            yield [*_axis_cells(configuration, escape), str(found.n), *differences, found.resampled]
+
+
+def _difference_cell(difference: Difference | None) -> str:
+    if difference is None:
+        return "-"
+    if difference.interval is None:
+        return _points(difference.mean)
+    verdict = "" if difference.told_apart else ", cannot be told apart"
+    return f"{_points(difference.mean)} [{', '.join(map(_points, difference.interval))}]{verdict}"
+
+
+def _points(fraction: float) -> str:
+    return f"{round(100 * fraction, 2) + 0.0:+.2f}"  # no -0.00
+
+
+def _comparison_notes(summary: Summary) -> list[str]:
+    """What the columns of the comparisons are, and how far they can be trusted."""
+    found = [configuration.comparison for configuration in summary.configurations if configuration.comparison]
+    if not found:
+        return []
+    notes = [
+        f"baseline: {'; '.join(dict.fromkeys(comparison.baseline for comparison in found))}",
+        f"n: pairs of finished trials with the same {' and '.join(summary.repeats)}; in brackets 95 % intervals",
+        f"AP: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test rows, alike for both",
+        "FM: Student's t over the repetitions, for rows of earlier stages are not kept",
+        "cannot be told apart: 0 lies in the interval",
+    ]
+    if any(comparison.resampled == "repetitions" for comparison in found):
+        notes.append("AP from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
+    if any(comparison.n == 1 for comparison in found):
+        notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
+    if len(found) > 1:
+        notes.append(
+            f"{len(found)} comparisons, not corrected for their number: of those without a difference, one in twenty "
+            "seems to have one"
+        )
+    return notes
 
 
 def _task_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:

@@ -18,6 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import Event, stages, status
@@ -108,6 +111,29 @@ def _are_measures(found: Mapping[str, float], matrix: ScoreMatrix) -> bool:
     """Whether these are the measures of the matrix, but for the order in which a machine has summed its rows."""
     rounding = 4 * len(matrix.rows) * EPSILON
     return all(abs(found.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """The scores of one task's test rows."""
+
+    ids: tuple[str, ...]
+    scores: npt.NDArray[np.float64]
+    """(rows,), fractions."""
+
+
+def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | None:
+    """Each task's scores by row, as the newest stage has left them; None where they are not as the journal says."""
+    told = stages(events)[-1]
+    found = {}
+    for task in told["scores"]:
+        name = f"{PREDICTIONS}/{task}.jsonl"
+        digest = told.get("files", {}).get(name)
+        if digest is None or _fault(folder / name, digest) is not None:
+            return None
+        rows = [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
+        found[task] = RowScores(tuple(row["id"] for row in rows), np.array([row["score"] for row in rows], dtype=float))
+    return found
 
 
 def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
