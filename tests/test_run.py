@@ -161,6 +161,17 @@ def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     assert {float(row["rate"]) for row in rows} == {settings.training.learning_rate}
 
 
+def test_a_table_compares_by_the_answers_that_trials_have_left(finished, capsys):
+    folder = str(sweep_folder(finished[0]).path)
+    assert main(["report", folder, "--format", "csv", "--baseline", "K=1"]) == 0
+    baseline, other = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (baseline["AP_difference"], baseline["AP_resampled"]) == ("", "nothing")
+    assert (other["baseline"], other["n_pairs"], other["AP_resampled"]) == ("K=1", "2", "repetitions and rows")
+    expected = float(other["AP_mean"]) - float(baseline["AP_mean"])
+    assert float(other["AP_difference"]) == pytest.approx(expected, abs=0.02)
+    assert float(other["AP_difference_low"]) <= float(other["AP_difference"]) <= float(other["AP_difference_high"])
+
+
 # --- again -----------------------------------------------------------------------------------------------------------
 
 

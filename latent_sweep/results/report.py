@@ -508,6 +508,8 @@ def _render_markdown(summary: Summary) -> str:
 
 
 _COMPARED = "Differences from the baseline (percentage points)"
+_FEW = 5
+"""So many repetitions tell a bootstrap well how they vary."""
 _NOT_ALIKE = "Not all trials were computed alike"
 
 
@@ -651,6 +653,8 @@ def _comparison_notes(summary: Summary) -> list[str]:
     ]
     if any(comparison.resampled == "repetitions" for comparison in found):
         notes.append("AP from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
+    if any(1 < comparison.n < _FEW and "rows" in comparison.resampled for comparison in found):
+        notes.append("AP of two to four pairs: too narrow an interval where seeds matter far more than test rows")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
     if len(found) > 1:

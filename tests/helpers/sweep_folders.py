@@ -117,15 +117,17 @@ def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:
     finish(trial, average, forgetting)
 
 
-def run_with_rows(trial: TrialFolder, rows: dict[str, list[float]], forgetting: float = 0.0) -> None:
-    """A whole trial whose last stage has left a score for each test row: those of each of `TASKS`."""
+def run_with_rows(
+    trial: TrialFolder, rows: dict[str, list[float]], forgetting: float = 0.0, rows_from: str = "test"
+) -> None:
+    """A whole trial whose last stage has left a score for each test row, by task; ids say where rows are from."""
     start(trial)
     scores = [statistics.fmean(rows[task]) for task in TASKS]
     for tasks_seen in range(1, len(TASKS)):
         learn(trial, tasks_seen, scores[:tasks_seen])
     answers = {
         f"predictions/{task}.jsonl": "".join(
-            json.dumps({"id": f"{task}-{i}", "score": score}) + "\n" for i, score in enumerate(found)
+            json.dumps({"id": f"{rows_from}-{i}", "score": score}) + "\n" for i, score in enumerate(found)
         )
         for task, found in rows.items()
     }

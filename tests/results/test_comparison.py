@@ -110,6 +110,13 @@ def test_other_test_rows_are_no_pairs(tmp_path):
     assert compared(sweep, "method=seq_lora")["method=o_lora"].resampled == "repetitions"
 
 
+def test_the_same_number_of_other_test_rows_is_no_pair(tmp_path):
+    sweep = write_sweep(tmp_path, AXES)
+    for trial in sweep:
+        run_with_rows(trial, rows_of(0.5, 0), rows_from=trial.values["method.name"])
+    assert compared(sweep, "method=seq_lora")["method=o_lora"].resampled == "repetitions"
+
+
 def test_one_repetition_tells_of_rows_alone(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
@@ -226,6 +233,7 @@ def test_the_tables_of_all_formats(sweep):
     assert (ours["baseline"], ours["n_pairs"], ours["FM_difference"]) == ("method=seq_lora", "3", "-19.00")
     assert ours["AP_resampled"] == "repetitions and rows"
     assert "comparisons" not in text
+    assert "AP of two to four pairs: too narrow an interval" in text
 
 
 def test_without_a_baseline_nothing_is_said_of_differences(sweep):
