@@ -589,7 +589,7 @@ def _notes(summary: Summary) -> list[str]:
         "AP, average performance: mean score over all tasks after the last one",
         "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
-        "trained: numbers (parameters) trained a task; rate: learning rate as run; steps: optimizer steps of a task",
+        "trained: numbers (parameters) a task trains; rate: learning rate as run; steps: optimizer steps of a task",
     ]
     differing = _differing(summary)
     alike = {name: max(cells) for name, cells in _protocol_cells(summary).items() if name not in differing}
