@@ -51,6 +51,20 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print the table of a sweep that has run, or is running")
     report.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
     report.add_argument("--format", choices=["text", "markdown", "csv", "latex"], default="text")
+    report.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help="also this axis repeats a configuration, as the seed does: benchmark.order; may be given again",
+    )
+    report.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="compare all others with this configuration: method=seq_lora; given again where it takes several settings",
+    )
     report.set_defaults(carry_out=_report)
 
     doctor = commands.add_parser(
@@ -170,7 +184,7 @@ def _report(options: argparse.Namespace) -> int:
     from latent_sweep.results.report import render, summarise
     from latent_sweep.store.folders import open_sweep
 
-    print(render(summarise(open_sweep(options.folder)), options.format))
+    print(render(summarise(open_sweep(options.folder), options.over, options.baseline), options.format))
     return 0
 
 

@@ -15,6 +15,7 @@ import yaml
 from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
+from latent_sweep.backbones.known import KNOWN, target_shapes
 from latent_sweep.backends import mlflow_mirror
 from latent_sweep.cli import main
 from latent_sweep.metrics import ScoreMatrix
@@ -152,6 +153,23 @@ def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     assert [(row["K"], row["n_finished"], row["n_trials"]) for row in rows] == [("1", "2", "2"), ("2", "2", "2")]
     scores = [trial.read_json("result.json")["metrics"]["AP"] for trial in sweep_folder(finished[0])]
     assert float(rows[0]["AP_mean"]) == pytest.approx(50 * (scores[0] + scores[2]), abs=0.01)
+    trial = expand(load_sweep(finished[1]))[0]
+    settings, known = trial.settings, KNOWN[trial.settings.backbone.name]
+    shapes = target_shapes(known.family, known.config)
+    assert {row["trained"] for row in rows} == {str(trial.method().parameter_count(shapes, 16))}
+    assert {row["steps"] for row in rows} == {str(settings.training.step_count(settings.benchmark.train_per_task))}
+    assert {float(row["rate"]) for row in rows} == {settings.training.learning_rate}
+
+
+def test_a_table_compares_by_the_answers_that_trials_have_left(finished, capsys):
+    folder = str(sweep_folder(finished[0]).path)
+    assert main(["report", folder, "--format", "csv", "--baseline", "K=1"]) == 0
+    baseline, other = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (baseline["AP_difference"], baseline["AP_resampled"]) == ("", "nothing")
+    assert (other["baseline"], other["n_pairs"], other["AP_resampled"]) == ("K=1", "2", "repetitions and rows")
+    expected = float(other["AP_mean"]) - float(baseline["AP_mean"])
+    assert float(other["AP_difference"]) == pytest.approx(expected, abs=0.02)
+    assert float(other["AP_difference_low"]) <= float(other["AP_difference"]) <= float(other["AP_difference_high"])
 
 
 # --- again -----------------------------------------------------------------------------------------------------------

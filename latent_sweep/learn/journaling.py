@@ -58,8 +58,9 @@ def say_stage(
         metrics["seconds_train"] = summary.seconds
         metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
-    computed = {"learned_with": facts["computed_with"], "scored_with": scored_with}
-    files.tell(snapshot.lineage, summary is None, metrics, computed)
+    how = {"steps": facts["steps"], "trained_numbers": facts.get("trained_numbers")}  # earlier versions did not count
+    how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
+    files.tell(snapshot.lineage, summary is None, metrics, how)
 
 
 def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context) -> None:

@@ -130,6 +130,7 @@ class MemberRun:
             "task": task.name,
             "seed": self.settings.seed,
             "steps": summary.steps,
+            "trained_numbers": sum(values.numel() for values in training.learner.parameters().values()),
             "losses": summary.losses,
             "first_losses": summary.first_losses,
             "measures": facts_of(training.learner),

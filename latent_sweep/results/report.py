@@ -1,4 +1,4 @@
-"""Runs on disk to tables: mean and spread over seeds for each configuration, as text, Markdown, CSV or LaTeX.
+"""Runs on disk to tables: mean and spread over repetitions for each configuration, as text, Markdown, CSV or LaTeX.
 
 Inside, scores are fractions; in the tables they are per cent with two decimals.
 """
@@ -13,14 +13,18 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value, label, short_names
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.results.bootstrap import RESAMPLES
+from latent_sweep.results.comparison import Comparison, Difference, Outcome, compare, find_baselines
 from latent_sweep.security import printable, spelled_out
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
+from latent_sweep.store.trial_files import row_scores
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,27 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One point of every axis but the seed, over its finished trials."""
+    """One point of every axis but those that repeat it, over its finished trials."""
 
     values: Mapping[str, Any]
-    """Short name of each axis but the seed -> value."""
+    """Short name of each axis but those -> value."""
     trial_ids: tuple[str, ...]
     n_finished: int
     average_performance: Statistic | None
+    learning_accuracy: Statistic | None
+    """Of each trial the mean score of its tasks when they were new."""
     forgetting: Statistic | None
+    trained_numbers: tuple[int, ...]
+    """Every number of parameters that a stage trained; none where no stage says."""
+    learning_rates: tuple[float, ...]
+    steps: tuple[int, ...]
+    """Every number of optimizer steps that a stage took."""
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
+    comparison: Comparison | None = None
+    """With the baseline; None for a baseline, and where none was asked for."""
 
     @property
     def n_trials(self) -> int:
@@ -75,7 +88,9 @@ class Summary:
 
     name: str
     axes: tuple[str, ...]
-    """Short names of all axes but the seed."""
+    """Short names of all axes but those that repeat a configuration."""
+    repeats: tuple[str, ...]
+    """Short names of those: the seed first."""
     configurations: tuple[Configuration, ...]
     ended_early: tuple[Ended, ...]
     started_again: tuple[str, ...]
@@ -90,6 +105,11 @@ class Summary:
         return max(
             (c.average_performance.mean for c in self.configurations if c.average_performance is not None), default=None
         )
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a configuration was compared with a baseline."""
+        return any(configuration.comparison is not None for configuration in self.configurations)
 
     def is_best(self, configuration: Configuration) -> bool:
         """Whether no configuration has a higher mean AP."""
@@ -119,22 +139,33 @@ def end_reason(events: Sequence[Event]) -> str:
     return f"{last['kind']}{at}: {last['message']}"
 
 
-def summarise(sweep: SweepFolder) -> Summary:
-    """Group the sweep's trials by every axis but the seed; only finished trials enter the statistics.
+def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
+    """Group the sweep's trials by every axis but those that repeat; only finished trials enter the statistics.
+
+    Args:
+        over: axes that repeat a configuration as the seed does, by path or short name.
+        baseline: settings, as `name=value`, of the configuration that the others are compared with.
 
     Raises:
+        ConfigError: the sweep has no such axis, or not exactly one such configuration.
         StoreError: `sweep.json` is missing, or it or a journal is damaged.
     """
     names = short_names(sweep.axes)
+    repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
+    shown = {axis: name for axis, name in names.items() if axis not in repeats}
     trials = [(trial, trial.events()) for trial in sweep]
     groups: dict[str, list[tuple[TrialFolder, list[Event]]]] = {}
     for trial, events in trials:
-        key = json.dumps([trial.values[axis] for axis in sweep.axes if axis != sweep.seed_axis])
+        key = json.dumps([trial.values[axis] for axis in shown])
         groups.setdefault(key, []).append((trial, events))
+    configurations = tuple(_configuration(members, shown) for members in groups.values())
+    if baseline:
+        configurations = _compared(configurations, list(groups.values()), shown, repeats, baseline)
     return Summary(
         name=sweep.name,
-        axes=tuple(names[axis] for axis in sweep.axes if axis != sweep.seed_axis),
-        configurations=tuple(_configuration(members, names, sweep.seed_axis) for members in groups.values()),
+        axes=tuple(shown.values()),
+        repeats=tuple(names.get(axis, axis) for axis in repeats),
+        configurations=configurations,
         ended_early=tuple(
             Ended({names[axis]: trial.values[axis] for axis in sweep.axes}, status(events), end_reason(events))
             for trial, events in trials
@@ -152,6 +183,16 @@ def summarise(sweep: SweepFolder) -> Summary:
             }
         ),
         counts=Counter(status(events) for _, events in trials),
+    )
+
+
+def _axis(wanted: str, names: Mapping[str, str]) -> str:
+    """The axis with this path or short name."""
+    for axis, name in names.items():
+        if wanted in (axis, name):
+            return axis
+    raise ConfigError(
+        f"report --over: found {wanted!r}; expected one of the sweep's axes: {', '.join(names) or 'none'}."
     )
 
 
@@ -192,28 +233,68 @@ def _restart_line(events: Sequence[Event]) -> str:
     return f"started again after {', '.join(why)}" + (f"; now {', '.join(now)}" if now else "")
 
 
-def _configuration(
-    members: Sequence[tuple[TrialFolder, list[Event]]], names: Mapping[str, str], seed_axis: str
-) -> Configuration:
+def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Mapping[str, str]) -> Configuration:
     first, _ = members[0]
     finished = [events for _, events in members if status(events) == "finished"]
     final_metrics = [events[-1]["metrics"] for events in finished]
     final_scores = [stages(events)[-1]["scores"] for events in finished]
+    told = [stage for _, events in members for stage in stages(events)]
     tasks = dict.fromkeys(task for scores in final_scores for task in scores)
     per_task = {task: Statistic.of([scores[task] for scores in final_scores if task in scores]) for task in tasks}
     return Configuration(
-        values={name: first.values[axis] for axis, name in names.items() if axis != seed_axis},
+        values={name: first.values[axis] for axis, name in shown.items()},
         trial_ids=tuple(trial.trial_id for trial, _ in members),
         n_finished=len(finished),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
+        learning_accuracy=Statistic.of([_matrix(events).mean_diagonal() for events in finished]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
+        trained_numbers=_distinct(stage.get("trained_numbers") for stage in told),
+        learning_rates=_distinct(trial.params.get("training.learning_rate") for trial, _ in members),
+        steps=_distinct(stage.get("steps") for stage in told),
         task_scores={task: found for task, found in per_task.items() if found is not None},
         computed_with=computed_with(*(events for _, events in members)),
     )
 
 
+def _compared(
+    configurations: Sequence[Configuration],
+    groups: Sequence[Sequence[tuple[TrialFolder, list[Event]]]],
+    shown: Mapping[str, str],
+    repeats: Sequence[str],
+    baseline: Sequence[str],
+) -> tuple[Configuration, ...]:
+    """The configurations, compared with their baselines over what repeats them."""
+    paths = {name: axis for axis, name in shown.items()}
+    positions = find_baselines([configuration.values for configuration in configurations], paths, baseline)
+    labels = [label(configuration.values) for configuration in configurations]
+    found = compare([_outcomes(members, repeats) for members in groups], positions, labels)
+    return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
+
+
+def _outcomes(members: Sequence[tuple[TrialFolder, list[Event]]], repeats: Sequence[str]) -> dict[str, Outcome]:
+    """What the finished trials have come to, by what tells one repetition from another."""
+    return {
+        json.dumps([trial.params[axis] for axis in repeats]): Outcome(
+            events[-1]["metrics"]["AP"], events[-1]["metrics"]["FM"], row_scores(trial.path, events)
+        )
+        for trial, events in members
+        if status(events) == "finished"
+    }
+
+
+def _matrix(events: Sequence[Event]) -> ScoreMatrix:
+    """The score matrix that a journal tells."""
+    told = stages(events)
+    return ScoreMatrix(tuple(told[-1]["scores"]), tuple(tuple(stage["scores"].values()) for stage in told))
+
+
+def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Every different value, ascending; None does not count."""
+    return tuple(sorted({value for value in values if value is not None}))
+
+
 def numeric_axis(summary: Summary) -> str | None:
-    """The first axis, seed apart, with more than one value and only numbers; None where there is none."""
+    """The first axis, those that repeat apart, with more than one value and only numbers; None where there is none."""
     return next((axis for axis in summary.axes if _is_numeric(summary, axis)), None)
 
 
@@ -249,9 +330,13 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             "n_trials": configuration.n_trials,
             "AP_mean": _percent(configuration.average_performance, "mean"),
             "AP_std": _percent(configuration.average_performance, "std"),
+            "LA_mean": _percent(configuration.learning_accuracy, "mean"),
+            "LA_std": _percent(configuration.learning_accuracy, "std"),
             "FM_mean": _percent(configuration.forgetting, "mean"),
             "FM_std": _percent(configuration.forgetting, "std"),
             "best_AP": summary.is_best(configuration),
+            **{name: _range(values, json.dumps) or None for name, values in protocol(configuration).items()},
+            **_comparison_record(configuration.comparison, summary.is_compared),
             **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
             **{
                 f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
@@ -260,6 +345,41 @@ def records(summary: Summary) -> list[dict[str, Any]]:
         }
         for configuration in summary.configurations
     ]
+
+
+def protocol(configuration: Configuration) -> dict[str, tuple[Any, ...]]:
+    """How its tasks were learned: every number of trained parameters, learning rate and number of steps."""
+    return {
+        "trained": configuration.trained_numbers,
+        "rate": configuration.learning_rates,
+        "steps": configuration.steps,
+    }
+
+
+def _comparison_record(comparison: Comparison | None, is_compared: bool) -> dict[str, Any]:
+    """What a flat row says of a comparison: nothing where no configuration has one."""
+    if not is_compared:
+        return {}
+    found = comparison or Comparison("", 0, None, None, "nothing")
+    return {
+        "baseline": found.baseline or None,
+        "n_pairs": found.n,
+        **_difference_record("AP", found.average_performance),
+        **_difference_record("FM", found.forgetting),
+        "AP_resampled": found.resampled,
+    }
+
+
+def _difference_record(name: str, difference: Difference | None) -> dict[str, float | None]:
+    low, high = difference.interval if difference and difference.interval else (None, None)
+    mean = difference.mean if difference else None
+    values = {"difference": mean, "difference_low": low, "difference_high": high}
+    return {f"{name}_{part}": None if value is None else round(100 * value, 2) + 0.0 for part, value in values.items()}
+
+
+def _range(values: Sequence[Any], write: Callable[[Any], str]) -> str:
+    """The value that all have, or the smallest and the largest; empty where none is known."""
+    return " to ".join(write(value) for value in dict.fromkeys((*values[:1], *values[-1:])))
 
 
 def _percent(statistic: Statistic | None, part: str) -> float | None:
@@ -322,15 +442,25 @@ def _render_csv(summary: Summary) -> str:
 def _csv_cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if name.startswith(("AP_", "FM_", "score/")) else format_value(value)
+    return (
+        f"{value:.2f}"
+        if isinstance(value, float) and name.startswith(("AP_", "LA_", "FM_", "score/"))
+        else format_value(value)
+    )
 
 
 def _render_text(summary: Summary) -> str:
     parts = [
         f"sweep {_one_line(summary.name)}: {_counts(summary)}",
         _aligned(_main_header(summary), _main_rows(summary, best="{} *", spread="{:.2f} ± {:.2f}")),
-        "* highest AP; mean ± sample standard deviation over the finished trials of a configuration",
+        "\n".join(["* highest AP", *map(_one_line, _notes(summary))]),
     ]
+    if summary.is_compared:
+        parts += [
+            _COMPARED,
+            _aligned(_comparison_header(summary), _comparison_rows(summary)),
+            "\n".join(map(_one_line, _comparison_notes(summary))),
+        ]
     if tasks := _tasks(summary):
         parts += [
             "Final scores by task (%)",
@@ -349,12 +479,19 @@ def _render_text(summary: Summary) -> str:
 def _render_markdown(summary: Summary) -> str:
     parts = [
         f"# Sweep {_escape_markdown(summary.name)}",
-        f"{_counts(summary)}. Mean ± sample standard deviation over the finished trials; highest AP in bold.",
+        f"{_counts(summary)}. Highest AP in bold.",
         _piped(
             _main_header(summary, _escape_markdown),
             _main_rows(summary, best="**{}**", spread="{:.2f} ± {:.2f}", escape=_escape_markdown),
         ),
+        "\n".join(f"- {_escape_markdown(note)}" for note in _notes(summary)),
     ]
+    if summary.is_compared:
+        parts += [
+            f"## {_COMPARED}",
+            _piped(_comparison_header(summary, _escape_markdown), _comparison_rows(summary, _escape_markdown)),
+            "\n".join(f"- {_escape_markdown(note)}" for note in _comparison_notes(summary)),
+        ]
     if tasks := _tasks(summary):
         parts += [
             "## Final scores by task (%)",
@@ -370,6 +507,9 @@ def _render_markdown(summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+_COMPARED = "Differences from the baseline (percentage points)"
+_FEW = 5
+"""So many repetitions tell a bootstrap well how they vary."""
 _NOT_ALIKE = "Not all trials were computed alike"
 
 
@@ -386,11 +526,14 @@ def _counted(trials: Sequence[str], shown: int = 4) -> str:
 
 
 def _render_latex(summary: Summary) -> str:
-    notes = [f"sweep {summary.name}: {_counts(summary)}", *(f"ended early: {line}" for line in _ended_lines(summary))]
+    notes = [f"sweep {summary.name}: {_counts(summary)}", *_notes(summary), *_comparison_notes(summary)]
+    notes += [*(f"ended early: {line}" for line in _ended_lines(summary))]
     notes += [f"{_NOT_ALIKE}: {line}" for line in mixed_lines(summary)]
     notes += [f"T{number} = {task}" for number, task in enumerate(_tasks(summary), start=1)]
     main = _main_rows(summary, best=r"\textbf{{{}}}", spread=r"{:.2f} $\pm$ {:.2f}", escape=_escape_latex)
     parts = ["\n".join(f"% {_one_line(note)}" for note in notes), _booktabs(_main_header(summary), main)]
+    if summary.is_compared:
+        parts.append(_booktabs(_comparison_header(summary), _comparison_rows(summary, _escape_latex)))
     if _tasks(summary):
         parts.append(_booktabs(_task_header(summary), _task_rows(summary, escape=_escape_latex)))
     return "\n\n".join(parts) + "\n"
@@ -422,21 +565,104 @@ def _one_line(text: str) -> str:
 
 
 def _main_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:
-    return [*map(escape, summary.axes), "n", "AP (%)", "FM (%)"]
+    return [*map(escape, summary.axes), "n", "AP (%)", "LA (%)", "FM (%)", *_differing(summary)]
+
+
+def _differing(summary: Summary) -> list[str]:
+    """What of the protocol is not the same for all configurations that it is known of, and so has a column."""
+    return [name for name, cells in _protocol_cells(summary).items() if len({cell for cell in cells if cell}) > 1]
+
+
+def _protocol_cells(summary: Summary) -> dict[str, list[str]]:
+    """The cells of each column of the protocol; those of which nothing is known are empty."""
+    cells: dict[str, list[str]] = {}
+    for configuration in summary.configurations:
+        for name, values in protocol(configuration).items():
+            cells.setdefault(name, []).append(_range(values, format_value if name == "rate" else "{:,}".format))
+    return cells
+
+
+def _notes(summary: Summary) -> list[str]:
+    """What the columns of the main table are, and what is the same in all its rows."""
+    notes = [
+        f"n: finished trials, one for each {' and '.join(summary.repeats)}; mean ± sample standard deviation over them",
+        "AP, average performance: mean score over all tasks after the last one",
+        "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
+        "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
+        "trained: numbers (parameters) a task trains; rate: learning rate as run; steps: optimizer steps of a task",
+    ]
+    differing = _differing(summary)
+    alike = {name: max(cells) for name, cells in _protocol_cells(summary).items() if name not in differing}
+    found = ", ".join(f"{name} {cell or 'unknown'}" for name, cell in alike.items())
+    return notes + ([f"the same in all rows: {found}"] if alike else [])
 
 
 def _main_rows(
     summary: Summary, *, best: str, spread: str, escape: Callable[[str], str] = _one_line
 ) -> Iterable[Sequence[str]]:
-    for configuration in summary.configurations:
+    cells = _protocol_cells(summary)
+    differing = [cells[name] for name in _differing(summary)]
+    for row, configuration in enumerate(summary.configurations):
         performance = _spread(configuration.average_performance, spread)
         complete = configuration.n_finished == configuration.n_trials
         yield [
             *_axis_cells(configuration, escape),
             str(configuration.n_trials) if complete else f"{configuration.n_finished}/{configuration.n_trials}",
             best.format(performance) if summary.is_best(configuration) else performance,
+            _spread(configuration.learning_accuracy, spread),
             _spread(configuration.forgetting, spread),
+            *(column[row] or "-" for column in differing),
         ]
+
+
+def _comparison_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:
+    return [*map(escape, summary.axes), "n", "AP", "FM", "AP resampled"]
+
+
+def _comparison_rows(summary: Summary, escape: Callable[[str], str] = _one_line) -> Iterable[Sequence[str]]:
+    for configuration in summary.configurations:
+        if (found := configuration.comparison) is not None:
+            differences = map(_difference_cell, (found.average_performance, found.forgetting))
+            yield [*_axis_cells(configuration, escape), str(found.n), *differences, found.resampled]
+
+
+def _difference_cell(difference: Difference | None) -> str:
+    if difference is None:
+        return "-"
+    if difference.interval is None:
+        return _points(difference.mean)
+    verdict = "" if difference.told_apart else ", cannot be told apart"
+    return f"{_points(difference.mean)} [{', '.join(map(_points, difference.interval))}]{verdict}"
+
+
+def _points(fraction: float) -> str:
+    return f"{round(100 * fraction, 2) + 0.0:+.2f}"  # no -0.00
+
+
+def _comparison_notes(summary: Summary) -> list[str]:
+    """What the columns of the comparisons are, and how far they can be trusted."""
+    found = [configuration.comparison for configuration in summary.configurations if configuration.comparison]
+    if not found:
+        return []
+    notes = [
+        f"baseline: {'; '.join(dict.fromkeys(comparison.baseline for comparison in found))}",
+        f"n: pairs of finished trials with the same {' and '.join(summary.repeats)}; in brackets 95 % intervals",
+        f"AP: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test rows, alike for both",
+        "FM: Student's t over the repetitions, for rows of earlier stages are not kept",
+        "cannot be told apart: 0 lies in the interval",
+    ]
+    if any(comparison.resampled == "repetitions" for comparison in found):
+        notes.append("AP from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
+    if any(1 < comparison.n < _FEW and "rows" in comparison.resampled for comparison in found):
+        notes.append("AP of two to four pairs: too narrow an interval where seeds matter far more than test rows")
+    if any(comparison.n == 1 for comparison in found):
+        notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
+    if len(found) > 1:
+        notes.append(
+            f"{len(found)} comparisons, not corrected for their number: of those without a difference, one in twenty "
+            "seems to have one"
+        )
+    return notes
 
 
 def _task_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:

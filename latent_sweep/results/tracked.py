@@ -146,7 +146,12 @@ def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Itera
         if not configuration.n_finished:
             continue
         values: dict[str, float | None] = {"n": float(configuration.n_finished)}
-        for metric, found in (("AP", configuration.average_performance), ("FM", configuration.forgetting)):
+        measures = {
+            "AP": configuration.average_performance,
+            "LA": configuration.learning_accuracy,
+            "FM": configuration.forgetting,
+        }
+        for metric, found in measures.items():
             values |= {f"{metric}_mean": getattr(found, "mean", None), f"{metric}_std": getattr(found, "std", None)}
         key, end = content_hash(dict(configuration.values)), _last_finish(members)
         yield RunContent(

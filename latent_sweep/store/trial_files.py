@@ -18,6 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import Event, stages, status
@@ -110,6 +113,29 @@ def _are_measures(found: Mapping[str, float], matrix: ScoreMatrix) -> bool:
     return all(abs(found.get(name, math.inf) - value) <= rounding for name, value in matrix.measures().items())
 
 
+@dataclass(frozen=True)
+class RowScores:
+    """The scores of one task's test rows."""
+
+    ids: tuple[str, ...]
+    scores: npt.NDArray[np.float64]
+    """(rows,), fractions."""
+
+
+def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | None:
+    """Each task's scores by row, as the newest stage has left them; None where they are not as the journal says."""
+    told = stages(events)[-1]
+    found = {}
+    for task in told["scores"]:
+        name = f"{PREDICTIONS}/{task}.jsonl"
+        digest = told.get("files", {}).get(name)
+        if digest is None or _fault(folder / name, digest) is not None:
+            return None
+        rows = [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
+        found[task] = RowScores(tuple(row["id"] for row in rows), np.array([row["score"] for row in rows], dtype=float))
+    return found
+
+
 def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
     """The rows that a journal tells and that were computed from the same snapshots, data and settings as now.
 
@@ -190,14 +216,12 @@ class TrialFiles:
         self.rows.append(tuple(row))
         self._files |= self._write_scores()
 
-    def tell(
-        self, lineage: str, reused: bool, metrics: Mapping[str, float], computed: Mapping[str, Mapping[str, str]]
-    ) -> None:
+    def tell(self, lineage: str, reused: bool, metrics: Mapping[str, float], how: Mapping[str, Any]) -> None:
         """Tell the journal of the newest row. One that is made again as it was has been told.
 
         Args:
             reused: whether the stage was learned elsewhere or earlier.
-            computed: what it was learned and scored with: `learned_with` and `scored_with`.
+            how: it was learned and scored: `steps`, `trained_numbers`, `learned_with` and `scored_with`.
         """
         seen = len(self.rows)
         told = {
@@ -210,7 +234,7 @@ class TrialFiles:
         }
         before = [event for event in stages(self.journal.read()) if event["tasks_seen"] == seen]
         if not before or any(before[0].get(name) != value for name, value in told.items()):
-            self.journal.append("stage", **told, **computed, reused=reused, metrics=dict(metrics))
+            self.journal.append("stage", **told, **how, reused=reused, metrics=dict(metrics))
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, and close the journal."""

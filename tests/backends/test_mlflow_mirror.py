@@ -281,7 +281,8 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     low = summaries["0.0"]
     assert low.info.run_name == "mean lambda=0.0"
     assert low.data.metrics == pytest.approx(
-        {"AP_mean": 0.42, "AP_std": 0.0008**0.5, "FM_mean": 0.1, "FM_std": 0.0, "n": 2}
+        {"AP_mean": 0.42, "LA_mean": 0.42, "FM_mean": 0.1, "n": 2}
+        | {"AP_std": 0.0008**0.5, "LA_std": 0.0008**0.5, "FM_std": 0.0}
     )
     assert "seed" not in low.data.params
     assert low.data.params["backbone"] == "t5-large"
@@ -668,7 +669,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
     verdict = verify_tracker(sweep, mirror)
     assert verdict.faults == []
     assert verdict.counts["runs"] == 4 + 2 + 1
-    assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 5 + 1
+    assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 7 + 1
     assert verdict.counts["artifacts"] == 4 * 8 + 3
 
     changed, doubled, lost, failed = runs_of(client, sweep, "trial")

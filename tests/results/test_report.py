@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
+from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
 from matplotlib import image
 
 from latent_sweep.errors import ConfigError
@@ -49,9 +49,11 @@ def test_numbers_worked_by_hand(summary):
 def test_the_text_table(summary):
     lines = report.render(summary).splitlines()
     assert lines[0] == "sweep lambda: 6 trials (4 finished, 1 failed, 1 stopped)"
-    assert lines[2].split() == ["lambda", "n", "AP", "(%)", "FM", "(%)"]
-    assert lines[4].split() == ["0.0", "3", "42.00", "±", "2.65", "12.00", "±", "2.00"]
-    assert lines[5].split() == ["0.1", "1/3", "50.00", "*", "2.00"]
+    assert lines[2].split() == ["lambda", "n", "AP", "(%)", "LA", "(%)", "FM", "(%)"]
+    assert lines[4].split() == ["0.0", "3", "42.00", "±", "2.65", "42.00", "±", "2.65", "12.00", "±", "2.00"]
+    assert lines[5].split() == ["0.1", "1/3", "50.00", "*", "50.00", "2.00"]
+    assert "n: finished trials, one for each seed; mean ± sample standard deviation over them" in lines
+    assert "the same in all rows: trained 147,456, rate 0.0003, steps 24" in lines
     assert "lambda=0.1 seed=1 failed: non_finite at task summary, step 120: the loss is nan" in lines
     assert "lambda=0.1 seed=2 stopped: after 1 tasks: below the median" in lines
     assert "T3 = intent" in lines
@@ -59,15 +61,15 @@ def test_the_text_table(summary):
 
 def test_the_markdown_table(summary):
     text = report.render(summary, "markdown")
-    assert "| lambda | n | AP (%) | FM (%) |\n| --- | --- | --- | --- |" in text
-    assert "| 0.1 | 1/3 | **50.00** | 2.00 |" in text
+    assert "| lambda | n | AP (%) | LA (%) | FM (%) |\n| --- | --- | --- | --- | --- |" in text
+    assert "| 0.1 | 1/3 | **50.00** | 50.00 | 2.00 |" in text
     assert "| 0.0 | 42.00 | 42.00 | 42.00 |" in text
 
 
 def test_the_latex_table(summary):
     text = report.render(summary, "latex")
-    assert r"$\lambda$ & $n$ & AP (\%) & FM (\%) \\" in text
-    assert r"0.0 & 3 & 42.00 $\pm$ 2.65 & 12.00 $\pm$ 2.00 \\" in text
+    assert r"$\lambda$ & $n$ & AP (\%) & LA (\%) & FM (\%) \\" in text
+    assert r"0.0 & 3 & 42.00 $\pm$ 2.65 & 42.00 $\pm$ 2.65 & 12.00 $\pm$ 2.00 \\" in text
     assert r"\textbf{50.00}" in text
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
 
@@ -80,12 +82,68 @@ def test_the_csv_table(summary):
         "n_trials": "3",
         "AP_mean": "42.00",
         "AP_std": "2.65",
+        "LA_mean": "42.00",
+        "LA_std": "2.65",
         "FM_mean": "12.00",
         "FM_std": "2.00",
         "best_AP": "false",
+        "trained": "147456",
+        "rate": "0.0003",
+        "steps": "24",
         **{f"score/{task}": "42.00" for task in TASKS},
     }
     assert (rows[1]["AP_std"], rows[1]["best_AP"]) == ("", "true")
+
+
+def test_learning_accuracy_is_the_mean_score_of_tasks_when_new(tmp_path):
+    (trial,) = sweep = write_sweep(tmp_path, {"seed": [0]})
+    start(trial)
+    for row in ([0.9], [0.5, 0.6], [0.1, 0.2, 0.3]):
+        learn(trial, len(row), row)
+    finish(trial, 0.2, 0.6)
+    (configuration,) = report.summarise(sweep).configurations
+    assert configuration.learning_accuracy.mean == pytest.approx((0.9 + 0.6 + 0.3) / 3)
+
+
+def test_what_was_not_learned_alike_has_a_column(tmp_path):
+    axes = {"method.name": ["seq_lora", "joint_lora"], "training.learning_rate": [3e-4, 1e-5], "seed": [0]}
+    first, second, third, _ = sweep = write_sweep(tmp_path, axes)
+    for trial, steps in ((first, [24] * 3), (second, [24] * 3), (third, [0, 0, 1200])):
+        start(trial)
+        for seen, count in enumerate(steps, start=1):
+            learn(trial, seen, 0.5, steps=count)
+        finish(trial, 0.5, 0.0)
+    text = report.render(report.summarise(sweep))
+    cells = [line.split("  ") for line in text.splitlines()[4:8]]
+    assert [line[-1].strip() for line in cells] == ["24", "24", "0 to 1,200", "-"]
+    assert ["0.0003" in line for line in cells] == [True, False, True, False]
+    assert "the same in all rows: trained 147,456\n" in text
+    rows = list(csv.DictReader(io.StringIO(report.render(report.summarise(sweep), "csv"))))
+    assert [row["steps"] for row in rows] == ["24", "24", "0 to 1200", ""]
+
+
+def test_what_no_stage_tells_is_unknown(tmp_path):
+    text = report.render(report.summarise(write_sweep(tmp_path, {"seed": [0]})))
+    assert "the same in all rows: trained unknown, rate 0.0003, steps unknown" in text
+
+
+@pytest.mark.parametrize("order", ["order", "benchmark.order"])
+def test_orders_repeat_a_configuration_where_that_is_asked_for(tmp_path, order):
+    sweep = write_sweep(tmp_path, {"method.rank": [8, 16], "benchmark.order": [1, 2], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), strict=True):
+        run_to_end(trial, average, 0.0)
+    assert len(report.summarise(sweep).configurations) == 4
+    summary = report.summarise(sweep, over=[order])
+    assert summary.axes == ("rank",)
+    assert [found.average_performance.mean for found in summary.configurations] == pytest.approx([0.25, 0.65])
+    assert [found.n_finished for found in summary.configurations] == [4, 4]
+    assert "n: finished trials, one for each seed and order;" in report.render(summary)
+
+
+def test_an_axis_that_is_not_there_names_those_that_are(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.rank": [8], "seed": [0]})
+    with pytest.raises(ConfigError, match=r"found 'order'; expected one of the sweep's axes: method.rank, seed"):
+        report.summarise(sweep, over=["order"])
 
 
 def test_an_unknown_format_names_the_known_ones(summary):
@@ -227,7 +285,7 @@ def test_markdown_shows_html_and_markdown_as_text(hostile):
     assert r"&lt;img src=x onerror=alert(1)&gt;\|\`a\`\[b\](javascript:c)\*\*d\*\*\\x1b\[2J # e\\u202e" in text
     assert text.startswith("# Sweep a&lt;script&gt;\\\\x1b\\[31m\n")
     rows = [line for line in text.splitlines() if line.startswith("| ")][:4]
-    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [5] * 4
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [6] * 4
 
 
 def test_csv_holds_no_formula(hostile, tmp_path):

@@ -1,0 +1,134 @@
+"""Intervals of paired differences, against routes of their own: every resample counted, loops, scipy, known truth."""
+
+import itertools
+import random
+import statistics
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+from latent_sweep.results import bootstrap
+from latent_sweep.results.bootstrap import bootstrap_means, percentile_interval, student_interval
+
+
+def means_of(repetitions, **options):
+    (found,) = bootstrap_means([repetitions], **options)
+    return found
+
+
+def every_resample(repetitions):
+    """Share of each value among all resamples there are: all draws of rows, task by task, and of repetitions."""
+    n = len(repetitions)
+    sizes = {task: len(rows) for repetition in repetitions for task, rows in repetition.items()}
+    draws = [itertools.product(range(size), repeat=size) for size in sizes.values()]
+    found = Counter()
+    for *rows, chosen in itertools.product(*draws, itertools.product(range(n), repeat=n)):
+        drawn = dict(zip(sizes, rows, strict=True))
+        values = []
+        for r in chosen:
+            tasks = [statistics.fmean(scores[i] for i in drawn[task]) for task, scores in repetitions[r].items()]
+            values.append(statistics.fmean(tasks))
+        found[round(statistics.fmean(values), 9)] += 1
+    return {value: count / found.total() for value, count in found.items()}
+
+
+def test_resamples_are_as_likely_as_when_all_are_counted():
+    """Tasks weigh the same whatever their rows, rows are drawn once for all repetitions, which need not share tasks."""
+    first = {"a": np.array([0.0, 1.0]), "b": np.array([0.5, -1.0, 0.25])}
+    second = {"a": np.array([4.0, 3.0])}
+    exact = every_resample([first, second])
+    found = np.round(means_of([first, second], resamples=40_000, seed=3), 9)
+    values, counts = np.unique(found, return_counts=True)
+    assert set(values) == set(exact)
+    for value, count in zip(values, counts, strict=True):
+        share = exact[value]
+        assert abs(count / 40_000 - share) < 5 * (share * (1 - share) / 40_000) ** 0.5
+
+
+def loop_interval(repetitions, resamples, seed):
+    """The same interval with nothing but loops and the standard library."""
+    source = random.Random(seed)
+    tasks = list(repetitions[0])
+    values = []
+    for _ in range(resamples):
+        rows = {task: source.choices(range(len(repetitions[0][task])), k=len(repetitions[0][task])) for task in tasks}
+        chosen = source.choices(repetitions, k=len(repetitions))
+        values.append(
+            statistics.fmean(
+                statistics.fmean(statistics.fmean(r[t][i] for i in rows[t]) for t in tasks) for r in chosen
+            )
+        )
+    values.sort()
+    return values[round(0.025 * resamples)], values[round(0.975 * resamples)]
+
+
+def test_the_interval_is_that_of_loops():
+    source = np.random.default_rng(5)
+    repetitions = [{t: source.normal(0.1 * r, 1.0, 6 + t) for t in range(3)} for r in range(4)]
+    found = percentile_interval(means_of(repetitions))
+    assert found == pytest.approx(loop_interval(repetitions, 3_000, seed=1), abs=0.04)
+    assert found[1] - found[0] > 0.5  # what 0.04 is little of
+
+
+def test_blocks_change_nothing_but_the_draws(monkeypatch):
+    repetitions = [{"a": np.random.default_rng(r).normal(size=30)} for r in range(3)]
+    whole = percentile_interval(means_of(repetitions))
+    monkeypatch.setattr(bootstrap, "_MOST_DRAWS", 1_000)
+    assert percentile_interval(means_of(repetitions)) == pytest.approx(whole, abs=0.03)
+
+
+def test_the_same_numbers_give_the_same_interval():
+    repetitions = [{"a": np.random.default_rng(r).normal(size=30)} for r in range(3)]
+    assert (means_of(repetitions) == means_of(repetitions)).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "of_repetitions", "of_rows"), [(1, 0.0, 0.5), (2, 0.03, 0.5), (3, 0.03, 0.5), (5, 0.05, 0.5)]
+)
+def test_the_interval_holds_the_truth_as_often_as_it_says(n, of_repetitions, of_rows):
+    """A row does something to all repetitions, a repetition something to all rows, and chance does the rest."""
+    source = np.random.default_rng(7)
+    held = 0
+    for data_set in range(300):
+        shift = source.normal(0.1, of_repetitions, (n, 1))
+        tasks = [shift + source.normal(0, of_rows, 40) + source.normal(0, 0.3, (n, 40)) for _ in range(3)]
+        repetitions = [{task: rows[r] for task, rows in enumerate(tasks)} for r in range(n)]
+        low, high = percentile_interval(means_of(repetitions, resamples=400, seed=data_set))
+        held += low <= 0.1 <= high
+    assert 0.90 <= held / 300 <= 0.99
+
+
+def test_pairing_tells_apart_what_alone_cannot_be():
+    """Rows are far more different than two configurations are on the same row."""
+    source = np.random.default_rng(2)
+    difficulty = source.normal(0, 1, 100)
+    baseline, ours = (difficulty + better + source.normal(0, 0.1, (3, 100)) for better in (0.0, 0.1))
+    paired = percentile_interval(means_of([{"a": x - y} for x, y in zip(ours, baseline, strict=True)]))
+    elsewhere = baseline[:, source.permutation(100)]
+    unpaired = percentile_interval(means_of([{"a": x - y} for x, y in zip(ours, elsewhere, strict=True)]))
+    assert paired[0] > 0
+    assert unpaired[0] < 0 < unpaired[1]
+
+
+def test_what_a_row_does_to_all_repetitions_does_not_average_out():
+    rows = np.random.default_rng(4).normal(size=50)
+    one, many = (percentile_interval(means_of([{"a": rows}] * n)) for n in (1, 10))
+    assert many == pytest.approx(one, abs=0.02)
+
+
+def test_comparisons_that_are_drawn_together_are_what_each_is_alone():
+    source = np.random.default_rng(6)
+    comparisons = [[{"a": source.normal(size=20), n: source.normal(size=n)} for _ in range(n)] for n in (1, 2, 5)]
+    for found, alone in zip(bootstrap_means(comparisons), map(means_of, comparisons), strict=True):
+        assert percentile_interval(found) == pytest.approx(percentile_interval(alone), abs=0.03)
+
+
+def test_students_interval_is_scipys():
+    ours, theirs = [0.5, 0.52, 0.61, 0.4], [0.45, 0.5, 0.5, 0.41]
+    expected = ttest_rel(ours, theirs).confidence_interval(0.95)
+    found = student_interval([x - y for x, y in zip(ours, theirs, strict=True)])
+    assert found == pytest.approx((expected.low, expected.high))
+    assert student_interval([0.1]) is None
+    assert student_interval([0.0, 0.0]) == (0.0, 0.0)
