@@ -143,7 +143,7 @@ def adding_second_moments(
 ) -> Iterator[None]:
     """Have a forward pass within the block add `sum_tokens h h^T` of every input block to `sums`, by the block's name.
 
-    Sums are float64 on CPU and float32 on a GPU, where they lie.
+    Sums are float64 on every device: a memory's number of columns is decided by small differences of their energies.
 
     Args:
         source, decoder: (sequences, tokens) how many tokens each token stands for, of the prompt's side and of T5's
@@ -152,8 +152,7 @@ def adding_second_moments(
 
     def reader(block: InputBlock, counts: Tensor | None) -> Any:
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            h = inputs[0][..., block.dimensions].detach().flatten(0, -2)
-            h = h.to(torch.float64 if h.device.type == "cpu" else torch.float32)
+            h = inputs[0][..., block.dimensions].detach().flatten(0, -2).double()
             counted = h if counts is None else h * counts.flatten().to(h.dtype).unsqueeze(1)
             sums[block.name] = sums[block.name].addmm_(counted.T, h) if block.name in sums else counted.T @ h
 

@@ -25,6 +25,7 @@ from latent_sweep.security import printable, spelled_out
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import row_scores
+from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class Summary:
     """A line for every trial that was tried more than once: why, and what was changed."""
     mixed: Mapping[str, Mapping[str, tuple[str, ...]]]
     """What was not the same for all trials: library, `device` or `dtype` -> value -> the trials computed with it."""
+    tuned: tuple[str, ...]
+    """A line for every choice of settings that was made before the trials ran."""
     counts: Mapping[Status, int]
 
     @property
@@ -182,6 +185,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
                 for trial, events in trials
             }
         ),
+        tuned=tuple(tuning_lines(read_tuning(sweep) or [])),
         counts=Counter(status(events) for _, events in trials),
     )
 
@@ -467,6 +471,8 @@ def _render_text(summary: Summary) -> str:
             _aligned(_task_header(summary), _task_rows(summary)),
             "\n".join(f"T{number} = {_one_line(task)}" for number, task in enumerate(tasks, start=1)),
         ]
+    if summary.tuned:
+        parts += [_TUNED, "\n".join(map(_one_line, summary.tuned))]
     if summary.ended_early:
         parts += ["Ended early", "\n".join(_ended_lines(summary))]
     if summary.started_again:
@@ -498,6 +504,8 @@ def _render_markdown(summary: Summary) -> str:
             _piped(_task_header(summary, _escape_markdown), _task_rows(summary, _escape_markdown)),
             ", ".join(f"T{number} = {_escape_markdown(task)}" for number, task in enumerate(tasks, start=1)),
         ]
+    if summary.tuned:
+        parts += [f"## {_TUNED}", "\n".join(f"- {_escape_markdown(line)}" for line in summary.tuned)]
     if summary.ended_early:
         parts += ["## Ended early", "\n".join(f"- {_escape_markdown(line)}" for line in _ended_lines(summary))]
     if summary.started_again:
@@ -510,6 +518,8 @@ def _render_markdown(summary: Summary) -> str:
 _COMPARED = "Differences from the baseline (percentage points)"
 _FEW = 5
 """So many repetitions tell a bootstrap well how they vary."""
+_TUNED = "Chosen by tuning, by average performance on rows held out of the training rows"
+
 _NOT_ALIKE = "Not all trials were computed alike"
 
 

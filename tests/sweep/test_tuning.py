@@ -283,6 +283,11 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     after = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
     assert after == before  # nothing ran again
     capsys.readouterr()
+    for format in ("text", "markdown"):
+        main(["report", str(sweep.path), "--format", format])
+        reported = capsys.readouterr().out
+        assert "Chosen by tuning, by average performance on rows held out" in reported
+        assert tuning_lines([chosen])[0].split(":")[1].split(",")[0].strip().split("=")[1] in reported
     main(["plan", path])
     assert f"chosen\n  {tuning_lines([chosen])[0]}" in capsys.readouterr().out
 
