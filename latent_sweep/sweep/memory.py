@@ -9,6 +9,8 @@ the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n
     adapter      8 P: values and gradients in float32
     optimizer    8 P: AdamW's two moments
     history      (4 + b) P for each task, where earlier branches stay active or answer together
+    moments      InfLoRA and GainLoRA, before a task and after it: 8 n^2 for each input that projections read, and
+                 64 n^2 where the directions of one are found, or 16 n for each token of a batch
     logits       b V B L, and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
@@ -25,8 +27,7 @@ block's input is kept, b h, and one block at a time has all of the above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
 Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
-(EWC's Fisher pass, InfLoRA's and GainLoRA's second moments of inputs, a gate, the SVD, loading); LwF's teacher; and
-biases, which no named backbone has.
+(EWC's Fisher pass, a gate, the SVD, loading); LwF's teacher; and biases, which no named backbone has.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class Memory:
     """What is trained, and its gradients."""
     optimizer: int
     """Moments."""
+    moments: int
+    """Second moments of inputs before and after a task, where a method reads them, with what measures them."""
     cache: int
     """Keys and values while answers are generated."""
     reading: int
@@ -120,9 +123,15 @@ class Memory:
         return self.weights + self.gathered_to_answer + self.factors + self.history + read
 
     @property
+    def measuring(self) -> int:
+        """Return the peak while second moments are measured, in bytes; 0 where a method reads none."""
+        beside = self.weights + self.gathered + self.factors + self.history + self.adapter // 2
+        return beside + self.moments if self.moments else 0
+
+    @property
     def peak(self) -> int:
-        """The larger of both."""
-        return max(self.learning, self.answering)
+        """The largest of them."""
+        return max(self.learning, self.measuring, self.answering)
 
 
 def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
@@ -160,6 +169,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
         logits=step.logits,
         adapter=8 * trained,
         optimizer=_moments(trial, trained),
+        moments=_second_moments(trial, shape),
         cache=answer.cache,
         reading=answer.reading,
         host=weights.waiting,
@@ -489,6 +499,26 @@ def _longest(trial: Trial) -> tuple[int, int]:
     """Return the tokens of the longest prompt, with a soft one, and of the longest target."""
     limits = trial.settings.benchmark
     return limits.max_source_length + len(prompt_read(trial.method(), ())), limits.max_target_length
+
+
+# --- second moments --------------------------------------------------------------------------------------------------
+
+
+def _second_moments(trial: Trial, shape: Shape) -> int:
+    """Return bytes of the second moments of inputs with what measures them: a batch that is read, or an eigenproblem.
+
+    A batch has a copy of an input in float64, once as it is and once times its counts, beside the pass itself.
+    """
+    gpm = getattr(trial.settings.method, "gpm", None)
+    if gpm is None:
+        return 0
+    prompt, target = _longest(trial)
+    tokens = gpm.batch_size * (prompt + target if shape.family == "llama" else prompt)
+    width = shape.width // gpm.chunks
+    of_encoder = shape.family == "t5" and gpm.cross_attention_v == "own_input"  # which the values of all blocks read
+    count = gpm.chunks * (len(shape.targets) // 2 + of_encoder)  # query and value read one input
+    reading = tokens * (2 * 8 * width + shape.bytes * (2 * shape.attention + 2 * shape.width))
+    return 8 * count * width**2 + max(reading, 8 * 8 * width**2)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def trial_of(backbone="small-llama", dtype="float32", method="latent_lora", prom
         parse_sweep(
             tiny(
                 trial__backbone={"name": backbone, "dtype": dtype, "device": "cpu"},
-                trial__method={"name": method, "rank": 8},
+                trial__method=method if isinstance(method, dict) else {"name": method, "rank": 8},
                 trial__benchmark={"name": "builtin", "tasks": ["mood"], "max_source_length": prompt}
                 | {"max_target_length": target, "train_per_task": 32},
                 search={},
@@ -284,6 +284,34 @@ def test_a_step_of_a_larger_model(name, method, dtype, rows, prompt, target, che
     training = {"batch_size": rows, "learning_rate": 1e-3, "gradient_checkpointing": checkpointing}
     trial = trial_of(name, dtype, method, prompt, target, trial__training=training)
     assert predicted_steps(trial) == pytest.approx(measured_steps(trial, tmp_path), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("small-llama", "inf_lora"), ("small-t5", "inf_lora"), ("small-llama", "gain_lora")]
+)
+def test_second_moments_take_what_was_predicted(name, method, tmp_path):
+    from latent_sweep.methods import method_class
+    from latent_sweep.methods.protocol import MethodContext
+
+    trial = trial_of(name, "float32", {"name": method, "rank": 8, "gpm": {"batch_size": 1}}, 24)
+    s = trial.settings
+    backbone = backbone_of(name, "float32")
+    bank, rows = bank_of(backbone), rows_of(4, *limits(trial))
+    known = [*backbone.model.parameters(), *backbone.model.buffers()]
+    with live_bytes(known) as live:
+        learner = method_class(method)(s.method, MethodContext(backbone, bank, tmp_path, 8)).begin_task(
+            task_data(rows), []
+        )
+    bank.remove()
+    own = sum(p.untyped_storage().nbytes() for p in learner.parameters().values())
+    found = predict(trial, RunSettings())
+    assert found.moments == pytest.approx(live.peak - own, rel=0.15)
+    assert found.peak == max(found.learning, found.measuring, found.answering)
+
+
+def test_what_reads_no_second_moments_counts_none():
+    found = predict(trial_of(method="o_lora"), RunSettings())
+    assert (found.moments, found.measuring) == (0, 0)
 
 
 @pytest.mark.parametrize(
