@@ -7,7 +7,8 @@ superni         `Definition: <instruction>`, blank line, `Now complete the follo
 long_sequence   `<instruction>`, newline, `<input>`, newline, `Output: `
 plain           `<instruction>`, blank line, `<input>`, newline, `Output: `
 
-Where a task has no instruction, the last two begin with the input.
+Where a task has no instruction, the last two begin with the input. Test prompts may have a paraphrase in its place, or
+none at all (`benchmark.prompts.definition`), of `superni` then without `Definition:` and the blank line.
 The first two are the strings of the SAPT and GainLoRA code, the same for T5 and Llama and ending in a space; `plain`
 serves the package's own and users' benchmarks.
 """
@@ -15,9 +16,10 @@ serves the package's own and users' benchmarks.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
+from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError
 from latent_sweep.security import quoted
 
@@ -43,11 +45,35 @@ class PromptIds(NamedTuple):
     cue: list[int]
 
 
-def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str) -> PromptParts:
-    """The prompt of the input `text` of `task`, in the benchmark's format."""
-    instruction = task.instruction.strip()
+def split_prompts(
+    spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, texts: Iterable[str]
+) -> list[PromptParts]:
+    """The prompts of a split's inputs, all of them in their order: row i reads definition i mod their number."""
+    wordings = definitions(task, split, settings)
+    return [prompt_parts(spec, task, text, wordings[i % len(wordings)]) for i, text in enumerate(texts)]
+
+
+def definitions(task: TaskSpec, split: Split, settings: BenchmarkSettings) -> tuple[str | None, ...]:
+    """The definitions that the prompts of a split take in turn; None is the task's instruction, verbatim.
+
+    A task without an instruction has the same prompts whatever `benchmark.prompts.definition` says.
+    """
+    wanted = settings.prompts.definition
+    if split != "test" or wanted == "verbatim" or not task.instruction.strip():
+        return (None,)
+    return task.paraphrases if wanted == "paraphrase" else ("",)
+
+
+def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str | None = None) -> PromptParts:
+    """The prompt of the input `text` of `task`, in the benchmark's format.
+
+    Args:
+        definition: stands in place of the task's instruction; "" leaves it out with what surrounds it.
+    """
+    instruction = (task.instruction if definition is None else definition).strip()
     if spec.prompt == "superni":
-        head = f"Definition: {instruction}\n\nNow complete the following example -\nInput: "
+        told = f"Definition: {instruction}\n\n" if instruction or definition is None else ""
+        head = f"{told}Now complete the following example -\nInput: "
     elif instruction:
         head = instruction + ("\n" if spec.prompt == "long_sequence" else "\n\n")
     else:

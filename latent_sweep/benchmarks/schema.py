@@ -40,7 +40,9 @@ class TaskSpec(Settings):
     metric: Metric
     """How a prediction is scored: exact match after normalisation, or Rouge-L F-measure."""
     instruction: str = ""
-    """Text that precedes every input; may be empty."""
+    """Text that precedes every input, the task's definition; may be empty."""
+    paraphrases: Strings = ()
+    """The instruction in other words; read in its place by test prompts under `benchmark.prompts.definition`."""
     labels: Strings | None = None
     """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
     folder: PathText = ""
@@ -56,6 +58,20 @@ class TaskSpec(Settings):
         if not isinstance(content, dict) or "name" not in content:
             return content
         return {"title": content["name"], "folder": content["name"]} | content
+
+    @model_validator(mode="after")
+    def _check_paraphrases(self) -> TaskSpec:
+        texts = [text.strip() for text in self.paraphrases]
+        if texts and not self.instruction.strip():
+            raise ValueError(f"task {self.name!r} has `paraphrases` of no `instruction`; add one, or leave them out")
+        if "" in texts:
+            raise ValueError(f"`paraphrases` of task {self.name!r}: found an empty one; leave it out")
+        if repeated := _repeated([self.instruction.strip(), *texts]):
+            raise ValueError(
+                f"`paraphrases` of task {self.name!r}: {quoted(repeated[0], 60)} stands there twice, or is the "
+                "`instruction`; name each wording once"
+            )
+        return self
 
 
 class BenchmarkSpec(Settings):
@@ -117,6 +133,14 @@ class BenchmarkSpec(Settings):
         return self
 
 
+class PromptSettings(Settings):
+    """The settings of how test prompts differ from those that were trained on."""
+
+    definition: Literal["verbatim", "paraphrase", "none"] = Field("verbatim", json_schema_extra=INFERENCE_ONLY)
+    """The instruction of test prompts: as trained on, in other words, or left out. Training prompts always have it
+    verbatim. Test row i reads paraphrase i mod n of its task's n, i counted from 0 over the test rows that are read."""
+
+
 class BenchmarkSettings(Settings):
     """The `benchmark:` group of a sweep file: which benchmark, which part of it, and how it is read and scored."""
 
@@ -148,6 +172,8 @@ class BenchmarkSettings(Settings):
     """Score against a row's first reference, or take the best score over all of them."""
     classification_metric: Metric = Field("accuracy", json_schema_extra=INFERENCE_ONLY)
     """Metric of accuracy tasks; the released scorer uses Rouge-L for all of SuperNI."""
+    prompts: PromptSettings = Field(PromptSettings(), json_schema_extra=INFERENCE_ONLY)
+    """How test prompts differ from training prompts: does a model, or a router, know more than one wording?"""
     validation_fraction: float = Field(0.1, gt=0, le=0.5)
     """Share of the training rows, at most 500 rows, that is held out where model selection asks for it."""
 

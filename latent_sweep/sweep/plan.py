@@ -379,7 +379,10 @@ def _trial(written: WrittenTrial, point: Mapping[str, Any]) -> Trial:
     # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
-    scored = {"metrics": [scoring_metric(settings.benchmark, task) for task in tasks], "stop": list(spec.stop)}
+    scored: dict[str, Any] = {"stop": list(spec.stop)}
+    scored["metrics"] = [scoring_metric(settings.benchmark, task) for task in tasks]
+    if settings.benchmark.prompts.definition == "paraphrase":
+        scored["paraphrases"] = [list(task.paraphrases) for task in tasks]
     training = {
         "method": settings.method.training_identity() | code,
         "backbone": backbone,
@@ -436,6 +439,7 @@ def _faults(trial: Trial) -> list[str]:
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
                 "dropout of its own; leave it out"
             )
+    faults += _definition_faults(trial)
     if s.router.mode not in trial.method().mixings:
         possible = ", ".join(trial.method().mixings)
         faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
@@ -450,3 +454,24 @@ def _faults(trial: Trial) -> list[str]:
     for task in trial.tasks:  # rows that cannot be scored are better found before anything is learned
         row_count(trial.spec, task, "test", s.benchmark)
     return faults
+
+
+def _definition_faults(trial: Trial) -> list[str]:
+    """List why test prompts cannot have the definitions that are asked for."""
+    wanted, place = trial.settings.benchmark.prompts.definition, trial.settings.benchmark.name
+    told = [task for task in trial.tasks if task.instruction.strip()]
+    if wanted == "verbatim":
+        return []
+    if not told:
+        return [
+            f"benchmark.prompts.definition: found {wanted!r}, but no task of {trial.spec.name} has an instruction; "
+            "use verbatim"
+        ]
+    lacking = [task.name for task in told if wanted == "paraphrase" and not task.paraphrases]
+    if not lacking:
+        return []
+    return [
+        f"benchmark.prompts.definition: found 'paraphrase', but {', '.join(lacking)} of benchmark {place} have none; "
+        "add `paraphrases: [...]` beside the `instruction` of each such task in the benchmark's file: three or more "
+        "texts that say the same in other words and name the same labels. Or use verbatim or none"
+    ]

@@ -116,6 +116,7 @@ SETTINGS = {
     "benchmark.drop_unlabelled": (True, TESTED),
     "benchmark.references": ("max_over_refs", SCORED),
     "benchmark.classification_metric": ("rouge_l", SCORED),
+    "benchmark.prompts.definition": ("paraphrase", TESTED),
     "benchmark.validation_fraction": (0.5, "trial training"),  # nothing is held out
     "training.learning_rate": (0.2, TRAINED),
     "training.schedule": ("linear", TRAINED),
@@ -175,6 +176,7 @@ TASK = {
     "category": ("kind", NOTHING),
     "metric": ("rouge_l", SCORED),
     "instruction": ("Say it.", PROMPTS),
+    "paraphrases": (["In yet other words."], NOTHING),  # unless test prompts read them
     "labels": (["ax", "bx"], NOTHING),  # a row with another answer is refused
     "folder": ("elsewhere", NOTHING),
     "train_rows": (7, NOTHING),
@@ -335,6 +337,7 @@ def made(tmp_path_factory):
     def orders(content):
         content["name"] = "own"
         content["orders"] = {"1": ["left", "middle", "right"], "2": ["right", "middle", "left"]}
+        content["tasks"][0] |= {"instruction": "Which is it?", "paraphrases": ["Name it."]}
 
     rewrite_benchmark(folder / "benchmark", orders)
     shutil.copytree(folder / "benchmark", folder / "reworded")
@@ -421,6 +424,13 @@ def test_a_field_of_a_task_changes_what_reads_it(subject, name):
     if name == "folder":
         (folder / "left").rename(folder / "elsewhere")
     assert differing(before, subject.identities()) == set(expected.split())
+
+
+def test_a_paraphrase_changes_what_reads_it(subject):
+    reading = {"benchmark__prompts__definition": "paraphrase"}
+    before = subject.identities(**reading)
+    rewrite_benchmark(subject.folder / "benchmark", lambda content: content["tasks"][0].update(paraphrases=["Say it."]))
+    assert differing(before, subject.identities(**reading)) == set(TESTED.split())
 
 
 def change_outside(subject, what, monkeypatch):
