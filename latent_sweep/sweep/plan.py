@@ -161,7 +161,7 @@ class Trial:
             "decoding": versions.DECODING,
             "scoring": versions.SCORING,
             "router": router_identity(s),
-            "routing": [versions.POOLING, versions.RECORDS] if s.router.mode in ROUTED else None,
+            "routing": _routing_versions(s.router.mode),
             "method": s.method.inference_identity() | self._method_source,
             "seed": s.seed,
             "evaluation": s.evaluation.identity(),
@@ -231,6 +231,12 @@ def router_identity(settings: TrialSettings) -> dict[str, Any]:
     if settings.router.mode in ROUTED:
         return settings.router.identity()
     return {"mode": settings.router.mode}
+
+
+def _routing_versions(mode: str) -> list[int] | None:
+    if mode in ROUTED:
+        return [versions.POOLING, versions.RECORDS]
+    return [versions.RECORDS] if mode == "lexical" else None
 
 
 def expand(sweep: Sweep) -> list[Trial]:

@@ -372,6 +372,11 @@ def test_a_setting_changes_what_reads_it(unchanged, path):
     assert differing(before, subject.identities(**{path.replace(".", "__"): value})) == set(expected.split())
 
 
+def test_the_string_match_is_another_way_to_route(unchanged):
+    subject, before = unchanged
+    assert differing(before, subject.identities(router__mode="lexical")) == set(SCORED.split())
+
+
 def test_a_backbones_dropout_changes_what_is_trained(unchanged):
     subject, _ = unchanged
     before, after = (
