@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from filelock import FileLock
 
 from latent_sweep.benchmarks import builtin
-from latent_sweep.benchmarks.prompts import Family, definitions, encode_parts, encode_target, is_cut, split_prompts
+from latent_sweep.benchmarks.prompts import (
+    LOST,
+    Family,
+    definitions,
+    encode_parts,
+    encode_target,
+    is_cut,
+    split_prompts,
+)
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.security import quoted, redact
@@ -197,7 +205,9 @@ def tokenised(
             prompts = [encode(part) for part in parts]
             full = [part for part, ids in zip(parts, prompts, strict=True) if sum(map(len, ids)) == max_source_length]
             if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos) for part in full):
-                limit = f"benchmark.max_source_length = {max_source_length:,} tokens and lose their end"
+                limit = (
+                    f"benchmark.max_source_length = {max_source_length:,} tokens and lose {LOST[settings.truncation]}"
+                )
                 counts = f"{cut:,} of {len(rows):,} {split} prompts"
                 logger.warning("Benchmark %s, task %s: %s are longer than %s.", spec.name, task.name, counts, limit)
             columns: dict[str, list[Any]] = {

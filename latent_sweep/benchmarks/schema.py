@@ -19,6 +19,8 @@ from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, Pat
 Metric = Literal["accuracy", "rouge_l"]
 Split = Literal["train", "validation", "test"]
 
+Truncation = Literal["keep_cue", "keep_ends", "official"]
+
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A tuple of strings that a YAML list may fill."""
 
@@ -162,8 +164,9 @@ class BenchmarkSettings(Settings):
     """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024."""
     max_target_length: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
-    truncation: Literal["keep_cue", "official"] = "keep_cue"
-    """Long prompts lose the end of their input (`keep_cue`) or, as in the released code, whatever comes last."""
+    truncation: Truncation = "keep_cue"
+    """Long prompts lose the end of their input (`keep_cue`), its middle (`keep_ends`), so that a question at the end
+    stays, or, as in the released code, whatever comes last (`official`). The paper says nothing of it."""
     bos: Literal["auto", "off"] = "auto"
     """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
     drop_unlabelled: bool = Field(False, json_schema_extra=INFERENCE_ONLY)

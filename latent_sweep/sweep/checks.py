@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from latent_sweep.backbones.known import BackboneSettings, Family, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_rows, row_count
-from latent_sweep.benchmarks.prompts import PromptParts, definitions, encode_parts, split_prompts
+from latent_sweep.benchmarks.prompts import LOST, PromptParts, definitions, encode_parts, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.methods.capabilities import tasks_learned
@@ -473,7 +473,6 @@ def _encoded(case: Case, parts: PromptParts) -> Any:
 def _check_prompts(case: Case, found: Findings) -> None:
     """Find prompts that are cut: counted where there are few of them, else estimated from a sample's tokens."""
     limit = case.settings.max_source_length
-    lost = "the end of their input" if case.settings.truncation == "keep_cue" else "their end, the cue first"
     for split in SPLITS:
         rows = case.rows[split]
         prompts = ["".join(parts) for parts in _long_prompts(case, split)]
@@ -484,7 +483,11 @@ def _check_prompts(case: Case, found: Findings) -> None:
             count, about = sum(len(prompt) > characters for prompt in prompts), "about "
         if count:
             topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
-            found.warn(f"{topic} {lost}", case.task.name, f"{about}{count:,} of {len(rows):,} {SAID[split]}")
+            found.warn(
+                f"{topic} {LOST[case.settings.truncation]}",
+                case.task.name,
+                f"{about}{count:,} of {len(rows):,} {SAID[split]}",
+            )
 
 
 def _room(case: Case) -> int:

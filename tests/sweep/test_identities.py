@@ -111,7 +111,7 @@ SETTINGS = {
     "benchmark.data_dir": ("{folder}", NOTHING),
     "benchmark.max_source_length": (100, PROMPTS),
     "benchmark.max_target_length": (5, PROMPTS),
-    "benchmark.truncation": ("official", PROMPTS),
+    "benchmark.truncation": ("keep_ends", PROMPTS),
     "benchmark.bos": ("off", PROMPTS),
     "benchmark.drop_unlabelled": (True, TESTED),
     "benchmark.references": ("max_over_refs", SCORED),
