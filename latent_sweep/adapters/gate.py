@@ -35,7 +35,7 @@ class Gate:
     key: Tensor
     """(d,)."""
     form: Form = "two_silu"
-    """`two_silu` as released for T5, `one_silu` as for Llama, where the first layer is linear."""
+    """`two_silu` as released for T5, `one_silu` as in a copy by others for Llama, where the first layer is linear."""
 
     def inputs(self, p0_Bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of G1, of G2 and of the key: p0 (B, d), p1 (B, w), p2 (B, d)."""

@@ -100,7 +100,7 @@ def generate(
     adaptation: Adaptation,
     max_new_tokens: int,
     stop: Sequence[str] = (),
-    alike: bool = False,
+    shared: int = 0,
     choose: Choice = greedy,
     look_every: int | None = None,
 ) -> list[list[int]]:
@@ -111,7 +111,8 @@ def generate(
         adaptation: what the backbone gets, row by row in the order of `prompts`.
         max_new_tokens: longest answer, in tokens.
         stop: an answer ends where one of these strings appears after some text; `answer_text` cuts there.
-        alike: the adaptation holds for every row of any batch; what all prompts begin with is then read once.
+        shared: tokens that all prompts begin with, fewer than any of them has, which a causal model reads once. Not
+            0 only where the adaptation holds for every row of any batch; `shared_tokens` counts them.
         choose: picks every next token.
         look_every: tokens after which the host looks for answers that have ended; None for what suits the device.
     """
@@ -121,7 +122,7 @@ def generate(
     seen = 0
     backbone.before_answering()
     with torch.inference_mode(), bank.active(adaptation):
-        decoder = _decoder(backbone, prompts, max_new_tokens, alike)
+        decoder = _decoder(backbone, prompts, max_new_tokens, shared)
         written = torch.empty(len(prompts), max_new_tokens, dtype=torch.long, device=backbone.device)
         for place in range(max_new_tokens):
             if place:
@@ -140,6 +141,18 @@ def generate(
                     decoder.select(going, kept)
                     bank.select(kept)
     return answers
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]], together: int) -> int:
+    """Count the tokens that all prompts begin with, as far as reading them once pays; each keeps its last token.
+
+    Args:
+        together: prompts of a batch, at most. That a batch has fewer changes nothing: then how a prompt is read would
+            hang on its neighbours.
+    """
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    count = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    return count if count * (min(together, len(prompts)) - 1) >= WORTHWHILE_TOKENS else 0
 
 
 def answer_text(backbone: Backbone, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
@@ -250,9 +263,8 @@ class _Decoder(Protocol):
 class _LlamaDecoder:
     """Prompts are padded on the left; the first pass reads them, later ones a token each."""
 
-    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, alike: bool):
+    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int):
         self._model = backbone.model
-        shared = _shared_tokens(prompts) if alike else 0
         self._ids, mask = pad_prompts([prompt[shared:] for prompt in prompts], backbone)
         mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)  # padding stands after the prefix
         self._padding = _Padding(backbone, prompts, mask, longest - 1)
@@ -323,10 +335,10 @@ class _T5Decoder:
         self._padding.select(going, kept)
 
 
-def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, alike: bool) -> _Decoder:
+def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int) -> _Decoder:
     if backbone.family == "t5":
         return _T5Decoder(backbone, prompts, longest)
-    return _LlamaDecoder(backbone, prompts, longest, alike)
+    return _LlamaDecoder(backbone, prompts, longest, shared)
 
 
 class _Padding:
@@ -373,10 +385,3 @@ class _Padding:
         added = torch.zeros(*hidden.shape[:-1], wide, dtype=self._dtype, device=hidden.device)
         added[..., :keys].masked_fill_(hidden, torch.finfo(self._dtype).min)
         return added
-
-
-def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Count the tokens that all prompts begin with, as far as reading them once pays; each keeps its last token."""
-    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
-    count = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-    return count if count * (len(prompts) - 1) >= WORTHWHILE_TOKENS else 0

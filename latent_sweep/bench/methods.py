@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from latent_sweep.backbones.generation import generate
+from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.bench.rows import Reading, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench, first_trial
+from latent_sweep.learn.evaluation import path_of
 from latent_sweep.learn.member import MemberRun
 from latent_sweep.learn.training import TaskTraining, TrainingSummary
 from latent_sweep.methods import METHODS
@@ -119,7 +120,7 @@ class _Contender:
     def alike(self, stage: int) -> bool:
         """Whether one blend of snapshots answers all rows: what their prompts begin with is then read once."""
         weights = self._weights[stage]
-        return bool((weights == weights[0]).all())
+        return bool((weights == weights[0]).all()) and path_of(weights[0]) is not None
 
     def answer_seconds(self, stage: int) -> float:
         """Seconds for the test rows of the first task, in one batch, with the snapshots of a stage."""
@@ -129,13 +130,14 @@ class _Contender:
         weights = weights[:1, used] if self.alike(stage) else weights[:, used]
         rows = self.context.tokens(self.trial, 0, "test")
         prompts = [prompt_read(self.run.method, ids) for ids in rows["prompt_ids"]]
+        shared = shared_tokens(prompts, len(prompts)) if self.alike(stage) else 0
 
         def answer() -> None:
             with torch.no_grad():
                 mix = torch.from_numpy(weights).float()
                 adaptation = self.run.method.blend([history[i] for i in used], mix)
                 backbone, bank, choose = self.bench.backbone, self.bench.bank, _never_ending(self.bench)
-                generate(backbone, bank, prompts, adaptation, ANSWER_TOKENS, (), self.alike(stage), choose)
+                generate(backbone, bank, prompts, adaptation, ANSWER_TOKENS, (), shared, choose)
 
         return self.bench.timed(answer)[0]
 

@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from filelock import FileLock
 
 from latent_sweep.benchmarks import builtin
-from latent_sweep.benchmarks.prompts import Family, encode_parts, encode_target, is_cut, prompt_parts
+from latent_sweep.benchmarks.prompts import (
+    LOST,
+    Family,
+    definitions,
+    encode_parts,
+    encode_target,
+    is_cut,
+    split_prompts,
+)
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.security import quoted, redact
@@ -124,7 +132,7 @@ def data_digest(
     carve_validation: bool = False,
     source: str | None = None,
 ) -> str:
-    """Names exactly the rows and prompt texts that `load_rows` and `prompt_parts` give.
+    """Names exactly the rows and prompt texts that `load_rows` and `split_prompts` give.
 
     Args:
         source: The split's `source_digest`, where it was taken before.
@@ -150,6 +158,8 @@ def data_digest(
         "validation_fraction": settings.validation_fraction if carved else None,
         "drop_unlabelled": _drops_unlabelled(task, split, settings),
     }
+    if (wordings := definitions(task, split, settings)) != (None,):
+        content["definitions"] = wordings
     return content_hash(content)
 
 
@@ -197,11 +207,13 @@ def tokenised(
                 truncation=settings.truncation,
                 bos=settings.bos,
             )
-            parts = [prompt_parts(spec, task, row.input) for row in rows]
+            parts = split_prompts(spec, task, split, settings, (row.input for row in rows))
             prompts = [encode(part) for part in parts]
             full = [part for part, ids in zip(parts, prompts, strict=True) if sum(map(len, ids)) == max_source_length]
             if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos) for part in full):
-                limit = f"benchmark.max_source_length = {max_source_length:,} tokens and lose their end"
+                limit = (
+                    f"benchmark.max_source_length = {max_source_length:,} tokens and lose {LOST[settings.truncation]}"
+                )
                 counts = f"{cut:,} of {len(rows):,} {split} prompts"
                 logger.warning("Benchmark %s, task %s: %s are longer than %s.", spec.name, task.name, counts, limit)
             columns: dict[str, list[Any]] = {

@@ -19,6 +19,8 @@ from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, Pat
 Metric = Literal["accuracy", "rouge_l"]
 Split = Literal["train", "validation", "test"]
 
+Truncation = Literal["keep_cue", "keep_ends", "official"]
+
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A tuple of strings that a YAML list may fill."""
 
@@ -40,7 +42,9 @@ class TaskSpec(Settings):
     metric: Metric
     """How a prediction is scored: exact match after normalisation, or Rouge-L F-measure."""
     instruction: str = ""
-    """Text that precedes every input; may be empty."""
+    """Text that precedes every input, the task's definition; may be empty."""
+    paraphrases: Strings = ()
+    """The instruction in other words; read in its place by test prompts under `benchmark.prompts.definition`."""
     labels: Strings | None = None
     """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
     folder: PathText = ""
@@ -56,6 +60,20 @@ class TaskSpec(Settings):
         if not isinstance(content, dict) or "name" not in content:
             return content
         return {"title": content["name"], "folder": content["name"]} | content
+
+    @model_validator(mode="after")
+    def _check_paraphrases(self) -> TaskSpec:
+        texts = [text.strip() for text in self.paraphrases]
+        if texts and not self.instruction.strip():
+            raise ValueError(f"task {self.name!r} has `paraphrases` of no `instruction`; add one, or leave them out")
+        if "" in texts:
+            raise ValueError(f"`paraphrases` of task {self.name!r}: found an empty one; leave it out")
+        if repeated := _repeated([self.instruction.strip(), *texts]):
+            raise ValueError(
+                f"`paraphrases` of task {self.name!r}: {quoted(repeated[0], 60)} stands there twice, or is the "
+                "`instruction`; name each wording once"
+            )
+        return self
 
 
 class BenchmarkSpec(Settings):
@@ -117,6 +135,14 @@ class BenchmarkSpec(Settings):
         return self
 
 
+class PromptSettings(Settings):
+    """The settings of how test prompts differ from those that were trained on."""
+
+    definition: Literal["verbatim", "paraphrase", "none"] = Field("verbatim", json_schema_extra=INFERENCE_ONLY)
+    """The instruction of test prompts: as trained on, in other words, or left out. Training prompts always have it
+    verbatim. Test row i reads paraphrase i mod n of its task's n, i counted from 0 over the test rows that are read."""
+
+
 class BenchmarkSettings(Settings):
     """The `benchmark:` group of a sweep file: which benchmark, which part of it, and how it is read and scored."""
 
@@ -138,8 +164,9 @@ class BenchmarkSettings(Settings):
     """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024."""
     max_target_length: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
-    truncation: Literal["keep_cue", "official"] = "keep_cue"
-    """Long prompts lose the end of their input (`keep_cue`) or, as in the released code, whatever comes last."""
+    truncation: Truncation = "keep_cue"
+    """Long prompts lose the end of their input (`keep_cue`), its middle (`keep_ends`), so that a question at the end
+    stays, or, as in the released code, whatever comes last (`official`). The paper says nothing of it."""
     bos: Literal["auto", "off"] = "auto"
     """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
     drop_unlabelled: bool = Field(False, json_schema_extra=INFERENCE_ONLY)
@@ -148,6 +175,8 @@ class BenchmarkSettings(Settings):
     """Score against a row's first reference, or take the best score over all of them."""
     classification_metric: Metric = Field("accuracy", json_schema_extra=INFERENCE_ONLY)
     """Metric of accuracy tasks; the released scorer uses Rouge-L for all of SuperNI."""
+    prompts: PromptSettings = Field(PromptSettings(), json_schema_extra=INFERENCE_ONLY)
+    """How test prompts differ from training prompts: does a model, or a router, know more than one wording?"""
     validation_fraction: float = Field(0.1, gt=0, le=0.5)
     """Share of the training rows, at most 500 rows, that is held out where model selection asks for it."""
     score_on: Literal["test", "validation"] = "test"

@@ -28,7 +28,7 @@ from latent_sweep.store import versions
 from latent_sweep.store.failures import Phase
 from latent_sweep.store.snapshots import Snapshot, SnapshotStore
 from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.plan import ROUTED, Trial
 
 WHOLE_PROMPT = 1 << 20
 """A limit in tokens that no prompt reaches."""
@@ -150,7 +150,8 @@ class Context:
             gates: gives the weights where that is how its method mixes.
         """
         router = trial.settings.router
-        pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=not router.pool.truncate)
+        whole = router.mode in ROUTED and not router.pool.truncate
+        pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)
         seed = trial.settings.seed
         return Mixer(router, self.backbone, pooled, gates, len(trial.tasks), seed, self.storage.folder, self._folds)
 

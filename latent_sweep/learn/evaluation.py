@@ -2,16 +2,21 @@
 
 Greedy answers depend only on the prompt, the blend of snapshots, what the method and decoding make of them, the
 backbone and, where two tokens are next to equally likely, on the device and the libraries: they are cached under
-exactly that. In bfloat16 they also depend on which rows share a batch: batches are fixed by the test set alone, and a
-batch is the unit of the cache, so a score never depends on what else was computed before. Where memory has not
-sufficed, every batch of the next try is answered in halves: such answers are known under names of their own, and the
-journal tells rows that were scored with them.
+exactly that. A batch is the unit of the cache, so a score never depends on what else was computed before.
+
+How a row is answered is decided by the row: `path_of` its weights says whether its batch has one adapter for all rows,
+and then what the task's test prompts begin with is read once, however few rows the batch has. Rows of different paths
+never share a batch. What remains of a row's neighbours is rounding: they decide to how many rows and how much padding a
+kernel is applied, and in bfloat16 a near tie of two tokens can hang on that. Where a row leaves for another path, as
+tasks are added, its neighbours are answered again. Where memory has not sufficed, every batch of the next try is
+answered in halves: such answers are known under names of their own, and the journal tells rows that were scored with
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,7 @@ import torch
 
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.architectures import device_name
-from latent_sweep.backbones.generation import answer_text, generate
+from latent_sweep.backbones.generation import answer_text, generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.mixing import Array
@@ -62,6 +67,13 @@ class AnswerBatch:
     """An answer ends where one of these strings appears."""
     passes: int = 1
     """How many passes answer it: more than one where memory has not sufficed."""
+    shared: int = 0
+    """Tokens that all prompts of the task begin with and that are read once."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether one adapter holds for all rows."""
+        return path_of(self.weights[0]) is not None
 
     def parts(self) -> Iterator[tuple[Array, Sequence[Sequence[int]]]]:
         """Yield weights and prompts of each pass."""
@@ -93,11 +105,10 @@ def answer(
         tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
         ids: list[list[int]] = []
         for mix, prompts in batch.parts():
-            alike = bool((mix == mix[0]).all())
-            weights = torch.from_numpy(mix[:1] if alike else mix).float()
+            weights = torch.from_numpy(mix[:1] if batch.alike else mix).float()
             with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
                 adaptation = method.blend(tensors, weights)
-                ids += generate(backbone, bank, prompts, adaptation, batch.max_new_tokens, batch.stop, alike)
+                ids += generate(backbone, bank, prompts, adaptation, batch.max_new_tokens, batch.stop, batch.shared)
         return [answer_text(backbone, found, batch.stop) for found in ids]
 
     if engine.answers_apart:
@@ -113,7 +124,7 @@ class Evaluator:
 
     Args:
         method: says how snapshots answer together; one row of weights stands for a batch whose rows weigh them alike.
-        batch_size: rows per batch; fixed batches, see the module's docstring.
+        batch_size: rows per batch, at most; see `batched`.
         max_new_tokens, stop: where an answer ends.
         references: `single_first` or `max_over_refs`.
         cache: folder of known answers.
@@ -142,18 +153,26 @@ class Evaluator:
         self.references, self.cache, self.tell, self.method_source = references, cache, tell, method_source
         self.passes = passes
 
-    def score(self, history: Sequence[Snapshot], weights: Array, rows: Any, metric: Metric) -> TaskScore:
+    def score(
+        self, history: Sequence[Snapshot], weights: Array, rows: Any, metric: Metric, definitions: int = 1
+    ) -> TaskScore:
         """Score one task.
 
         Args:
             history: the snapshots, oldest first.
             weights: (rows, snapshots).
             rows: tokenised test rows.
+            definitions: how many definitions the prompts take in turn.
         """
         prompts = [prompt_read(self.method, ids) for ids in rows["prompt_ids"]]
-        order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
-        parts = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        batches = [self._batch(history, weights[part], [prompts[row] for row in part]) for part in parts]
+        parts: list[list[int]] = []
+        batches: list[AnswerBatch] = []
+        for first in range(min(definitions, len(prompts))):
+            reading = range(first, len(prompts), definitions)
+            shared = shared_tokens([prompts[row] for row in reading], self.batch_size)
+            found = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
+            batches += [self._batch(history, weights[part], [prompts[row] for row in part], shared) for part in found]
+            parts += found
         known, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history})
         answers = [""] * len(prompts)
         for part, texts in zip(parts, known, strict=True):
@@ -170,10 +189,13 @@ class Evaluator:
             rouge_1 = float(np.mean(score_rows("rouge_1", answers, references, self.references)))
         return TaskScore(float(np.mean(scores)), predictions, generated, rouge_1)
 
-    def _batch(self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]]) -> AnswerBatch:
+    def _batch(
+        self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]], shared: int
+    ) -> AnswerBatch:
         used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots that nobody in this batch weighs play no part
         lineages = [history[i].lineage for i in used]
-        return AnswerBatch(lineages, weights[:, used], prompts, self.max_new_tokens, self.stop, self.passes)
+        batch = AnswerBatch(lineages, weights[:, used], prompts, self.max_new_tokens, self.stop, self.passes)
+        return replace(batch, shared=shared) if batch.alike else batch
 
     def _answers(
         self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot]
@@ -198,6 +220,36 @@ class Evaluator:
         return self.cache / key[:2] / f"{key}.json"
 
 
+def path_of(weights: Array) -> tuple[int, ...] | None:
+    """Return which snapshots answer a row whose weights (snapshots,) are all 0 or 1; None where they are blended.
+
+    The snapshots of the first kind answer with one adapter for all of a batch; a blend is the row's own, even where
+    another row happens to have the same.
+    """
+    whole = np.flatnonzero(weights)
+    return tuple(whole.tolist()) if (weights[whole] == 1).all() else None
+
+
+def batched(rows: Sequence[int], lengths: Sequence[int], weights: Array, batch_size: int) -> list[list[int]]:
+    """Cut rows into batches: by length into as many as `batch_size` asks for, and these by how rows are answered.
+
+    The first cut depends on the prompts alone. So a row that is routed elsewhere when a task is added has the answers
+    of its own batch generated again, and no others.
+
+    Args:
+        lengths: tokens of every prompt, by row.
+        weights: (all rows, snapshots).
+    """
+    order = sorted(rows, key=lambda row: (lengths[row], row))
+    batches: list[list[int]] = []
+    for start in range(0, len(order), batch_size):
+        apart: dict[tuple[int, ...] | None, list[int]] = {}
+        for row in order[start : start + batch_size]:
+            apart.setdefault(path_of(weights[row]), []).append(row)
+        batches += apart.values()
+    return batches
+
+
 def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_source: str | None = None) -> str:
     """Names the answers to a batch: a hash of all that they depend on."""
     code = [] if method_source is None else [method_source]
@@ -215,6 +267,8 @@ def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_
     }
     if batch.passes > 1:
         content["passes"] = batch.passes
+    if batch.shared:
+        content["shared"] = batch.shared
     return content_hash(content, length=32)
 
 

@@ -4,6 +4,7 @@ last    the newest snapshot alone
 sum     all of them with weight one (summing branches, the ablation without a router)
 soft    the router's posterior, equation (15)
 hard    its largest entry
+lexical the task whose definition has most letters in common with the prompt, a control (`lexical.py`)
 gates   the method's own gates, read from the prompt (GainLoRA)
 oracle  the snapshot of the row's own task: an upper reference, it needs the task's identity
 """
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file
 
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.benchmarks.schema import Split
+from latent_sweep.learn.lexical import TaskNgrams, fit_ngrams, nearest
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.router import (
     GaussianRouter,
@@ -78,8 +80,8 @@ class Mixer:
 
     @property
     def routes(self) -> bool:
-        """Whether weights come from the router's posterior."""
-        return self.settings.mode in ("soft", "hard")
+        """Whether weights come from where a prompt seems to belong."""
+        return self.settings.mode in ("soft", "hard", "lexical")
 
     def weights(self, tasks_seen: int) -> list[Array]:
         """Return for each task seen the weights of its test rows: (rows, tasks_seen)."""
@@ -87,12 +89,29 @@ class Mixer:
         if mode == "soft" or mode == "hard":
             router = self._router(tasks_seen)
             return [router.weights(self._embeddings(task, "test"), mode) for task in range(tasks_seen)]
+        if mode == "lexical":
+            known = [self._ngrams(task) for task in range(tasks_seen)]
+            return [nearest(self._texts(task, "test"), known) for task in range(tasks_seen)]
         if mode == "gates":
             return [self.gates(tasks_seen, self.tokens(task, "test")["prompt_ids"]) for task in range(tasks_seen)]
         counts = [len(self.tokens(task, "test")) for task in range(tasks_seen)]
         alone = np.eye(tasks_seen)
         row = {"last": lambda task: alone[-1], "sum": lambda task: np.ones(tasks_seen), "oracle": alone.__getitem__}
         return [np.tile(row[str(mode)](task), (count, 1)) for task, count in enumerate(counts)]
+
+    def _ngrams(self, task: int) -> TaskNgrams:
+        """What the string match knows of the task, made once and stored."""
+        path = self._record_path(self.ngrams_name(task))
+        record = TaskNgrams.load(path)
+        if record is None:
+            record = fit_ngrams(self._texts(task, "train"))
+            record.save(path)
+        return record
+
+    def _texts(self, task: int, split: Split) -> list[str]:
+        """The prompts as the model reads them."""
+        prompts = [list(ids) for ids in self.tokens(task, split)["prompt_ids"]]
+        return self.backbone.tokenizer.batch_decode(prompts, skip_special_tokens=True)
 
     def _router(self, tasks_seen: int) -> GaussianRouter:
         """The router over the tasks seen; the covariance reads tasks to come only where the settings say so (A16)."""
@@ -145,9 +164,16 @@ class Mixer:
 
     def pooled_name(self, task: int, split: Split) -> str:
         """Names a task's pooled embeddings: a hash of all that they depend on."""
-        tokens = Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
+        tokens = self._tokens_name(task, split)
         pooling = [self.settings.pool.identity(), versions.POOLING]
         return content_hash({"tokens": tokens, "weights": self.backbone.weights_digest, "pool": pooling})
+
+    def ngrams_name(self, task: int) -> str:
+        """Names what the string match knows of a task: a hash of all that it depends on."""
+        return content_hash({"ngrams": versions.RECORDS, "tokens": self._tokens_name(task, "train")})
+
+    def _tokens_name(self, task: int, split: Split) -> str:
+        return Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
 
     def mixture_name(self, task: int) -> str:
         """Names a task's components: a hash of all that they depend on, scikit-learn among it, whose K-means it is."""

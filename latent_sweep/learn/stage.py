@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from latent_sweep.benchmarks.prompts import definitions
 from latent_sweep.benchmarks.schema import scoring_metric
 from latent_sweep.learn.evaluation import Evaluator
 from latent_sweep.learn.events import Emit, Step
@@ -138,7 +139,8 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
     for j in range(position + 1):
         task = trial.tasks[j]
         rows = context.tokens(trial, j, "test")
-        result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task))
+        wordings = len(definitions(task, "test", s.benchmark))
+        result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task), wordings)
         predictions[task.name] = result.predictions
         row.append(result.score)
         if result.rouge_1 is not None:

@@ -1,6 +1,7 @@
 """GainLoRA's gate in training: its settings, where it starts, and how it stays closed for earlier prompts.
 
-The formulas are in `latent_sweep.adapters.gate`.
+The formulas are in `latent_sweep.adapters.gate`. The official repository has T5 only: what is said here of Llama is
+after a copy by others, and is not verified.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class GateSettings(Settings):
     """The gate; what is left out is the preset's."""
 
     form: Literal["two_silu", "one_silu"] = Field("two_silu", json_schema_extra=FROM_PRESET)
-    """SiLU after both maps as released for T5, or after the second alone as for Llama."""
+    """SiLU after both maps as released for T5, or after the second alone, as in a copy by others for Llama."""
     width: int = Field(100, ge=1, json_schema_extra=FROM_PRESET)
     """Width between the two maps."""
     pooling: Literal["true_length", "padded"] = Field("true_length", json_schema_extra=FROM_PRESET)
@@ -55,7 +56,7 @@ RELEASED_GATES: Mapping[str, Mapping[str, Any]] = {
     "t5": {"pooling": "padded", "rescale_rows": True},
     "llama": {"form": "one_silu", "width": 50, "key_design": "random_project"},
 }
-"""What the preset `official` fills in, by backbone family."""
+"""What the preset `official` fills in, by backbone family; the values for Llama rest on a copy by others."""
 
 
 def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torch.device) -> Gate:

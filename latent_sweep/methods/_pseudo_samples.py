@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from latent_sweep.adapters.bank import Adaptation, virtual_tokens
-from latent_sweep.backbones.generation import Sampler, generate
+from latent_sweep.backbones.generation import Sampler, generate, shared_tokens
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.protocol import MethodContext, TaskData
@@ -199,7 +199,8 @@ def draw(
     while any(wanted.values()) and drawn < s.tries:
         batch = [question] * min(DRAWN_TOGETHER, s.tries - drawn)
         drawn += len(batch)
-        written = generate(*places, batch, writer, s.sample_length, alike=True, choose=sampler)
+        shared = shared_tokens(batch, len(batch))
+        written = generate(*places, batch, writer, s.sample_length, shared=shared, choose=sampler)
         for row in filter(None, map(format.read, written)):
             well_formed += 1
             label = tuple(row["target_ids"][:-1]) if format.labels else ()

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.bank import Adaptation, AdapterBank
     from latent_sweep.backbones.loading import Backbone
 
-Mixing = Literal["soft", "hard", "gates", "sum", "last", "oracle"]
+Mixing = Literal["soft", "hard", "lexical", "gates", "sum", "last", "oracle"]
 
-BRANCHES: tuple[Mixing, ...] = ("sum", "soft", "hard", "last", "oracle")
+BRANCHES: tuple[Mixing, ...] = ("sum", "soft", "hard", "lexical", "last", "oracle")
 """How snapshots can answer together that are adapters of their own."""
 
 

@@ -19,8 +19,8 @@ FACTORS = 1
 POOLING = 1
 """Of how token embeddings become one embedding per input: part of routed rows and of the cache's name."""
 RECORDS = 1
-"""Of how a task's components and scatter are fitted: part of routed rows and of the records' names."""
-DECODING = 3
+"""Of how a task's components, scatter and n-grams are fitted: part of routed rows and of the records' names."""
+DECODING = 4
 """Of how prompts, snapshots and weights become answers: part of rows and of the names of known answers."""
 SCORING = 3
 """Of how snapshots are weighed, and answers scored: part of rows."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from latent_sweep.backbones.known import BackboneSettings, Family, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_rows, row_count
-from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, prompt_parts
+from latent_sweep.benchmarks.prompts import LOST, PromptParts, definitions, encode_parts, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.metrics import normalise_answer
@@ -343,6 +343,7 @@ def _check_rows(case: Case, found: Findings) -> bool:
             found.fault(str(error))
         return False
     _check_shared(case, found)
+    _check_definition(case, found)
     _check_targets(case, found)
     if case.reader.tokenizer is None:
         return False
@@ -440,9 +441,13 @@ def _place(case: Case) -> str:
 
 def _check_room(case: Case, found: Findings) -> None:
     """Find instructions that take the whole prompt and leave nothing of any input."""
-    parts = next(_long_prompts(case, "train"), None)  # what one has no room for, none has
-    if parts is None:
-        return
+    for split in SPLITS:  # what one prompt has no room for, none of the same definition has
+        several = len(definitions(case.task, split, case.settings))
+        for parts in itertools.islice(_long_prompts(case, split), several):
+            _check_room_of(parts, case, found)
+
+
+def _check_room_of(parts: PromptParts, case: Case, found: Findings) -> None:
     try:
         ids = _encoded(case, parts)
     except DataError as error:
@@ -456,6 +461,14 @@ def _check_room(case: Case, found: Findings) -> None:
         )
 
 
+def _check_definition(case: Case, found: Findings) -> None:
+    """Say where test prompts stay as they are though another definition is asked for: there is none to replace."""
+    wanted = case.settings.prompts.definition
+    if wanted != "verbatim" and definitions(case.task, "test", case.settings) == (None,):
+        topic = f"{case.name}: benchmark.prompts.definition = {wanted} changes nothing where there is no instruction"
+        found.warn(topic, case.task.name, f"{len(case.rows['test']):,} test rows")
+
+
 def _encoded(case: Case, parts: PromptParts) -> Any:
     b, reader = case.settings, case.reader
     tokenizer: Any = reader
@@ -465,7 +478,6 @@ def _encoded(case: Case, parts: PromptParts) -> Any:
 def _check_prompts(case: Case, found: Findings) -> None:
     """Find prompts that are cut: counted where there are few of them, else estimated from a sample's tokens."""
     limit = case.settings.max_source_length
-    lost = "the end of their input" if case.settings.truncation == "keep_cue" else "their end, the cue first"
     for split in SPLITS:
         rows = case.rows[split]
         prompts = ["".join(parts) for parts in _long_prompts(case, split)]
@@ -476,7 +488,11 @@ def _check_prompts(case: Case, found: Findings) -> None:
             count, about = sum(len(prompt) > characters for prompt in prompts), "about "
         if count:
             topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
-            found.warn(f"{topic} {lost}", case.task.name, f"{about}{count:,} of {len(rows):,} {case.kind(split)}")
+            found.warn(
+                f"{topic} {LOST[case.settings.truncation]}",
+                case.task.name,
+                f"{about}{count:,} of {len(rows):,} {case.kind(split)}",
+            )
 
 
 def _room(case: Case) -> int:
@@ -488,8 +504,7 @@ def _room(case: Case) -> int:
 
 def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
     """Yield the prompts that may not fit: a token has a byte at least."""
-    for row in case.rows[split]:
-        parts = prompt_parts(case.spec, case.task, row.input)
+    for parts in split_prompts(case.spec, case.task, split, case.settings, (row.input for row in case.rows[split])):
         if len("".join(parts).encode()) >= _room(case):
             yield parts
 

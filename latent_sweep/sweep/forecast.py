@@ -175,7 +175,7 @@ def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_TestPass]:
         for task in range(stage + 1):
             alone = newest if mode == "last" else lineages[task]
             certain = mode in ("last", "oracle") or (stage == 0 and mode != "gates")  # one snapshot, with weight one
-            least = alone if certain or mode in ROUTED else history
+            least = alone if certain or mode in (*ROUTED, "lexical") else history
             most = alone if certain else history
             yield _TestPass(stage, f"{least} {tests[task]}", f"{most} {tests[task]}", rows[task])
 

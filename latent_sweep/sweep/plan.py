@@ -171,7 +171,7 @@ class Trial:
             "decoding": versions.DECODING,
             "scoring": versions.SCORING,
             "router": router_identity(s),
-            "routing": [versions.POOLING, versions.RECORDS] if s.router.mode in ROUTED else None,
+            "routing": _routing_versions(s.router.mode),
             "method": s.method.inference_identity() | self._method_source,
             "seed": s.seed,
             "evaluation": s.evaluation.identity(),
@@ -242,6 +242,12 @@ def router_identity(settings: TrialSettings) -> dict[str, Any]:
     if settings.router.mode in ROUTED:
         return settings.router.identity()
     return {"mode": settings.router.mode}
+
+
+def _routing_versions(mode: str) -> list[int] | None:
+    if mode in ROUTED:
+        return [versions.POOLING, versions.RECORDS]
+    return [versions.RECORDS] if mode == "lexical" else None
 
 
 def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | None = None) -> list[Trial]:
@@ -402,7 +408,10 @@ def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
     # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
-    scored = {"metrics": [scoring_metric(settings.benchmark, task) for task in tasks], "stop": list(spec.stop)}
+    scored: dict[str, Any] = {"stop": list(spec.stop)}
+    scored["metrics"] = [scoring_metric(settings.benchmark, task) for task in tasks]
+    if settings.benchmark.prompts.definition == "paraphrase":
+        scored["paraphrases"] = [list(task.paraphrases) for task in tasks]
     training = {
         "method": settings.method.training_identity() | code,
         "backbone": backbone,
@@ -460,6 +469,7 @@ def trial_faults(trial: Trial) -> list[str]:
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
                 "dropout of its own; leave it out"
             )
+    faults += _definition_faults(trial)
     if s.router.mode not in trial.method().mixings:
         possible = ", ".join(trial.method().mixings)
         faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
@@ -474,3 +484,24 @@ def trial_faults(trial: Trial) -> list[str]:
     for task in trial.tasks:  # rows that cannot be scored are better found before anything is learned
         row_count(trial.spec, task, "test", s.benchmark)
     return faults
+
+
+def _definition_faults(trial: Trial) -> list[str]:
+    """List why test prompts cannot have the definitions that are asked for."""
+    wanted, place = trial.settings.benchmark.prompts.definition, trial.settings.benchmark.name
+    told = [task for task in trial.tasks if task.instruction.strip()]
+    if wanted == "verbatim":
+        return []
+    if not told:
+        return [
+            f"benchmark.prompts.definition: found {wanted!r}, but no task of {trial.spec.name} has an instruction; "
+            "use verbatim"
+        ]
+    lacking = [task.name for task in told if wanted == "paraphrase" and not task.paraphrases]
+    if not lacking:
+        return []
+    return [
+        f"benchmark.prompts.definition: found 'paraphrase', but {', '.join(lacking)} of benchmark {place} have none; "
+        "add `paraphrases: [...]` beside the `instruction` of each such task in the benchmark's file: three or more "
+        "texts that say the same in other words and name the same labels. Or use verbatim or none"
+    ]

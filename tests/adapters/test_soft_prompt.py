@@ -136,7 +136,7 @@ def test_a_shared_beginning_may_hold_virtual_tokens(backbone, bank):
     prompt = prompts(1, 40)[0]
     ids = [[4, 5, *virtual_tokens(40), 6 + i] for i in range(4)]
     expected = [direct_answer(backbone, row, prompt, 4) for row in ids]
-    assert generate(backbone, bank, ids, Adaptation(prompt=prompt), 4, alike=True, choose=least_likely) == expected
+    assert generate(backbone, bank, ids, Adaptation(prompt=prompt), 4, shared=42, choose=least_likely) == expected
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.adapters.factors import truncated_svd
 from latent_sweep.adapters.latent import LatentSpace
 from latent_sweep.backbones import generation
-from latent_sweep.backbones.generation import Sampler, answer_text, generate
+from latent_sweep.backbones.generation import Sampler, answer_text, generate, shared_tokens
 
 RANK, LONGEST = 6, 12
 INSTRUCTION = [*range(40, 80)]
@@ -230,21 +230,35 @@ def test_what_prompts_begin_with_is_read_once(setting, passes, ends, more):
     adaptation = Adaptation(space.deltas(R[:, 0]))
     assert generate(backbone, bank, prompts, adaptation, LONGEST) == expected
     passes.clear()
-    assert generate(backbone, bank, prompts, adaptation, LONGEST, alike=True) == expected
+    once = len(INSTRUCTION) + more
+    assert shared_tokens(prompts, len(prompts)) == once
+    assert generate(backbone, bank, prompts, adaptation, LONGEST, shared=once) == expected
     longest = max(map(len, prompts))
     if backbone.family == "t5":  # its encoder reads in both directions
         assert passes[0] == (len(prompts), longest)
     else:
-        once = len(INSTRUCTION) + more
         assert passes[:2] == [(1, once), (len(prompts), longest - once)]
 
 
-@pytest.mark.parametrize(("rows", "shared", "alike"), [(1, 80, True), (2, 63, True), (5, 15, True), (9, 80, False)])
-def test_a_beginning_is_read_by_every_row_where_that_costs_less(setting, passes, rows, shared, alike):
+@pytest.mark.parametrize(
+    ("rows", "together", "begin", "shared"),
+    [(1, 9, 80, 0), (2, 9, 63, 0), (2, 9, 64, 64), (5, 9, 15, 0), (5, 9, 16, 16), (9, 1, 80, 0), (9, 2, 80, 80)],
+)
+def test_a_beginning_is_shared_where_that_costs_less(rows, together, begin, shared):
+    prompts = [[*range(40, 40 + begin), 200 + row] for row in range(rows)]
+    assert shared_tokens(prompts, together) == shared
+
+
+def test_one_row_reads_its_beginning_apart_too(setting, passes):
+    """As it does with neighbours, so that its numbers do not hang on them."""
     backbone, bank, space, R = setting
-    prompts = [[*range(40, 40 + shared), 200 + row] for row in range(rows)]
-    generate(backbone, bank, prompts, Adaptation(space.deltas(R[:, :rows])), 1, alike=alike)
-    assert passes[0] == (rows, shared + 1)
+    prompt = INSTRUCTION + PROMPTS[0]
+    expected = reference(backbone, merged(backbone, space, R[:, 0]), prompt)
+    passes.clear()
+    found = generate(backbone, bank, [prompt], Adaptation(space.deltas(R[:, 0])), LONGEST, shared=len(INSTRUCTION))
+    assert found == [expected]
+    if backbone.family == "llama":
+        assert passes[:2] == [(1, len(INSTRUCTION)), (1, len(PROMPTS[0]))]
 
 
 # --- choosing tokens -------------------------------------------------------------------------------------------------

@@ -180,6 +180,23 @@ def test_truncation_cuts_the_input_and_keeps_the_cue(family: str) -> None:
     assert (cue[-1] == tokenizer.eos_token_id) == (family == "t5")
 
 
+@pytest.mark.parametrize("family", ["t5", "llama"])
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [(1, "a"), (2, "as"), (7, "a lo" + "rds"), (8, "a lo" + "ords"), (19, "a long lis" + "t of words"[-9:]), (20, "")],
+)
+def test_truncation_keeps_both_ends_of_the_input(family: str, room: int, kept: str) -> None:
+    """As many tokens of each, or one more of the beginning; nothing is cut from what fits."""
+    tokenizer, text = byte_tokenizer(adds_bos=True), "a long lis" + "t of words"
+    parts = PromptParts("Sort.\n", text, "\nOutput: ")
+    head, found, cue = encode_parts(parts, tokenizer, family, 1 + 6 + room + 9, "keep_ends")
+    assert tokenizer.decode(found) == (kept or text)
+    assert tokenizer.decode(head, skip_special_tokens=True) == "Sort.\n"
+    assert tokenizer.decode(cue, skip_special_tokens=True) == "\nOutput: "
+    with pytest.raises(DataError, match=r"take all of its 16 tokens.*Raise it to 17 or more"):
+        encode_parts(parts, tokenizer, family, 16, "keep_ends")
+
+
 def test_official_truncation_cuts_from_the_right() -> None:
     tokenizer = byte_tokenizer()
     parts = PromptParts("Sort.\n", "a long list of words", "\nOutput: ")

@@ -14,7 +14,7 @@ from helpers.imitated_gpu import DEVICE, Record, imitated_gpu
 from helpers.methods import OPTIONS
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.batches import collate, label_logits
-from latent_sweep.backbones.generation import generate
+from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.learn.engine import Engine
@@ -107,7 +107,8 @@ class Workshop:
         for longest in tokens:
             before = self.record.copy()
             prompts = [row["prompt_ids"] for row in rows_of("apart")]
-            generate(self.backbone, self.bank, prompts, adaptation, longest, ("\n",), alike=True, choose=_never_ends)
+            shared = shared_tokens(prompts, len(prompts))
+            generate(self.backbone, self.bank, prompts, adaptation, longest, ("\n",), shared, choose=_never_ends)
             found.append((self.record - before).counts())
         return {kind: (found[1][kind] - found[0][kind]) / (tokens[1] - tokens[0]) for kind in found[0]}
 

@@ -12,7 +12,7 @@ from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.learn import evaluation
 from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.evaluation import Evaluator
+from latent_sweep.learn.evaluation import Evaluator, batched, path_of
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.router import prune
@@ -139,12 +139,12 @@ def test_a_sum_is_the_sum_of_the_adapters(backbone, bank, method, history, rows,
     [
         (np.ones((COUNT, 3)), [(1, 3)] * 3),
         (np.tile([0.0, 1.0, 0.0], (COUNT, 1)), [(1, 1)] * 3),
-        (np.tile([0.25, 0.0, 0.75], (COUNT, 1)), [(1, 2)] * 3),
+        (np.tile([0.25, 0.0, 0.75], (COUNT, 1)), [(3, 2), (3, 2), (1, 2)]),
         (soft(), [(3, 3), (3, 3), (1, 3)]),
     ],
-    ids=["sum", "one", "saturated", "soft"],
+    ids=["sum", "one", "blended alike", "soft"],
 )
-def test_rows_of_equal_weights_share_one_adapter_and_their_instruction(
+def test_rows_of_whole_weights_share_one_adapter_and_their_instruction(
     backbone, bank, method, history, rows, evaluator, embedded, monkeypatch, weights, given
 ):
     rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
@@ -158,7 +158,93 @@ def test_rows_of_equal_weights_share_one_adapter_and_their_instruction(
     assert answers(evaluator().score(history, weights, rows, "accuracy")) == blended
     assert shapes == given
     shared = backbone.family == "llama" and given[0][0] == 1
-    assert embedded.count((1, 40)) == (2 if shared else 0), "two batches of several rows"
+    assert embedded.count((1, 40)) == (3 if shared else 0), "the last batch has one row, and reads as the others do"
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def paths_taken(monkeypatch, method):
+    """By prompt: whether one adapter is made for its batch, and how many tokens are read apart."""
+    taken, blends = {}, []
+    real_blend, real_generate = method.blend, evaluation.generate
+
+    def blend(snapshots, weights):
+        blends.append(len(weights))
+        return real_blend(snapshots, weights)
+
+    def generate(backbone, bank, prompts, adaptation, longest, stop, shared):
+        one = blends[-1] == 1 and shared > 0
+        taken.update({tuple(prompt): (one, shared) for prompt in prompts})
+        return real_generate(backbone, bank, prompts, adaptation, longest, stop, shared)
+
+    monkeypatch.setattr(method, "blend", blend)
+    monkeypatch.setattr(evaluation, "generate", generate)
+    return taken
+
+
+@pytest.mark.parametrize("neighbours", range(6))
+def test_the_path_of_a_row_does_not_depend_on_its_neighbours(
+    history, rows, evaluator, method, monkeypatch, tmp_path, neighbours
+):
+    """Whatever the other rows weigh: sharing a batch, in equal parts, or one-hot on the same task or another."""
+    rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
+    mine, others = [np.eye(3)[1], np.array([0.5, 0.0, 0.5])], [*np.eye(3), np.full(3, 1 / 3), np.ones(3), soft()[0]]
+    weights = np.stack([*mine, *[others[neighbours]] * (COUNT - 2)])
+    taken = paths_taken(monkeypatch, method)
+    score = evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
+    routed, blended = (taken[tuple(rows["prompt_ids"][row])] for row in range(2))
+    assert (routed, blended) == ((True, 40), (False, 0))
+    alone = evaluator(batch_size=COUNT, cache=tmp_path / "alone")
+    for row in range(2):
+        apart = np.tile([0.2, 0.3, 0.5], (COUNT, 1))
+        apart[row] = weights[row]
+        assert answers(alone.score(history, apart, rows, "accuracy"))[row] == answers(score)[row]
+
+
+@pytest.mark.parametrize(
+    ("weights", "path"),
+    [
+        ([0, 1, 0], (1,)),
+        ([1, 1, 1], (0, 1, 2)),
+        ([0, 0, 0], ()),
+        ([0.5, 0.5, 0], None),
+        ([0, 2, 0], None),
+        ([1 - 1e-9, 1e-9, 0], None),
+    ],
+)
+def test_whole_weights_name_snapshots(weights, path):
+    assert path_of(np.array(weights, dtype=np.float64)) == path
+
+
+def test_rows_of_one_path_share_batches_cut_by_length():
+    lengths, weights = [5, 1, 4, 2, 3, 6], np.eye(3)[[0, 0, 1, 0, 1, 0]]
+    weights[3] = [0.5, 0.5, 0]
+    weights[5] = [0.1, 0.9, 0]
+    assert batched(range(6), lengths, weights, 4) == [[1], [3], [4, 2], [0], [5]]
+    assert batched([5, 3, 1], lengths, weights, 4) == [[1], [3, 5]]
+
+
+def test_a_row_that_is_routed_elsewhere_has_only_its_own_batch_answered_again(history, rows, evaluator, generated):
+    weights = np.tile(np.eye(3)[0], (COUNT, 1))
+    evaluator().score(history, weights, rows, "accuracy")
+    by_length = sorted(range(COUNT), key=lambda row: (len(rows["prompt_ids"][row]), row))
+    weights[by_length[0]] = np.eye(3)[2]
+    assert evaluator().score(history, weights, rows, "accuracy").generated == 3
+    assert generated == [3, 3, 1, 1, 2]
+
+
+def test_prompts_of_several_definitions_are_read_by_definition(history, rows, evaluator, embedded, backbone):
+    """Each of two instructions is read once a batch; row i has instruction i mod 2."""
+    prompts, weights = rows["prompt_ids"], np.tile(np.eye(3)[0], (COUNT, 1))
+    beginnings = [[*range(40, 80)], [*range(90, 130)]]
+    rows["prompt_ids"] = [[*beginnings[i % 2], *prompt] for i, prompt in enumerate(prompts)]
+    apart = [answers(evaluator(batch_size=1).score(history, weights, rows, "accuracy")) for _ in range(2)]
+    embedded.clear()
+    found = answers(evaluator().score(history, weights, rows, "accuracy", definitions=2))
+    assert [found, found] == apart
+    if backbone.family == "llama":
+        assert embedded.count((1, 40)) == 3, "four rows of one and three of the other, at most three together"
 
 
 def test_scores_count_matching_answers(history, rows, evaluator):

@@ -102,6 +102,32 @@ def test_posterior_weights_sum_to_one_and_find_their_task(mixer, mode):
         assert {float(w) for weights in found for w in weights.ravel()} == {0.0, 1.0}
 
 
+def test_the_string_match_takes_the_nearest_definition(mixer, llama):
+    """Whatever the inputs are, and with nothing pooled; what a task is known by is stored, and read again."""
+    definitions = ["Name the colour of it.", "Count the animals.", "Is the review good?"]
+    for (task, split), rows in mixer.rows.items():
+        mixer.rows[task, split] = Rows(
+            f"{task}-{split}",
+            [llama.tokenizer(f"{definitions[task]} {i * i} things")["input_ids"] for i in range(len(rows))],
+        )
+    found = mixer(mode="lexical").weights(3)
+    assert router_accuracy(found) == 1.0
+    for task in range(3):
+        np.testing.assert_array_equal(found[task], np.tile(np.eye(3)[task], (24 - task, 1)))
+    assert mixer(mode="lexical").routes
+    assert not (mixer.folder / "embeddings").exists()
+    records = sorted((mixer.folder / "router").glob("*.safetensors"))
+    assert [path.stem for path in records] == sorted(mixer(mode="lexical").ngrams_name(task) for task in range(3))
+    before = [path.read_bytes() for path in records]
+    mixer.asked.clear()
+    mixer(mode="lexical", seed=1, components=7).weights(3)
+    assert before == [path.read_bytes() for path in records]
+    records[0].write_bytes(b"damaged")
+    for one, other in zip(mixer(mode="lexical").weights(3), found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert before == [path.read_bytes() for path in records], "it is made again"
+
+
 def test_the_first_stage_knows_one_task(mixer):
     (weights,) = mixer(mode="soft").weights(1)
     np.testing.assert_array_equal(weights, np.ones((24, 1)))

@@ -28,6 +28,10 @@ def told(runs, pack):
     return [[event["event"] for event in runs.sweep.journal(trial.trial_id).read()] for trial in pack.trials]
 
 
+def stages(runs, trial):
+    return [event for event in runs.sweep.journal(trial.trial_id).read() if event["event"] == "stage"]
+
+
 def test_each_task_is_learned_then_scored_then_said(runs):
     (pack,) = runs.packs(**small(search={"router.components": [1, 2]}))
     events = []
@@ -45,6 +49,18 @@ def test_a_variant_that_comes_later_is_scored_and_not_learned(runs):
     assert not any(map(learns, events))
     assert [doing(event) for event in events if isinstance(event, StageDone)] == [("said", 0), ("said", 1)]
     assert told(runs, pack) == [["started", "stage", "stage", "finished"]] * 2
+
+
+def test_definitions_of_test_prompts_share_what_is_learned(runs):
+    """A trial each, one training; each is scored on prompts of its own."""
+    axis = {"benchmark.prompts.definition": ["verbatim", "paraphrase", "none"]}
+    (pack,) = runs.packs(**small(search=axis))
+    events = []
+    runs.run([pack], events.append)
+    assert len({(event.position, event.step) for event in events if learns(event)}) == sum(map(learns, events))
+    assert told(runs, pack) == [["started", "stage", "stage", "finished"]] * 3
+    shares = [stage["metrics"]["generated_share"] for trial in pack.trials for stage in stages(runs, trial)[:1]]
+    assert shares == [1.0] * 3, "no prompt of one is another's"
 
 
 def test_a_member_that_fails_leaves_and_the_others_go_on(runs):

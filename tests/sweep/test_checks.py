@@ -188,6 +188,7 @@ def test_prompts_that_are_cut_are_counted(own: Path) -> None:
         "warning: benchmark own: prompts are longer than benchmark.max_source_length = 60 tokens and lose the end of "
         "their input: left 2 of 5 training"
     ]
+    assert "and lose the middle of their input" in said_of(own, {"max_source_length": 60, "truncation": "keep_ends"})[0]
     assert "and lose their end, the cue first" in said_of(own, {"max_source_length": 60, "truncation": "official"})[0]
     assert said_of(own, {"max_source_length": 128}) == []
 
@@ -301,16 +302,27 @@ def test_what_a_run_says_at_its_start_its_trials_do_not_say_again(
     assert "latent_sweep.sweep.checks" not in [record.name for record in caplog.records]
 
 
-def test_cut_prompts_are_counted_exactly_when_they_are_tokenised(own: Path, runs: Any, caplog: Any) -> None:
+@pytest.mark.parametrize(
+    ("truncation", "lost"),
+    [
+        ("keep_cue", "the end of their input"),
+        ("keep_ends", "the middle of their input"),
+        ("official", "their end, the cue first"),
+    ],
+)
+def test_cut_prompts_are_counted_exactly_when_they_are_tokenised(
+    own: Path, runs: Any, caplog: Any, truncation: str, lost: str
+) -> None:
     """A prompt that just fits is not cut."""
     put(own, "left", "train", rows("left", "train", ["ax"] * 9) + rows("left", "train", ["bx"] * 10, "!" * 50))
     changes = few_steps(own)
-    changes["trial__benchmark"] |= {"max_source_length": len("train row 0 of left\nOutput: ")}
+    limit = len("train row 0 of left\nOutput: ")
+    changes["trial__benchmark"] |= {"max_source_length": limit, "truncation": truncation}
     with caplog.at_level(logging.WARNING):
         runs.run(runs.packs(**changes))
     counts = [record.message for record in caplog.records if record.name == "latent_sweep.benchmarks.loaders"]
-    limit = "benchmark.max_source_length = 28 tokens and lose their end."
-    assert f"Benchmark own, task left: 10 of 19 train prompts are longer than {limit}" in counts
+    said = f"benchmark.max_source_length = 28 tokens and lose {lost}."
+    assert f"Benchmark own, task left: 10 of 19 train prompts are longer than {said}" in counts
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

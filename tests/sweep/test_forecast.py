@@ -93,6 +93,7 @@ def test_without_data_a_plan_says_what_is_missing():
         ("oracle", 5, 5),  # a task's own snapshot answers it at every stage: 3 + 2
         ("soft", 5, 11),  # one that is always right is an oracle; one that never is sure is like a sum
         ("hard", 5, 11),
+        ("lexical", 5, 11),
     ],
 )
 def test_passes_by_mode(mode, least, most):
@@ -130,7 +131,7 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("mode", ["sum", "last", "oracle", "soft", "hard"])
+@pytest.mark.parametrize("mode", ["sum", "last", "oracle", "soft", "hard", "lexical"])
 def test_a_run_learns_and_answers_what_was_foreseen(mode, runs):
     """Every file of known answers is a batch; here a task's test rows are one batch."""
     changes = QUICK | {

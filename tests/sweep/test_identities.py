@@ -111,11 +111,12 @@ SETTINGS = {
     "benchmark.data_dir": ("{folder}", NOTHING),
     "benchmark.max_source_length": (100, PROMPTS),
     "benchmark.max_target_length": (5, PROMPTS),
-    "benchmark.truncation": ("official", PROMPTS),
+    "benchmark.truncation": ("keep_ends", PROMPTS),
     "benchmark.bos": ("off", PROMPTS),
     "benchmark.drop_unlabelled": (True, TESTED),
     "benchmark.references": ("max_over_refs", SCORED),
     "benchmark.classification_metric": ("rouge_l", SCORED),
+    "benchmark.prompts.definition": ("paraphrase", TESTED),
     "benchmark.validation_fraction": (0.5, "trial training"),  # nothing is held out
     "benchmark.score_on": ("validation", PROMPTS),
     "training.learning_rate": (0.2, TRAINED),
@@ -176,6 +177,7 @@ TASK = {
     "category": ("kind", NOTHING),
     "metric": ("rouge_l", SCORED),
     "instruction": ("Say it.", PROMPTS),
+    "paraphrases": (["In yet other words."], NOTHING),  # unless test prompts read them
     "labels": (["ax", "bx"], NOTHING),  # a row with another answer is refused
     "folder": ("elsewhere", NOTHING),
     "train_rows": (7, NOTHING),
@@ -336,6 +338,7 @@ def made(tmp_path_factory):
     def orders(content):
         content["name"] = "own"
         content["orders"] = {"1": ["left", "middle", "right"], "2": ["right", "middle", "left"]}
+        content["tasks"][0] |= {"instruction": "Which is it?", "paraphrases": ["Name it."]}
 
     rewrite_benchmark(folder / "benchmark", orders)
     shutil.copytree(folder / "benchmark", folder / "reworded")
@@ -368,6 +371,11 @@ def test_a_setting_changes_what_reads_it(unchanged, path):
     subject, before = unchanged
     value, expected = SETTINGS[path]
     assert differing(before, subject.identities(**{path.replace(".", "__"): value})) == set(expected.split())
+
+
+def test_the_string_match_is_another_way_to_route(unchanged):
+    subject, before = unchanged
+    assert differing(before, subject.identities(router__mode="lexical")) == set(SCORED.split())
 
 
 def test_a_backbones_dropout_changes_what_is_trained(unchanged):
@@ -422,6 +430,13 @@ def test_a_field_of_a_task_changes_what_reads_it(subject, name):
     if name == "folder":
         (folder / "left").rename(folder / "elsewhere")
     assert differing(before, subject.identities()) == set(expected.split())
+
+
+def test_a_paraphrase_changes_what_reads_it(subject):
+    reading = {"benchmark__prompts__definition": "paraphrase"}
+    before = subject.identities(**reading)
+    rewrite_benchmark(subject.folder / "benchmark", lambda content: content["tasks"][0].update(paraphrases=["Say it."]))
+    assert differing(before, subject.identities(**reading)) == set(TESTED.split())
 
 
 def change_outside(subject, what, monkeypatch):

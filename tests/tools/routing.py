@@ -1,0 +1,73 @@
+"""Where prompts are sent, by what routes and by what test prompts say: no adapter is trained and nothing is answered.
+
+    LATENT_SWEEP_DATA=... PYTHONPATH=tests python -m tools.routing BENCHMARK ORDER
+
+Fits routers on 200 training rows of every task and sends 100 test rows of each, with the embedding table of
+SmolLM2-135M. Prints Markdown: the share of rows that go to their own task, a macro mean, and for the router's posterior
+the share of rows that weigh one task alone after pruning, by definition of the test prompts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+import numpy as np
+
+from latent_sweep.benchmarks.schema import PromptSettings
+from latent_sweep.learn.context import Context
+from latent_sweep.learn.mixing import router_accuracy
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import Trial, expand
+
+ROUTERS: Mapping[str, Mapping[str, Any]] = {
+    "router, as by default": {"mode": "soft"},
+    "router, `epsilon_mode: absolute`": {"mode": "soft", "epsilon_mode": "absolute"},
+    "router, `pool.scope: input_only`": {"mode": "soft", "pool": {"scope": "input_only"}},
+    "`lexical`": {"mode": "lexical"},
+}
+DEFINITIONS = get_args(PromptSettings.model_fields["definition"].annotation)
+
+
+def trial_of(benchmark: Mapping[str, Any], router: Mapping[str, Any], definition: str) -> Trial:
+    """The trial whose router is asked."""
+    settings = {
+        "method": {"name": "latent_lora"},
+        "router": dict(router),
+        "backbone": {"name": "smollm2-135m", "dtype": "float32"},
+        "benchmark": {**benchmark, "prompts": {"definition": definition}},
+    }
+    (trial,) = expand(parse_sweep({"name": "routing", "trial": settings}, "tools.routing"))
+    return trial
+
+
+def table(benchmark: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Yield the lines of the table; what is computed for it lies in `folder`."""
+    yield f"| | {' | '.join(DEFINITIONS)} |"
+    yield f"|---|{'---|' * len(DEFINITIONS)}"
+    context = Context(trial_of(benchmark, {"mode": "soft"}, "verbatim"), Storage(folder))
+    for name, router in ROUTERS.items():
+        cells = []
+        for definition in DEFINITIONS:
+            trial = trial_of(benchmark, router, definition)
+            weights = context.mixer(trial, lambda seen, prompts: np.zeros(0)).weights(len(trial.tasks))
+            alone = np.mean([np.mean(rows.max(axis=1) == 1) for rows in weights])
+            told = f" ({alone:.1%} one-hot)" if router["mode"] == "soft" else ""
+            cells.append(f"{router_accuracy(weights):.1%}{told}")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table."""
+    benchmark = {"name": sys.argv[1], "order": sys.argv[2], "train_per_task": 200, "test_per_task": 100}
+    with TemporaryDirectory() as folder:
+        for line in table(benchmark, Path(folder)):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

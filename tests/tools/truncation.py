@@ -1,0 +1,83 @@
+"""What each truncation costs on the public data, by task: rows that are cut, and rows whose question is cut.
+
+    LATENT_SWEEP_DATA=... PYTHONPATH=tests python -m tools.truncation TOKENIZER [tokens]
+
+TOKENIZER is a folder or a name of the hub; its class says whether it is T5's. Prints Markdown: the tasks in which any
+prompt is longer than so many tokens (512).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from latent_sweep.benchmarks.loaders import load_rows
+from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, encode_prompt, prompt_parts
+from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, Truncation, load_benchmark
+
+QUESTIONS: Mapping[str, str] = {
+    "task002": r"Question: .*",
+    "multirc": r"question: .*",
+    "boolq": r"question: .*?(?=\npassage: )",
+    "task1729": r"\n[^\n]*$",
+}
+"""What a row asks, by task: a pattern in its input. Of a dialogue, what the answer answers: its last line."""
+
+
+def counts(
+    spec: BenchmarkSpec, task: TaskSpec, split: Split, tokenizer: Any, tokens: int
+) -> tuple[int, int, dict[str, int]]:
+    """Return the rows of a split, those that are cut, and by truncation those that lose some of their question."""
+    settings = BenchmarkSettings(name=spec.name, max_source_length=tokens, max_target_length=spec.max_target_length)
+    family: Any = "t5" if "T5" in type(tokenizer).__name__ else "llama"
+    rows = load_rows(spec, task, split, settings)
+    prompts = [prompt_parts(spec, task, row.input) for row in rows]
+    cut = [parts for parts in prompts if len(encode_prompt(parts, tokenizer, family, sys.maxsize)) > tokens]
+    lost = {
+        how: sum(
+            _is_lost(task, parts, encode_parts(parts, tokenizer, family, tokens, how).input, tokenizer) for parts in cut
+        )
+        for how in get_args(Truncation)
+        if task.name in QUESTIONS
+    }
+    return len(rows), len(cut), lost
+
+
+def _is_lost(task: TaskSpec, parts: PromptParts, kept: list[int], tokenizer: Any) -> bool:
+    """Whether the question is not, whole, among the tokens kept."""
+    found = re.search(QUESTIONS[task.name], parts.input, re.DOTALL)
+    assert found, f"task {task.name}: no question in {parts.input!r}"
+    asked = tokenizer.decode(tokenizer(found[0], add_special_tokens=False)["input_ids"])
+    # T5's tokenizers make one space of any
+    return "".join(asked.split()) not in "".join(tokenizer.decode(kept).split())
+
+
+def table(tokenizer: Any, tokens: int) -> Iterator[str]:
+    """Yield the lines of the table."""
+    modes = get_args(Truncation)
+    yield f"| task | rows | longer than {tokens:,} | {' | '.join(f'question cut, `{how}`' for how in modes)} |"
+    yield f"|---|---|---|{'---|' * len(modes)}"
+    splits: tuple[Split, ...] = ("train", "test")
+    for name in ("superni", "long_sequence"):
+        spec = load_benchmark(name)
+        for task in spec.tasks:
+            for split in splits:
+                rows, cut, lost = counts(spec, task, split, tokenizer, tokens)
+                if cut:
+                    cells = [f"{lost[how]:,}" if lost else "" for how in modes]
+                    yield f"| {task.name} ({task.title}), {split} | {rows:,} | {cut:,} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    for line in table(tokenizer, int(sys.argv[2]) if len(sys.argv) > 2 else 512):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
