@@ -139,7 +139,7 @@ def test_mlflow_holds_every_trial(finished):
         assert run.data.params["K"] == str(trial.values["router.components"])
         assert [point.step for point in client.get_metric_history(run.info.run_id, "AP")] == [1, 2]
         artifacts = {entry.path for entry in client.list_artifacts(run.info.run_id)}
-        assert {"trial.yaml", "result.json", "scores.json", "predictions", "snapshots"} <= artifacts
+        assert {"trial.yaml", "result.json", "scores.json", "predictions", "answers", "snapshots"} <= artifacts
 
 
 def test_the_table_has_a_row_for_every_configuration(finished, capsys):

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from latent_sweep.benchmarks.schema import scoring_metric
 from latent_sweep.learn.context import Context, computed_with, hardware
 from latent_sweep.learn.training import TrainingSummary
 from latent_sweep.store import versions
@@ -39,6 +40,7 @@ def say_failed(files: TrialFiles, error: Exception, task: str | None, step: int 
 
 def say_stage(
     files: TrialFiles,
+    trial: Trial,
     snapshot: Snapshot,
     summary: TrainingSummary | None,
     scoring: Mapping[str, float],
@@ -58,7 +60,8 @@ def say_stage(
         metrics["seconds_train"] = summary.seconds
         metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
-    computed = {"learned_with": facts["computed_with"], "scored_with": scored_with}
+    scored_by = {task.name: scoring_metric(trial.settings.benchmark, task) for task in trial.tasks[: len(files.rows)]}
+    computed = {"learned_with": facts["computed_with"], "scored_with": scored_with, "scored_by": scored_by}
     files.tell(snapshot.lineage, summary is None, metrics, computed)
 
 

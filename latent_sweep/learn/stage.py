@@ -104,7 +104,7 @@ def score_missing(member: MemberRun, position: int, learned: Learned, emit: Emit
         if len(run.files.rows) <= position < run.files.wanted:
             scoring = _score(run, member, position, emit)
             summary = learned.get(member.lineages[position])
-            say_stage(run.files, member.snapshots[position], summary, scoring, member.context)
+            say_stage(run.files, run.trial, member.snapshots[position], summary, scoring, member.context)
 
 
 def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[str, float]:
@@ -145,6 +145,6 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
         generated, total = generated + result.generated, total + len(rows)
         emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
-    run.files.record(row, predictions)
+    run.files.record(row, predictions, context.keep_answers)
     measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1
     return measured | ({"router_accuracy": router_accuracy(weights)} if mixer.routes else {})
