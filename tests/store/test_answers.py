@@ -7,7 +7,7 @@ import pytest
 from latent_sweep.store.answers import Answer, answers_file, changed, changes, kept_answers, newest_answers, stage_of
 
 FIRST = {"mood": [Answer("good", 1.0), Answer("bad", 0.0)]}
-SECOND = {"mood": [Answer("good", 1.0), Answer("ünwell", 0.5)], "ticket": [Answer("", 0.0)]}
+SECOND = {"mood": [Answer("good", 1.0), Answer("ünwell", 0.5)], "ticket": [Answer("\u2028\x85\r\n", 0.0)]}
 THIRD = {**SECOND, "other": [Answer("x", 1.0)]}
 
 
@@ -21,7 +21,7 @@ def told(seen, kept=True):
 
 def test_a_file_holds_what_the_stage_before_did_not_answer():
     assert lines(changes(FIRST, {})) == [("mood", 0, "good", 1.0), ("mood", 1, "bad", 0.0)]
-    assert lines(changes(SECOND, FIRST)) == [("mood", 1, "ünwell", 0.5), ("ticket", 0, "", 0.0)]
+    assert lines(changes(SECOND, FIRST)) == [("mood", 1, "ünwell", 0.5), ("ticket", 0, "\u2028\x85\r\n", 0.0)]
     assert changes(SECOND, SECOND) == b""
 
 
