@@ -12,7 +12,6 @@ from latent_sweep.learn.evaluation import Evaluator
 from latent_sweep.learn.events import Emit, Step
 from latent_sweep.learn.journaling import say_stage
 from latent_sweep.learn.member import MemberRun, Members, TrialRun
-from latent_sweep.learn.mixing import router_accuracy
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
 from latent_sweep.methods.capabilities import Gated
 from latent_sweep.store.failures import during
@@ -145,6 +144,6 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
         generated, total = generated + result.generated, total + len(rows)
         emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
+    evidence = mixer.evidence(position + 1, [task.name for task in trial.tasks])
     run.files.record(row, predictions, context.keep_answers)
-    measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1
-    return measured | ({"router_accuracy": router_accuracy(weights)} if mixer.routes else {})
+    return {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1 | evidence
