@@ -62,7 +62,7 @@ def task_measures(log_posterior: Array, task: int, prune_below: float) -> Mappin
     return {
         "p_correct": float(np.exp(log_posterior[:, task]).mean()),
         "accuracy": float(correct.mean()),
-        "nll": float(-np.maximum(log_posterior[:, task], np.log(LEAST_PROBABILITY)).mean()),
+        "nll": float(np.abs(np.maximum(log_posterior[:, task], np.log(LEAST_PROBABILITY))).mean()),
         "ece": expected_calibration_error(np.exp(log_posterior.max(axis=1)), correct),
         "one_hot": float((np.count_nonzero(weights, axis=1) == 1).mean()),
     }

@@ -75,6 +75,7 @@ def test_one_task_is_certain_and_right():
     assert found == {f"router_{key}": value for key, value in expected.items()} | {
         f"router/{key}/mood": value for key, value in expected.items()
     }
+    assert f"{found['router_nll']:.2f}" == "0.00", "and not -0.00"
 
 
 def test_calibration_by_hand():

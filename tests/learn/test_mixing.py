@@ -190,6 +190,13 @@ def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(m
     assert 0.43 < mixer(mode="soft").evidence(1, NAMES)["router_novelty_auroc"] < 0.57
 
 
+def test_every_task_to_come_is_unseen(mixer):
+    """The next task is like the one that is seen, the last one is not: half of the unseen rows are far away."""
+    mixer.rows[1, "test"] = Rows("again", list(mixer.rows[0, "test"]["prompt_ids"]))
+    n, m = len(mixer.rows[0, "test"]), len(mixer.rows[2, "test"])
+    assert mixer(mode="soft").evidence(1, NAMES)["router_novelty_auroc"] == pytest.approx((0.5 * n + m) / (n + m))
+
+
 def test_distances_are_of_rows_from_the_whole_of_a_task(mixer, monkeypatch):
     from latent_sweep.learn import mixing
 

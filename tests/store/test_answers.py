@@ -50,6 +50,21 @@ def test_after_a_stage_that_was_not_kept_a_file_stands_by_itself(tmp_path):
     assert newest_answers(tmp_path, events[:2]) == {}
 
 
+def test_a_score_alone_may_change():
+    """As where a metric has changed, and with it the key of the row."""
+    again = {"mood": [Answer("good", 0.5), FIRST["mood"][1]]}
+    assert lines(changes(again, FIRST)) == [("mood", 0, "good", 0.5)]
+    assert changed(FIRST, changes(again, FIRST)) == again
+
+
+def test_nothing_is_taken_over_a_gap(tmp_path):
+    (tmp_path / "answers").mkdir()
+    (tmp_path / answers_file(1)).write_bytes(changes(FIRST, {}))
+    (tmp_path / answers_file(3)).write_bytes(b"")
+    found = {event["tasks_seen"]: a for event, a in kept_answers(tmp_path, [told(1), told(2, kept=False), told(3)])}
+    assert found == {1: FIRST, 3: {}}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
