@@ -10,6 +10,7 @@ oracle  the snapshot of the row's own task: an upper reference, it needs the tas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file
 
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.benchmarks.schema import Split
+from latent_sweep.errors import DataError
 from latent_sweep.learn.evidence import novelty_auroc, routing_measures
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.router import (
@@ -38,6 +40,8 @@ from latent_sweep.router import (
 from latent_sweep.settings import content_hash
 from latent_sweep.store import versions
 from latent_sweep.store.sealed import intact, write_sealed
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.float64]
 MODES = get_args(Mixing)
@@ -107,8 +111,8 @@ class Mixer:
             tasks: names of all tasks of the trial, in order.
 
         Returns:
-            What `routing_measures` gives and, where tasks are still to come, `router_novelty_auroc`, from at most
-            `DISTANCE_ROWS` rows of each task; nothing where weights do not come from the router's posterior.
+            What `routing_measures` gives and, where tasks are still to come whose rows can be read,
+            `router_novelty_auroc`, from at most `DISTANCE_ROWS` rows of each task; nothing where weights do not come from the router's posterior.
         """
         if not self.routes:
             return {}
@@ -116,7 +120,11 @@ class Mixer:
         posteriors = [router.log_posterior(rows(task)) for task in range(tasks_seen)]
         found = routing_measures(posteriors, tasks[:tasks_seen], self.settings.prune_below)
         if tasks_seen < self.n_tasks:
-            distances = [router.distances(_spread(rows(task), DISTANCE_ROWS)) for task in range(self.n_tasks)]
+            try:
+                distances = [router.distances(_spread(rows(task), DISTANCE_ROWS)) for task in range(self.n_tasks)]
+            except DataError as error:  # the trial ends where it needs these rows, and not before
+                log.warning("after %s tasks, novelty is not measured: %s", tasks_seen, error)
+                return found
             seen, unseen = np.concatenate(distances[:tasks_seen]), np.concatenate(distances[tasks_seen:])
             found["router_novelty_auroc"] = novelty_auroc(seen, unseen)
         return found

@@ -158,8 +158,8 @@ def _rescored(sweep: SweepFolder, trial: TrialFolder) -> Rescored:
         notes.append(f"{result.status} after {len(told)} of {trial.n_tasks} tasks; the others have no scores")
     try:
         return _Rescoring(trial, told, result, notes).result(events)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        fault = f"a file's digest is right and its content is not: {type(error).__name__}: {error}"
+    except (OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
+        fault = f"{trial.path}: a file holds something else than it should: {type(error).__name__}: {error}"
         return replace(result, faults=(fault,), left_out=("its files could not be read",))
 
 
@@ -167,7 +167,8 @@ class _Rescoring:
     """One trial's files as read, to score its stages again.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: a file holds something else than it should.
+        OSError, ConfigError, ValueError, LookupError, TypeError, AttributeError: a file is missing, or holds something
+            else than it should.
     """
 
     def __init__(self, trial: TrialFolder, told: Sequence[Event], blank: Rescored, notes: list[str]):

@@ -8,6 +8,7 @@ import torch
 from helpers.rounding import PRODUCT
 from safetensors.numpy import load_file
 
+from latent_sweep.errors import DataError
 from latent_sweep.learn.mixing import MODES, Mixer, pool
 from latent_sweep.router import RouterSettings, TaskScatter
 
@@ -195,6 +196,22 @@ def test_every_task_to_come_is_unseen(mixer):
     mixer.rows[1, "test"] = Rows("again", list(mixer.rows[0, "test"]["prompt_ids"]))
     n, m = len(mixer.rows[0, "test"]), len(mixer.rows[2, "test"])
     assert mixer(mode="soft").evidence(1, NAMES)["router_novelty_auroc"] == pytest.approx((0.5 * n + m) / (n + m))
+
+
+def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(mixer, caplog):
+    one = mixer(mode="soft")
+    read = one.tokens
+
+    def tokens(task, split):
+        if task == 2:
+            raise DataError("it has changed")
+        return read(task, split)
+
+    one.tokens = tokens
+    found = one.evidence(2, NAMES)
+    assert "router_novelty_auroc" not in found
+    assert "router_nll" in found
+    assert "after 2 tasks, novelty is not measured: it has changed" in caplog.text
 
 
 def test_distances_are_of_rows_from_the_whole_of_a_task(mixer, monkeypatch):

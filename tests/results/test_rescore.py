@@ -178,7 +178,17 @@ def test_files_of_another_content_are_told_and_no_fault_of_ours(copy, capsys, na
     (first.path / name).write_text(content)
     tell(first, name)
     assert main(["rescore", str(copy.path)]) == 1
-    assert "a file's digest is right and its content is not" in capsys.readouterr().out
+    assert f"{first.path}: a file holds something else than it should: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["benchmark: [", "benchmark: {}\n", None])
+def test_settings_that_cannot_be_read_are_told(copy, capsys, content):
+    first, _ = copy
+    (first.path / "trial.yaml").unlink()
+    if content is not None:
+        (first.path / "trial.yaml").write_text(content)
+    assert main(["rescore", str(copy.path)]) == 1
+    assert f"{first.path}: a file holds something else than it should: " in capsys.readouterr().out
 
 
 def test_without_earlier_answers_the_last_row_alone_is_scored_again(tmp_path, capsys):
