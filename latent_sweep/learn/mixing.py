@@ -112,7 +112,8 @@ class Mixer:
 
         Returns:
             What `routing_measures` gives and, where tasks are still to come whose rows can be read,
-            `router_novelty_auroc`, from at most `DISTANCE_ROWS` rows of each task; nothing where weights do not come from the router's posterior.
+            `router_novelty_auroc`, from at most `DISTANCE_ROWS` rows of each task; nothing where weights do not come
+            from the router's posterior.
         """
         if not self.routes:
             return {}
