@@ -8,8 +8,7 @@ and the log-determinant cancel between tasks and the router is a linear classifi
     log p(x | t) = logsumexp_k(log pi_tk + mu_tk' C^-1 x - mu_tk' C^-1 mu_tk / 2) + const(x)
 
 One Cholesky factor per fit and one matrix product per batch; nothing is inverted, and no input is whitened but to tell
-how far it lies from everything seen. Symmetric
-matrices are kept as their triangle: half the bytes to store and to add.
+how far it lies from everything seen. Symmetric matrices are kept as their triangle: half the bytes to store and to add.
 
 Letters: n inputs, d embedding width, K components of one task, T tasks, M components of all tasks.
 """
