@@ -1,8 +1,9 @@
-"""latent-sweep: run, plan, report, doctor, bench, sync, verify. Each command imports what it needs when it runs."""
+"""latent-sweep: run, plan, report, rescore, doctor, bench, sync, verify. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Returns:
-        0 if all went well, 1 if a trial failed, `doctor` found a fault, or `verify` a difference (with `--repair`: one
-        that is left, for the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
+        0 if all went well, 1 if a trial failed, `doctor` found a fault, `rescore` a score that is not that of its
+        answers or cannot be computed again, or `verify` a difference (with `--repair`: one that is left, for the next
+        run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
     """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.carry_out
@@ -66,6 +68,19 @@ def _parser() -> argparse.ArgumentParser:
         help="compare all others with this configuration: method=seq_lora; given again where it takes several settings",
     )
     report.set_defaults(carry_out=_report)
+
+    rescore = commands.add_parser(
+        "rescore",
+        help="compute all scores, AP and FM again from the answers that trials have kept",
+        description="Score the kept answers of every trial again, stage by stage and task by task, against the "
+        "references kept beside them, which must be those of the benchmark's data where that is at hand; say which "
+        "scores, AP or FM are stored otherwise, and what could not be scored again and why. Generates and changes "
+        "nothing. Exit codes: 0 every stored score is that of its answers, 1 one is not, or could not be computed "
+        "again, 2 it could not be looked at.",
+    )
+    rescore.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
+    rescore.add_argument("--json", action="store_true", help="print JSON")
+    rescore.set_defaults(carry_out=_rescore)
 
     doctor = commands.add_parser(
         "doctor",
@@ -186,6 +201,18 @@ def _report(options: argparse.Namespace) -> int:
 
     print(render(summarise(open_sweep(options.folder), options.over, options.baseline), options.format))
     return 0
+
+
+def _rescore(options: argparse.Namespace) -> int:
+    from latent_sweep.results.rescore import rescore
+    from latent_sweep.store.folders import open_sweep
+
+    trials = rescore(open_sweep(options.folder))
+    if options.json:
+        print(json.dumps([trial.record() for trial in trials], indent=1))
+    else:
+        print(printable("\n".join(line for trial in trials for line in trial.lines())))
+    return 0 if all(trial.equal for trial in trials) else 1
 
 
 def _doctor(options: argparse.Namespace) -> int:

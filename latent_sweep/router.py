@@ -7,8 +7,8 @@ and the log-determinant cancel between tasks and the router is a linear classifi
 
     log p(x | t) = logsumexp_k(log pi_tk + mu_tk' C^-1 x - mu_tk' C^-1 mu_tk / 2) + const(x)
 
-One Cholesky factor per fit and one matrix product per batch; nothing is inverted and no input is whitened. Symmetric
-matrices are kept as their triangle: half the bytes to store and to add.
+One Cholesky factor per fit and one matrix product per batch; nothing is inverted, and no input is whitened but to tell
+how far it lies from everything seen. Symmetric matrices are kept as their triangle: half the bytes to store and to add.
 
 Letters: n inputs, d embedding width, K components of one task, T tasks, M components of all tasks.
 """
@@ -29,6 +29,7 @@ from safetensors.numpy import load_file
 from scipy.linalg import LinAlgError, cho_factor, cho_solve, solve_triangular
 from scipy.linalg.blas import dsyrk
 from scipy.linalg.lapack import dtpttr, dtrttp
+from scipy.spatial.distance import cdist
 from scipy.special import log_softmax, softmax
 
 from latent_sweep.errors import LatentSweepError
@@ -434,7 +435,7 @@ class GaussianRouter:
     """Posterior over the tasks seen so far for pooled embeddings (Eq. 14), from their records alone.
 
     Adding a task is `fit` with one more mixture; no embedding of an earlier task is needed again. Attributes that end
-    in an underscore exist after `fit`; they are all that routing needs, M (d + 1) numbers and the origin.
+    in an underscore exist after `fit`. Routing reads M (d + 1) numbers and the origin; distances read the factor too.
     """
 
     origin_: npt.NDArray[np.floating[Any]]
@@ -447,6 +448,10 @@ class GaussianRouter:
     """(T,) column of each task's first component."""
     log_prior_: Array
     """(T,) log p(t), up to a constant."""
+    factor_: npt.NDArray[np.floating[Any]]
+    """(d, d) U with C = U' U in its upper triangle, in `settings.dtype`; nobody may read what lies below."""
+    whitened_: npt.NDArray[np.floating[Any]]
+    """(M, d) component means less the origin, whitened: U'^-1 mu."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
@@ -470,10 +475,13 @@ class GaussianRouter:
                 f"router: task records have widths {widths}, expected one; they come from several backbones"
             )
         factor = _cholesky(covariance.astype(self.settings.dtype, copy=False), self.settings)
+        self.factor_, _ = factor
         means = np.concatenate([mixture.means for mixture in mixtures])
         shares = np.concatenate([mixture.shares for mixture in mixtures])
         self.origin_ = means.mean(axis=0)
-        self.slopes_, self.offsets_ = _linear_form(factor, (means - self.origin_).astype(self.settings.dtype), shares)
+        centred = (means - self.origin_).astype(self.settings.dtype)
+        self.slopes_, self.offsets_ = _linear_form(factor, centred, shares)
+        self.whitened_ = self._whitened(centred)
         self.first_components_ = np.cumsum([0] + [len(mixture.shares) for mixture in mixtures[:-1]])
         counts = np.array([mixture.count for mixture in mixtures], dtype=np.float64)
         self.log_prior_ = np.log(counts) if self.settings.prior == "n_t" else np.zeros_like(counts)
@@ -486,13 +494,33 @@ class GaussianRouter:
             RouterNotFitted: `fit` was not called.
             RouterError: the embeddings are not finite, or have another width than the records.
         """
+        scores = (self._centred(embeddings) @ self.slopes_ + self.offsets_).astype(np.float64, copy=False)
+        log_likelihood = np.logaddexp.reduceat(scores, self.first_components_, axis=1)
+        return log_softmax((log_likelihood + self.log_prior_) / self.settings.temperature, axis=1)
+
+    def distances(self, embeddings: npt.NDArray[Any]) -> Array:
+        """Compute how far embeddings (n, d) lie from all that has been seen, as (n,).
+
+        The distance is Mahalanobis's to the nearest component of any task, min_tk sqrt((x - mu_tk)' C^-1 (x - mu_tk)):
+        the novelty score of Lee et al. (2018), with mixtures in the place of classes.
+
+        Raises:
+            RouterNotFitted: `fit` was not called.
+            RouterError: the embeddings are not finite, or have another width than the records.
+        """
+        rows = self._whitened(self._centred(embeddings))
+        return cdist(rows, self.whitened_).min(axis=1)
+
+    def _centred(self, embeddings: npt.NDArray[Any]) -> npt.NDArray[np.floating[Any]]:
+        """Check embeddings (n, d) and subtract the origin, in `settings.dtype`."""
         if not hasattr(self, "slopes_"):
             raise RouterNotFitted("the router has no tasks yet: call `fit` with at least one task record first")
         X = _checked(embeddings, width=len(self.origin_))
-        centred = np.asarray(X - self.origin_, self.settings.dtype)
-        scores = (centred @ self.slopes_ + self.offsets_).astype(np.float64, copy=False)
-        log_likelihood = np.logaddexp.reduceat(scores, self.first_components_, axis=1)
-        return log_softmax((log_likelihood + self.log_prior_) / self.settings.temperature, axis=1)
+        return np.asarray(X - self.origin_, self.settings.dtype)
+
+    def _whitened(self, centred: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
+        """Return U'^-1 x of each row, (n, d): its squared length is x' C^-1 x."""
+        return solve_triangular(self.factor_, centred.T, trans="T", check_finite=False).T
 
     def posterior(self, embeddings: npt.NDArray[Any]) -> Array:
         """Compute p(t | x) of embeddings (n, d) as (n, T); rows sum to one."""

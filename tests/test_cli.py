@@ -14,7 +14,7 @@ def test_help_lists_the_commands(capsys):
         main(["--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("run", "plan", "report", "sync", "verify"))
+    assert all(command in printed for command in ("run", "plan", "report", "rescore", "sync", "verify"))
 
 
 def test_version(capsys):
@@ -49,7 +49,7 @@ def test_a_faulty_file_runs_nothing(tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.yaml"]
 
 
-@pytest.mark.parametrize("command", ["report", "sync", "verify"])
+@pytest.mark.parametrize("command", ["report", "rescore", "sync", "verify"])
 def test_a_folder_that_is_no_sweep_ends_with_two(command, tmp_path, capsys):
     assert main([command, str(tmp_path)]) == 2
     assert "found no sweep.json; expected the folder of a sweep" in capsys.readouterr().err

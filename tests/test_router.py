@@ -224,6 +224,20 @@ def test_hard_and_soft_weights() -> None:
     assert (router.weights(QUERIES, "soft") == 0).any()
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_distances_are_to_the_nearest_component_of_any_task(dtype: str) -> None:
+    settings = router_settings(dtype=dtype)
+    records = records_of(TASKS, settings)
+    inverse = np.linalg.inv(covariance_of(records, settings))
+    means = np.concatenate([record.mixture.means for record in records])
+    expected = [min(np.sqrt((x - mu) @ inverse @ (x - mu)) for mu in means) for x in QUERIES]
+    found = router_of(records, settings).distances(QUERIES)
+    np.testing.assert_allclose(found, expected, rtol=1e-10 if dtype == "float64" else 1e-4)
+    np.testing.assert_allclose(router_of(records, settings).distances(means[:2]), 0, atol=1e-3)
+    with pytest.raises(RouterNotFitted, match="call `fit`"):
+        GaussianRouter(settings).distances(QUERIES)
+
+
 def test_prune() -> None:
     weights = np.array([[0.5, 0.4, 0.1], [0.0, 0.05, 0.95]])
     np.testing.assert_allclose(prune(weights, 0.2), [[5 / 9, 4 / 9, 0.0], [0.0, 0.0, 1.0]])

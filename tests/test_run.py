@@ -90,6 +90,19 @@ def test_the_journal_tells_the_same_story(finished):
         assert journal[-1]["metrics"] == trial.read_json("result.json")["metrics"]
 
 
+def test_every_stage_tells_what_the_router_knew(finished):
+    measures = ("p_correct", "accuracy", "nll", "ece", "one_hot")
+    for trial in sweep_folder(finished[0]):
+        for seen, stage in enumerate(stages(trial.events()), start=1):
+            found = {name: value for name, value in stage["metrics"].items() if name.startswith("router")}
+            expected = {f"router_{measure}" for measure in measures}
+            expected |= {f"router/{measure}/{task}" for measure in measures for task in TASKS[:seen]}
+            assert set(found) == expected | ({"router_novelty_auroc"} if seen < len(TASKS) else set())
+            assert found["router_p_correct"] == pytest.approx(
+                sum(found[f"router/p_correct/{task}"] for task in TASKS[:seen]) / seen
+            )
+
+
 def test_predictions_are_those_of_the_last_stage(finished):
     for trial in sweep_folder(finished[0]):
         final = trial.read_json("result.json")["scores"]
@@ -139,8 +152,13 @@ def test_mlflow_holds_every_trial(finished):
         assert run.data.params["seed"] == str(trial.values["seed"])
         assert run.data.params["K"] == str(trial.values["router.components"])
         assert [point.step for point in client.get_metric_history(run.info.run_id, "AP")] == [1, 2]
+        told = stages(trial.events())[-1]["metrics"]
+        of_router = [name for name in told if name.startswith("router")]
+        assert {name: run.data.metrics[name] for name in of_router} == pytest.approx({n: told[n] for n in of_router})
+        novelty = client.get_metric_history(run.info.run_id, "router_novelty_auroc")
+        assert [point.step for point in novelty] == [1], "after the last task nothing is new"
         artifacts = {entry.path for entry in client.list_artifacts(run.info.run_id)}
-        assert {"trial.yaml", "result.json", "scores.json", "predictions", "snapshots"} <= artifacts
+        assert {"trial.yaml", "result.json", "scores.json", "predictions", "answers", "snapshots"} <= artifacts
 
 
 def test_the_table_has_a_row_for_every_configuration(finished, capsys):
@@ -148,6 +166,7 @@ def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     assert main(["report", folder]) == 0
     text = capsys.readouterr().out
     assert text.startswith("sweep tiny: 4 trials (4 finished)")
+    assert "\nRouter\n\nK  p(correct) (%)" in text
     assert main(["report", folder, "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(row["K"], row["n_finished"], row["n_trials"]) for row in rows] == [("1", "2", "2"), ("2", "2", "2")]

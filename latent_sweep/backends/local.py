@@ -51,7 +51,7 @@ def run_here(
         while left is not None and left != tried:  # tried again as it was, it would fail again
             try:
                 found = decided(left, run, free_memory)
-                run_pack(found, sweep, emit, engine=engine_of(run.engine))
+                run_pack(found, sweep, emit, engine=engine_of(run.engine), keep_answers=run.keep_answers)
                 break
             except LatentSweepError as error:
                 log.error("pack %s failed: %s", p.pack_id, error)

@@ -73,6 +73,9 @@ _CLIENT_SETTINGS = {
 tracker that hangs is noticed after half a minute, with MLflow's own limits after many."""
 
 
+_FOLDED = ("score", "rouge_1", *(f"router/{name}" for name in ("p_correct", "accuracy", "nll", "ece", "one_hot")))
+"""Prefixes of metrics with a value for each task."""
+
 _Identity = tuple[str, str, str]
 """Kind and key of a run, and the life of the trial that it tells of."""
 
@@ -575,8 +578,7 @@ def view_state(summary: report.Summary, sweep_id: str) -> dict[str, Any]:
         # MLflow sorts sections by name and adds one for each prefix of metric names: named here, those stay folded
         "compareRunSections": [
             _section("sweep", "comparison", display=True),
-            _section("score", "score", display=False),
-            _section("rouge_1", "rouge_1", display=False),
+            *(_section(prefix, prefix, display=False) for prefix in _FOLDED),
         ],
         "compareRunCharts": _charts(report.numeric_axis(summary), summary.axes),
     }

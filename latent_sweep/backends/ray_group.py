@@ -66,7 +66,7 @@ def run_part(
 
     engine = engine_of(run.engine, group)
     pack = decided(pack, run, lambda backbone: group.first(partial(free_memory, backbone)))
-    run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine)
+    run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine, run.keep_answers)
 
 
 def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable[[Measures], None]) -> None:

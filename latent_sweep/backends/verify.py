@@ -25,6 +25,7 @@ from latent_sweep.results.tracked import (
 )
 from latent_sweep.security import quoted
 from latent_sweep.settings import parse_yaml
+from latent_sweep.store.answers import ANSWERS
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driving, writing
 from latent_sweep.store.journal import Event, stages, status
 from latent_sweep.store.sealed import is_sealed, set_aside
@@ -168,6 +169,7 @@ def _file_faults(
         JOURNAL: _TOLD_ANEW,
         SCORES: "it is written again from the journal",
         PREDICTIONS: f"row {seen} is scored again, from the answers that are known",
+        ANSWERS: "its row and those after it are scored again, from the answers that are known",
         RESULT: "it is written again",
     }
     found_damages = damages(trial.path, events)

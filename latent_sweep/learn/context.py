@@ -25,6 +25,7 @@ from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
 from latent_sweep.router import PooledScatter
 from latent_sweep.settings import canonical_json
 from latent_sweep.store import versions
+from latent_sweep.store.answers import KeepAnswers
 from latent_sweep.store.failures import Phase
 from latent_sweep.store.snapshots import Snapshot, SnapshotStore
 from latent_sweep.store.storage import Storage
@@ -42,13 +43,19 @@ class Context:
         storage: snapshots, factors, embeddings and tokens lie here, shared by all sweeps.
         engine: what computes; None is plain torch in this process.
         halved: what is done with half the rows in a pass; learning has its own setting for it.
+        keep_answers: whose answers trials keep: those of every stage, or of the last one.
     """
 
     def __init__(
-        self, trial: Trial, storage: Storage, engine: Engine | None = None, halved: frozenset[Phase] = frozenset()
+        self,
+        trial: Trial,
+        storage: Storage,
+        engine: Engine | None = None,
+        halved: frozenset[Phase] = frozenset(),
+        keep_answers: KeepAnswers = "all",
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
-        self.engine, self.halved = engine or Engine(), halved
+        self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
         self.store = SnapshotStore(storage)
         self._folds: dict[str, PooledScatter] = {}
         self._tokens: dict[Any, Any] = {}

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from latent_sweep.benchmarks.schema import scoring_metric
 from latent_sweep.learn.context import Context, computed_with, hardware
 from latent_sweep.learn.training import TrainingSummary
 from latent_sweep.store import versions
@@ -39,6 +40,7 @@ def say_failed(files: TrialFiles, error: Exception, task: str | None, step: int 
 
 def say_stage(
     files: TrialFiles,
+    trial: Trial,
     snapshot: Snapshot,
     summary: TrainingSummary | None,
     scoring: Mapping[str, float],
@@ -60,6 +62,7 @@ def say_stage(
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
     how = {"steps": facts["steps"], "trained_numbers": facts.get("trained_numbers")}  # earlier versions did not count
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
+    how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}
     files.tell(snapshot.lineage, summary is None, metrics, how)
 
 

@@ -11,8 +11,9 @@ oracle  the snapshot of the row's own task: an upper reference, it needs the tas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, MutableMapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,8 @@ from safetensors.numpy import load_file
 
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.benchmarks.schema import Split
+from latent_sweep.errors import DataError
+from latent_sweep.learn.evidence import accuracies, novelty_auroc, routing_measures
 from latent_sweep.learn.lexical import TaskNgrams, fit_ngrams, nearest
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.router import (
@@ -40,8 +43,13 @@ from latent_sweep.settings import content_hash
 from latent_sweep.store import versions
 from latent_sweep.store.sealed import intact, write_sealed
 
+log = logging.getLogger(__name__)
+
 Array = npt.NDArray[np.float64]
 MODES = get_args(Mixing)
+
+DISTANCE_ROWS = 500
+"""Most rows of a task whose distance to the tasks seen is computed: unlike a posterior, each takes d^2 operations."""
 
 Tokens = Callable[[int, Split], Any]
 """Tokenised rows (a `datasets.Dataset`) of the task at a position, for a split."""
@@ -77,6 +85,8 @@ class Mixer:
         self.settings, self.backbone, self.tokens, self.gates = settings, backbone, tokens, gates
         self.n_tasks, self.seed, self.storage = n_tasks, seed, storage
         self.folds = {} if folds is None else folds
+        self._fitted: dict[int, GaussianRouter] = {}
+        """The router that was asked for last, by the number of tasks seen."""
 
     @property
     def routes(self) -> bool:
@@ -113,8 +123,44 @@ class Mixer:
         prompts = [list(ids) for ids in self.tokens(task, split)["prompt_ids"]]
         return self.backbone.tokenizer.batch_decode(prompts, skip_special_tokens=True)
 
+    def evidence(self, weights: Sequence[Array], tasks: Sequence[str]) -> dict[str, float]:
+        """Measure the router on test rows: of the tasks seen, and of those to come, which it should find far away.
+
+        Args:
+            weights: of the tasks seen, as `weights` gives them.
+            tasks: names of all tasks of the trial, in order.
+
+        Returns:
+            What `routing_measures` gives and, where tasks are still to come whose rows can be read,
+            `router_novelty_auroc`, from at most `DISTANCE_ROWS` rows of each task; of the string match, which has no
+            posterior, its accuracy alone; nothing where nothing is routed.
+        """
+        if not self.routes:
+            return {}
+        if self.settings.mode == "lexical":
+            return accuracies(weights, tasks)
+        tasks_seen = len(weights)
+        router, rows = self._router(tasks_seen), partial(self._embeddings, split="test")
+        posteriors = [router.log_posterior(rows(task)) for task in range(tasks_seen)]
+        found = routing_measures(posteriors, tasks[:tasks_seen], self.settings.prune_below)
+        if tasks_seen < self.n_tasks:
+            try:
+                distances = [router.distances(_spread(rows(task), DISTANCE_ROWS)) for task in range(self.n_tasks)]
+            except DataError as error:  # the trial ends where it needs these rows, and not before
+                log.warning("after %s tasks, novelty is not measured: %s", tasks_seen, error)
+                return found
+            seen, unseen = np.concatenate(distances[:tasks_seen]), np.concatenate(distances[tasks_seen:])
+            found["router_novelty_auroc"] = novelty_auroc(seen, unseen)
+        return found
+
     def _router(self, tasks_seen: int) -> GaussianRouter:
-        """The router over the tasks seen; the covariance reads tasks to come only where the settings say so (A16)."""
+        """The router over the tasks seen, fitted once for weights and evidence."""
+        if tasks_seen not in self._fitted:
+            self._fitted = {tasks_seen: self._fit(tasks_seen)}
+        return self._fitted[tasks_seen]
+
+    def _fit(self, tasks_seen: int) -> GaussianRouter:
+        """Fit the router; the covariance reads tasks to come only where the settings say so (A16)."""
         pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, self.n_tasks)
         mixtures = [self._mixture(task) for task in range(max(tasks_seen, pooled_tasks))]
         covariance = pooled_covariance(self._pooled(pooled_tasks), mixtures[:pooled_tasks], self.settings)
@@ -206,6 +252,6 @@ def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArr
     return torch.stack(means).cpu().numpy()
 
 
-def router_accuracy(weights: Sequence[Array]) -> float:
-    """Share of rows whose largest weight is on their own task, a macro mean over tasks."""
-    return float(np.mean([np.mean(rows.argmax(axis=1) == task) for task, rows in enumerate(weights)]))
+def _spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
+    """Return at most this many rows, evenly spaced from the first to the last: a file may be sorted by its labels."""
+    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]

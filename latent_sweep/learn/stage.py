@@ -13,7 +13,6 @@ from latent_sweep.learn.evaluation import Evaluator
 from latent_sweep.learn.events import Emit, Step
 from latent_sweep.learn.journaling import say_stage
 from latent_sweep.learn.member import MemberRun, Members, TrialRun
-from latent_sweep.learn.mixing import router_accuracy
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
 from latent_sweep.methods.capabilities import Gated
 from latent_sweep.store.failures import during
@@ -105,7 +104,7 @@ def score_missing(member: MemberRun, position: int, learned: Learned, emit: Emit
         if len(run.files.rows) <= position < run.files.wanted:
             scoring = _score(run, member, position, emit)
             summary = learned.get(member.lineages[position])
-            say_stage(run.files, member.snapshots[position], summary, scoring, member.context)
+            say_stage(run.files, run.trial, member.snapshots[position], summary, scoring, member.context)
 
 
 def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[str, float]:
@@ -147,6 +146,6 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
         generated, total = generated + result.generated, total + len(rows)
         emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
-    run.files.record(row, predictions)
-    measured = {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1
-    return measured | ({"router_accuracy": router_accuracy(weights)} if mixer.routes else {})
+    evidence = mixer.evidence(weights, [task.name for task in trial.tasks])
+    run.files.record(row, predictions, context.keep_answers)
+    return {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1 | evidence

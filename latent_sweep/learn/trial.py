@@ -18,6 +18,7 @@ from latent_sweep.learn.journaling import say_finished, say_started
 from latent_sweep.learn.member import Members, unfinished
 from latent_sweep.learn.stage import learn_missing, score_missing
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.store.answers import KeepAnswers
 from latent_sweep.store.failures import during, failure_kind
 from latent_sweep.store.folders import SweepFolder, writing
 from latent_sweep.sweep.checks import Reader, check_pack
@@ -25,7 +26,12 @@ from latent_sweep.sweep.plan import Pack
 
 
 def run_pack(
-    pack: Pack, sweep: SweepFolder, emit: Emit, threads: int | None = None, engine: Engine | None = None
+    pack: Pack,
+    sweep: SweepFolder,
+    emit: Emit,
+    threads: int | None = None,
+    engine: Engine | None = None,
+    keep_answers: KeepAnswers = "all",
 ) -> None:
     """Run what is missing of a pack's trials: learn each task once, score it for every trial.
 
@@ -38,6 +44,7 @@ def run_pack(
         threads: CPU threads; None leaves torch's own choice.
         engine: what computes; None is plain torch in this process. Every worker of its group calls this function with
             the same pack.
+        keep_answers: whose answers trials keep: those of every stage, or of the last one.
 
     Raises:
         Exception: whatever stopped the first member that failed, after a `failed` event in the journal of each of its
@@ -46,7 +53,7 @@ def run_pack(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    context = Context(pack.trials[0], sweep.storage, engine, pack.halved)
+    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers)
     try:
         _run(pack, sweep, emit, context)
     except BaseException:

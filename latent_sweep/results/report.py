@@ -14,7 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value, label, short_names
@@ -44,6 +44,26 @@ class Statistic:
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
+class RouterMeasure(NamedTuple):
+    """A column of the router's table."""
+
+    metric: str
+    """Its name in a journal."""
+    heading: str
+    factor: float
+    """What it is multiplied by: tables show shares in per cent, and a log loss in nats."""
+
+
+ROUTER_MEASURES = (
+    RouterMeasure("router_p_correct", "p(correct) (%)", 100),
+    RouterMeasure("router_accuracy", "top-1 (%)", 100),
+    RouterMeasure("router_nll", "NLL (nats)", 1),
+    RouterMeasure("router_ece", "ECE (%)", 100),
+    RouterMeasure("router_one_hot", "one-hot (%)", 100),
+    RouterMeasure("router_novelty_auroc", "novelty AUROC (%)", 100),
+)
+
+
 @dataclass(frozen=True)
 class Configuration:
     """One point of every axis but those that repeat it, over its finished trials."""
@@ -63,6 +83,8 @@ class Configuration:
     """Every number of optimizer steps that a stage took."""
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
+    router: Mapping[str, Statistic]
+    """Metric of `ROUTER_MEASURES` -> its value after the last task that has one; a mean over stages of the AUROC."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
     comparison: Comparison | None = None
@@ -256,6 +278,7 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
         learning_rates=_distinct(trial.params.get("training.learning_rate") for trial, _ in members),
         steps=_distinct(stage.get("steps") for stage in told),
         task_scores={task: found for task, found in per_task.items() if found is not None},
+        router=_router_statistics(finished),
         computed_with=computed_with(*(events for _, events in members)),
     )
 
@@ -295,6 +318,23 @@ def _matrix(events: Sequence[Event]) -> ScoreMatrix:
 def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
     """Every different value, ascending; None does not count."""
     return tuple(sorted({value for value in values if value is not None}))
+
+
+def _router_statistics(finished: Sequence[Sequence[Event]]) -> dict[str, Statistic]:
+    """Summarise what is known of the router; without one, and in journals of earlier versions, there may be nothing.
+
+    Novelty exists while tasks are still to come, so its AUROC is a mean over those stages; the rest is of the last one.
+    """
+    found = {}
+    for measure in ROUTER_MEASURES:
+        told = [
+            [event["metrics"][measure.metric] for event in stages(events) if measure.metric in event["metrics"]]
+            for events in finished
+        ]
+        of_trials = [statistics.fmean(v) if measure.metric == "router_novelty_auroc" else v[-1] for v in told if v]
+        if (statistic := Statistic.of(of_trials)) is not None:
+            found[measure.metric] = statistic
+    return found
 
 
 def numeric_axis(summary: Summary) -> str | None:
@@ -343,6 +383,11 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             **_comparison_record(configuration.comparison, summary.is_compared),
             **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
             **{
+                measure.metric: _router_value(configuration, measure)
+                for measure in ROUTER_MEASURES
+                if any(other.router for other in summary.configurations)
+            },
+            **{
                 f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
                 for name in summary.mixed
             },
@@ -384,6 +429,11 @@ def _difference_record(name: str, difference: Difference | None) -> dict[str, fl
 def _range(values: Sequence[Any], write: Callable[[Any], str]) -> str:
     """The value that all have, or the smallest and the largest; empty where none is known."""
     return " to ".join(write(value) for value in dict.fromkeys((*values[:1], *values[-1:])))
+
+
+def _router_value(configuration: Configuration, measure: RouterMeasure) -> float | None:
+    statistic = configuration.router.get(measure.metric)
+    return None if statistic is None else round(measure.factor * statistic.mean, 2)
 
 
 def _percent(statistic: Statistic | None, part: str) -> float | None:
@@ -448,7 +498,7 @@ def _csv_cell(name: str, value: Any) -> str:
         return ""
     return (
         f"{value:.2f}"
-        if isinstance(value, float) and name.startswith(("AP_", "LA_", "FM_", "score/"))
+        if isinstance(value, float) and name.startswith(("AP_", "LA_", "FM_", "score/", "router_"))
         else format_value(value)
     )
 
@@ -471,6 +521,8 @@ def _render_text(summary: Summary) -> str:
             _aligned(_task_header(summary), _task_rows(summary)),
             "\n".join(f"T{number} = {_one_line(task)}" for number, task in enumerate(tasks, start=1)),
         ]
+    if rows := _router_rows(summary):
+        parts += [_ROUTER, _aligned(_router_header(summary), rows), _ROUTER_NOTE]
     if summary.tuned:
         parts += [_TUNED, "\n".join(map(_one_line, summary.tuned))]
     if summary.ended_early:
@@ -504,6 +556,8 @@ def _render_markdown(summary: Summary) -> str:
             _piped(_task_header(summary, _escape_markdown), _task_rows(summary, _escape_markdown)),
             ", ".join(f"T{number} = {_escape_markdown(task)}" for number, task in enumerate(tasks, start=1)),
         ]
+    if rows := _router_rows(summary, _escape_markdown):
+        parts += [f"## {_ROUTER}", _piped(_router_header(summary, _escape_markdown), rows), f"{_ROUTER_NOTE}."]
     if summary.tuned:
         parts += [f"## {_TUNED}", "\n".join(f"- {_escape_markdown(line)}" for line in summary.tuned)]
     if summary.ended_early:
@@ -520,6 +574,11 @@ _FEW = 5
 """So many repetitions tell a bootstrap well how they vary."""
 _TUNED = "Chosen by tuning, by average performance on rows held out of the training rows"
 
+_ROUTER = "Router"
+_ROUTER_NOTE = (
+    "means over the finished trials, after the last task; novelty AUROC: over the stages before it, rows of tasks not "
+    "yet seen against rows of seen ones by their Mahalanobis distance"
+)
 _NOT_ALIKE = "Not all trials were computed alike"
 
 
@@ -546,6 +605,8 @@ def _render_latex(summary: Summary) -> str:
         parts.append(_booktabs(_comparison_header(summary), _comparison_rows(summary, _escape_latex)))
     if _tasks(summary):
         parts.append(_booktabs(_task_header(summary), _task_rows(summary, escape=_escape_latex)))
+    if rows := _router_rows(summary, escape=_escape_latex):
+        parts += [f"% {_ROUTER}: {_ROUTER_NOTE}", _booktabs(_router_header(summary), rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -684,6 +745,21 @@ def _task_rows(summary: Summary, escape: Callable[[str], str] = _one_line) -> It
     for configuration in summary.configurations:
         means = (_spread(configuration.task_scores.get(task), "{:.2f}") for task in tasks)
         yield [*_axis_cells(configuration, escape), *means]
+
+
+def _router_header(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[str]:
+    return [*map(escape, summary.axes), *(measure.heading for measure in ROUTER_MEASURES)]
+
+
+def _router_rows(summary: Summary, escape: Callable[[str], str] = _one_line) -> list[list[str]]:
+    """A row for each configuration of which something is known of its router."""
+    rows = []
+    for configuration in summary.configurations:
+        if configuration.router:
+            values = [_router_value(configuration, measure) for measure in ROUTER_MEASURES]
+            cells = ["-" if value is None else f"{value:.2f}" for value in values]
+            rows.append([*_axis_cells(configuration, escape), *cells])
+    return rows
 
 
 def _axis_cells(configuration: Configuration, escape: Callable[[str], str]) -> list[str]:

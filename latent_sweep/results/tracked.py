@@ -16,8 +16,10 @@ from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results import report
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash
+from latent_sweep.store.answers import answers_file, is_kept
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
+from latent_sweep.store.trial_files import PREDICTIONS
 from latent_sweep.sweep.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -254,8 +256,10 @@ def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Ev
     from latent_sweep.results.figures import score_matrix_figure
 
     found: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
-    found |= {f"predictions/{path.name}": path for path in sorted((trial.path / "predictions").glob("*.jsonl"))}
+    found |= {f"{PREDICTIONS}/{path.name}": path for path in sorted((trial.path / PREDICTIONS).glob("*.jsonl"))}
     if told := stages(events):
+        kept = [answers_file(stage["tasks_seen"]) for stage in told if is_kept(stage)]
+        found |= {name: trial.path / name for name in kept if (trial.path / name).exists()}
         tasks, rows = list(told[-1]["scores"]), [list(stage["scores"].values()) for stage in told]
         found["scores.csv"] = report.score_matrix_csv(tasks, rows)
         found["score_matrix.png"] = partial(score_matrix_figure, tasks, rows)

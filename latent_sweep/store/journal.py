@@ -6,7 +6,8 @@ A journal is one JSON object a line, each with `seq` (0, 1, 2, ...), `time` (Uni
     started   attempt, node, versions, hardware, halved: what is done with half the rows in a pass
     stage     tasks_seen (from 1), task, lineage, reused, scores {task: fraction}, metrics {name: finite number},
               key (what the row was computed from), files {name: sha256}, steps and trained_numbers of learning the
-              task (null where an earlier version did not count them), learned_with and scored_with
+              task (null where an earlier version did not count them), learned_with and scored_with, scored_by {task:
+              name of its metric}
     finished  metrics, files {name: sha256}
     failed    kind, message, task, step and, where it is known, during: learning, answering or statistics
     lost      kind, message: the worker is gone, or what it left is; the trial is tried again, or `failed` follows

@@ -22,6 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.store.answers import (
+    Answer,
+    Answers,
+    KeepAnswers,
+    answers_file,
+    changed,
+    changes,
+    is_kept,
+    newest_answers,
+    stage_of,
+)
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import Event, stages, status
 from latent_sweep.store.sealed import set_aside
@@ -48,6 +59,8 @@ def damages(folder: Path, events: Sequence[Event]) -> list[Damage]:
     for event in events:
         if event["event"] == "started":
             told.pop(RESULT, None)  # it is written again at the end
+        elif event["event"] == "stage":
+            told.pop(answers_file(event["tasks_seen"]), None)  # kept before, and not any more
         told |= event.get("files", {})
     found = {folder / name: _fault(folder / name, digest) for name, digest in told.items()}
     return [Damage(path, fault) for path, fault in found.items() if fault is not None]
@@ -63,8 +76,8 @@ def _fault(path: Path, digest: str) -> str | None:
 def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
     """The files whose content does not follow from the rows that the journal tells, whatever their digests say.
 
-    The score matrix holds these rows; AP, FM and BWT, there and in the result, are theirs; the scores of the answers
-    average to the last of them.
+    The score matrix holds these rows; AP, FM and BWT, there and in the result, are theirs; the scores of the kept
+    answers of each stage average to its row, and the newest answers are the predictions.
     """
     told = stages(events)
     if not told:
@@ -77,6 +90,8 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
     row = dict(zip(tasks, matrix.rows[-1], strict=True))
     end = end_of(events)
     metrics = [event["metrics"] for event in (told[-1], end) if event and "metrics" in event]
+    answers: dict[int, Answers] = {}
+    """Of each stage that keeps its own, as far as they agree."""
 
     def scores_agree(content: bytes) -> bool:
         found = json.loads(content)
@@ -87,12 +102,30 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
         found = json.loads(content)
         return found["scores"] == row and _are_measures(found["metrics"], matrix)
 
-    def answers_agree(content: bytes, task: str) -> bool:
-        scores = [json.loads(line)["score"] for line in content.splitlines()]
-        return abs(statistics.fmean(scores) - row[task]) <= len(scores) * EPSILON
+    def answers_agree(content: bytes, event: Event) -> bool:
+        seen = event["tasks_seen"]
+        if seen > 1 and is_kept(told[seen - 2]) and seen - 1 not in answers:
+            return True  # the stage before is at fault; without it nothing can be said of this one
+        found = changed(answers.get(seen - 1, {}), content)
+        scores = {task: [answer.score for answer in rows] for task, rows in found.items()}
+        if scores.keys() != event["scores"].keys() or not all(
+            _average_to(scores[task], score) for task, score in event["scores"].items()
+        ):
+            return False
+        answers[seen] = found
+        return True
+
+    def predictions_agree(content: bytes, task: str) -> bool:
+        lines = [json.loads(line) for line in content.splitlines()]
+        found = [Answer(line["prediction"], line["score"]) for line in lines]
+        kept = answers.get(len(told))
+        return _average_to([line["score"] for line in lines], row[task]) and (kept is None or kept[task] == found)
 
     checks: dict[str, Callable[[bytes], bool]] = {SCORES: scores_agree}
-    checks |= {f"{PREDICTIONS}/{task}.jsonl": partial(answers_agree, task=task) for task in tasks}
+    checks |= {
+        answers_file(event["tasks_seen"]): partial(answers_agree, event=event) for event in told if is_kept(event)
+    }
+    checks |= {f"{PREDICTIONS}/{task}.jsonl": partial(predictions_agree, task=task) for task in tasks}
     if end is not None and end["event"] == "finished":
         checks[RESULT] = result_agrees
     agree = all(_are_measures(found, matrix) for found in metrics)
@@ -105,6 +138,11 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
             pass  # it holds something else altogether
         found.append(Damage(folder / name, "does not follow from the rows that the journal tells"))
     return found
+
+
+def _average_to(scores: Sequence[float], mean: float) -> bool:
+    """Whether scores have this mean, but for the order in which a machine has summed them."""
+    return abs(statistics.fmean(scores) - mean) <= len(scores) * EPSILON
 
 
 def _are_measures(found: Mapping[str, float], matrix: ScoreMatrix) -> bool:
@@ -156,7 +194,7 @@ def end_of(events: Sequence[Event]) -> Event | None:
 
 
 class TrialFiles:
-    """One trial's journal, and what it leaves beside it: settings, score rows, predictions, result.
+    """One trial's journal, and what it leaves beside it: settings, score rows, predictions, answers, result.
 
     Args:
         sweep: the trial's sweep.
@@ -178,8 +216,10 @@ class TrialFiles:
         """How many rows it is to have."""
         self.rows = told_rows(events, self.keys)
         """The rows of the score matrix so far."""
-        # while rows are missing, the files may be ahead of the journal, and are written again with the next row
-        self.damages = damages(self.folder, events) if len(self.rows) >= self.wanted else []
+        self.damages = damages(self.folder, events)
+        if len(self.rows) < self.wanted:
+            # files may be ahead of the journal, and are written again with the next row; the answers of told rows stay
+            self.damages = [damage for damage in self.damages if 0 < self._stage_of(damage) <= len(self.rows)]
         self.complete = status(events) in ("finished", "stopped") and len(self.rows) >= self.wanted and not self.damages
         """Whether every row is there, and every file, and the trial has come to its end."""
         self._files: dict[str, str] = {}
@@ -191,25 +231,44 @@ class TrialFiles:
         return ScoreMatrix(self._tasks, tuple(self.rows))
 
     def mend(self) -> None:
-        """Set aside what is damaged; write again what the journal tells, and forget the row whose answers are lost."""
+        """Set aside what is damaged; write again what the journal tells, and forget the rows whose answers are lost."""
         for damage in self.damages:
             if damage.path.exists():
                 set_aside(damage.path, damage.found)
             else:
                 log.warning("%s is missing and is made again", damage.path)
         names = {damage.path.relative_to(self.folder).parts[0] for damage in self.damages}
+        lost = [stage for damage in self.damages if (stage := self._stage_of(damage))]
         if PREDICTIONS in names:
-            self.rows.pop()
+            lost.append(len(self.rows))
+        if lost:
+            del self.rows[min(lost) - 1 :]
         elif SCORES in names:
             self._write_scores()
 
-    def record(self, row: Sequence[float], predictions: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def _stage_of(self, damage: Damage) -> int:
+        """Return the tasks seen at the stage whose answers are damaged; 0 for any other file."""
+        return stage_of(damage.path.relative_to(self.folder).as_posix()) or 0
+
+    def record(
+        self,
+        row: Sequence[float],
+        predictions: Mapping[str, Sequence[Mapping[str, Any]]],
+        keep_answers: KeepAnswers = "all",
+    ) -> None:
         """Add one row of the score matrix, durably, with the answers that were scored.
 
         Args:
-            predictions: by task; each answer becomes a line with one JSON object.
+            predictions: by task; each answer becomes a line with one JSON object. Those of the row before are replaced.
+            keep_answers: `all` also writes a file of this row's own, with the answers that the row before did not give.
         """
         self._files = {}
+        if keep_answers == "all":
+            before = newest_answers(self.folder, stages(self.journal.read())[: len(self.rows)])
+            found = {
+                t: [Answer(line["prediction"], line["score"]) for line in lines] for t, lines in predictions.items()
+            }
+            self._files |= self._write(answers_file(len(self.rows) + 1), changes(found, before))
         for task, answers in predictions.items():
             lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
             self._files |= self._write(f"{PREDICTIONS}/{task}.jsonl", lines.encode())
@@ -221,7 +280,7 @@ class TrialFiles:
 
         Args:
             reused: whether the stage was learned elsewhere or earlier.
-            how: it was learned and scored: `steps`, `trained_numbers`, `learned_with` and `scored_with`.
+            how: it was learned and scored: `steps`, `trained_numbers`, `learned_with`, `scored_with` and `scored_by`.
         """
         seen = len(self.rows)
         told = {

@@ -16,6 +16,7 @@ from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.router import RouterSettings
 from latent_sweep.security import has_credentials
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, Settings, as_written, group_of, yaml_text
+from latent_sweep.store.answers import KeepAnswers
 from latent_sweep.store.storage import DEFAULT_PLACE, place_faults
 
 
@@ -183,6 +184,9 @@ class RunSettings(Settings):
     allow_insecure: bool = False
     """Go on although a Ray cluster on another machine asks for no token, or an MLflow server there is without TLS
     or credentials: for networks that nobody else can enter."""
+    keep_answers: KeepAnswers = "all"
+    """Keep the answers of every stage (`all`), so that each entry of the score matrix can be scored again, or those of
+    the newest stage alone (`last`)."""
     pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
     together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""

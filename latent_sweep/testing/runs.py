@@ -60,8 +60,9 @@ class Runs:
             run_pack(each, self.sweep, emit)
 
     def files(self) -> dict[str, bytes]:
-        """Score matrices, predictions of trials and snapshots, byte for byte, by path."""
+        """Score matrices, predictions, kept answers of trials and snapshots, byte for byte, by path."""
         trials = f"{self.name}/trials/*"
-        patterns = [f"{trials}/scores.json", f"{trials}/predictions/*.jsonl", "snapshots/*.safetensors"]
-        paths = [path for pattern in (*patterns, "snapshots/*.json") for path in self.folder.glob(pattern)]
+        patterns = [f"{trials}/scores.json", f"{trials}/predictions/*.jsonl", f"{trials}/answers/*.jsonl"]
+        patterns += ["snapshots/*.safetensors", "snapshots/*.json"]
+        paths = [path for pattern in patterns for path in self.folder.glob(pattern)]
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}

@@ -19,6 +19,7 @@ from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import Journal, stages, status
 from latent_sweep.store.leases import FileLease
 from latent_sweep.store.sealed import is_sealed
+from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import load_sweep
 from latent_sweep.sweep.plan import expand
 
@@ -92,6 +93,8 @@ DAMAGES = {
     "an answer fewer": ("predictions/ticket.jsonl", lambda path: path.write_text(path.read_text().split("\n", 1)[1])),
     "no answers": ("predictions/mood.jsonl", lambda path: path.unlink()),
     "a folder for answers": ("predictions/mood.jsonl", lambda path: (path.unlink(), path.mkdir())),
+    "a bit of the first stage's answers": ("answers/1.jsonl", flip),
+    "no answers of the last stage": ("answers/2.jsonl", lambda path: path.unlink()),
     "another AP": ("result.json", rewritten(lambda c: c | {"metrics": c["metrics"] | {"AP": 0.99}})),
     "a result cut": ("result.json", lambda path: path.write_bytes(path.read_bytes()[:40])),
     "no result": ("result.json", lambda path: path.unlink()),
@@ -145,6 +148,22 @@ def test_rows_are_scored_again_although_no_answer_is_known_any_more(finished, co
         (trial.path / "predictions" / "ticket.jsonl").unlink()
     assert run(tmp_path) == 0
     assert all_results(tmp_path) == all_results(finished)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("known", [True, False], ids=["answers known", "no answers known"])
+def test_lost_answers_of_a_stage_are_made_again_with_those_after_it(finished, copy, tmp_path, stage, known):
+    first, second = copy
+    journal = first.events()
+    if not known:
+        shutil.rmtree(tmp_path / "runs" / "predictions")
+    flip(first.path / "answers" / f"{stage}.jsonl")
+    (second.path / "answers" / f"{stage}.jsonl").unlink()
+    assert main(["verify", str(copy.path), "--uri", "none", "--repair"]) == 1
+    assert run(tmp_path) == 0
+    assert all_results(tmp_path) == all_results(finished)
+    assert [event["event"] for event in first.events()[len(journal) :]] == ["started", "finished"]
+    assert main(["verify", str(copy.path), "--uri", "none"]) == 0
 
 
 def test_repair_says_what_it_will_take_and_the_same_run_does_it(finished, copy, tmp_path, capsys, caplog):
@@ -289,6 +308,26 @@ def test_answers_whose_scores_average_to_another_row_are_noticed(copy):
     assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
 
 
+def test_kept_answers_whose_scores_average_to_another_row_are_noticed(copy):
+    first, _ = copy
+    path = first.path / "answers" / "1.jsonl"
+    one, *others = map(json.loads, path.read_text().splitlines())
+    one["score"] = 1.0 - one["score"]
+    path.write_text("".join(json.dumps(answer) + "\n" for answer in (one, *others)))
+    tell(first, "answers/1.jsonl")
+    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
+
+
+def test_kept_answers_that_are_not_the_newest_are_noticed(copy):
+    first, _ = copy
+    path = first.path / "predictions" / "mood.jsonl"
+    one, *others = map(json.loads, path.read_text().splitlines())
+    one["prediction"] += "?"
+    path.write_text("".join(json.dumps(answer) + "\n" for answer in (one, *others)))
+    tell(first, "predictions/mood.jsonl")
+    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
+
+
 def test_measures_that_do_not_follow_from_the_rows_are_noticed(copy):
     first, _ = copy
     *_, last = first.events()
@@ -316,6 +355,54 @@ def killed_before(monkeypatch, kind, number):
         return append(self, event, **fields)
 
     monkeypatch.setattr(Journal, "append", appended)
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_a_kill_between_any_two_writes_loses_no_answer(finished, copy, tmp_path, monkeypatch, number):
+    """Both stages are scored anew: two files of answers, three of predictions, two of scores, and a result."""
+    first, _ = copy
+    (first.path / "journal.jsonl").unlink()
+    written, write_file = [], Storage.write
+
+    def write_or_end(self, path, content):
+        if path.parent.name in ("answers", "predictions", first.trial_id) and path.name != "trial.yaml":
+            written.append(path)
+            if len(written) == number:
+                raise Killed
+        write_file(self, path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "write", write_or_end)
+        if number < 9:
+            with pytest.raises(Killed):
+                run(tmp_path)
+        else:
+            assert run(tmp_path) == 0
+    assert len(written) == min(number, 8)
+    assert run(tmp_path) == 0
+    assert results(copy) == results(sweep_folder(finished))
+    assert verify_disk(copy).faults == []
+    assert damaged_files(tmp_path) == []
+
+
+def test_answers_of_the_last_stage_alone_are_kept_where_the_sweep_says_so(finished, copy, tmp_path):
+    """And those that are kept from then on stand by themselves."""
+    first, _ = copy
+    for trial in copy:
+        (trial.path / "journal.jsonl").unlink()
+        shutil.rmtree(trial.path / "answers")
+    last = tiny(search={"router.components": [1, 2]}, run__keep_answers="last")
+    assert main(["run", write(tmp_path, last), "--local"]) == 0
+    assert not any((trial.path / "answers").exists() for trial in copy)
+    assert verify_disk(copy).faults == []
+    (first.path / "predictions" / "mood.jsonl").unlink()
+    assert run(tmp_path) == 0
+    assert [path.name for path in (first.path / "answers").iterdir()] == ["2.jsonl"]
+    assert len((first.path / "answers" / "2.jsonl").read_text().splitlines()) == 24
+    flip(first.path / "answers" / "2.jsonl")
+    assert main(["run", write(tmp_path, last), "--local"]) == 0
+    assert verify_disk(copy).faults == []
+    assert all(trial.files(copy).complete for trial in expand(load_sweep(write(tmp_path, SMALL))))
 
 
 @pytest.mark.parametrize("told", [2, 3], ids=["scores and answers", "result"])
@@ -381,6 +468,7 @@ FILES = {
     "scores.json": lambda sweep: next(iter(sweep)).path / "scores.json",
     "result.json": lambda sweep: next(iter(sweep)).path / "result.json",
     "trial.yaml": lambda sweep: next(iter(sweep)).path / "trial.yaml",
+    "answers": lambda sweep: next(iter(sweep)).path / "answers" / "1.jsonl",
     "predictions": lambda sweep: next(iter(sweep)).path / "predictions" / "mood.jsonl",
     "snapshot's facts": lambda sweep: next(sweep.snapshots.folder.glob("*.json")),
 }

@@ -283,7 +283,7 @@ def test_a_benchmark_file_reports_every_fault(tmp_path: Path) -> None:
         "promt: plain\n"
         "tasks:\n"
         "  - {name: a, metric: f1, instrution: x}\n"
-        "  - {name: b, metric: accuracy, labels: [yes, no]}\n"
+        "  - {name: b, metric: accuracy, labels: [true, false]}\n"
         "  - {metric: accuracy}\n"
     )
     with pytest.raises(ConfigError) as caught:

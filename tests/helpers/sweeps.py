@@ -64,8 +64,11 @@ def sweep_folder(folder: Path, name: str = "tiny") -> SweepFolder:
 
 
 def results(sweep: SweepFolder) -> dict[str, bytes]:
-    """Every file that says what came out, byte for byte: score matrices, predictions and snapshots."""
-    files = [path for trial in sweep for path in (trial.path / "scores.json", *trial.path.glob("predictions/*.jsonl"))]
+    """Every file that says what came out, byte for byte: score matrices, predictions, kept answers and snapshots."""
+    files = [trial.path / "scores.json" for trial in sweep]
+    files += [
+        path for trial in sweep for kept in ("predictions", "answers") for path in trial.path.glob(f"{kept}/*.jsonl")
+    ]
     files += sorted(sweep.snapshots.folder.glob("*.safetensors"))
     files += sorted(sweep.snapshots.folder.glob("*.json"))
     return {str(path.relative_to(sweep.storage.folder)): path.read_bytes() for path in files}

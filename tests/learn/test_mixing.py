@@ -8,10 +8,12 @@ import torch
 from helpers.rounding import PRODUCT
 from safetensors.numpy import load_file
 
-from latent_sweep.learn.mixing import MODES, Mixer, pool, router_accuracy
+from latent_sweep.errors import DataError
+from latent_sweep.learn.mixing import MODES, Mixer, pool
 from latent_sweep.router import RouterSettings, TaskScatter
 
 TASKS = 3
+NAMES = ("one", "two", "three")
 
 
 class Rows(dict):
@@ -90,13 +92,19 @@ def test_every_mode_has_weights(mixer):
             assert np.isfinite(weights).all()
 
 
+def evidence(mixer, tasks_seen):
+    return mixer.evidence(mixer.weights(tasks_seen), NAMES)
+
+
 @pytest.mark.parametrize("mode", ["soft", "hard"])
 def test_posterior_weights_sum_to_one_and_find_their_task(mixer, mode):
     found = mixer(mode=mode).weights(3)
     for weights in found:
         np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-12)
         assert (weights >= 0).all()
-    assert router_accuracy(found) > 0.9
+    right = [np.mean(weights.argmax(axis=1) == task) for task, weights in enumerate(found)]
+    assert np.mean(right) > 0.9
+    assert mixer(mode=mode).evidence(found, NAMES)["router_accuracy"] == pytest.approx(np.mean(right))
     assert mixer(mode=mode).routes
     if mode == "hard":
         assert {float(w) for weights in found for w in weights.ravel()} == {0.0, 1.0}
@@ -111,7 +119,8 @@ def test_the_string_match_takes_the_nearest_definition(mixer, llama):
             [llama.tokenizer(f"{definitions[task]} {i * i} things")["input_ids"] for i in range(len(rows))],
         )
     found = mixer(mode="lexical").weights(3)
-    assert router_accuracy(found) == 1.0
+    right = {f"router/accuracy/{name}": 1.0 for name in NAMES}
+    assert mixer(mode="lexical").evidence(found, NAMES) == {"router_accuracy": 1.0} | right
     for task in range(3):
         np.testing.assert_array_equal(found[task], np.tile(np.eye(3)[task], (24 - task, 1)))
     assert mixer(mode="lexical").routes
@@ -161,9 +170,116 @@ def test_a_covariance_of_all_tasks_reads_those_to_come(mixer):
     assert not np.array_equal(per_task[0], final[0])
 
 
-def test_router_accuracy_is_a_mean_over_tasks():
-    weights = [np.array([[0.9, 0.1]] * 3 + [[0.2, 0.8]]), np.array([[0.6, 0.4], [0.4, 0.6]])]
-    assert router_accuracy(weights) == pytest.approx((0.75 + 0.5) / 2)
+# --- evidence --------------------------------------------------------------------------------------------------------
+
+
+def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(mixer, llama):
+    """One component, so that K-means has nothing to decide; scipy's densities, an inverse, and pairs of rows."""
+    from scipy.stats import multivariate_normal
+
+    found = evidence(mixer(mode="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
+    rows = {key: np.stack([embedding(llama, ids) for ids in r["prompt_ids"]]) for key, r in mixer.rows.items()}
+    train = [rows[task, "train"] for task in range(2)]
+    pooled = sum((X - X.mean(0)).T @ (X - X.mean(0)) for X in train) / sum(map(len, train))
+    C = pooled + 20.0 * np.trace(pooled) / len(pooled) * np.eye(len(pooled))
+    p_correct, nll, one_hot = [], [], []
+    for task in range(2):
+        density = np.stack([multivariate_normal(X.mean(0), C).pdf(rows[task, "test"]) for X in train], axis=1)
+        p = density / density.sum(axis=1, keepdims=True)
+        p_correct.append(p[:, task].mean())
+        nll.append(-np.log(p[:, task]).mean())
+        one_hot.append(np.mean((p >= 0.2).sum(axis=1) == 1))
+    assert [found[f"router/p_correct/{name}"] for name in NAMES[:2]] == pytest.approx(p_correct, abs=1e-4)
+    assert [found[f"router/nll/{name}"] for name in NAMES[:2]] == pytest.approx(nll, abs=1e-4)
+    assert [found[f"router/one_hot/{name}"] for name in NAMES[:2]] == pytest.approx(one_hot)
+    assert found["router_p_correct"] == pytest.approx(np.mean(p_correct), abs=1e-4)
+    distance = {
+        task: np.min(
+            [
+                np.sqrt(np.einsum("nd,de,ne->n", D, np.linalg.inv(C), D))
+                for D in (rows[task, "test"] - X.mean(0) for X in train)
+            ],
+            axis=0,
+        )
+        for task in range(3)
+    }
+    pairs = [a < b for task in range(2) for a in distance[task] for b in distance[2]]
+    assert found["router_novelty_auroc"] == pytest.approx(np.mean(pairs), abs=0.01)
+    assert "router/nll/three" not in found
+
+
+def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(mixer):
+    assert evidence(mixer(mode="soft"), 1)["router_novelty_auroc"] == 1.0
+    source = torch.Generator().manual_seed(5)
+    for task in (1, 2):
+        prompts = [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(200)]
+        mixer.rows[task, "test"] = Rows(f"alike-{task}", prompts)
+    prompts = [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(200)]
+    mixer.rows[0, "test"] = Rows("alike-0", prompts)
+    mixer.rows[0, "train"] = Rows(
+        "alike", [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(99)]
+    )
+    assert 0.43 < evidence(mixer(mode="soft"), 1)["router_novelty_auroc"] < 0.57
+
+
+def test_every_task_to_come_is_unseen(mixer):
+    """The next task is like the one that is seen, the last one is not: half of the unseen rows are far away."""
+    mixer.rows[1, "test"] = Rows("again", list(mixer.rows[0, "test"]["prompt_ids"]))
+    n, m = len(mixer.rows[0, "test"]), len(mixer.rows[2, "test"])
+    assert evidence(mixer(mode="soft"), 1)["router_novelty_auroc"] == pytest.approx((0.5 * n + m) / (n + m))
+
+
+def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(mixer, caplog):
+    one = mixer(mode="soft")
+    read = one.tokens
+
+    def tokens(task, split):
+        if task == 2:
+            raise DataError("it has changed")
+        return read(task, split)
+
+    one.tokens = tokens
+    found = evidence(one, 2)
+    assert "router_novelty_auroc" not in found
+    assert "router_nll" in found
+    assert "after 2 tasks, novelty is not measured: it has changed" in caplog.text
+
+
+def test_distances_are_of_rows_from_the_whole_of_a_task(mixer, monkeypatch):
+    from latent_sweep.learn import mixing
+
+    asked = []
+    distances = mixing.GaussianRouter.distances
+    monkeypatch.setattr(mixing.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
+    monkeypatch.setattr(mixing, "DISTANCE_ROWS", 5)
+    evidence(mixer(mode="soft"), 1)
+    whole = mixer(mode="soft")._embeddings(1, "test")
+    assert [len(X) for X in asked] == [5, 5, 5]
+    np.testing.assert_array_equal(asked[1], whole[[0, 5, 11, 16, 22]])
+
+
+def test_after_the_last_task_nothing_is_unseen(mixer):
+    assert "router_novelty_auroc" not in evidence(mixer(mode="hard"), 3)
+
+
+@pytest.mark.parametrize("mode", ["last", "sum", "oracle", "gates"])
+def test_without_a_router_there_is_no_evidence(mixer, mode):
+    assert evidence(mixer(mode=mode), 2) == {}
+    assert not (mixer.folder / "embeddings").exists()
+
+
+def test_evidence_fits_no_second_router_and_pools_each_row_once(mixer, monkeypatch):
+    from latent_sweep.learn import mixing
+
+    fitted, pooled = [], []
+    fit, pool_rows = mixing.GaussianRouter.fit, mixing.pool
+    monkeypatch.setattr(mixing.GaussianRouter, "fit", lambda *a: fitted.append(1) or fit(*a))
+    monkeypatch.setattr(mixing, "pool", lambda *a: pooled.append(1) or pool_rows(*a))
+    for seen in (1, 2, 3):
+        one = mixer(mode="soft")
+        one.weights(seen)
+        evidence(one, seen)
+    assert (len(fitted), len(pooled)) == (3, 6)
 
 
 # --- pooling ---------------------------------------------------------------------------------------------------------

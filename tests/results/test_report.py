@@ -146,6 +146,50 @@ def test_an_axis_that_is_not_there_names_those_that_are(tmp_path):
         report.summarise(sweep, over=["order"])
 
 
+@pytest.fixture
+def routed(tmp_path):
+    """Two modes of two seeds: `soft` with a router, `old` with what an earlier version told, `sum` without one."""
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "old", "sum"], "seed": [0, 1]})
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.5, 0.1)
+        for seen, last in enumerate((0.2, 0.4, 0.9), start=1):
+            metrics = {"AP": 0.5, "FM": 0.1}
+            if trial.values["router.mode"] != "sum":
+                metrics |= {"router_accuracy": last}
+            if trial.values["router.mode"] == "soft":
+                metrics |= {
+                    "router_p_correct": last / 2,
+                    "router_nll": 1.25 + number,
+                    "router_ece": 0.1,
+                    "router_one_hot": 1.0,
+                }
+                metrics |= {"router_novelty_auroc": 0.5 + 0.25 * seen} if seen < 3 else {}
+            scores = dict.fromkeys(TASKS[:seen], 0.5)
+            journal_of(trial).append("stage", tasks_seen=seen, task="x", lineage="y", scores=scores, metrics=metrics)
+        journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.1}, files={})
+    return report.summarise(sweep)
+
+
+def test_the_routers_table(routed):
+    text = report.render(routed)
+    table = text.partition("Router\n\n")[2].splitlines()
+    heading = "mode p(correct) (%) top-1 (%) NLL (nats) ECE (%) one-hot (%) novelty AUROC (%)"
+    assert table[0].split() == heading.split()
+    assert table[2].split() == ["soft", "45.00", "90.00", "1.75", "10.00", "100.00", "87.50"]
+    assert table[3].split() == ["old", "-", "90.00", "-", "-", "-", "-"]
+    assert table[4] == "", "there is no router without one"
+    assert "## Router\n\n| mode | p(correct) (%) |" in report.render(routed, "markdown")
+    assert r"soft & 45.00 & 90.00 & 1.75 & 10.00 & 100.00 & 87.50 \\" in report.render(routed, "latex")
+    soft, old, without = csv.DictReader(io.StringIO(report.render(routed, "csv")))
+    assert (soft["router_p_correct"], soft["router_nll"], soft["router_novelty_auroc"]) == ("45.00", "1.75", "87.50")
+    assert (old["router_p_correct"], old["router_accuracy"], without["router_accuracy"]) == ("", "90.00", "")
+
+
+def test_without_a_router_there_is_no_table_of_one(summary):
+    assert "Router" not in report.render(summary)
+    assert not any("router" in name for name in report.records(summary)[0])
+
+
 def test_an_unknown_format_names_the_known_ones(summary):
     with pytest.raises(ConfigError, match="'html'; expected one of text, markdown, csv, latex"):
         report.render(summary, "html")

@@ -35,7 +35,7 @@ from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.settings import INFERENCE_ONLY, content_hash
 from latent_sweep.store import versions
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import GROUPS
+from latent_sweep.sweep.groups import GROUPS, RunSettings
 from latent_sweep.sweep.plan import expand
 from latent_sweep.testing.stages import leaves, variants
 
@@ -185,6 +185,22 @@ TASK = {
 }
 """Fields of a task in it."""
 
+RUN = {
+    "storage": "elsewhere",
+    "resources": {"workers": 2},
+    "engine": {"name": "deepspeed"},
+    "scheduler": {"name": "asha"},
+    "tracking": {"uri": "none"},
+    "allow_insecure": True,
+    "keep_answers": "last",
+    "pack": 2,
+    "max_concurrent": 1,
+    "num_samples": 1,  # more make more trials, and only where an axis is random
+    "search_seed": 1,
+    "max_failures": 0,
+}
+"""Settings of `run`, which change no identity."""
+
 OUTSIDE = {
     "a training row": "lineage rows answers tokens pooled record scatter",
     "a test row": "rows tokens pooled answers",
@@ -223,6 +239,7 @@ class Subject:
     def __init__(self, folder: Path):
         self.folder = folder
         self.device = "cpu"
+        self.run = {}
         self._backbones = {}
 
     def identities(self, **changes):
@@ -276,6 +293,7 @@ class Subject:
                 "benchmark": {"name": str(self.folder / "benchmark"), "train_per_task": 8, "test_per_task": 4},
                 "training": {"learning_rate": 0.1, "epochs": 2, "batch_size": 4},
             },
+            "run": self.run,
         }
         if changes.get("method__name") == "seq_lora":
             content["trial"]["router"] |= {"mode": "last"}
@@ -519,6 +537,20 @@ def test_every_setting_of_a_method_enters_its_training_or_stands_in_the_table(me
 def test_no_method_setting_of_the_table_is_unknown():
     known = {leaf for name in METHODS for leaf in leaves(trial_of(name).settings.method)}
     assert {leaf for names in METHOD_SETTINGS.values() for leaf in names} <= known
+
+
+@pytest.mark.parametrize(("name", "value"), RUN.items())
+def test_how_a_sweep_is_run_changes_no_identity(unchanged, name, value):
+    subject, before = unchanged
+    subject.run = {name: value}
+    try:
+        assert not differing(before, subject.identities())
+    finally:
+        subject.run = {}
+
+
+def test_every_setting_of_a_run_stands_in_the_table():
+    assert set(RUN) == set(RunSettings.model_fields)
 
 
 # --- a method's settings that only answers read ----------------------------------------------------------------------

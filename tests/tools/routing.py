@@ -19,7 +19,7 @@ import numpy as np
 
 from latent_sweep.benchmarks.schema import PromptSettings
 from latent_sweep.learn.context import Context
-from latent_sweep.learn.mixing import router_accuracy
+from latent_sweep.learn.evidence import accuracies
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import Trial, expand
@@ -57,7 +57,8 @@ def table(benchmark: Mapping[str, Any], folder: Path) -> Iterator[str]:
             weights = context.mixer(trial, lambda seen, prompts: np.zeros(0)).weights(len(trial.tasks))
             alone = np.mean([np.mean(rows.max(axis=1) == 1) for rows in weights])
             told = f" ({alone:.1%} one-hot)" if router["mode"] == "soft" else ""
-            cells.append(f"{router_accuracy(weights):.1%}{told}")
+            found = accuracies(weights, [task.name for task in trial.tasks])
+            cells.append(f"{found['router_accuracy']:.1%}{told}")
         yield f"| {name} | {' | '.join(cells)} |"
 
 

@@ -1,0 +1,106 @@
+"""How sure and how right the router is of its posterior, and whether it notices rows of tasks that it has not seen.
+
+Pure functions of log posteriors and distances. T tasks have been seen, n rows are looked at, logarithms are natural.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from latent_sweep.router import prune
+
+Array = npt.NDArray[np.float64]
+
+CALIBRATION_BINS = 15
+LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
+"""A probability below 2.2e-16 counts as this one in a log loss, as in scikit-learn: a row adds at most 36.04 nats."""
+
+
+def routing_measures(log_posteriors: Sequence[Array], tasks: Sequence[str], prune_below: float) -> dict[str, float]:
+    """Measure a router on the test rows of the tasks seen, each task alone and all of them.
+
+    Args:
+        log_posteriors: log p(t | x) of each task's rows, (n, T), by task.
+        tasks: their names.
+        prune_below: threshold of `router.prune`.
+
+    Returns:
+        By name: `router_p_correct`, `router_accuracy`, `router_nll` and `router_one_hot`, macro means over tasks;
+        `router_ece`, over the rows of all tasks together; and each of them for one task, as `router/nll/<task>`.
+    """
+    per_task = {
+        name: task_measures(rows, task, prune_below)
+        for task, (name, rows) in enumerate(zip(tasks, log_posteriors, strict=True))
+    }
+    confidence = np.concatenate([np.exp(rows.max(axis=1)) for rows in log_posteriors])
+    correct = np.concatenate([rows.argmax(axis=1) == task for task, rows in enumerate(log_posteriors)])
+    found = {
+        f"router_{name}": float(np.mean([measures[name] for measures in per_task.values()]))
+        for name in ("p_correct", "accuracy", "nll", "one_hot")
+    }
+    found["router_ece"] = expected_calibration_error(confidence, correct)
+    return found | {f"router/{name}/{task}": value for task, of in per_task.items() for name, value in of.items()}
+
+
+def task_measures(log_posterior: Array, task: int, prune_below: float) -> Mapping[str, float]:
+    """Measure a router on rows of one task.
+
+    Args:
+        log_posterior: (n, T).
+        task: the column of the task that the rows belong to.
+
+    Returns:
+        `p_correct`, the mean posterior of the rows' own task; `accuracy`, the share of rows whose largest posterior it
+        has; `nll`, the mean negative log posterior of it in nats, each posterior at least `LEAST_PROBABILITY`; `ece`;
+        and `one_hot`, the share of rows that pruning leaves with one weight.
+    """
+    correct = log_posterior.argmax(axis=1) == task
+    weights = prune(np.exp(log_posterior), prune_below)
+    return {
+        "p_correct": float(np.exp(log_posterior[:, task]).mean()),
+        "accuracy": float(correct.mean()),
+        "nll": float(np.abs(np.maximum(log_posterior[:, task], np.log(LEAST_PROBABILITY))).mean()),
+        "ece": expected_calibration_error(np.exp(log_posterior.max(axis=1)), correct),
+        "one_hot": float((np.count_nonzero(weights, axis=1) == 1).mean()),
+    }
+
+
+def accuracies(weights: Sequence[Array], tasks: Sequence[str]) -> dict[str, float]:
+    """Return the share of rows that weigh their own task most, by task and on the macro mean, named as above.
+
+    Args:
+        weights: (n, T) of each task's rows, by task.
+        tasks: names, of these tasks first.
+    """
+    right = {f"router/accuracy/{tasks[i]}": float((rows.argmax(axis=1) == i).mean()) for i, rows in enumerate(weights)}
+    return {"router_accuracy": float(np.mean(list(right.values())))} | right
+
+
+def expected_calibration_error(confidence: Array, correct: npt.NDArray[np.bool_]) -> float:
+    """Expected calibration error (Guo et al. 2017, Eq. 5): sum_m |B_m| / n * |acc(B_m) - conf(B_m)|.
+
+    Args:
+        confidence: (n,) largest probability of each row.
+        correct: (n,) whether it is that of the right class. B_m holds the rows with confidence in ((m - 1) / 15,
+            m / 15]; acc and conf are their means.
+    """
+    bins = np.digitize(confidence, np.linspace(0, 1, CALIBRATION_BINS + 1)[1:-1], right=True)
+    gaps = np.bincount(bins, weights=correct - confidence, minlength=CALIBRATION_BINS)
+    return float(np.abs(gaps).sum() / len(confidence))
+
+
+def novelty_auroc(seen: Array, unseen: Array) -> float:
+    """Area under the ROC curve with which a distance tells rows of tasks not yet seen (positive) from seen ones.
+
+    1 where every unseen row lies farther from the tasks seen than every seen one, 0.5 by chance.
+
+    Args:
+        seen: (n,) distances of rows of tasks seen; `unseen`: (m,) of the others.
+    """
+    from sklearn.metrics import roc_auc_score  # a second to import
+
+    labels = np.repeat([0, 1], [len(seen), len(unseen)])
+    return float(roc_auc_score(labels, np.concatenate([seen, unseen])))

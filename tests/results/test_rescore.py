@@ -1,0 +1,259 @@
+"""Every stored score is computed again from the answers that were kept, and what is not theirs is told."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+from helpers.sweeps import sweep_folder, tiny, write, write_benchmark
+from helpers.tiny import journal_at
+
+from latent_sweep.cli import main
+from latent_sweep.results.rescore import rescore
+from latent_sweep.store.journal import stages
+
+SMALL = tiny(search={"router.components": [1, 2]})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One training of two tasks, two trials."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert main(["run", write(folder, SMALL), "--local"]) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of it for the test to change."""
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    return sweep_folder(tmp_path)
+
+
+def rewrite_line(path, number, **values):
+    """Change one line of a file of JSON lines; returns what stood there."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    before = dict(lines[number])
+    lines[number] |= values
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return before
+
+
+def tell(trial, *names):
+    """Have the journal tell the digests that files have now, as whoever forges them would."""
+    *_, last = trial.events()
+    found = {name: hashlib.sha256((trial.path / name).read_bytes()).hexdigest() for name in names}
+    journal_at(trial.path / "journal.jsonl").append(
+        "finished", metrics=last["metrics"], files=last.get("files", {}) | found
+    )
+
+
+def answers_by_hand(trial, stage):
+    """Predictions of a stage, by task and row: the newest lines up to it."""
+    found = {}
+    for seen in range(1, stage + 1):
+        for line in (trial.path / "answers" / f"{seen}.jsonl").read_text().splitlines():
+            line = json.loads(line)
+            found.setdefault(line["task"], {})[line["row"]] = line["prediction"]
+    return found
+
+
+def test_scores_are_those_of_the_kept_answers_by_hand(finished):
+    for trial in sweep_folder(finished):
+        scores = trial.read_json("scores.json")["scores"]
+        for stage in (1, 2):
+            answers = answers_by_hand(trial, stage)
+            assert list(answers) == ["mood", "ticket"][:stage]
+            for position, (task, found) in enumerate(answers.items()):
+                lines = (trial.path / "predictions" / f"{task}.jsonl").read_text().splitlines()
+                references = [json.loads(line)["references"][0] for line in lines]
+                hits = [found[row].strip().lower() == reference.lower() for row, reference in enumerate(references)]
+                assert len(hits) == 12
+                assert scores[stage - 1][position] == pytest.approx(sum(hits) / 12)
+
+
+def test_a_whole_sweep_is_equal(finished, capsys):
+    folder = sweep_folder(finished)
+    assert main(["rescore", str(folder.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(", AP")[0] for line in lines] == [
+        f"K={k}: equal; 3 scores of 36 answers computed again" for k in (1, 2)
+    ]
+    for trial, found in zip(folder, rescore(folder), strict=True):
+        metrics = stages(trial.events())[-1]["metrics"]
+        assert {name: (m.stored, m.recomputed) for name, m in found.measures.items()} == {
+            name: (metrics[name], pytest.approx(metrics[name])) for name in ("AP", "FM")
+        }
+        assert found.notes == ()
+    assert main(["rescore", str(folder.path), "--json"]) == 0
+    first, _ = json.loads(capsys.readouterr().out)
+    assert (first["equal"], first["scored_again"], first["differences"]) == (True, 3, [])
+
+
+def test_a_score_that_is_not_that_of_its_answers_is_told(copy, capsys):
+    first, _ = copy
+    lines = [json.loads(line) for line in (first.path / "answers" / "1.jsonl").read_text().splitlines()]
+    before = rewrite_line(first.path / "answers" / "1.jsonl", 0, prediction="no such label", score=0.0)
+    tell(first, "answers/1.jsonl")
+    stored = first.read_json("scores.json")["scores"]
+    hits = sum(line["score"] for line in lines) - before["score"]
+    found, other = rescore(copy)
+    assert other.equal
+    cells = {(cell.stage, cell.task): cell for cell in found.cells}
+    assert cells[1, "mood"].recomputed == pytest.approx(hits / 12)
+    assert cells[1, "mood"].agrees == (before["score"] == 0.0)
+    # and a stored score that no answers give
+    scores = first.read_json("scores.json")
+    scores["scores"][0] = [stored[0][0] + 0.25]
+    (first.path / "scores.json").write_text(json.dumps(scores))
+    tell(first, "scores.json", "answers/1.jsonl")
+    assert main(["rescore", str(copy.path)]) == 1
+    printed = capsys.readouterr().out
+    assert f"  stage 1, task mood, 12 rows: stored {stored[0][0] + 0.25!r}, recomputed {hits / 12!r}" in printed
+    assert printed.startswith("K=1: NOT EQUAL")
+    assert main(["rescore", str(copy.path), "--json"]) == 1
+    (told,) = json.loads(capsys.readouterr().out)[0]["differences"]
+    assert told == {
+        "stage": 1,
+        "task": "mood",
+        "rows": 12,
+        "stored": stored[0][0] + 0.25,
+        "recomputed": pytest.approx(hits / 12),
+    }
+
+
+def test_a_prediction_may_hold_what_ends_lines_elsewhere(copy):
+    first, _ = copy
+    for name in ("predictions/mood.jsonl", "answers/1.jsonl"):
+        lines = [json.loads(line) for line in (first.path / name).read_bytes().splitlines()]
+        lines[0]["prediction"] += "\u2028\x85\n"
+        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (first.path / name).write_bytes(content.encode())
+    tell(first, "predictions/mood.jsonl", "answers/1.jsonl")
+    assert all(found.equal for found in rescore(copy)), "white space is no part of an answer"
+
+
+def test_measures_that_are_not_those_of_the_answers_are_told(copy, capsys):
+    first, _ = copy
+    *_, last = first.events()
+    metrics = last["metrics"] | {"AP": last["metrics"]["AP"] + 1e-9}
+    journal_at(first.path / "journal.jsonl").append("finished", metrics=metrics, files=last["files"])
+    assert main(["rescore", str(copy.path)]) == 1
+    assert f"  AP: stored {metrics['AP']!r}, recomputed " in capsys.readouterr().out
+
+
+def test_references_are_held_against_the_data(copy, capsys):
+    first, second = copy
+    rewrite_line(first.path / "predictions" / "mood.jsonl", 3, references=["everything"])
+    rewrite_line(second.path / "predictions" / "ticket.jsonl", 0, id="another")
+    tell(first, "predictions/mood.jsonl")
+    tell(second, "predictions/ticket.jsonl")
+    assert main(["rescore", str(copy.path)]) == 1
+    printed = capsys.readouterr().out
+    assert "task mood: 1 of 12 rows have other references than in the benchmark's data" in printed
+    assert "task ticket: the rows are not those of the benchmark's data, by their ids" in printed
+
+
+@pytest.mark.parametrize("name", ["answers/1.jsonl", "predictions/mood.jsonl", "scores.json"])
+def test_damaged_files_are_not_scored(copy, capsys, name):
+    first, _ = copy
+    (first.path / name).unlink()
+    assert main(["rescore", str(copy.path)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{first.path / name} is missing" in printed
+    assert "not scored again: its files are damaged; see `latent-sweep verify --repair`" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("answers/2.jsonl", "[]\n"),
+        ("predictions/mood.jsonl", "{}\n"),
+        ("predictions/mood.jsonl", ""),
+        ("scores.json", "{}"),
+    ],
+)
+def test_files_of_another_content_are_told_and_no_fault_of_ours(copy, capsys, name, content):
+    first, _ = copy
+    (first.path / name).write_text(content)
+    tell(first, name)
+    assert main(["rescore", str(copy.path)]) == 1
+    assert f"{first.path}: a file holds something else than it should: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["benchmark: [", "benchmark: {}\n", None])
+def test_settings_that_cannot_be_read_are_told(copy, capsys, content):
+    first, _ = copy
+    (first.path / "trial.yaml").unlink()
+    if content is not None:
+        (first.path / "trial.yaml").write_text(content)
+    assert main(["rescore", str(copy.path)]) == 1
+    assert f"{first.path}: a file holds something else than it should: " in capsys.readouterr().out
+
+
+def test_without_earlier_answers_the_last_row_alone_is_scored_again(tmp_path, capsys):
+    last = tiny(search={}, run__keep_answers="last", trial__training__epochs=1)
+    assert main(["run", write(tmp_path, last), "--local"]) == 0
+    capsys.readouterr()
+    assert main(["rescore", str(sweep_folder(tmp_path).path)]) == 1
+    printed = capsys.readouterr().out
+    assert "2 scores of 24 answers computed again, AP" in printed
+    assert "FM" not in printed
+    assert "not scored again: stage 1: its answers were not kept (run.keep_answers: last" in printed
+
+
+def test_a_failed_and_a_pending_trial_say_so(copy, tmp_path, capsys):
+    first, second = copy
+    journal = first.path / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:2]))
+    # as it lay there before the second stage
+    lines = (first.path / "predictions" / "mood.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in (first.path / "answers" / "1.jsonl").read_text().splitlines()]
+    assert len(lines) == len(answers)
+    first_stage = [json.loads(line) | {"prediction": a["prediction"]} for line, a in zip(lines, answers, strict=True)]
+    (first.path / "predictions" / "mood.jsonl").write_text("".join(json.dumps(line) + "\n" for line in first_stage))
+    scores = first.read_json("scores.json")
+    (first.path / "scores.json").write_text(json.dumps(scores | {"scores": scores["scores"][:1]}))
+    files = {
+        name: hashlib.sha256((first.path / name).read_bytes()).hexdigest()
+        for name in ("scores.json", "predictions/mood.jsonl")
+    }
+    journal_at(journal).append("failed", kind="error", message="x", task="ticket", step=1, files=files)
+    shutil.rmtree(second.path)
+    assert main(["rescore", str(copy.path)]) == 0
+    printed = capsys.readouterr().out
+    assert "K=1: equal; 1 scores of 12 answers computed again" in printed
+    assert "note: failed after 1 of 2 tasks; the others have no scores" in printed
+    assert "note: pending, without a finished stage: there is nothing to score again" in printed
+
+
+def test_a_running_trial_is_left_out(copy, capsys):
+    first, _ = copy
+    journal_at(first.path / "journal.jsonl").append("started", attempt=2, node="n", versions={}, hardware={})
+    assert main(["rescore", str(copy.path)]) == 1
+    assert "not scored again: the trial is running" in capsys.readouterr().out
+
+
+def test_rouge_over_several_references_and_data_that_is_away(tmp_path, capsys):
+    """The metric is told by the journal, the references lie beside the answers: no benchmark is needed."""
+    own = write_benchmark(tmp_path / "own")
+    for path in own.glob("*/test.json"):
+        rows = json.loads(path.read_text())
+        path.write_text(json.dumps([row | {"output": [row["output"], "a b bx ax"]} for row in rows]))
+    spec = own / "benchmark.yaml"
+    spec.write_text(spec.read_text().replace("accuracy", "rouge_l"))
+    group = {"name": str(own), "references": "max_over_refs"}
+    assert main(["run", write(tmp_path, tiny(trial__benchmark=group, search={})), "--local"]) == 0
+    folder = sweep_folder(tmp_path)
+    (found,) = rescore(folder)
+    assert found.equal
+    assert any(0 < cell.recomputed < 1 for cell in found.cells), "scores of zero and one would show little"
+    shutil.rmtree(own)
+    from latent_sweep.benchmarks.schema import load_benchmark
+    from latent_sweep.results.rescore import _benchmark_rows
+
+    load_benchmark.cache_clear()
+    _benchmark_rows.cache_clear()
+    capsys.readouterr()
+    assert main(["rescore", str(folder.path)]) == 0
+    assert "note: references of left were not held against the benchmark's data: " in capsys.readouterr().out
