@@ -16,7 +16,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the processes of the tests share what Python has compiled, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow portability faults mutants chaos reference lint types check clean
+.PHONY: setup quickstart test test-slow portability faults mutants chaos launches reference lint types check clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,10 @@ mutants: $(STAMP)
 # kills a sweep thirty times at random, seeded, and compares what it ends with; e.g. CHAOS="--seed 7 --kills 100"
 chaos: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)chaos $(CHAOS)
+
+# counts what a training step asks of a GPU, with an imitation of one
+launches: $(STAMP)
+	OMP_NUM_THREADS=1 $(TOOL)launches
 
 # writes into the documents what the code says: every setting (sweeps/README.md), what presets fill in (methods)
 reference: $(STAMP)

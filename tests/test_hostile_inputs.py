@@ -63,10 +63,10 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
 HUNDRED = list(range(1, 101))
 
 FILES = {
-    "empty": (b"", "a sweep file is a mapping with name, trial, search and run; found None"),
-    "only a comment": (b"# later\n", "a sweep file is a mapping with name, trial, search and run; found None"),
-    "a list": (b"- a\n", "a sweep file is a mapping with name, trial, search and run; found ['a']"),
-    "a number": (b"3\n", "a sweep file is a mapping with name, trial, search and run; found 3"),
+    "empty": (b"", "a sweep file is a mapping with name, trial, search, tune, run; found None"),
+    "only a comment": (b"# later\n", "a sweep file is a mapping with name, trial, search, tune, run; found None"),
+    "a list": (b"- a\n", "a sweep file is a mapping with name, trial, search, tune, run; found ['a']"),
+    "a number": (b"3\n", "a sweep file is a mapping with name, trial, search, tune, run; found 3"),
     "two documents": (sweep() + b"---\n" + sweep(), "line 3, column 1"),
     "tabs": (b"name: a\ntrial:\n\tseed: 1\n", "line 3, column 1"),
     "unclosed quote": (b'name: a\ntrial: {seed: "1}\n', "line 2, column 15"),
