@@ -275,6 +275,28 @@ def test_help_names_every_part(capsys):
     assert " ".join(PARTS) in " ".join(capsys.readouterr().out.split())
 
 
+ALONE = """
+import socket, sys
+for name in ("ray", "mlflow", "deepspeed"):
+    sys.modules[name] = None  # as where it is not installed
+def refuse(*arguments):
+    raise OSError("no network")
+socket.socket.connect = refuse
+from latent_sweep.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_steps_packs_and_answers_need_neither_cluster_nor_tracker_nor_network(tmp_path, without_data):
+    parts = ["--only", "step", "packs", "generate", "--quick", "--json"]
+    bench = ["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(tmp_path), *parts]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *bench], timeout=PATIENCE, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert [table["part"] for table in json.loads(done.stdout)["tables"]] == ["step", "packs", "generate"]
+
+
 def test_without_peft_the_extra_is_named(capsys, monkeypatch):
     import importlib.util
 
