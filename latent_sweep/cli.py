@@ -175,8 +175,8 @@ def _plan(options: argparse.Namespace) -> int:
     chosen = known_choices(sweep, due, storage)
     trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
     warnings = check_sweep(sweep, trials)
-    if due:
-        tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    if candidates:
         remarks = check_sweep(tuning, candidates)
         text = describe_plan(tuning, candidates, pack(candidates, sweep.run.pack), storage, remarks)
         told = tuning_lines(chosen) if chosen else ["nothing yet: below, the first candidates stand for it"]

@@ -226,7 +226,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
     """Write what the sweep is: the file as resolved, and each trial's complete settings."""
     folder = SweepFolder(storage, sweep.name)
     axes = list(dict.fromkeys([*sweep.axes, *(path for trial in trials for path in trial.values)]))
-    resolved = {
+    resolved: dict[str, Any] = {
         "name": sweep.name,
         "trial": dict(sweep.trial),
         "search": {axis: list(values) for axis, values in sweep.grid.items()}
@@ -234,6 +234,8 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         "tune": sweep.tune.model_dump(mode="json") if sweep.tune else None,
         "run": sweep.run.model_dump(mode="json"),
     }
+    if sweep.tuning_of is not None:  # no file that could be run: its trials follow from the other's
+        resolved = {"tuning_of": sweep.tuning_of} | resolved
     files = {folder.path / "sweep.yaml": yaml_text(resolved).encode()}
     entries = []
     for trial in trials:

@@ -267,6 +267,8 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert f"chosen\n  {tuning_lines([chosen])[0]}" in printed
     assert {trial.values[RATE] for trial in sweep} == {best.values[RATE]}
     assert sweep.axes == ["seed", RATE]
+    with pytest.raises(ConfigError, match="tuning_of: unknown key"):  # what is written down is no file to be run
+        load_sweep(tuning.path / "sweep.yaml")
     assert (tuning.tuning_of, sweep.tuning_of) == ("tiny", None)
     for trial in tuning:  # the scores that were compared are of held-out rows
         assert trial.params["benchmark.score_on"] == "validation"
@@ -303,8 +305,10 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert read_tuning(sweep) == [chosen]
 
 
-def test_a_method_that_learns_nothing_runs_without_candidates(tmp_path):
+def test_a_method_that_learns_nothing_runs_without_candidates(tmp_path, capsys):
     path = write(tmp_path, tuned(search={"method.name": ["zero_shot"]}, trial__method=None))
+    assert main(["plan", path]) == 0
+    assert "tiny-tuning" not in capsys.readouterr().out
     assert run_sweep(path, local=True) == 0
     (chosen,) = read_tuning(sweep_folder(tmp_path))
     assert (chosen.values, chosen.tried) == ({}, ())
