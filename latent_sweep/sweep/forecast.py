@@ -25,7 +25,7 @@ from latent_sweep.store.trial_files import told_rows
 from latent_sweep.sweep.checks import Reader, reader_of
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.groups import RunSettings
-from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, with_checkpointing
+from latent_sweep.sweep.memory import GIB, HOST_RESERVE, RESERVE, Memory, cards, predict, with_checkpointing
 from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, expand, router_identity
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 from latent_sweep.sweep.tuning import Choice, candidate_trials, choice_names, chosen_for, stand_ins, tuning_sweep
@@ -375,7 +375,9 @@ def _memory_text(memory: Memory) -> str:
         "adapter and optimizer": memory.adapter + memory.optimizer,
     }
     learning = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    return f"up to {_gib(memory.learning)} GiB a worker to learn ({learning}), {_gib(memory.answering)} to answer"
+    measuring = f"{_gib(memory.measuring)} to measure its inputs, " if memory.moments else ""
+    answering = f"{measuring}{_gib(memory.answering)} to answer"
+    return f"up to {_gib(memory.learning)} GiB a worker to learn ({learning}), {answering}"
 
 
 def _engine_text(memory: Memory, run: RunSettings) -> str:
@@ -383,6 +385,7 @@ def _engine_text(memory: Memory, run: RunSettings) -> str:
     over = f" over {workers} workers" if workers > 1 else ""
     parts = [f"ZeRO-{run.engine.zero_stage}{over}"] if run.engine.name == "deepspeed" else []
     parts += [f"{_gib(memory.host)} GiB more in host memory"] if memory.host else []
+    parts += [] if run.resources.gpus else [f"on a CPU the process itself takes some {_gib(HOST_RESERVE)} GiB besides"]
     return "".join(f"; {part}" for part in parts)
 
 
