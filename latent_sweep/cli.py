@@ -109,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="PART",
-        help="measure only these: step packs history generate evaluate start threads memory sweep; or methods and "
-        "shards, which take several minutes and run only when named",
+        help="measure only these: step packs history generate evaluate start threads memory sweep; or tasks, methods "
+        "and shards, which take several minutes to an hour and run only when named",
     )
     bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
     bench.add_argument("--json", action="store_true", help="print JSON")

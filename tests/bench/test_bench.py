@@ -268,11 +268,14 @@ def test_every_method_is_measured_early_and_late(tmp_path, capsys, without_data)
 
 
 def test_help_names_every_part(capsys):
-    from latent_sweep.bench.run import PARTS
+    from latent_sweep.bench.run import ON_REQUEST, PARTS
 
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
-    assert " ".join(PARTS) in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    *others, last = ON_REQUEST
+    assert " ".join(PARTS) in printed
+    assert f"{', '.join(others)} and {last}" in printed
 
 
 ALONE = """
