@@ -137,6 +137,56 @@ MUTANTS: tuple[Mutant, ...] = (
         "values.mean()",
         "metrics::test_measures_by_hand",
     ),
+    # --- choosing
+    _mutant(
+        "benchmarks/loaders.py",
+        "held-out rows are learned from",
+        'return ("train", True) if split == "train"',
+        'return ("train", False) if split == "train"',
+        "benchmarks::test_scores_on_validation_rows_read_no_test_row",
+    ),
+    _mutant(
+        "sweep/tuning.py",
+        "candidates are scored on test rows",
+        '{"score_on": "validation", ',
+        '{"score_on": "test", ',
+        "tuning::test_candidates_learn_the_first_tasks_and_are_scored_on_rows_held_out",
+    ),
+    _mutant(
+        "sweep/tuning.py",
+        "candidates learn the whole stream",
+        '"tasks": names[: tune.tasks]} | held_out\n    else',
+        '"tasks": names} | held_out\n    else',
+        "tuning::test_candidates_learn_the_first_tasks_and_are_scored_on_rows_held_out",
+    ),
+    _mutant(
+        "sweep/tuning.py",
+        "the worst candidate wins",
+        "return -tried.score, ",
+        "return tried.score, ",
+        "tuning::test_the_best_score_wins_then_the_lowest_loss_then_the_smallest_values",
+    ),
+    _mutant(
+        "sweep/tuning.py",
+        "of equals the highest loss wins",
+        "else tried.loss, *map",
+        "else -tried.loss, *map",
+        "tuning::test_the_best_score_wins_then_the_lowest_loss_then_the_smallest_values",
+    ),
+    _mutant(
+        "sweep/tuning.py",
+        "a candidate that was lost counts as beaten",
+        'not_finite = end == "failed" and events[-1]["kind"] == "non_finite"',
+        'not_finite = end == "failed"',
+        "tuning::test_nothing_is_chosen_while_a_candidate_may_still_win",
+    ),
+    _mutant(
+        "sweep/tuning.py",
+        "an edge of what was tried is not told",
+        "value in (others[0], others[-1])",
+        "value in (others[0],)",
+        "tuning::test_what_makes_a_choice_doubtful_is_said",
+    ),
     # --- comparisons
     _mutant(
         "results/bootstrap.py",
