@@ -85,7 +85,7 @@ def test_the_job_log_tells_plan_progress_and_result(submitted):
         r"\[\d+:\d\d\] K=1 seed=[01]: 1/2 mood \(.*\) AP",
         r"\[\d+:\d\d\] K=2 seed=[01]: finished",
         r"sweep tiny: 4 trials \(4 finished\)",
-        r"K +n +AP \(%\) +FM \(%\)",
+        r"K +n +AP \(%\) +LA \(%\) +FM \(%\)",
         r"Job 'raysubmit_\w+' succeeded",
     ]
     found = [re.search(part, submitted.stdout) for part in parts]
