@@ -14,12 +14,15 @@ NOT_NUMERIC = {
     "test_hostile_inputs.py": "spoils files",
     "test_identities.py": "compares names",
     "test_imitated_gpu.py": "counts launches",
+    "test_journal.py": "damages files",
     "test_memory.py": "counts bytes",
     "test_planned.py": "edits what was planned",
     "test_ray.py": "torch is told its number of threads",
     "test_resume.py": "torch is told its number of threads",
+    "test_retries.py": "torch is told its number of threads",
     "test_storage.py": "torch is told its number of threads",
     "test_submission.py": "torch is told its number of threads",
+    "test_verify.py": "damages files",
 }
 """Test files that import what computes and compare no numbers, and why they do."""
 COMPUTING = re.compile(

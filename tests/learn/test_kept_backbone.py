@@ -81,6 +81,7 @@ def test_another_backbone_takes_the_place_of_the_one_before(tmp_path, loaded):
     assert [reference() is None for reference in loaded] == [True, False]
 
 
+@pytest.mark.one_machine  # where no vectors are imitated on a processor with AVX-512, torch's attention has no bfloat16
 def test_other_types_are_other_backbones(tmp_path, loaded):
     runs = Runs(tmp_path)
     for pack in runs.packs(**SHORT, search={"backbone.dtype": ["float32", "bfloat16"]}):
