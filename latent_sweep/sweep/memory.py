@@ -511,7 +511,8 @@ def _longest(trial: Trial) -> tuple[int, int]:
 def _second_moments(trial: Trial, shape: Shape) -> int:
     """Return bytes of the second moments of inputs with what measures them: a batch that is read, or an eigenproblem.
 
-    A batch has a copy of an input in float64, once as it is and once times its counts, beside the pass itself.
+    A batch has a copy of an input in float64, once as it is and once times its counts, beside the pass itself. How many
+    matrices of n x n the eigenproblem holds at once was counted on small models, not derived.
     """
     gpm = getattr(trial.settings.method, "gpm", None)
     if gpm is None:
