@@ -151,6 +151,7 @@ def _add_tracker_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.backends.driver import check_engine
+    from latent_sweep.store.folders import SweepFolder
     from latent_sweep.store.snapshots import SnapshotStore
     from latent_sweep.store.storage import open_storage
     from latent_sweep.sweep.checks import check_sweep
@@ -172,15 +173,15 @@ def _plan(options: argparse.Namespace) -> int:
     check_engine(sweep.run.engine)
     storage = open_storage(sweep.run.storage)
     due = choices(sweep)
-    chosen = known_choices(sweep, due, storage)
+    tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    chosen = known_choices(due, SweepFolder(storage, tuning.name))
     trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
     warnings = check_sweep(sweep, trials)
-    tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
     if candidates:
         remarks = check_sweep(tuning, candidates)
         text = describe_plan(tuning, candidates, pack(candidates, sweep.run.pack), storage, remarks)
         told = tuning_lines(chosen) if chosen else ["nothing yet: below, the first candidates stand for it"]
-        lines = [*describe_tuning(sweep, due, storage), text, "", "chosen", *(f"  {line}" for line in told), ""]
+        lines = [*describe_tuning(sweep, due, trials), text, "", "chosen", *(f"  {line}" for line in told), ""]
         print(printable("\n".join(lines)))
     print(printable(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings)))
     if options.explain:

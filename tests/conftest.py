@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import threading
 
 import pytest
 from helpers.numeric import NOT_NUMERIC, computes_numbers
+from helpers.sweeps import SMALL, sweep_folder, write
 from helpers.tiny import FAMILIES, HALTING_STEPS, Runs, bank_of, load_tiny
 
 LONGEST = (
@@ -92,6 +94,23 @@ def bank(backbone):
     bank = bank_of(backbone)
     yield bank
     bank.remove()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of the small sweep, run to its end."""
+    from latent_sweep.cli import main
+
+    folder = tmp_path_factory.mktemp("finished")
+    assert main(["run", write(folder, SMALL), "--local"]) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of it for the test to change."""
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    return sweep_folder(tmp_path)
 
 
 @pytest.fixture

@@ -62,12 +62,38 @@ def pooled(table: Tensor, prompts: Sequence[Sequence[int]], padded: bool = False
         padded: divide by the length of the longest of PADDED_TOGETHER prompts instead of each one's own, as in code
             that pools padded batches: then p0 depends on which prompts come together.
     """
-    sums = [table[torch.tensor(list(ids), device=table.device)].float().sum(0) for ids in prompts]
-    lengths = [len(ids) for ids in prompts]
-    if padded:
-        batches = [lengths[i : i + PADDED_TOGETHER] for i in range(0, len(lengths), PADDED_TOGETHER)]
-        lengths = [max(batch) for batch in batches for _ in batch]
-    return torch.stack(sums) / torch.tensor(lengths, device=table.device).unsqueeze(1)
+    return Pooled(table, padded)(prompts)
+
+
+class Pooled:
+    """What `pooled` gives, of prompts that come again and again: each is read once.
+
+    Their tokens, and how many there are, would be copied to a GPU for every row of every step, and the host would wait.
+    """
+
+    def __init__(self, table: Tensor, padded: bool):
+        self._table, self._padded = table, padded
+        self._sums: dict[tuple[int, ...], Tensor] = {}
+        self._lengths: dict[int, Tensor] = {}
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Return p0 of every prompt, (B, d) float32."""
+        lengths = [len(prompt) for prompt in prompts]
+        if self._padded:
+            batches = [lengths[i : i + PADDED_TOGETHER] for i in range(0, len(lengths), PADDED_TOGETHER)]
+            lengths = [max(batch) for batch in batches for _ in batch]
+        sums = torch.stack([self._sum(tuple(prompt)) for prompt in prompts])
+        return sums / torch.stack([self._length(length) for length in lengths]).unsqueeze(1)
+
+    def _sum(self, prompt: tuple[int, ...]) -> Tensor:
+        if prompt not in self._sums:
+            self._sums[prompt] = self._table[torch.tensor(prompt, device=self._table.device)].float().sum(0)
+        return self._sums[prompt]
+
+    def _length(self, length: int) -> Tensor:
+        if length not in self._lengths:
+            self._lengths[length] = torch.tensor(length, device=self._table.device)
+        return self._lengths[length]
 
 
 def new_key(

@@ -78,12 +78,12 @@ def _shared(members: Sequence[Sequence[Example]], backbone: Backbone) -> Shared:
 
     Every row keeps the last token of its prompt to itself: that is where its answer begins.
     """
-    shared = min(_common([row["prompt_ids"] for row in rows]) for rows in members)
+    shared = min(common_tokens([row["prompt_ids"] for row in rows]) for rows in members)
     rests = [[len(row["prompt_ids"]) + len(row["target_ids"]) - shared for row in rows] for rows in members]
     return Shared(shared, rests, backbone.device)
 
 
-def _common(prompts: Sequence[Sequence[int]]) -> int:
+def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
     """Count the tokens that all prompts begin with, without the last one of the shortest."""
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from transformers import EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.backbones.batches import last_positions, pad_prompts, positions
+from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, positions
 from latent_sweep.backbones.loading import Backbone
 
 WORTHWHILE_TOKENS = 64
@@ -150,8 +149,7 @@ def shared_tokens(prompts: Sequence[Sequence[int]], together: int) -> int:
         together: prompts of a batch, at most. That a batch has fewer changes nothing: then how a prompt is read would
             hang on its neighbours.
     """
-    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
-    count = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    count = common_tokens(prompts)
     return count if count * (min(together, len(prompts)) - 1) >= WORTHWHILE_TOKENS else 0
 
 

@@ -77,8 +77,11 @@ def run_sweep(
     storage.make()
     warnings = check_sweep(sweep, trials, storage.folder)
     how = _How(local, fail_fast, only_failed, replace)
-    chosen = _tuned(sweep, due, storage, how) if due else []
-    trials = expand(sweep, chosen_for(sweep, chosen)) if due else trials
+    chosen: list[Chosen] = []
+    if due:
+        chosen = _tuned(sweep, due, trials, storage, how)
+        trials = expand(sweep, chosen_for(sweep, chosen))
+        warnings = check_sweep(sweep, trials, storage.folder)  # steps and targets may be others now
     return _run_trials(sweep, trials, storage, warnings, how, chosen)
 
 
@@ -92,8 +95,11 @@ class _How:
     replace: bool
 
 
-def _tuned(sweep: Sweep, due: Sequence[Choice], storage: Storage, how: _How) -> list[Chosen]:
+def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage: Storage, how: _How) -> list[Chosen]:
     """Run the candidates, and choose among them.
+
+    Args:
+        trials: of the sweep, with what stands for the choices.
 
     Raises:
         NotChosen: candidates have not come to an end.
@@ -101,10 +107,10 @@ def _tuned(sweep: Sweep, due: Sequence[Choice], storage: Storage, how: _How) -> 
     tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
     folder = SweepFolder(storage, tuning.name)
     storage.pull(folder.path)
-    chosen = known_choices(sweep, due, storage)
+    chosen = known_choices(due, folder)
     if chosen is None:
         warnings = check_sweep(tuning, candidates, storage.folder)
-        _tell("\n".join(describe_tuning(sweep, due, storage)))
+        _tell("\n".join(describe_tuning(sweep, due, trials)))
         _run_trials(tuning, candidates, storage, warnings, how)
         chosen = choose(due, folder)
     _tell("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
@@ -130,6 +136,8 @@ def _run_trials(
             check_name(sweep, trials, folder)
         if chosen:
             storage.write(folder.path / TUNING, tuning_content(sweep, chosen))
+        elif (folder.path / TUNING).exists():  # of an earlier sweep of this name
+            storage.remove(folder.path / TUNING)
         return _drive(sweep, trials, packs, storage, how)
 
 

@@ -70,10 +70,11 @@ def split_prompts(
 def definitions(task: TaskSpec, split: Split, settings: BenchmarkSettings) -> tuple[str | None, ...]:
     """The definitions that the prompts of a split take in turn; None is the task's instruction, verbatim.
 
-    A task without an instruction has the same prompts whatever `benchmark.prompts.definition` says.
+    A task without an instruction has the same prompts whatever `benchmark.prompts.definition` says, and so have rows
+    that are held out of the training rows and scored in the place of test rows.
     """
-    wanted = settings.prompts.definition
-    if split != "test" or wanted == "verbatim" or not task.instruction.strip():
+    wanted, of_test = settings.prompts.definition, split == "test" and settings.score_on == "test"
+    if not of_test or wanted == "verbatim" or not task.instruction.strip():
         return (None,)
     return task.paraphrases if wanted == "paraphrase" else ("",)
 

@@ -67,52 +67,6 @@ def gate_of(snapshot: Mapping[str, Tensor], settings: GateSettings, device: torc
     return Gate(G1, G2, key, settings.form)
 
 
-def pooled_prompts(table: Tensor, prompts: Sequence[Sequence[int]], settings: GateSettings) -> Tensor:
-    """Return the pooled embeddings that gates read of every prompt, (prompts, d)."""
-    from latent_sweep.adapters.gate import pooled
-
-    return pooled(table, prompts, settings.pooling == "padded")
-
-
-class _Pooled:
-    """What `pooled_prompts` gives, of prompts that come again and again: each is read once.
-
-    Their tokens, and how many there are, would be copied to a GPU for every row of every step, and the host would wait.
-    """
-
-    def __init__(self, table: Tensor, settings: GateSettings):
-        self._table, self._padded = table, settings.pooling == "padded"
-        self._sums: dict[tuple[int, ...], Tensor] = {}
-        self._lengths: dict[int, Tensor] = {}
-
-    def __call__(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Return p0 of every prompt, (prompts, d)."""
-        import torch
-
-        from latent_sweep.adapters.gate import PADDED_TOGETHER
-
-        lengths = [len(prompt) for prompt in prompts]
-        if self._padded:
-            batches = [lengths[i : i + PADDED_TOGETHER] for i in range(0, len(lengths), PADDED_TOGETHER)]
-            lengths = [max(batch) for batch in batches for _ in batch]
-        sums = torch.stack([self._sum(tuple(prompt)) for prompt in prompts])
-        return sums / torch.stack([self._length(length) for length in lengths]).unsqueeze(1)
-
-    def _sum(self, prompt: tuple[int, ...]) -> Tensor:
-        import torch
-
-        if prompt not in self._sums:
-            self._sums[prompt] = self._table[torch.tensor(prompt, device=self._table.device)].float().sum(0)
-        return self._sums[prompt]
-
-    def _length(self, length: int) -> Tensor:
-        import torch
-
-        if length not in self._lengths:
-            self._lengths[length] = torch.tensor(length, device=self._table.device)
-        return self._lengths[length]
-
-
 class NewGate:
     """The gate of the task that is being learned.
 
@@ -132,10 +86,11 @@ class NewGate:
     """
 
     def __init__(self, settings: GateSettings, gpm: GpmSettings, table: Tensor, task: TaskData, history: Snapshots):
-        from latent_sweep.adapters.gate import Gate, layers, new_key, new_maps
+        from latent_sweep.adapters.gate import Gate, Pooled, layers, new_key, new_maps
 
         check_rows(task)
-        self._settings, self._gpm, self._task, self._pooled = settings, gpm, task, _Pooled(table, settings)
+        self._settings, self._gpm, self._task = settings, gpm, task
+        self._pooled = Pooled(table, settings.pooling == "padded")
         d, w, device = table.shape[1], settings.width, table.device
         self._memory = {
             part: columns(history, f"gate.{part}", k).to(device) for part, k in zip(PARTS, (d, w, d), strict=True)

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from latent_sweep.backbones.known import family_of
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_of, pooled_prompts
+from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_of
 from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, released_gpm
 from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
@@ -125,9 +125,11 @@ class GainLora(BranchMethod):
         """Return g_t(x) of every snapshot's gate for every prompt."""
         import torch
 
+        from latent_sweep.adapters.gate import pooled
+
         table, settings = self.context.backbone.embedding_table, self.settings.gate
         with torch.no_grad():
-            p0 = pooled_prompts(table, prompts, settings)
+            p0 = pooled(table, prompts, settings.pooling == "padded")
             weights = [gate_of(snapshot, settings, table.device)(p0) for snapshot in history]
             return torch.stack(weights, 1).double().cpu().numpy()
 

@@ -26,9 +26,9 @@ from latent_sweep.sweep.checks import Reader, reader_of
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.memory import GIB, HOST_RESERVE, RESERVE, Memory, cards, predict, with_checkpointing
-from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, expand, router_identity
+from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, router_identity
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
-from latent_sweep.sweep.tuning import Choice, candidate_trials, choice_names, chosen_for, stand_ins, tuning_sweep
+from latent_sweep.sweep.tuning import Choice, candidate_trials, choice_names, tuning_sweep
 
 CHARACTERS_PER_TOKEN = 4.0
 """Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
@@ -232,8 +232,12 @@ def describe_plan(
     return "\n".join([*lines, *([""] if warnings else []), *warnings])
 
 
-def describe_tuning(sweep: Sweep, due: Sequence[Choice], storage: Storage) -> list[str]:
-    """Say what has to be chosen before the trials run, among which candidates, and on which rows."""
+def describe_tuning(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial]) -> list[str]:
+    """Say what has to be chosen before the trials run, among which candidates, and on which rows.
+
+    Args:
+        trials: with what was chosen, or with what stands for it.
+    """
     tune, candidates = sweep.tune, candidate_trials(due)
     assert tune is not None
     judged_on = {f"{t.spec.name}: {' '.join(task.name for task in t.tasks)}": None for t in candidates}
@@ -243,7 +247,7 @@ def describe_tuning(sweep: Sweep, due: Sequence[Choice], storage: Storage) -> li
         f"  on         {'; '.join(judged_on)}; {tune.validation_fraction:.0%} of the training rows are held out and "
         "scored, test rows are not read",
         *(f"  {name}: {_tried_text(c)}" for name, c in zip(choice_names([c.shared for c in due]), due, strict=True)),
-        f"  {_shared_stages(candidates, expand(sweep, chosen_for(sweep, stand_ins(due))))}",
+        f"  {_shared_stages(candidates, trials)}",
         "",
     ]
 
@@ -260,7 +264,7 @@ def _tried_text(choice: Choice) -> str:
 
 
 def _shared_stages(candidates: Sequence[Trial], trials: Sequence[Trial]) -> str:
-    """Say how many stages of candidates are stages of trials too, if the first candidates win."""
+    """Say how many stages of candidates are stages of trials too."""
     try:
         tried, judged = ({x for t in _trainings(some) for x in t.lineages()} for some in (candidates, trials))
     except MissingData:

@@ -8,6 +8,7 @@ They make up a sweep of their own, `<name>-tuning`, which runs, resumes and is r
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +21,7 @@ from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.settings import Settings, canonical_json
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import stages, status
-from latent_sweep.store.sealed import read_sealed_json, sealed_json
-from latent_sweep.store.storage import Storage
+from latent_sweep.store.sealed import is_sealed, sealed_json
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, flatten, trial_settings
 from latent_sweep.sweep.groups import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
 from latent_sweep.sweep.plan import Trial, plan_trial, points, resolve, setting, trial_faults
@@ -52,11 +52,6 @@ class Choice:
     candidates: tuple[Candidate, ...]
     """Empty where the method learns nothing, so that there is nothing to choose."""
 
-    @property
-    def key(self) -> str:
-        """Names the choice."""
-        return canonical_json(self.shared)
-
 
 def choices(sweep: Sweep) -> list[Choice]:
     """List the choices that a sweep's `tune:` block asks for, each with its candidates; none without the block.
@@ -74,13 +69,13 @@ def choices(sweep: Sweep) -> list[Choice]:
         settings = resolve(trial_settings(sweep, point))
         methods.add(settings.method.name)
         shared = _shared(settings, tune, sweep)
-        if canonical_json(shared) not in found:
+        if (key := canonical_json(shared)) not in found:
             try:
                 choice = Choice(shared, tuple(_candidates(sweep, tune, point, settings)))
             except ConfigError as error:
                 faults.append(str(error))
                 continue
-            found[choice.key] = choice
+            found[key] = choice
             faults += [fault for candidate in choice.candidates for fault in trial_faults(candidate.trial)]
     for name in tune.by_method:
         if name not in methods:
@@ -219,9 +214,8 @@ def choose(found: Sequence[Choice], folder: SweepFolder) -> list[Chosen]:
     return [_chosen(choice, ended) for choice in found]
 
 
-def known_choices(sweep: Sweep, found: Sequence[Choice], storage: Storage) -> list[Chosen] | None:
-    """Make the choices where all candidates have ended already; None where some have not."""
-    folder = SweepFolder(storage, tuning_sweep(sweep).name)
+def known_choices(found: Sequence[Choice], folder: SweepFolder) -> list[Chosen] | None:
+    """Make the choices as `choose` does, where all candidates have ended already; None where some have not."""
     try:
         return choose(found, folder)
     except (NotChosen, StoreError):
@@ -297,13 +291,14 @@ def _label(values: Mapping[str, Any]) -> str:
     return label({names[path]: value for path, value in values.items()})
 
 
-def chosen_for(sweep: Sweep, chosen: Sequence[Chosen]) -> Callable[[WrittenTrial], Mapping[str, Any]]:
-    """Return what gives a trial the settings chosen for it; see `expand`."""
-    values = {canonical_json(c.shared): c.values for c in chosen}
-    tune = sweep.tune
+def chosen_for(sweep: Sweep, chosen: Sequence[Chosen]) -> Callable[[WrittenTrial], Mapping[str, Any]] | None:
+    """Return what gives a trial the settings chosen for it; None where nothing is to be chosen. See `expand`."""
+    values, tune = {canonical_json(c.shared): c.values for c in chosen}, sweep.tune
+    if tune is None:
+        return None
 
     def look_up(written: WrittenTrial) -> Mapping[str, Any]:
-        return values[canonical_json(_shared(resolve(written), tune, sweep))] if tune is not None else {}
+        return values[canonical_json(_shared(resolve(written), tune, sweep))]
 
     return look_up
 
@@ -316,18 +311,22 @@ def stand_ins(found: Sequence[Choice]) -> list[Chosen]:
 # --- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def tuning_content(sweep: Sweep, chosen: Sequence[Chosen]) -> bytes:
+def tuning_content(sweep: Sweep, chosen: Sequence[Chosen]) -> bytearray:
     """Write what was chosen, from what, on what, as the sealed content of `TUNING`."""
     assert sweep.tune is not None
     content = {"tune": sweep.tune.model_dump(mode="json"), "chosen": [asdict(c) for c in chosen]}
-    return bytes(sealed_json(content, indent=1))
+    return sealed_json(content, indent=1)
 
 
 def read_tuning(folder: SweepFolder) -> list[Chosen] | None:
-    """Read what was chosen for a sweep; None where nothing was, or the file does not check against its digest."""
-    content = read_sealed_json(folder.path / TUNING)
-    if content is None:
+    """Read what was chosen for a sweep; None where nothing was, or the file does not check against its digest.
+
+    Whoever only looks changes nothing: `verify` says what is damaged.
+    """
+    path = folder.path / TUNING
+    if not is_sealed(path):
         return None
+    content = json.loads(path.read_bytes())["content"]
     return [
         Chosen(c["shared"], c["values"], tuple(Tried(**t) for t in c["tried"]), tuple(c["remarks"]))
         for c in content["chosen"]

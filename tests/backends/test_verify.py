@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from helpers.sweeps import events, results, sweep_folder, tiny, write, write_benchmark
+from helpers.sweeps import SMALL, events, results, rewrite_line, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import journal_at
 
 from latent_sweep.backends import verify
@@ -23,23 +23,10 @@ from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import load_sweep
 from latent_sweep.sweep.plan import expand
 
-SMALL = tiny(search={"router.components": [1, 2]})
-"""One training of two tasks, two trials."""
 
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The small sweep, run to its end."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert main(["run", write(folder, SMALL), "--local"]) == 0
-    return folder
-
-
-@pytest.fixture
-def copy(finished, tmp_path):
-    """A copy of it for the test to damage."""
-    shutil.copytree(finished / "runs", tmp_path / "runs")
-    return sweep_folder(tmp_path)
+def first_of(path):
+    """The first line of a file of JSON lines."""
+    return json.loads(path.read_text().splitlines()[0])
 
 
 def run(folder):
@@ -301,9 +288,7 @@ def test_a_file_that_contradicts_the_journal_is_noticed(copy, name, change):
 def test_answers_whose_scores_average_to_another_row_are_noticed(copy):
     first, _ = copy
     path = first.path / "predictions" / "mood.jsonl"
-    one, *others = map(json.loads, path.read_text().splitlines())
-    one["score"] = 1.0 - one["score"]
-    path.write_text("".join(json.dumps(answer) + "\n" for answer in (one, *others)))
+    rewrite_line(path, 0, score=1.0 - first_of(path)["score"])
     tell(first, "predictions/mood.jsonl")
     assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
 
@@ -311,9 +296,7 @@ def test_answers_whose_scores_average_to_another_row_are_noticed(copy):
 def test_kept_answers_whose_scores_average_to_another_row_are_noticed(copy):
     first, _ = copy
     path = first.path / "answers" / "1.jsonl"
-    one, *others = map(json.loads, path.read_text().splitlines())
-    one["score"] = 1.0 - one["score"]
-    path.write_text("".join(json.dumps(answer) + "\n" for answer in (one, *others)))
+    rewrite_line(path, 0, score=1.0 - first_of(path)["score"])
     tell(first, "answers/1.jsonl")
     assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
 
@@ -321,9 +304,7 @@ def test_kept_answers_whose_scores_average_to_another_row_are_noticed(copy):
 def test_kept_answers_that_are_not_the_newest_are_noticed(copy):
     first, _ = copy
     path = first.path / "predictions" / "mood.jsonl"
-    one, *others = map(json.loads, path.read_text().splitlines())
-    one["prediction"] += "?"
-    path.write_text("".join(json.dumps(answer) + "\n" for answer in (one, *others)))
+    rewrite_line(path, 0, prediction=first_of(path)["prediction"] + "?")
     tell(first, "predictions/mood.jsonl")
     assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
 

@@ -17,7 +17,14 @@ from transformers import PreTrainedTokenizerFast
 
 from latent_sweep.benchmarks import builtin, loaders
 from latent_sweep.benchmarks.loaders import Row, data_digest, load_rows, row_count, source_digest, tokenised
-from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, encode_prompt, encode_target, prompt_parts
+from latent_sweep.benchmarks.prompts import (
+    PromptParts,
+    definitions,
+    encode_parts,
+    encode_prompt,
+    encode_target,
+    prompt_parts,
+)
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
@@ -489,6 +496,14 @@ def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
     assert source_digest(spec, task, "test", held_out) == source_digest(spec, task, "train", usual)
     assert data_digest(spec, task, "test", held_out) == data_digest(spec, task, "validation", usual)
     assert data_digest(spec, task, "train", held_out) == data_digest(spec, task, "train", usual, carve_validation=True)
+
+
+def test_rows_held_out_are_scored_with_their_instruction_as_it_is() -> None:
+    spec = load_benchmark("builtin")
+    settings = settings_of("builtin", prompts={"definition": "none"})
+    held_out = settings.model_copy(update={"score_on": "validation"})
+    assert definitions(spec.tasks[0], "test", settings) == ("",)
+    assert definitions(spec.tasks[0], "test", held_out) == (None,)
 
 
 def test_validation_is_at_most_500_rows() -> None:

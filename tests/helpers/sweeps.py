@@ -48,6 +48,10 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return content
 
 
+SMALL = tiny(search={"router.components": [1, 2]})
+"""One training of two tasks, two trials."""
+
+
 def write(folder: Path, content: dict[str, Any]) -> str:
     """`content` as a sweep file in `folder`, below which it stores what it computes; returns the file's path."""
     content = copy.deepcopy(content)
@@ -72,6 +76,15 @@ def results(sweep: SweepFolder) -> dict[str, bytes]:
     files += sorted(sweep.snapshots.folder.glob("*.safetensors"))
     files += sorted(sweep.snapshots.folder.glob("*.json"))
     return {str(path.relative_to(sweep.storage.folder)): path.read_bytes() for path in files}
+
+
+def rewrite_line(path: Path, number: int, **values: Any) -> dict[str, Any]:
+    """Change one line of a file of JSON lines; returns what stood there."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    before = dict(lines[number])
+    lines[number] |= values
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return before
 
 
 def events(sweep: SweepFolder, kind: str) -> list[dict[str, Any]]:

@@ -5,38 +5,12 @@ import json
 import shutil
 
 import pytest
-from helpers.sweeps import sweep_folder, tiny, write, write_benchmark
+from helpers.sweeps import rewrite_line, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import journal_at
 
 from latent_sweep.cli import main
 from latent_sweep.results.rescore import rescore
 from latent_sweep.store.journal import stages
-
-SMALL = tiny(search={"router.components": [1, 2]})
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """One training of two tasks, two trials."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert main(["run", write(folder, SMALL), "--local"]) == 0
-    return folder
-
-
-@pytest.fixture
-def copy(finished, tmp_path):
-    """A copy of it for the test to change."""
-    shutil.copytree(finished / "runs", tmp_path / "runs")
-    return sweep_folder(tmp_path)
-
-
-def rewrite_line(path, number, **values):
-    """Change one line of a file of JSON lines; returns what stood there."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    before = dict(lines[number])
-    lines[number] |= values
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return before
 
 
 def tell(trial, *names):

@@ -232,10 +232,10 @@ def test_what_makes_a_choice_doubtful_is_said(tmp_path):
 
 @pytest.mark.parametrize("outcome", ["error", "out_of_memory"])
 def test_nothing_is_chosen_while_a_candidate_may_still_win(outcome, tmp_path):
-    due, folder, sweep = ended(tmp_path, [(0.9, 1.0), outcome])
+    due, folder, _ = ended(tmp_path, [(0.9, 1.0), outcome])
     with pytest.raises(NotChosen, match=r"learning_rate=0\.1 .* is failed, so nothing can be chosen"):
         choose(due, folder)
-    assert known_choices(sweep, due, open_storage(str(tmp_path))) is None
+    assert known_choices(due, folder) is None
 
 
 def test_nothing_is_chosen_where_no_loss_was_finite(tmp_path):
@@ -294,15 +294,22 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert f"chosen\n  {tuning_lines([chosen])[0]}" in capsys.readouterr().out
 
     assert not verify_disk(sweep).faults
+    kept = (sweep.path / TUNING).read_bytes()
     damaged = (sweep.path / TUNING).read_text().replace("0.1", "0.2", 1)
     (sweep.path / TUNING).write_text(damaged)
     assert [f"{sweep.path / TUNING}: does not check against its digest" in f for f in verify_disk(sweep).faults] == [
         True
     ]
+    assert main(["report", str(sweep.path)]) == 0
+    assert (sweep.path / TUNING).read_text() == damaged, "whoever looks changes nothing"
+    assert "Chosen by tuning" not in capsys.readouterr().out
     assert repair_disk(sweep) == ["what was chosen is written again, from what the candidates have left"]
     assert run_sweep(path, local=True) == 0
     assert not verify_disk(open_sweep(sweep.path)).faults
-    assert read_tuning(sweep) == [chosen]
+    assert (sweep.path / TUNING).read_bytes() == kept
+
+    assert run_sweep(path, ["tune=null"], local=True, replace=True) == 0
+    assert not (sweep.path / TUNING).exists(), "nothing was chosen for these trials"
 
 
 def test_a_method_that_learns_nothing_runs_without_candidates(tmp_path, capsys):

@@ -1082,7 +1082,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "benchmarks/prompts.py",
         "training prompts are paraphrased too",
-        'split != "test" or wanted == "verbatim"',
+        'not of_test or wanted == "verbatim"',
         'wanted == "verbatim"',
         "definitions::test_test_rows_take_paraphrases_in_turn_and_training_rows_never",
     ),
