@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -20,6 +21,17 @@ from matplotlib.ticker import FixedLocator, NullLocator
 _DPI = 160
 _INK, _FAINT = "#333333", "#d9d9d9"
 _LONGEST_TASK_NAME = 30
+
+
+class Picture(NamedTuple):
+    """A figure with what a reader is told of it."""
+
+    name: str
+    """Of its file, without an ending: letters, digits, `-` and `_`."""
+    title: str
+    caption: str
+    """What is drawn, over which trials and rows, and in which units."""
+    figure: Figure
 
 
 def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | None]]) -> Figure:
