@@ -197,7 +197,8 @@ def _settings(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from latent_sweep.results.report import render, summarise
+    from latent_sweep.results.report import render
+    from latent_sweep.results.summaries import summarise
     from latent_sweep.store.folders import open_sweep
 
     print(render(summarise(open_sweep(options.folder), options.over, options.baseline), options.format))

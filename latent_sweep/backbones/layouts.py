@@ -194,12 +194,12 @@ class Shared:
         query, key, value = (x.transpose(1, 2).flatten(2) for x in (query, key, value))
         front, rest = rests(query, self)
         parts = [wholes(x, self) for x in (key, value)]
-        seen = [heads(whole) for _, whole in parts]
-        causal = {"attention_mask": self._mask(query)} if self.shared else {"attention_mask": None, "is_causal": True}
-        rest, _ = _sdpa(module, heads(rest), *seen, **causal, **options)
+        (own_key, seen_key), (own_value, seen_value) = ([heads(x) for x in part] for part in parts)
         if self.shared:
-            own = [heads(of_front) for of_front, _ in parts]
-            front, _ = _sdpa(module, heads(front), *own, None, is_causal=True, **options)
+            rest, _ = _sdpa(module, heads(rest), seen_key, seen_value, self._mask(query), **options)
+            front, _ = _sdpa(module, heads(front), own_key, own_value, None, is_causal=True, **options)
+        else:
+            rest, _ = _sdpa(module, heads(rest), seen_key, seen_value, None, is_causal=True, **options)
         joined = together(front.flatten(2), rest.flatten(2), self)
         return joined.unflatten(-1, (-1, width)), None
 

@@ -145,7 +145,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     """Run what is missing of a sweep that nobody else drives."""
     from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
     from latent_sweep.results.progress import ProgressPrinter
-    from latent_sweep.results.report import render, summarise
+    from latent_sweep.results.report import render
+    from latent_sweep.results.summaries import summarise
 
     folder = write_sweep(sweep, trials, storage)
     todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)

@@ -36,7 +36,7 @@ from typing import Any
 
 from latent_sweep.backends.addresses import check_tracking_address
 from latent_sweep.errors import LatentSweepError, StoreError, TrackingError
-from latent_sweep.results import report
+from latent_sweep.results import summaries
 from latent_sweep.results.tracked import (
     KEY_TAG,
     Artifact,
@@ -178,7 +178,7 @@ class MlflowMirror:
         """
         changed = self.sync()
         with self._connected():
-            summary = report.summarise(self.sweep)
+            summary = summaries.summarise(self.sweep)
             for content in (*configuration_contents(self.sweep, summary), sweep_content(self.sweep, summary)):
                 self._bring(content)
             self._save_view(summary)
@@ -378,10 +378,10 @@ class MlflowMirror:
         else:
             self._client.log_figure(run.run_id, artifact(), str(path))
 
-    def _save_view(self, summary: report.Summary | None = None) -> None:
+    def _save_view(self, summary: summaries.Summary | None = None) -> None:
         """Keep a view that opens on this sweep's comparison. A convenience: without it there is a plainer link."""
         try:
-            state = view_state(summary or report.summarise(self.sweep), self.sweep.sweep_id)
+            state = view_state(summary or summaries.summarise(self.sweep), self.sweep.sweep_id)
             now = round(1000 * time.time())
             packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
             view = {"name": f"sweep {self.sweep.name}", "createdAt": now, "updatedAt": now, "state": packed}
@@ -555,7 +555,7 @@ class MirrorThread:
         return True
 
 
-def view_state(summary: report.Summary, sweep_id: str) -> dict[str, Any]:
+def view_state(summary: summaries.Summary, sweep_id: str) -> dict[str, Any]:
     """The state of MLflow's run page that compares this sweep's trials: table, scatter charts, AP over tasks.
 
     The format is undocumented and read off MLflow 3.17; a newer UI that does not know it shows its plain page.
@@ -580,7 +580,7 @@ def view_state(summary: report.Summary, sweep_id: str) -> dict[str, Any]:
             _section("sweep", "comparison", display=True),
             *(_section(prefix, prefix, display=False) for prefix in _FOLDED),
         ],
-        "compareRunCharts": _charts(report.numeric_axis(summary), summary.axes),
+        "compareRunCharts": _charts(summaries.numeric_axis(summary), summary.axes),
     }
 
 

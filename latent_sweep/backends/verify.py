@@ -13,7 +13,7 @@ from pathlib import Path
 
 from latent_sweep.backends.mlflow_mirror import FoundRun, MlflowMirror
 from latent_sweep.errors import ConfigError, StoreError
-from latent_sweep.results import report
+from latent_sweep.results import report, summaries
 from latent_sweep.results.tracked import (
     Point,
     RunContent,
@@ -79,7 +79,7 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
     """
     counts: Counter[str] = Counter()
     faults = [fault.text for fault in _disk_faults(sweep, counts)]
-    return Verdict(faults, counts, () if faults else list(report.mixed_lines(report.summarise(sweep))))
+    return Verdict(faults, counts, () if faults else list(report.mixed_lines(summaries.summarise(sweep))))
 
 
 def repair_disk(sweep: SweepFolder) -> list[str]:
@@ -260,7 +260,7 @@ def _contents(sweep: SweepFolder) -> Iterator[RunContent]:
     for trial in sweep:
         if events := trial.events():
             yield trial_content(sweep, trial, events)
-    summary = report.summarise(sweep)
+    summary = summaries.summarise(sweep)
     yield from configuration_contents(sweep, summary)
     yield sweep_content(sweep, summary)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from latent_sweep.labels import format_value, label, short_names
-from latent_sweep.results import report
+from latent_sweep.results import report, summaries
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash
 from latent_sweep.store.answers import answers_file, is_kept
@@ -104,7 +104,7 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         "attempt": starts[-1]["attempt"] if starts else 0,
         "node": starts[-1]["node"] if starts else "unknown",
         "status": status(events),
-        "reason": report.end_reason(events),
+        "reason": summaries.end_reason(events),
         "restarts": ", ".join(restarts(events)),
     }
     return RunContent(
@@ -139,7 +139,7 @@ def trial_name(sweep: SweepFolder, trial: TrialFolder) -> str:
     return label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id
 
 
-def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Iterator[RunContent]:
+def configuration_contents(sweep: SweepFolder, summary: summaries.Summary) -> Iterator[RunContent]:
     """The summary run of each configuration with a finished trial: params, and mean, spread and count over seeds."""
     trials = {trial.trial_id: trial for trial in sweep}
     seed_name = short_names(sweep.axes).get(sweep.seed_axis, "seed")
@@ -172,7 +172,7 @@ def configuration_contents(sweep: SweepFolder, summary: report.Summary) -> Itera
         )
 
 
-def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
+def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
     """The parent run: tables, the figure, the best AP."""
     from latent_sweep.results.figures import (
         curve_figure,  # with matplotlib, which a sweep without a tracker never needs
@@ -189,7 +189,7 @@ def sweep_content(sweep: SweepFolder, summary: report.Summary) -> RunContent:
     }
     if (tuning := sweep.path / TUNING).exists():
         artifacts[TUNING] = tuning
-    if (curves := report.curves(summary)) is not None:
+    if (curves := summaries.curves(summary)) is not None:
         artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_figure, curves.x_name, curves.x_values, curves.series)
     return RunContent(
         kind="sweep",

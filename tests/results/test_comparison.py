@@ -9,7 +9,7 @@ from helpers.sweep_folders import TASKS, run_to_end, run_with_rows, start, write
 
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
-from latent_sweep.results import report
+from latent_sweep.results import report, summaries
 
 AXES = {"method.name": ["seq_lora", "o_lora"], "seed": [0, 1, 2]}
 
@@ -21,7 +21,7 @@ def rows_of(average, seed, n=40):
 
 def compared(sweep, *baseline, over=()):
     """The comparison of each configuration, by its label."""
-    summary = report.summarise(sweep, over, baseline)
+    summary = summaries.summarise(sweep, over, baseline)
     return {report.label(found.values): found.comparison for found in summary.configurations}
 
 
@@ -73,7 +73,7 @@ def test_what_is_equal_cannot_be_told_apart(tmp_path):
         run_with_rows(trial, rows_of(0.5, trial.values["seed"]), 0.2)
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
     assert comparison.average_performance.interval == comparison.forgetting.interval == (0.0, 0.0)
-    text = report.render(report.summarise(sweep, baseline=["method=seq_lora"]))
+    text = report.render(summaries.summarise(sweep, baseline=["method=seq_lora"]))
     assert text.count("+0.00 [+0.00, +0.00], cannot be told apart") == 2
 
 
@@ -90,7 +90,7 @@ def test_without_rows_repetitions_alone_are_taken(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5 + 0.01 * number, 0.0)
-    summary = report.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.resampled == "repetitions"
     assert "AP from repetitions alone: Student's t over them" in report.render(summary)
 
@@ -121,7 +121,7 @@ def test_one_repetition_tells_of_rows_alone(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
         run_with_rows(trial, rows_of(0.2 + 0.6 * number, 0), 0.1)
-    summary = report.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
     assert comparison.resampled == "rows"
     assert comparison.average_performance.told_apart
@@ -133,7 +133,7 @@ def test_one_repetition_without_rows_has_no_interval(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5 + 0.1 * number, 0.0)
-    summary = report.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
     assert (comparison.resampled, comparison.average_performance.interval) == ("nothing", None)
     assert "o_lora  1  +10.00  +0.00  nothing" in report.render(summary)
@@ -142,7 +142,7 @@ def test_one_repetition_without_rows_has_no_interval(tmp_path):
 def test_before_anything_has_finished_there_is_nothing_to_compare(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     start(next(iter(sweep)))
-    summary = report.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.average_performance is None
     assert all(report.render(summary, format) for format in report.FORMATS)
 
@@ -213,7 +213,7 @@ def test_a_baseline_that_is_not_one_names_what_there_is(tmp_path, wanted, expect
 
 
 def test_the_tables_of_all_formats(sweep):
-    summary = report.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     difference = summary.configurations[1].comparison.average_performance
     low, high = (round(100 * bound, 2) for bound in difference.interval)
     cell = f"{100 * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
@@ -237,7 +237,7 @@ def test_the_tables_of_all_formats(sweep):
 
 
 def test_without_a_baseline_nothing_is_said_of_differences(sweep):
-    summary = report.summarise(sweep)
+    summary = summaries.summarise(sweep)
     assert not any("ifference" in report.render(summary, format) for format in report.FORMATS)
 
 
@@ -245,7 +245,7 @@ def test_several_comparisons_carry_a_warning(tmp_path):
     sweep = write_sweep(tmp_path, {"method.rank": [4, 8, 16], "seed": [0, 1]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.1 * number, 0.0)
-    text = report.render(report.summarise(sweep, baseline=["rank=4"]))
+    text = report.render(summaries.summarise(sweep, baseline=["rank=4"]))
     assert "2 comparisons, not corrected for their number" in text
 
 

@@ -9,7 +9,8 @@ from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, 
 from matplotlib import image
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.results import report
+from latent_sweep.labels import short_names
+from latent_sweep.results import report, summaries
 from latent_sweep.results.figures import curve_figure, save_figure, score_matrix_figure
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
@@ -27,7 +28,7 @@ def summary(tmp_path):
     start(trials[5])
     learn(trials[5], 1, 0.2)
     journal_of(trials[5]).append("stopped", tasks_seen=1, reason="below the median")
-    return report.summarise(sweep)
+    return summaries.summarise(sweep)
 
 
 def test_numbers_worked_by_hand(summary):
@@ -41,7 +42,7 @@ def test_numbers_worked_by_hand(summary):
     assert first.forgetting.std == pytest.approx(0.02)
     assert first.task_scores["intent"].mean == pytest.approx(0.42)
     assert (second.n_finished, second.n_trials) == (1, 3)
-    assert second.average_performance == report.Statistic(mean=0.5, std=None, n=1)
+    assert second.average_performance == summaries.Statistic(mean=0.5, std=None, n=1)
     assert summary.counts == {"finished": 4, "failed": 1, "stopped": 1}
     assert summary.best_average_performance == 0.5
 
@@ -101,7 +102,7 @@ def test_learning_accuracy_is_the_mean_score_of_tasks_when_new(tmp_path):
     for row in ([0.9], [0.5, 0.6], [0.1, 0.2, 0.3]):
         learn(trial, len(row), row)
     finish(trial, 0.2, 0.6)
-    (configuration,) = report.summarise(sweep).configurations
+    (configuration,) = summaries.summarise(sweep).configurations
     assert configuration.learning_accuracy.mean == pytest.approx((0.9 + 0.6 + 0.3) / 3)
 
 
@@ -113,17 +114,17 @@ def test_what_was_not_learned_alike_has_a_column(tmp_path):
         for seen, count in enumerate(steps, start=1):
             learn(trial, seen, 0.5, steps=count)
         finish(trial, 0.5, 0.0)
-    text = report.render(report.summarise(sweep))
+    text = report.render(summaries.summarise(sweep))
     cells = [line.split("  ") for line in text.splitlines()[4:8]]
     assert [line[-1].strip() for line in cells] == ["24", "24", "0 to 1,200", "-"]
     assert ["0.0003" in line for line in cells] == [True, False, True, False]
     assert "the same in all rows: trained 147,456\n" in text
-    rows = list(csv.DictReader(io.StringIO(report.render(report.summarise(sweep), "csv"))))
+    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarise(sweep), "csv"))))
     assert [row["steps"] for row in rows] == ["24", "24", "0 to 1200", ""]
 
 
 def test_what_no_stage_tells_is_unknown(tmp_path):
-    text = report.render(report.summarise(write_sweep(tmp_path, {"seed": [0]})))
+    text = report.render(summaries.summarise(write_sweep(tmp_path, {"seed": [0]})))
     assert "the same in all rows: trained unknown, rate 0.0003, steps unknown" in text
 
 
@@ -132,8 +133,8 @@ def test_orders_repeat_a_configuration_where_that_is_asked_for(tmp_path, order):
     sweep = write_sweep(tmp_path, {"method.rank": [8, 16], "benchmark.order": [1, 2], "seed": [0, 1]})
     for trial, average in zip(sweep, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), strict=True):
         run_to_end(trial, average, 0.0)
-    assert len(report.summarise(sweep).configurations) == 4
-    summary = report.summarise(sweep, over=[order])
+    assert len(summaries.summarise(sweep).configurations) == 4
+    summary = summaries.summarise(sweep, over=[order])
     assert summary.axes == ("rank",)
     assert [found.average_performance.mean for found in summary.configurations] == pytest.approx([0.25, 0.65])
     assert [found.n_finished for found in summary.configurations] == [4, 4]
@@ -143,7 +144,7 @@ def test_orders_repeat_a_configuration_where_that_is_asked_for(tmp_path, order):
 def test_an_axis_that_is_not_there_names_those_that_are(tmp_path):
     sweep = write_sweep(tmp_path, {"method.rank": [8], "seed": [0]})
     with pytest.raises(ConfigError, match=r"found 'order'; expected one of the sweep's axes: method.rank, seed"):
-        report.summarise(sweep, over=["order"])
+        summaries.summarise(sweep, over=["order"])
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def routed(tmp_path):
             scores = dict.fromkeys(TASKS[:seen], 0.5)
             journal_of(trial).append("stage", tasks_seen=seen, task="x", lineage="y", scores=scores, metrics=metrics)
         journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.1}, files={})
-    return report.summarise(sweep)
+    return summaries.summarise(sweep)
 
 
 def test_the_routers_table(routed):
@@ -197,17 +198,17 @@ def test_an_unknown_format_names_the_known_ones(summary):
 
 @pytest.mark.parametrize("format", report.FORMATS)
 def test_a_sweep_that_has_not_begun_renders(tmp_path, format):
-    summary = report.summarise(write_sweep(tmp_path, {"seed": [0, 1]}))
+    summary = summaries.summarise(write_sweep(tmp_path, {"seed": [0, 1]}))
     assert report.render(summary, format)
     assert summary.best_average_performance is None
-    assert report.curves(summary) is None
+    assert summaries.curves(summary) is None
 
 
 def test_latex_and_markdown_survive_special_characters(tmp_path):
     sweep = write_sweep(tmp_path, {"router.mode": ["soft_&", "a|b"], "seed": [0]})
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
-    summary = report.summarise(sweep)
+    summary = summaries.summarise(sweep)
     assert r"soft\_\&" in report.render(summary, "latex")
     assert r"a\|b" in report.render(summary, "markdown")
 
@@ -221,7 +222,7 @@ def test_latex_and_markdown_survive_special_characters(tmp_path):
     ],
 )
 def test_short_names(paths, expected):
-    assert list(report.short_names(paths).values()) == expected
+    assert list(short_names(paths).values()) == expected
 
 
 def test_close_values_keep_different_labels():
@@ -233,7 +234,7 @@ def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
     sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
     for trial, average in zip(sweep, (0.3, 0.4, 0.5, 0.6, 0.7), strict=False):
         run_to_end(trial, average, 0.0)
-    curves = report.curves(report.summarise(sweep))
+    curves = summaries.curves(summaries.summarise(sweep))
     assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
     means, stds = curves.series["mode=soft"]
     np.testing.assert_allclose(means, [55.0, 35.0])
@@ -295,7 +296,7 @@ def test_trials_that_were_started_again_say_why(tmp_path, format):
         "started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4, halved=["learning"]
     )
     start(second)
-    summary = report.summarise(sweep)
+    summary = summaries.summarise(sweep)
     line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"
     assert summary.started_again == (line,)
     assert line in report.render(summary, format)
@@ -312,7 +313,7 @@ def hostile(tmp_path):
     run_to_end(first, 0.5, 0.1)
     start(second)
     journal_of(second).append("failed", kind="error", message=HOSTILE, task="<b>t</b>", step=None)
-    return report.summarise(sweep)
+    return summaries.summarise(sweep)
 
 
 @pytest.mark.parametrize("format", report.FORMATS)
@@ -337,14 +338,14 @@ def test_csv_holds_no_formula(hostile, tmp_path):
     assert [row["benchmark"][0] for row in rows] == ["<", "'"]
     assert rows[1]["benchmark"] == "'=cmd()"
     numbers = write_sweep(tmp_path / "other", {"method.alpha": [-1.5, 2], "router.mode": ["-x", "+3"], "seed": [0]})
-    rows = list(csv.DictReader(io.StringIO(report.render(report.summarise(numbers), "csv"))))
+    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarise(numbers), "csv"))))
     assert [(row["alpha"], row["mode"]) for row in rows][:2] == [("-1.5", "'-x"), ("-1.5", "+3")]
     assert report.score_matrix_csv(["@a"], [[0.5]]) == "after,'@a\n'@a,0.5\n"
 
 
 def test_latex_takes_no_bracket_for_an_argument(hostile, tmp_path):
     sweep = write_sweep(tmp_path / "other", {"benchmark.tasks": [["a"], ["b"]], "seed": [0]})
-    text = report.render(report.summarise(sweep), "latex")
+    text = report.render(summaries.summarise(sweep), "latex")
     assert '\n{[}"a"{]} & ' in text
     assert r"\textless{}img" in report.render(hostile, "latex")
 

@@ -238,7 +238,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "comparison::test_differences_are_those_of_pairs",
     ),
     _mutant(
-        "results/report.py",
+        "results/summaries.py",
         "every seed is paired with any",
         "json.dumps([trial.params[axis] for axis in repeats]): Outcome(",
         "str(len(events)): Outcome(",
