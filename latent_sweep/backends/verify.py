@@ -13,7 +13,8 @@ from pathlib import Path
 
 from latent_sweep.backends.mlflow_mirror import FoundRun, MlflowMirror
 from latent_sweep.errors import ConfigError, StoreError
-from latent_sweep.results import report, summaries
+from latent_sweep.results import summaries
+from latent_sweep.results.sections import mixed_lines
 from latent_sweep.results.tracked import (
     Point,
     RunContent,
@@ -79,7 +80,7 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
     """
     counts: Counter[str] = Counter()
     faults = [fault.text for fault in _disk_faults(sweep, counts)]
-    return Verdict(faults, counts, () if faults else list(report.mixed_lines(summaries.summarise(sweep))))
+    return Verdict(faults, counts, () if faults else list(mixed_lines(summaries.summarise(sweep))))
 
 
 def repair_disk(sweep: SweepFolder) -> list[str]:

@@ -62,6 +62,9 @@ class Configuration:
     values: Mapping[str, Any]
     """Short name of each axis but those -> value."""
     trial_ids: tuple[str, ...]
+    settings: Mapping[str, Any]
+    """What is the same for all its trials, by dotted path."""
+    n_tasks: int
     n_finished: int
     average_performance: Statistic | None
     learning_accuracy: Statistic | None
@@ -78,6 +81,8 @@ class Configuration:
     """Metric of `ROUTER_MEASURES` -> its value after the last task that has one; a mean over stages of the AUROC."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
+    matrices: tuple[ScoreMatrix, ...] = ()
+    """Of its finished trials."""
     comparison: Comparison | None = None
     """With the baseline; None for a baseline, and where none was asked for."""
 
@@ -85,6 +90,22 @@ class Configuration:
     def n_trials(self) -> int:
         """Return the number of its trials, finished or not."""
         return len(self.trial_ids)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the stages of a sweep have taken. Time that workers of a pack share counts once."""
+
+    seconds_learning: float
+    seconds_answering: float
+    gpu_seconds: float
+    """Of both, what GPUs were held for; a stage that several workers learn together counts for each."""
+    learned: int
+    """Stages that were learned."""
+    reused: int
+    """Stages that were there: learned for another trial, or earlier."""
+    generated_share: float | None
+    """Of all answers that the stages asked for, what was generated; None where nothing says."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +135,7 @@ class Summary:
     tuned: tuple[str, ...]
     """A line for every choice of settings that was made before the trials ran."""
     counts: Mapping[Status, int]
+    cost: Cost
 
     @property
     def best_average_performance(self) -> float | None:
@@ -200,6 +222,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         ),
         tuned=tuple(tuning_lines(read_tuning(sweep) or [])),
         counts=Counter(status(events) for _, events in trials),
+        cost=_cost(trials),
     )
 
 
@@ -261,6 +284,12 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
     return Configuration(
         values={name: first.values[axis] for axis, name in shown.items()},
         trial_ids=tuple(trial.trial_id for trial, _ in members),
+        settings={
+            path: value
+            for path, value in first.params.items()
+            if all(trial.params.get(path) == value for trial, _ in members)
+        },
+        n_tasks=first.n_tasks,
         n_finished=len(finished),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
         learning_accuracy=Statistic.of([_matrix(events).mean_diagonal() for events in finished]),
@@ -271,7 +300,43 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
         task_scores={task: found for task, found in per_task.items() if found is not None},
         router=_router_statistics(finished),
         computed_with=computed_with(*(events for _, events in members)),
+        matrices=tuple(map(_matrix, finished)),
     )
+
+
+def _cost(trials: Sequence[tuple[TrialFolder, list[Event]]]) -> Cost:
+    """Add up what journals tell; trials that share a training tell each of it, and it counts once."""
+    learning: dict[tuple[str, int], float] = {}
+    answering = gpu = 0.0
+    reused, shares = 0, []
+    for trial, events in trials:
+        workers = max((start.get("hardware", {}).get("workers", 1) for start in _with_hardware(events)), default=1)
+        for stage in stages(events):
+            metrics, place = stage["metrics"], (trial.training_id, stage["tasks_seen"])
+            seconds = [metrics.get("seconds_eval", 0.0)]
+            answering += seconds[0]
+            if stage.get("reused"):
+                reused += 1
+            elif place not in learning:
+                learning[place] = metrics.get("seconds_train", 0.0)
+                seconds.append(learning[place])
+            if str((stage.get("learned_with") or {}).get("device", "cpu")) != "cpu":
+                gpu += workers * sum(seconds)
+            if "generated_share" in metrics:
+                shares.append((metrics["generated_share"], len(stage["scores"])))
+    asked = sum(weight for _, weight in shares)
+    return Cost(
+        seconds_learning=sum(learning.values()),
+        seconds_answering=answering,
+        gpu_seconds=gpu,
+        learned=len(learning),
+        reused=reused,
+        generated_share=sum(share * weight for share, weight in shares) / asked if asked else None,
+    )
+
+
+def _with_hardware(events: Sequence[Event]) -> list[Event]:
+    return [event for event in attempts(events) if isinstance(event.get("hardware"), Mapping)]
 
 
 def _compared(

@@ -9,6 +9,7 @@ from helpers.sweep_folders import TASKS, run_to_end, run_with_rows, start, write
 
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
+from latent_sweep.labels import label
 from latent_sweep.results import report, summaries
 
 AXES = {"method.name": ["seq_lora", "o_lora"], "seed": [0, 1, 2]}
@@ -22,7 +23,7 @@ def rows_of(average, seed, n=40):
 def compared(sweep, *baseline, over=()):
     """The comparison of each configuration, by its label."""
     summary = summaries.summarise(sweep, over, baseline)
-    return {report.label(found.values): found.comparison for found in summary.configurations}
+    return {label(found.values): found.comparison for found in summary.configurations}
 
 
 @pytest.fixture
@@ -221,9 +222,11 @@ def test_the_tables_of_all_formats(sweep):
     assert "Differences from the baseline (percentage points)\n\nmethod  n  AP" in text
     assert "baseline: method=seq_lora\n" in text
     assert f"\no_lora  3  {cell}  -19.00 [" in text
-    assert f"| o_lora | 3 | {cell} | -19.00 [" in markdown
+    escaped = cell.replace("[", r"\[").replace("]", r"\]")
+    assert rf"| o_lora | 3 | {escaped} | -19.00 \[" in markdown
     assert "| repetitions and rows |" in markdown
-    assert rf"o\_lora & 3 & {cell} & -19.00 [" in latex
+    escaped = cell.replace("[", "{[}").replace("]", "{]}")
+    assert rf"o\_lora & 3 & {escaped} & -19.00 {{[}}" in latex
     assert "% baseline: method=seq_lora\n" in latex
     baseline, ours = csv.DictReader(io.StringIO(report.render(summary, "csv")))
     assert (baseline["AP_difference"], baseline["baseline"], baseline["n_pairs"]) == ("", "", "0")

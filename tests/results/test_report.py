@@ -9,7 +9,7 @@ from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, 
 from matplotlib import image
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.labels import short_names
+from latent_sweep.labels import label, short_names
 from latent_sweep.results import report, summaries
 from latent_sweep.results.figures import curve_figure, save_figure, score_matrix_figure
 
@@ -226,8 +226,8 @@ def test_short_names(paths, expected):
 
 
 def test_close_values_keep_different_labels():
-    assert report.label({"lr": 3e-05}) != report.label({"lr": 2e-05})
-    assert report.label({"lambda": 0.1, "mode": "soft", "seed": 0}) == "lambda=0.1 mode=soft seed=0"
+    assert label({"lr": 3e-05}) != label({"lr": 2e-05})
+    assert label({"lambda": 0.1, "mode": "soft", "seed": 0}) == "lambda=0.1 mode=soft seed=0"
 
 
 def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):

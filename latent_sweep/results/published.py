@@ -1,0 +1,54 @@
+"""The paper's numbers, to stand beside those of a configuration that is the same cell of its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from latent_sweep.settings import parse_yaml
+
+TASKS = 15
+"""Every cell of the paper is a stream of so many tasks."""
+
+NONZERO = "nonzero"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One cell of a table: scores are fractions, means of three seeds."""
+
+    table: int
+    average_performance: float
+    forgetting: float
+
+
+def find_published(settings: Mapping[str, Any], n_tasks: int) -> Published | None:
+    """Find the paper's numbers for a configuration; None where it has none.
+
+    Args:
+        settings: what all trials of the configuration have in common, by dotted path.
+        n_tasks: how many tasks its stream has.
+    """
+    order = str(settings.get("benchmark.order"))
+    for row in content()["rows"] if n_tasks == TASKS else ():
+        named = (row["method"], row["backbone"]) == (settings.get("method.name"), settings.get("backbone.name"))
+        numbers = {str(number): found for number, found in row["orders"].items()}.get(order)
+        wanted = row.get("settings", content()["settings"])
+        if named and numbers and all(_is_one_of(settings.get(path), values) for path, values in wanted.items()):
+            return Published(row["table"], numbers[0] / 100, numbers[1] / 100)
+    return None
+
+
+@cache
+def content() -> Mapping[str, Any]:
+    """Read the paper's tables, as `published.yaml` has them."""
+    text = resources.files("latent_sweep.results").joinpath("published.yaml").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = parse_yaml(text, "published.yaml")
+    return found
+
+
+def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
+    return value in values or (NONZERO in values and type(value) in (int, float) and value != 0)

@@ -1,0 +1,316 @@
+"""What a report tells, section by section: tables of cells and notes, before they are text, Markdown, HTML or LaTeX.
+
+Scores of a summary are fractions; in cells they are per cent with two decimals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from latent_sweep.labels import format_value, label
+from latent_sweep.results.bootstrap import RESAMPLES
+from latent_sweep.results.comparison import Difference
+from latent_sweep.results.published import content, find_published
+from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
+from latent_sweep.store.journal import Status
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table."""
+
+    text: str
+    size: float | None = None
+    """What the column is sorted by; None where it is no number."""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under a heading each."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report: a table, or notes alone."""
+
+    name: str
+    title: str
+    table: Table | None
+    notes: Sequence[str] = ()
+    """A line each; of what a table's columns are, or all there is."""
+
+
+def sections(summary: Summary) -> list[Section]:
+    """Return the sections for which there is something to tell; the first one is that of the main table."""
+    found = [
+        Section("main", f"sweep {summary.name}: {counts(summary)}", _main(summary), _main_notes(summary)),
+        Section("compared", "Differences from the baseline (percentage points)", _compared(summary), _how(summary)),
+        Section("published", "Beside the paper's numbers", _published(summary), _published_notes()),
+        Section("tasks", "Final scores by task (%)", _by_task(summary), _task_names(summary)),
+        Section("router", "Router", _router(summary), (_ROUTER_NOTE,)),
+    ]
+    lists = {
+        "tuned": ("Chosen by tuning, by average performance on rows held out of the training rows", summary.tuned),
+        "ended": ("Ended early", ended_lines(summary)),
+        "again": ("Started again", summary.started_again),
+        "alike": (NOT_ALIKE, list(mixed_lines(summary))),
+    }
+    told = [Section(name, title, None, lines) for name, (title, lines) in lists.items() if lines]
+    return [section for section in found if section.table is not None] + told
+
+
+NOT_ALIKE = "Not all trials were computed alike"
+
+_FEW = 5
+"""So many repetitions tell a bootstrap well how they vary."""
+
+_ROUTER_NOTE = (
+    "means over the finished trials, after the last task; novelty AUROC: over the stages before it, rows of tasks not "
+    "yet seen against rows of seen ones by their Mahalanobis distance"
+)
+
+_COUNT_ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
+
+
+def counts(summary: Summary) -> str:
+    """Say how many trials there are, and how they stand."""
+    found = [f"{summary.counts[state]} {state}" for state in _COUNT_ORDER if summary.counts.get(state)]
+    return f"{sum(summary.counts.values())} trials" + (f" ({', '.join(found)})" if found else "")
+
+
+def _axes(configuration: Configuration) -> list[Cell]:
+    return [
+        Cell(format_value(value), value if type(value) in (int, float) else None)
+        for value in configuration.values.values()
+    ]
+
+
+def _score(statistic: Statistic | None, best: bool = False, spread: bool = True) -> Cell:
+    if statistic is None:
+        return Cell("-")
+    mean = 100 * statistic.mean
+    shown = f"{mean:.2f}" if statistic.std is None or not spread else f"{mean:.2f} ± {100 * statistic.std:.2f}"
+    return Cell(shown, mean, best)
+
+
+# --- the main table
+
+
+def _main(summary: Summary) -> Table:
+    cells = _protocol_cells(summary)
+    columns = [cells[name] for name in _differing(summary)]
+    rows = []
+    for row, configuration in enumerate(summary.configurations):
+        finished, of = configuration.n_finished, configuration.n_trials
+        rows.append(
+            [
+                *_axes(configuration),
+                Cell(str(of) if finished == of else f"{finished}/{of}", finished),
+                _score(configuration.average_performance, summary.is_best(configuration)),
+                _score(configuration.learning_accuracy),
+                _score(configuration.forgetting),
+                *(column[row] for column in columns),
+            ]
+        )
+    return Table([*summary.axes, "n", "AP (%)", "LA (%)", "FM (%)", *_differing(summary)], rows)
+
+
+def _differing(summary: Summary) -> list[str]:
+    """What of the protocol is not the same for all configurations that it is known of, and so has a column."""
+    known = {name: {cell.text for cell in cells} - {"-"} for name, cells in _protocol_cells(summary).items()}
+    return [name for name, texts in known.items() if len(texts) > 1]
+
+
+def _protocol_cells(summary: Summary) -> dict[str, list[Cell]]:
+    """The cells of each column of the protocol."""
+    cells: dict[str, list[Cell]] = {}
+    for configuration in summary.configurations:
+        for name, values in protocol(configuration).items():
+            text = value_range(values, format_value if name == "rate" else "{:,}".format)
+            cells.setdefault(name, []).append(Cell(text or "-", values[0] if values else None))
+    return cells
+
+
+def value_range(values: Sequence[Any], write: Callable[[Any], str]) -> str:
+    """The value that all have, or the smallest and the largest; empty where none is known."""
+    return " to ".join(write(value) for value in dict.fromkeys((*values[:1], *values[-1:])))
+
+
+def _main_notes(summary: Summary) -> list[str]:
+    """What the columns of the main table are, and what is the same in all its rows."""
+    notes = [
+        f"n: finished trials, one for each {' and '.join(summary.repeats)}; mean ± sample standard deviation over them",
+        "AP, average performance: mean score over all tasks after the last one",
+        "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
+        "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
+        "trained: numbers (parameters) a task trains; rate: learning rate as run; steps: optimizer steps of a task",
+    ]
+    differing = _differing(summary)
+    alike = {
+        name: next((cell.text for cell in cells if cell.text != "-"), "unknown")
+        for name, cells in _protocol_cells(summary).items()
+        if name not in differing
+    }
+    found = ", ".join(f"{name} {text}" for name, text in alike.items())
+    return notes + ([f"the same in all rows: {found}"] if alike else [])
+
+
+# --- against a baseline
+
+
+def _compared(summary: Summary) -> Table | None:
+    rows = []
+    for configuration in summary.configurations:
+        if (found := configuration.comparison) is not None:
+            differences = [_difference(found.average_performance), _difference(found.forgetting)]
+            rows.append([*_axes(configuration), Cell(str(found.n), found.n), *differences, Cell(found.resampled)])
+    return Table([*summary.axes, "n", "AP", "FM", "AP resampled"], rows) if summary.is_compared else None
+
+
+def _difference(difference: Difference | None) -> Cell:
+    if difference is None:
+        return Cell("-")
+    if difference.interval is None:
+        return Cell(points(difference.mean), difference.mean)
+    verdict = "" if difference.told_apart else ", cannot be told apart"
+    return Cell(f"{points(difference.mean)} [{', '.join(map(points, difference.interval))}]{verdict}", difference.mean)
+
+
+def points(fraction: float) -> str:
+    """Write a difference of fractions in percentage points."""
+    return f"{round(100 * fraction, 2) + 0.0:+.2f}"  # no -0.00
+
+
+def _how(summary: Summary) -> list[str]:
+    """What the columns of the comparisons are, and how far they can be trusted."""
+    found = [configuration.comparison for configuration in summary.configurations if configuration.comparison]
+    if not found:
+        return []
+    notes = [
+        f"baseline: {'; '.join(dict.fromkeys(comparison.baseline for comparison in found))}",
+        f"n: pairs of finished trials with the same {' and '.join(summary.repeats)}; in brackets 95 % intervals",
+        f"AP: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test rows, alike for both",
+        "FM: Student's t over the repetitions, for rows of earlier stages are not kept",
+        "cannot be told apart: 0 lies in the interval",
+    ]
+    if any(comparison.resampled == "repetitions" for comparison in found):
+        notes.append("AP from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
+    if any(1 < comparison.n < _FEW and "rows" in comparison.resampled for comparison in found):
+        notes.append("AP of two to four pairs: too narrow an interval where seeds matter far more than test rows")
+    if any(comparison.n == 1 for comparison in found):
+        notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
+    if len(found) > 1:
+        notes.append(
+            f"{len(found)} comparisons, not corrected for their number: of those without a difference, one in twenty "
+            "seems to have one"
+        )
+    return notes
+
+
+# --- beside the paper
+
+_LESS = ("benchmark.train_per_task", "benchmark.test_per_task", "training.max_steps")
+"""Settings that make less of the paper's cell."""
+
+
+def _published(summary: Summary) -> Table | None:
+    rows = []
+    for configuration in summary.configurations:
+        found = find_published(configuration.settings, configuration.n_tasks)
+        if found is None:
+            continue
+        less = {path: value for path in _LESS if (value := configuration.settings.get(path)) is not None}
+        pairs = (
+            (configuration.average_performance, found.average_performance),
+            (configuration.forgetting, found.forgetting),
+        )
+        rows.append(
+            [
+                *_axes(configuration),
+                Cell(str(found.table), found.table),
+                *(cell for ours, theirs in pairs for cell in _beside(ours, theirs)),
+                Cell(label(less) or "-"),
+            ]
+        )
+    columns = ["table", *(f"{name} {part}" for name in ("AP", "FM") for part in ("paper", "ours", "gap"))]
+    return Table([*summary.axes, *columns, "other settings"], rows) if rows else None
+
+
+def _published_notes() -> list[str]:
+    return [
+        f"paper: {content()['source']}; ours: this sweep's mean; gap: ours minus the paper's, in percentage points",
+        "other settings: what makes less of the paper's cell, so that ours is not quite the same",
+    ]
+
+
+def _beside(ours: Statistic | None, paper: float) -> list[Cell]:
+    gap = None if ours is None else ours.mean - paper
+    return [
+        Cell(f"{100 * paper:.2f}", 100 * paper),
+        _score(ours, spread=False),
+        Cell("-" if gap is None else points(gap), gap),
+    ]
+
+
+# --- tasks and router
+
+
+def tasks_of(summary: Summary) -> list[str]:
+    """Every task that a finished trial was scored on, in the order of learning."""
+    return list(dict.fromkeys(task for configuration in summary.configurations for task in configuration.task_scores))
+
+
+def _by_task(summary: Summary) -> Table | None:
+    tasks = tasks_of(summary)
+    rows = [
+        [*_axes(configuration), *(_score(configuration.task_scores.get(task), spread=False) for task in tasks)]
+        for configuration in summary.configurations
+    ]
+    return Table([*summary.axes, *(f"T{number}" for number in range(1, len(tasks) + 1))], rows) if tasks else None
+
+
+def _task_names(summary: Summary) -> list[str]:
+    return [f"T{number} = {task}" for number, task in enumerate(tasks_of(summary), start=1)]
+
+
+def _router(summary: Summary) -> Table | None:
+    """A row for each configuration of which something is known of its router."""
+    rows = []
+    for configuration in summary.configurations:
+        if configuration.router:
+            values = [router_value(configuration, measure) for measure in ROUTER_MEASURES]
+            cells = [Cell("-" if value is None else f"{value:.2f}", value) for value in values]
+            rows.append([*_axes(configuration), *cells])
+    return Table([*summary.axes, *(measure.heading for measure in ROUTER_MEASURES)], rows) if rows else None
+
+
+def router_value(configuration: Configuration, measure: RouterMeasure) -> float | None:
+    """A measure of the router as tables show it; None where nothing is known of it."""
+    statistic = configuration.router.get(measure.metric)
+    return None if statistic is None else round(measure.factor * statistic.mean, 2)
+
+
+# --- lines
+
+
+def mixed_lines(summary: Summary) -> Iterator[str]:
+    """A line for each library, device or type that was not the same for all trials: which ones had which."""
+    for name, values in summary.mixed.items():
+        users = (f"{value} ({_counted(trials)})" for value, trials in values.items())
+        yield f"{name}: {'; '.join(users)}"
+
+
+def _counted(trials: Sequence[str], shown: int = 4) -> str:
+    listed = ", ".join([*trials[:shown], *(["..."] if len(trials) > shown else [])])
+    return f"{len(trials)} trial{'s' if len(trials) > 1 else ''}: {listed}"
+
+
+def ended_lines(summary: Summary) -> list[str]:
+    """A line for each trial that ended without finishing, and why."""
+    return [f"{label(end.values)} {end.status}: {end.reason}" for end in summary.ended_early]
