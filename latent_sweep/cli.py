@@ -1,4 +1,4 @@
-"""latent-sweep: run, plan, report, rescore, doctor, bench, sync, verify. Each imports what it needs when it runs."""
+"""latent-sweep: run, plan, report, figures, rescore and so on. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from latent_sweep import __version__
@@ -50,9 +51,20 @@ def _parser() -> argparse.ArgumentParser:
     settings = commands.add_parser("settings", help="print every setting of a sweep file: default and meaning")
     settings.set_defaults(carry_out=_settings)
 
-    report = commands.add_parser("report", help="print the table of a sweep that has run, or is running")
-    report.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
-    report.add_argument("--format", choices=["text", "markdown", "csv", "latex"], default="text")
+    report = commands.add_parser(
+        "report",
+        help="print the tables of a sweep that has run, or is running; as HTML, also its pictures",
+        description="Print the tables of a sweep; several sweeps are compared first. --format html writes one file "
+        "with tables and pictures that needs nothing beside it, e.g. latent-sweep report runs/lambda --format html.",
+    )
+    report.add_argument("folders", nargs="+", metavar="folder", help="a sweep's folder, e.g. runs/lambda")
+    report.add_argument("--format", choices=["text", "markdown", "csv", "latex", "html"], default="text")
+    report.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write into this file instead of printing; default for html: report.html in the sweep's folder, or of "
+        "several sweeps in the working directory",
+    )
     report.add_argument(
         "--over",
         action="append",
@@ -68,6 +80,17 @@ def _parser() -> argparse.ArgumentParser:
         help="compare all others with this configuration: method=seq_lora; given again where it takes several settings",
     )
     report.set_defaults(carry_out=_report)
+
+    figures = commands.add_parser(
+        "figures",
+        help="write every picture of a sweep as PDF and PNG, at the width of a paper's page or column",
+        description="Write every picture of a sweep's report as PDF, with embedded fonts, and as PNG, e.g. "
+        "latent-sweep figures runs/lambda. A README.md beside them holds their captions.",
+    )
+    figures.add_argument("folder", help="the sweep's folder, e.g. runs/lambda")
+    figures.add_argument("--output", metavar="FOLDER", help="default: figures in the sweep's folder")
+    figures.add_argument("--over", action="append", default=[], metavar="AXIS", help="as for report")
+    figures.set_defaults(carry_out=_figures)
 
     rescore = commands.add_parser(
         "rescore",
@@ -197,11 +220,37 @@ def _settings(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from latent_sweep.results.report import render
+    from latent_sweep.results.report import render_all
     from latent_sweep.results.summaries import summarise
+    from latent_sweep.store.files import write_file
     from latent_sweep.store.folders import open_sweep
 
-    print(render(summarise(open_sweep(options.folder), options.over, options.baseline), options.format))
+    sweeps = [open_sweep(folder) for folder in options.folders]
+    output = Path(options.output) if options.output else None
+    if options.format == "html":
+        from latent_sweep.results.page import render_page
+        from latent_sweep.results.sections import PAGE_FILE
+
+        output = output or (sweeps[0].path / PAGE_FILE if len(sweeps) == 1 else Path(PAGE_FILE))
+        text = render_page(sweeps, options.over, options.baseline)
+    else:
+        text = render_all([summarise(sweep, options.over, options.baseline) for sweep in sweeps], options.format)
+    if output is None:
+        print(text)
+    else:
+        write_file(output, text.encode())
+        print(printable(str(output)))
+    return 0
+
+
+def _figures(options: argparse.Namespace) -> int:
+    from latent_sweep.results.export import export_pictures
+    from latent_sweep.store.folders import open_sweep
+
+    sweep = open_sweep(options.folder)
+    folder = Path(options.output) if options.output else sweep.path / "figures"
+    names = export_pictures(sweep, folder, options.over)
+    print(printable(f"{len(names)} pictures as PDF and PNG in {folder}"))
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from latent_sweep.backbones.identity import unpinned
 from latent_sweep.backends.addresses import check_ray_address
 from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.results.sections import PAGE_FILE
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
 from latent_sweep.settings import canonical_json, content_hash, yaml_text
@@ -169,9 +170,13 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                     from latent_sweep.backends.ray_tune import run_on_ray
 
                     run_on_ray(todo, folder, sweep.run, how.fail_fast)
+        if todo or not (folder.path / PAGE_FILE).exists():
+            from latent_sweep.results.page import render_page
+
+            storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
     finally:
         thread.stop()
-    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}\nreport    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
     if link := mirror.link():

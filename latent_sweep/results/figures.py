@@ -43,11 +43,11 @@ def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | 
     """
     n = len(scores)
     percent = _lower_triangle(n, scores)
-    figure = _figure(3.6 + 0.52 * n, 2.6 + 0.46 * n)
+    figure = new_figure(3.6 + 0.52 * n, 2.6 + 0.46 * n)
     axes = figure.add_subplot()
     image = axes.imshow(percent, cmap="YlGnBu", vmin=0, vmax=100, aspect="auto")
-    _write_cells(axes, percent)
-    names = [_shortened(task) for task in tasks[:n]]
+    draw_cells(axes, percent, percent > 55, 8)
+    names = [shortened(task) for task in tasks[:n]]
     axes.set_xticks(range(n), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(n), names)
     axes.set_xlabel("scored on")
@@ -76,16 +76,16 @@ def curve_figure(
         series: label -> (means, standard deviations), one entry per x value; NaN leaves a gap or no band.
         y_name: what the lines show, with its unit.
     """
-    figure = _figure(7.6 if len(series) > 1 else 6.0, 4.0)
+    figure = new_figure(7.6 if len(series) > 1 else 6.0, 4.0)
     axes = figure.add_subplot()
     colours = colormaps["viridis"](np.linspace(0.05, 0.85, max(len(series), 2)))
     band = 0.15 if len(series) <= 4 else 0.06
     for colour, marker, (label, (means, stds)) in zip(colours, cycle("osD^vP"), series.items(), strict=False):
         mean, std = np.asarray(means, dtype=float), np.asarray(stds, dtype=float)
-        axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=colour, label=_plain(label))
+        axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=colour, label=plain(label))
         axes.fill_between(x_values, mean - std, mean + std, color=colour, alpha=band, linewidth=0)
-    _scale_x(axes, x_values)
-    axes.set_xlabel(_plain(x_name))
+    scale_x(axes, x_values)
+    axes.set_xlabel(plain(x_name))
     axes.set_ylabel(y_name)
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -101,7 +101,8 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches."""
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
@@ -115,23 +116,27 @@ def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> np.ndar
     return percent
 
 
-def _write_cells(axes: Axes, percent: np.ndarray) -> None:
-    for (i, j), value in np.ndenumerate(percent):
+def draw_cells(axes: Axes, values: np.ndarray, dark: np.ndarray, size: float, digits: int = 1) -> None:
+    """Write each number of a heat map into its cell, in white where the cell is dark; `size` is in points."""
+    for (i, j), value in np.ndenumerate(values):
         if not np.isnan(value):
-            colour = "white" if value > 55 else _INK
-            axes.text(j, i, f"{value:.1f}", ha="center", va="center", color=colour, fontsize=8)
+            colour = "white" if dark[i, j] else _INK
+            text = f"{round(value, digits) + 0.0:.{digits}f}"  # no -0
+            axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=size)
 
 
-def _shortened(name: str) -> str:
-    return _plain(name if len(name) <= _LONGEST_TASK_NAME else name[: _LONGEST_TASK_NAME - 1] + "…")
+def shortened(name: str, longest: int = _LONGEST_TASK_NAME) -> str:
+    """Cut a name for a picture; what is cut ends in an ellipsis."""
+    return plain(name if len(name) <= longest else name[: longest - 1] + "…")
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Escape text so that matplotlib draws it as it is: between dollars it would read, and may refuse, a formula."""
     return text.replace("$", r"\$")
 
 
-def _scale_x(axes: Axes, x_values: Sequence[float]) -> None:
+def scale_x(axes: Axes, x_values: Sequence[float]) -> None:
+    """Put a tick at every value; the axis is symlog where they span decades or hold 0."""
     sizes = [abs(x) for x in x_values if x != 0]
     spans_decades = len(sizes) > 1 and max(sizes) >= 20 * min(sizes)
     if spans_decades or (sizes and len(sizes) < len(x_values)):

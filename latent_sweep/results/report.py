@@ -11,12 +11,13 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value
 from latent_sweep.results.comparison import Comparison, Difference
-from latent_sweep.results.sections import Cell, counts, router_value, sections, tasks_of, value_range
+from latent_sweep.results.sections import Cell, Section, counts, router_value, sections, tasks_of, together, value_range
 from latent_sweep.results.summaries import ROUTER_MEASURES, Statistic, Summary, protocol
 from latent_sweep.security import printable, spelled_out
 
@@ -120,11 +121,30 @@ def render(summary: Summary, format: str = "text") -> str:
     return printable(FORMATS[format](summary))
 
 
+def render_all(summaries: Sequence[Summary], format: str = "text") -> str:
+    """The summaries of several sweeps one after another, and before them all their configurations in one table.
+
+    As CSV they are one table, whose first column is the sweep.
+
+    Raises:
+        ConfigError: the format is unknown.
+    """
+    if len(summaries) == 1:
+        return render(summaries[0], format)
+    if format == "csv":
+        rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary)]
+        return printable(_csv_table(rows))
+    apart = [render(summary, format) for summary in summaries]
+    return printable(_LISTED[format]([together(summaries)])) + "\n" + "\n".join(apart)
+
+
 def _render_csv(summary: Summary) -> str:
-    rows = records(summary)
-    return _csv(
-        list(rows[0]) if rows else [], ([_csv_cell(name, value) for name, value in row.items()] for row in rows)
-    )
+    return _csv_table(records(summary))
+
+
+def _csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return _csv(columns, ([_csv_cell(name, row.get(name)) for name in columns] for row in rows))
 
 
 def _csv_cell(name: str, value: Any) -> str:
@@ -137,9 +157,9 @@ def _csv_cell(name: str, value: Any) -> str:
     )
 
 
-def _render_text(summary: Summary) -> str:
+def _list_text(found: Sequence[Section]) -> str:
     parts = []
-    for section in sections(summary):
+    for section in found:
         parts.append(_one_line(section.title))
         if section.table is not None:
             rows = [[_one_line(cell.text) + " *" * cell.best for cell in row] for row in section.table.rows]
@@ -150,9 +170,15 @@ def _render_text(summary: Summary) -> str:
 
 
 def _render_markdown(summary: Summary) -> str:
-    parts = [f"# Sweep {_escape_markdown(summary.name)}", f"{counts(summary)}. Highest AP in bold."]
-    for section in sections(summary):
-        if section.name != "main":
+    main, *others = sections(summary)
+    head = f"# Sweep {_escape_markdown(summary.name)}\n\n{counts(summary)}. Highest AP in bold.\n\n"
+    return head + _list_markdown([replace(main, title="")]) + ("\n" + _list_markdown(others) if others else "")
+
+
+def _list_markdown(found: Sequence[Section]) -> str:
+    parts = []
+    for section in found:
+        if section.title:
             parts.append(f"## {_escape_markdown(section.title)}")
         if (table := section.table) is not None:
             rows = [[_marked(_escape_markdown(cell.text), "**{}**", cell) for cell in row] for row in table.rows]
@@ -161,9 +187,9 @@ def _render_markdown(summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _render_latex(summary: Summary) -> str:
+def _list_latex(found: Sequence[Section]) -> str:
     parts = []
-    for section in sections(summary):
+    for section in found:
         alone = section.table is None
         lines = [f"{section.title}: {note}" for note in section.notes] if alone else [section.title, *section.notes]
         parts.append("\n".join(f"% {_one_line(line)}" for line in lines))
@@ -177,11 +203,17 @@ def _marked(text: str, mark: str, cell: Cell) -> str:
     return mark.format(text) if cell.best else text
 
 
+_LISTED: Mapping[str, Callable[[Sequence[Section]], str]] = {
+    "text": _list_text,
+    "markdown": _list_markdown,
+    "latex": _list_latex,
+}
+
 FORMATS: Mapping[str, Callable[[Summary], str]] = {
-    "text": _render_text,
+    "text": lambda summary: _list_text(sections(summary)),
     "markdown": _render_markdown,
     "csv": _render_csv,
-    "latex": _render_latex,
+    "latex": lambda summary: _list_latex(sections(summary)),
 }
 """Every format that `render` knows."""
 

@@ -5,6 +5,7 @@ Scores of a summary are fractions; in cells they are per cent with two decimals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from latent_sweep.results.comparison import Difference
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
 from latent_sweep.store.journal import Status
+
+PAGE_FILE = "report.html"
+"""The report as a page: its name in a sweep's folder, and of the artifact in a tracker."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,21 @@ def sections(summary: Summary) -> list[Section]:
     }
     told = [Section(name, title, None, lines) for name, (title, lines) in lists.items() if lines]
     return [section for section in found if section.table is not None] + told
+
+
+def together(summaries: Sequence[Summary]) -> Section:
+    """Return the configurations of several sweeps in one table, the highest AP first."""
+    rows = []
+    for summary in summaries:
+        steps, rates = (_protocol_cells(summary).get(name, []) for name in ("steps", "rate"))
+        for row, one in enumerate(summary.configurations):
+            count = Cell(f"{one.n_finished}/{one.n_trials}", one.n_finished)
+            scores = [_score(found) for found in (one.average_performance, one.learning_accuracy, one.forgetting)]
+            rows.append([Cell(summary.name), Cell(label(one.values) or "-"), count, *scores, rates[row], steps[row]])
+    rows.sort(key=lambda row: -math.inf if row[3].size is None else row[3].size, reverse=True)
+    header = ["sweep", "configuration", "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
+    notes = ["sweeps may differ in data, backbone and budget: compare rows of the same benchmark, backbone and steps"]
+    return Section("together", f"{len(summaries)} sweeps compared", Table(header, rows), notes)
 
 
 NOT_ALIKE = "Not all trials were computed alike"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results import report, summaries
+from latent_sweep.results.sections import PAGE_FILE
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash
 from latent_sweep.store.answers import answers_file, is_kept
@@ -187,8 +188,7 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
         "sweep_table.json": json.dumps(table),
         "report.md": redact(report.render(summary, "markdown")),
     }
-    if (tuning := sweep.path / TUNING).exists():
-        artifacts[TUNING] = tuning
+    artifacts |= {name: sweep.path / name for name in (TUNING, PAGE_FILE) if (sweep.path / name).exists()}
     if (curves := summaries.curves(summary)) is not None:
         artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_figure, curves.x_name, curves.x_values, curves.series)
     return RunContent(

@@ -1,0 +1,97 @@
+"""A report as one HTML file that needs nothing beside it: offline, in light and dark, on a telephone and on paper."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from markupsafe import Markup
+
+from latent_sweep.labels import format_value
+from latent_sweep.results.figures import Picture
+from latent_sweep.results.pictures import sweep_pictures
+from latent_sweep.results.sections import Section, counts, sections, together
+from latent_sweep.results.summaries import Summary, summarise
+from latent_sweep.security import printable
+from latent_sweep.store.folders import SweepFolder
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a page tells of one sweep."""
+
+    name: str
+    counts: str
+    facts: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
+    pictures: Sequence[tuple[Picture, Markup]]
+    """Each with its image."""
+
+
+def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()) -> str:
+    """Write the report of one or several sweeps as HTML; several are compared first.
+
+    Args:
+        over: axes that repeat a configuration as the seed does.
+        baseline: settings of the configuration that the others of each sweep are compared with.
+
+    Raises:
+        ConfigError: a sweep has no such axis or configuration.
+        StoreError: a sweep or a journal is missing or damaged.
+    """
+    from jinja2 import Environment
+
+    summaries = [summarise(sweep, over, baseline) for sweep in sweeps]
+    parts = [_part(sweep, summary) for sweep, summary in zip(sweeps, summaries, strict=True)]
+    source = resources.files("latent_sweep.results").joinpath("page.html.j2").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+    compared = together(summaries) if len(summaries) > 1 else None
+    return printable(template.render(parts=parts, compared=compared))
+
+
+def all_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
+    """Draw every picture for which a sweep has the data."""
+    return sweep_pictures(summary)
+
+
+def _part(sweep: SweepFolder, summary: Summary) -> Part:
+    pictures = [(picture, _image(picture)) for picture in all_pictures(sweep, summary)]
+    return Part(summary.name, counts(summary), _facts(sweep, summary), sections(summary), pictures)
+
+
+_SHOWN = ("method.name", "backbone.name", "backbone.dtype", "benchmark.name", "benchmark.order", "training.epochs")
+
+
+def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
+    """What was run, what varies, and what it took."""
+    trials = list(sweep)
+    values = {axis: dict.fromkeys(format_value(trial.values[axis]) for trial in trials) for axis in sweep.axes}
+    varies = [f"{axis}: {', '.join(found)}" for axis, found in values.items()]
+    fixed = {
+        path: format_value(trials[0].params[path])
+        for path in (*_SHOWN, "benchmark.tasks", "benchmark.train_per_task", "benchmark.test_per_task")
+        if trials and path in trials[0].params and path not in sweep.axes
+    }
+    cost = summary.cost
+    facts = [("varies", "; ".join(varies) or "nothing")]
+    facts += [("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items()))]
+    hours = f"{cost.seconds_learning / 3600:.2f} hours learning, {cost.seconds_answering / 3600:.2f} hours answering"
+    gpus = f"; {cost.gpu_seconds / 3600:.2f} GPU-hours" if cost.gpu_seconds else ""
+    facts += [("took", f"{hours}, of all workers together{gpus}")]
+    facts += [("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or there already")]
+    if cost.generated_share is not None:
+        generated = f"{100 * cost.generated_share:.0f} % generated"
+        facts += [("answers", f"{generated}; the others were known from earlier stages")]
+    return [(name, text) for name, text in facts if text]
+
+
+def _image(picture: Picture) -> Markup:
+    """The picture as an image element with its data inside."""
+    content = io.BytesIO()
+    picture.figure.savefig(content, format="svg", metadata={"Date": None})
+    data = base64.b64encode(content.getvalue()).decode()
+    width = round(96 * picture.figure.get_figwidth())
+    return Markup('<img src="data:image/svg+xml;base64,{}" width="{}" alt="{}">').format(data, width, picture.title)

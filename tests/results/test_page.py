@@ -1,0 +1,136 @@
+"""The report as a page."""
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from helpers.sweep_folders import run_to_end, start, write_sweep
+
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError
+from latent_sweep.results.page import render_page
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.40, 0.44, 0.52, 0.54), strict=True):
+        run_to_end(trial, average, 0.10)
+    return sweep
+
+
+class Page(HTMLParser):
+    """Checks that elements close in turn, and keeps texts of cells and every address."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.addresses, self.cells, self._in_cell = [], [], [], False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "td":
+            self.cells[-1] += data
+
+
+def test_a_page_needs_nothing_beside_it(sweep):
+    text = render_page([sweep])
+    page = Page(text)
+    assert page.open == []
+    assert page.addresses and all(address.startswith("data:") for address in page.addresses)
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|<script src", text)
+
+
+def test_its_table_has_the_reports_numbers(sweep):
+    cells = Page(render_page([sweep])).cells
+    first = cells.index("0.0")
+    assert cells[first : first + 5] == ["0.0", "2", "42.00 ± 2.83", "42.00 ± 2.83", "10.00 ± 0.00"]
+    assert "53.00 ± 1.41" in cells
+
+
+def test_what_was_run_is_told(sweep):
+    text = html.unescape(render_page([sweep]))
+    assert "method.ortho_lambda: 0.0, 0.1; seed: 0, 1" in text
+    assert "method.name latent_lora" in text
+    assert "12 learned, 0 shared" in text
+
+
+def test_several_sweeps_are_compared(sweep, tmp_path):
+    other = write_sweep(tmp_path, {"seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
+    run_to_end(next(iter(other)), 0.48, 0.0)
+    cells = Page(render_page([sweep, other])).cells
+    assert [cells[i : i + 2] for i in (0, 8, 16)] == [
+        ["lambda", "lambda=0.1"],
+        ["other", "-"],
+        ["lambda", "lambda=0.0"],
+    ]
+
+
+def test_a_sweep_that_has_not_begun_has_a_page(tmp_path):
+    sweep = write_sweep(tmp_path, {"seed": [0, 1]})
+    start(next(iter(sweep)))
+    assert "2 trials (1 running, 1 pending)" in render_page([sweep])
+
+
+def test_names_are_no_html(tmp_path):
+    name = "<script>alert(1)</script>"
+    sweep = write_sweep(tmp_path, {"method.name": [name, '"><img src=x onerror=alert(1)>'], "seed": [0]})
+    for trial in sweep:
+        run_to_end(trial, 0.4, 0.1)
+    text = render_page([sweep])
+    assert "alert(1)</script>" not in text and "<img src=x" not in text
+    assert name in Page(text).cells
+
+
+def test_the_command_writes_it_beside_the_sweep(sweep, tmp_path, capsys, monkeypatch):
+    assert main(["report", str(sweep.path), "--format", "html"]) == 0
+    assert capsys.readouterr().out.strip() == str(sweep.path / "report.html")
+    assert (sweep.path / "report.html").read_text().startswith("<!doctype html>")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(sweep.path), str(sweep.path), "--format", "html"]) == 0
+    assert "2 sweeps compared" in (tmp_path / "report.html").read_text()
+    assert main(["report", str(sweep.path), "--output", "table.txt"]) == 0
+    assert (tmp_path / "table.txt").read_text().startswith("sweep lambda: 4 trials")
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
+def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
+    other = write_sweep(tmp_path, {"router.mode": ["soft"], "seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
+    run_to_end(next(iter(other)), 0.48, 0.0)
+    assert main(["report", str(sweep.path), str(other.path), "--format", format]) == 0
+    text = capsys.readouterr().out
+    if format == "csv":
+        assert text.startswith("sweep,lambda,n_finished")
+        assert "\nother,,1,1,48.00," in text
+    else:
+        assert text.index("2 sweeps compared") < text.index("48.00")
+        assert "soft" in text
+
+
+def test_figures_are_written_beside_the_sweep(sweep, capsys):
+    assert main(["figures", str(sweep.path)]) == 0
+    assert "4 pictures as PDF and PNG in" in capsys.readouterr().out
+    assert (sweep.path / "figures" / "matrices.pdf").exists()
+
+
+def test_an_axis_that_is_not_there_is_refused(sweep):
+    with pytest.raises(ConfigError, match="one of the sweep's axes"):
+        render_page([sweep], over=["rank"])
+
+
+def test_sizes_are_numbers(sweep):
+    sizes = re.findall(r'data-size="([^"]*)"', render_page([sweep]))
+    assert sizes and all(isinstance(json.loads(size), (int, float)) for size in sizes)

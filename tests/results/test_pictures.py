@@ -1,0 +1,126 @@
+"""The pictures of a sweep: what is drawn, and that it can be read."""
+
+import numpy as np
+import pytest
+from helpers.sweep_folders import TASKS, finish, learn, run_to_end, start, write_sweep
+from matplotlib.image import AxesImage
+from matplotlib.text import Text
+
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.results import summaries
+from latent_sweep.results.export import export_pictures
+from latent_sweep.results.pictures import MATRICES, NAMED, ROWS, forgetting_by_task, sweep_pictures
+
+
+def pictures_of(sweep):
+    return {picture.name: picture for picture in sweep_pictures(summaries.summarise(sweep))}
+
+
+def learned(trial, rows):
+    start(trial)
+    for seen, row in enumerate(rows, start=1):
+        learn(trial, seen, row)
+    finish(trial, float(np.mean(rows[-1])), 0.0)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Lambda and K on a grid over two seeds."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "router.components": [1, 5, 10], "seed": [0, 1]})
+    for number, trial in enumerate(sweep):
+        learned(trial, [[0.8], [0.6, 0.9], [0.5, 0.7, 0.3 + 0.02 * number]])
+    return sweep
+
+
+def test_each_picture_has_its_data(sweep):
+    found = pictures_of(sweep)
+    assert list(found) == ["against_lambda", "against_K", "lambda_and_K", "over_tasks", "forgetting", "matrices"]
+    interaction = found["lambda_and_K"].figure.axes[0].images[0].get_array()
+    last = 0.3 + 0.02 * np.arange(12).reshape(2, 3, 2).mean(2)  # (lambda, K), a mean over seeds
+    np.testing.assert_allclose(interaction, (100 * (1.2 + last) / 3).T)
+
+
+def test_lines_go_over_the_tasks_seen(sweep):
+    left, right = pictures_of(sweep)["over_tasks"].figure.axes[:2]
+    best = next(line for line in left.lines if line.get_label() == "lambda=0.1 K=10")
+    np.testing.assert_allclose(best.get_ydata(), [80, 75, 100 * (1.2 + 0.51) / 3])
+    new = next(line for line in right.lines if line.get_label() == "lambda=0.1 K=10")
+    np.testing.assert_allclose(new.get_ydata(), [80, 85, 100 * (1.7 + 0.51) / 3])
+
+
+def test_curves_against_a_setting_have_their_spread(sweep):
+    performance, _ = pictures_of(sweep)["against_K"].figure.axes[:2]
+    line = next(line for line in performance.lines if line.get_label() == "lambda=0.0")
+    means = [100 * (1.2 + 0.3 + 0.02 * (2 * k + 0.5)) / 3 for k in range(3)]
+    np.testing.assert_allclose(line.get_xdata(), [1, 5, 10])
+    np.testing.assert_allclose(line.get_ydata(), means)
+
+
+def test_forgetting_by_task_is_what_fm_is_the_mean_of():
+    rng = np.random.default_rng(0)
+    matrices = [
+        ScoreMatrix(tuple("abcd"), tuple(tuple(map(float, rng.random(i + 1))) for i in range(4))) for _ in range(3)
+    ]
+    found = forgetting_by_task(matrices)
+    assert found.shape == (3,)
+    assert found.mean() == pytest.approx(np.mean([matrix.forgetting() for matrix in matrices]))
+    one = ScoreMatrix(("a", "b"), ((0.9,), (0.4, 0.5)))
+    assert forgetting_by_task([one]) == pytest.approx([0.5])
+
+
+def test_nothing_finished_is_nothing_drawn(tmp_path):
+    assert pictures_of(write_sweep(tmp_path, {"seed": [0, 1]})) == {}
+
+
+def assert_legible(picture):
+    """Nothing leaves the picture, and all text is at least five points high."""
+    figure = picture.figure
+    figure.canvas.draw()
+    box, (width, height) = figure.get_tightbbox(figure.canvas.get_renderer()), figure.get_size_inches()
+    assert min(box.x0, box.y0) >= -0.01 and box.x1 <= width + 0.01 and box.y1 <= height + 0.01, (picture.name, box)
+    assert all(text.get_fontsize() >= 5 for text in figure.findobj(Text) if text.get_text())
+
+
+def test_pictures_of_a_small_sweep_are_legible(sweep):
+    for picture in pictures_of(sweep).values():
+        assert_legible(picture)
+
+
+def test_270_configurations_are_legible(tmp_path):
+    grid = {"method.ortho_lambda": [10.0**-k for k in range(9)], "method.rank": list(range(4, 34)), "seed": [0]}
+    sweep = write_sweep(tmp_path, grid)
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.3 + number / 1000, 0.1)
+    found = pictures_of(sweep)
+    for picture in found.values():
+        assert_legible(picture)
+    lines = found["over_tasks"].figure.axes[0].lines
+    assert len(lines) == 270
+    assert len([line for line in lines if not line.get_label().startswith("_")]) == NAMED
+    assert "grey the other 262" in found["over_tasks"].caption
+    assert len(found["forgetting"].figure.axes[0].get_yticks()) == ROWS
+    maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
+    assert len(maps) == MATRICES
+    assert "the 6 with the highest AP of 270" in found["matrices"].caption
+
+
+def test_fifteen_tasks_with_long_names_are_legible(tmp_path, monkeypatch):
+    names = [f"task{number:04d}_a_dataset_whose_name_goes_on_$and_on" for number in range(15)]
+    monkeypatch.setattr("helpers.sweep_folders.TASKS", names)
+    sweep = write_sweep(tmp_path, {"method.name": ["latent_lora", "package.module:AMethodFromOutside"], "seed": [0]})
+    for trial in sweep:
+        learned(trial, [[0.5] * seen for seen in range(1, 16)])
+    for picture in pictures_of(sweep).values():
+        assert_legible(picture)
+
+
+def test_pictures_become_files_with_embedded_fonts(sweep, tmp_path):
+    names = export_pictures(sweep, tmp_path / "out")
+    assert len(names) == 6
+    for name in names:
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        pdf = (tmp_path / "out" / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf
+    captions = (tmp_path / "out" / "README.md").read_text()
+    assert all(f"- `{name}`: " in captions for name in names)
+    assert TASKS[0] not in captions

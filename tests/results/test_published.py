@@ -1,0 +1,78 @@
+"""The paper's numbers beside a configuration's."""
+
+import pytest
+from helpers.sweep_folders import run_to_end, write_sweep
+
+from latent_sweep.results import report, summaries
+from latent_sweep.results.published import content, find_published
+
+T5 = {"backbone.name": "t5-large", "method.name": "latent_lora", "benchmark.order": "1", "router.mode": "soft"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (1, 48.60, 0.01)),
+        ({"benchmark.order": 4}, (1, 79.87, 0.73)),
+        ({"method.name": "o_lora", "router.mode": "sum"}, (1, 27.91, 17.23)),
+        ({"method.name": "seq_lora", "router.mode": None, "benchmark.order": "2"}, (1, 7.17, 47.22)),
+        ({"method.name": "gain_lora", "router.mode": "gates", "backbone.name": "llama-2-13b"}, (3, 54.93, 1.98)),
+        ({"backbone.name": "t5-3b", "benchmark.order": "3"}, (2, 81.61, 0.74)),
+        ({"router.mode": "sum", "method.ortho_lambda": 0.0}, (4, 16.71, 30.11)),
+        ({"router.mode": "sum", "method.ortho_lambda": 1e-5}, (4, 33.30, 12.94)),
+        ({"router.mode": "hard"}, None),
+        ({"method.name": "o_lora", "router.mode": "soft"}, None),
+        ({"backbone.name": "smollm2-135m"}, None),
+        ({"backbone.name": "llama-2-7b", "benchmark.order": "3"}, None),
+        ({"router.mode": "sum"}, None),
+    ],
+)
+def test_a_configuration_is_a_cell_of_the_paper_or_none(changes, expected):
+    found = find_published(T5 | changes, 15)
+    numbers = None if found is None else (found.table, 100 * found.average_performance, 100 * found.forgetting)
+    assert numbers == (None if expected is None else pytest.approx(expected))
+
+
+def test_five_tasks_are_no_cell_of_the_paper():
+    assert find_published(T5, 5) is None
+
+
+def test_every_cell_of_the_tables_is_there():
+    counts = {}
+    for row in content()["rows"]:
+        counts[row["table"]] = counts.get(row["table"], 0) + len(row["orders"])
+        assert all(0 <= value <= 100 for numbers in row["orders"].values() for value in numbers)
+    assert counts == {1: 11 * 4, 2: 3 * 4, 3: 9 * 2, 4: 2 * 4}
+
+
+@pytest.fixture
+def reproduced(tmp_path, monkeypatch):
+    """Two methods on streams that count as the paper's."""
+    monkeypatch.setattr("latent_sweep.results.published.TASKS", 3)
+    sweep = write_sweep(
+        tmp_path, {"method.name": ["latent_lora", "ours:Method"], "router.mode": ["soft"], "seed": [0, 1]}
+    )
+    for trial, average in zip(sweep, (0.50, 0.48, 0.3, 0.3), strict=True):
+        run_to_end(trial, average, 0.02)
+    return summaries.summarise(sweep)
+
+
+def test_the_gap_is_ours_minus_the_papers(reproduced):
+    text = report.render(reproduced)
+    lines = text.partition("Beside the paper's numbers\n\n")[2].splitlines()
+    assert lines[0].split("  ")[0] == "method"
+    assert lines[2].split() == ["latent_lora", "soft", "1", "48.60", "49.00", "+0.40", "0.01", "2.00", "+1.99", "-"]
+    assert lines[3] == ""  # a method from outside has no cell
+
+
+def test_what_makes_less_of_the_cell_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("latent_sweep.results.published.TASKS", 3)
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft"], "benchmark.train_per_task": [96], "seed": [0]})
+    run_to_end(next(iter(sweep)), 0.5, 0.0)
+    assert "benchmark.train_per_task=96\n" in report.render(summaries.summarise(sweep))
+
+
+def test_without_a_cell_there_is_no_such_section(tmp_path):
+    sweep = write_sweep(tmp_path, {"seed": [0]})
+    run_to_end(next(iter(sweep)), 0.5, 0.0)
+    assert "paper" not in report.render(summaries.summarise(sweep))
