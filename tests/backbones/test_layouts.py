@@ -1,6 +1,7 @@
 """What the rows of a batch begin with is computed once: the same losses and gradients from fewer tokens."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -282,3 +283,23 @@ def test_a_pass_without_gradients_shares_too(double):
         each = [forward(backbone, bank, [row], make(R)).logits for row in rows]
     assert_same_to_rounding(found.logits, torch.cat(each), SAME)
     assert shapes[0][0] == 1, "one sequence"
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_bfloat16_is_learned_with_attention_in_float32_on_a_cpu(gradients):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 7, 8, dtype=torch.bfloat16) for _ in range(3))
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+    with torch.set_grad_enabled(gradients):
+        found, _ = Padded().attend(module, query.requires_grad_(gradients), key, value, None)
+        whole = query.detach().float().requires_grad_(gradients)
+        expected, _ = Padded().attend(module, whole, key.float(), value.float(), None)
+    assert found.dtype == torch.bfloat16
+    if gradients:  # the same numbers, each rounded once
+        assert torch.equal(found, expected.bfloat16())
+        direction = torch.randn_like(found)
+        found.backward(direction)
+        expected.backward(direction.float())
+        assert torch.equal(query.grad, whole.grad.bfloat16())
+    else:  # as generation does
+        torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-6)
