@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import yaml
@@ -42,7 +43,7 @@ def finished(tmp_path_factory):
     """The tiny sweep, run to its end and mirrored into a database of its own."""
     folder = tmp_path_factory.mktemp("finished")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
-    path = write(folder, tiny(run__tracking__uri=uri))
+    path = write(folder, tiny(run__tracking__uri=uri, run__page=True))
     assert main(["run", path, "--local"]) == 0
     return folder, path, uri
 
@@ -159,6 +160,18 @@ def test_mlflow_holds_every_trial(finished):
         assert [point.step for point in novelty] == [1], "after the last task nothing is new"
         artifacts = {entry.path for entry in client.list_artifacts(run.info.run_id)}
         assert {"trial.yaml", "result.json", "scores.json", "predictions", "answers", "snapshots"} <= artifacts
+
+
+def test_the_run_ends_with_a_page_that_mlflow_holds_too(finished):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(finished[2])
+    experiment = client.get_experiment_by_name("tiny")
+    (parent,) = client.search_runs([experiment.experiment_id], "tags.kind = 'sweep'")
+    held = client.download_artifacts(parent.info.run_id, "report.html")
+    page = (sweep_folder(finished[0]).path / "report.html").read_text()
+    assert Path(held).read_text() == page
+    assert "4 trials (4 finished)" in page and page.count("<figure") >= 3
 
 
 def test_the_table_has_a_row_for_every_configuration(finished, capsys):

@@ -170,13 +170,15 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                     from latent_sweep.backends.ray_tune import run_on_ray
 
                     run_on_ray(todo, folder, sweep.run, how.fail_fast)
-        if todo or not (folder.path / PAGE_FILE).exists():
-            from latent_sweep.results.page import render_page
+        if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
+            from latent_sweep.results.page import render_page  # with matplotlib
 
             storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
     finally:
         thread.stop()
-    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}\nreport    {folder.path / PAGE_FILE}")
+    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    if (folder.path / PAGE_FILE).exists():
+        _tell(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
     if link := mirror.link():

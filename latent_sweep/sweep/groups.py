@@ -187,6 +187,8 @@ class RunSettings(Settings):
     keep_answers: KeepAnswers = "all"
     """Keep the answers of every stage (`all`), so that each entry of the score matrix can be scored again, or those of
     the newest stage alone (`last`)."""
+    page: bool = True
+    """Draw the report as a page, `report.html`, when a run ends."""
     pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
     together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""

@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {
         "training": {"learning_rate": 0.1, "epochs": 5, "batch_size": 4},
     },
     "search": {"seed": [0, 1], "router.components": [1, 2]},
-    "run": {"tracking": {"uri": "none"}},
+    "run": {"tracking": {"uri": "none"}, "page": False},
 }
 """A sweep that runs in seconds and whose scores are not all zero: two trainings of two tasks, four trials."""
 

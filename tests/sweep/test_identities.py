@@ -193,6 +193,7 @@ RUN = {
     "tracking": {"uri": "none"},
     "allow_insecure": True,
     "keep_answers": "last",
+    "page": False,
     "pack": 2,
     "max_concurrent": 1,
     "num_samples": 1,  # more make more trials, and only where an axis is random
