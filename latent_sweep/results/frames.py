@@ -12,7 +12,7 @@ them, for lists and for what mixes such kinds. A setting that a trial does not r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import pandas as pd
@@ -26,7 +26,6 @@ from latent_sweep.store.answers import Answer, is_kept
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, attempts, mending, stages, status
 from latent_sweep.store.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines, told_matrix
-from latent_sweep.sweep.tuning import read_tuning
 
 _TIME = "datetime64[ns, UTC]"
 _TRIAL = {"trial_id": "string", "training_id": "string", "name": "string", "status": "string"}
@@ -70,7 +69,7 @@ class SweepResults:
     def __init__(self, folder: SweepFolder):
         self._folder = folder
         self.axes: dict[str, str] = _columns(folder.axes, _TAKEN)
-        """The settings that vary: path -> column, which is the short name that tables have."""
+        """The settings that vary, those that tuning has chosen among them: path -> column, the short name of tables."""
         self.configuration: list[str] = [name for path, name in self.axes.items() if path != folder.seed_axis]
         """The columns of all axes but the seed: what tells configurations apart, for `groupby`."""
 
@@ -85,7 +84,7 @@ class SweepResults:
     def trials(self) -> pd.DataFrame:
         """Return one row for each trial, started or not, in the order of the sweep.
 
-        Columns, of which those of `axes` and of settings that were chosen before the trials ran stand behind `status`:
+        Columns, of which those of `axes` stand behind `status`:
 
             trial_id (string): names the trial and its folder
             training_id (string): trials that have it in common share what they learn
@@ -108,10 +107,8 @@ class SweepResults:
         Raises:
             StoreError: a journal is damaged.
         """
-        chosen = _columns(self._chosen(), {*_TAKEN, *self.axes.values()})
-        settings = self.axes | chosen
-        dtypes = _TRIAL | self._setting_dtypes(settings) | _PROGRESS
-        return _frame(dtypes, [self._trial_row(trial, settings) for trial in self._folder])
+        dtypes = _TRIAL | self._setting_dtypes() | _PROGRESS
+        return _frame(dtypes, [self._trial_row(trial) for trial in self._folder])
 
     def stages(self) -> pd.DataFrame:
         """Return one row for each stage of each trial: what its journal tells of learning a task and scoring after it.
@@ -147,7 +144,7 @@ class SweepResults:
             StoreError: a journal is damaged.
         """
         told = [(trial, event) for trial in self._folder for event in stages(trial.events())]
-        before = {"trial_id": "string"} | self._setting_dtypes(self.axes) | _STAGE
+        before = {"trial_id": "string"} | self._setting_dtypes() | _STAGE
         names = {name: name for name, dtype in _LEARNED.items() if dtype == "float64"}
         others = dict.fromkeys(name for _, event in told for name in event["metrics"] if name not in names)
         names |= {name: f"metrics.{name}" if name in {*before, *_LEARNED} else name for name in others}
@@ -171,7 +168,7 @@ class SweepResults:
         Raises:
             StoreError: a journal is damaged.
         """
-        dtypes = {"trial_id": "string"} | self._setting_dtypes(self.axes) | _STAGE | _SCORE
+        dtypes = {"trial_id": "string"} | self._setting_dtypes() | _STAGE | _SCORE
         found = ((trial, event) for trial in self._folder for event in stages(trial.events()))
         return _frame(dtypes, [row for trial, event in found for row in self._score_rows(trial, event)])
 
@@ -232,14 +229,13 @@ class SweepResults:
         )
         return pd.concat([_frame(_ANSWER, []), *parts], ignore_index=True)
 
-    def _chosen(self) -> list[str]:
-        """The paths of all settings that were chosen before the trials ran."""
-        return list(dict.fromkeys(path for chosen in read_tuning(self._folder) or [] for path in chosen.values))
+    def _setting_dtypes(self) -> Dtypes:
+        return {name: _dtype(trial.values[path] for trial in self._folder) for path, name in self.axes.items()}
 
-    def _setting_dtypes(self, columns: Mapping[str, str]) -> Dtypes:
-        return {name: _dtype(_setting(trial, path) for trial in self._folder) for path, name in columns.items()}
+    def _settings(self, trial: TrialFolder) -> Row:
+        return {name: trial.values[path] for path, name in self.axes.items()}
 
-    def _trial_row(self, trial: TrialFolder, settings: Mapping[str, str]) -> Row:
+    def _trial_row(self, trial: TrialFolder) -> Row:
         events = trial.events()
         told, state, starts = stages(events), status(events), attempts(events)
         metrics: Mapping[str, float] = {}
@@ -254,7 +250,7 @@ class SweepResults:
             "training_id": trial.training_id,
             "name": trial_name(self._folder, trial),
             "status": state,
-            **{name: _setting(trial, path) for path, name in settings.items()},
+            **self._settings(trial),
             "n_tasks": trial.n_tasks,
             "tasks_seen": len(told),
             **{name: metrics.get(name) for name in ("AP", "FM", "BWT")},
@@ -282,8 +278,7 @@ class SweepResults:
             yield self._stage_key(trial, event) | scored | {"is_new": task == event["task"]}
 
     def _stage_key(self, trial: TrialFolder, event: Event) -> Row:
-        settings = {name: _setting(trial, path) for path, name in self.axes.items()}
-        return {"trial_id": trial.trial_id, **settings, "tasks_seen": event["tasks_seen"], "after_task": event["task"]}
+        return {"trial_id": trial.trial_id, **self._settings(trial), **_stage_cells(event)}
 
     def _find(self, wanted: WhichTrial) -> TrialFolder:
         """The one trial that is meant."""
@@ -308,13 +303,12 @@ class SweepResults:
     def _path(self, name: str) -> str:
         """The path of a setting that is named by its column, its short name or itself."""
         known = {path for trial in self._folder for path in trial.params}
-        names = {short: path for path, short in short_names(self._folder.axes).items()}
-        names |= {column: path for path, column in self.axes.items()}
-        path = names.get(name, name)
+        called = (*short_names(known).items(), *short_names(self._folder.axes).items(), *self.axes.items())
+        path = {called_so: path for path, called_so in called}.get(name, name)
         if path not in known and path not in self.axes:
             raise ConfigError(
                 f"sweep {self.name}: found setting {quoted(name)}; expected one of its axes: "
-                f"{', '.join(names) or 'none'}, or the path of another setting, such as training.learning_rate."
+                f"{', '.join(self.axes.values()) or 'none'}; or another setting's path, such as training.learning_rate."
             )
         return path
 
@@ -347,29 +341,36 @@ def _answer_rows(
     unkept = [] if is_kept(told[-1]) else [(told[-1], newest)]
     last = told if tasks_seen is None else told[:tasks_seen]
     for event, answers in chain(checked_answers(trial.path, last), unkept):
-        if tasks_seen not in (None, event["tasks_seen"]):
-            continue
-        for task in (task for task in tasks if task in answers):
-            known = lines[task] or [{}] * len(answers[task])
-            key = {"trial_id": trial.trial_id, "tasks_seen": event["tasks_seen"], "after_task": event["task"]}
+        if tasks_seen in (None, event["tasks_seen"]):
+            key = {"trial_id": trial.trial_id, **_stage_cells(event)}
+            weighed = list(event["scores"]) if event is told[-1] else []
             yield [
-                {
-                    **key,
-                    "task": task,
-                    "row": row,
-                    "row_id": line.get("id"),
-                    **answer._asdict(),
-                    "references": line.get("references"),
-                    "weights": _weights(line, list(event["scores"])) if event is told[-1] else None,
-                }
-                for row, (answer, line) in enumerate(zip(answers[task], known, strict=True))
+                {**key, "task": task, "row": row, **answer._asdict(), **_cells_beside(line, weighed)}
+                for task in tasks
+                for row, (answer, line) in enumerate(_with_lines(answers.get(task, ()), lines[task]))
             ]
 
 
-def _weights(line: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, float] | None:
-    """The mixing weights of an answer, by the task whose snapshot they are of."""
-    weights = line.get("weights")
-    return None if weights is None else {tasks[int(position)]: weight for position, weight in weights.items()}
+Line = Mapping[str, Any]
+
+
+def _with_lines(answers: Sequence[Answer], lines: Sequence[Line] | None) -> Iterable[tuple[Answer, Line | None]]:
+    """Put beside each answer of a stage what the newest stage has written of the same row, where that is known."""
+    if lines is None or len(lines) != len(answers):
+        return zip(answers, repeat(None), strict=False)
+    return zip(answers, lines, strict=True)
+
+
+def _cells_beside(line: Line | None, weighed: Sequence[str]) -> Row:
+    """What else is told of a row; its mixing weights by task, where these are those of the stage: `weighed`."""
+    if line is None:
+        return {}
+    weights = {weighed[int(position)]: weight for position, weight in line["weights"].items()} if weighed else None
+    return {"row_id": line["id"], "references": line["references"], "weights": weights}
+
+
+def _stage_cells(event: Event) -> Row:
+    return {"tasks_seen": event["tasks_seen"], "after_task": event["task"]}
 
 
 def _check_task(task: str, told: Iterable[tuple[TrialFolder, Sequence[Event]]]) -> None:
