@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from helpers.patience import PATIENCE
 from helpers.sweep_folders import journal_of, learn, run_to_end, start, write_sweep
-from helpers.sweeps import sweep_folder, tiny, write
+from helpers.sweeps import rewrite_line, sweep_folder, tiny, write
 from matplotlib import image
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
@@ -287,10 +287,14 @@ def test_only_what_is_asked_for_is_read(copy):
     (first.path / "predictions" / "ticket.jsonl").write_text("damaged\n")
     results = SweepResults(copy)
     assert len(results.answers("mood", first.trial_id)) == 24
+    (first.path / "answers" / "2.jsonl").write_text("damaged\n")
+    assert len(results.answers("mood", first.trial_id, tasks_seen=1)) == 12
+    with pytest.raises(StoreError, match=r"answers/2\.jsonl: does not check against its digest"):
+        results.answers("mood", first.trial_id)
     with pytest.raises(StoreError, match=r"ticket\.jsonl: is missing, or does not check.*verify --repair"):
         results.answers(trial=first.trial_id)
     with pytest.raises(StoreError, match=r"mood\.jsonl: is missing"):
-        results.answers("mood")
+        results.answers("mood", second.trial_id)
     (first.path / "answers" / "1.jsonl").write_text("damaged\n")
     with pytest.raises(StoreError, match=r"answers/1\.jsonl: does not check against its digest.*verify --repair"):
         results.answers("mood", first.trial_id)
@@ -306,6 +310,9 @@ def test_answers_of_a_running_trial_are_those_that_its_journal_tells(copy):
     journal.write_bytes(b"".join(lines[:2]) + lines[2][:40])
     assert results.trials()["status"][0] == "running" and results.trials()["tasks_seen"][0] == 1
     assert results.matrix(trial.trial_id).shape == (1, 1)
+    assert results.answers(trial=trial.trial_id)["row_id"].notna().all()
+    rewrite_line(trial.path / "predictions" / "mood.jsonl", 0, prediction="of the second stage", weights={"1": 1.0})
+    assert results.answers(trial=trial.trial_id)[["row_id", "references", "weights"]].isna().all(axis=None)
     found = results.answers(trial=trial.trial_id)
     assert found["prediction"].tolist() == whole[whole["tasks_seen"] == 1]["prediction"].tolist()
     assert results.answers("ticket", trial.trial_id).empty  # it is learned next
