@@ -1,3 +1,28 @@
 """latent_sweep: sweeps of continual-learning trials on frozen language models."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from latent_sweep.results.frames import SweepResults
+
 __version__ = "0.1.0"
+
+
+def open_sweep(place: str | Path) -> SweepResults:
+    """Return the results of a sweep as data frames, also while it runs: `open_sweep("runs/lambda").trials()`.
+
+    Args:
+        place: its folder `<storage>/<sweep name>`, as a path or as the URI of an object store.
+
+    Raises:
+        ConfigError: no folder can have this path.
+        StoreError: there is no sweep, or the object store cannot be reached or refuses.
+    """
+    from latent_sweep.results.frames import SweepResults  # pandas: whoever only imports this package does not wait
+    from latent_sweep.store import folders
+
+    return SweepResults(folders.open_sweep(place))

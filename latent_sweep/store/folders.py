@@ -80,8 +80,9 @@ class SweepFolder:
     def _content(self) -> dict[str, Any]:
         file = self.path / "sweep.json"
         if not file.exists():
+            where = f"{self.storage.place}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
             raise StoreError(
-                f"{self.path}: found no sweep.json; expected the folder of a sweep, <storage>/<sweep name>. "
+                f"{where}: found no sweep.json; expected the folder of a sweep, <storage>/<sweep name>. "
                 f"Run the sweep first, or check the path."
             )
         if not is_sealed(file):

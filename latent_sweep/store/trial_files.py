@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from latent_sweep.errors import StoreError
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.store.answers import (
     Answer,
@@ -30,11 +31,12 @@ from latent_sweep.store.answers import (
     changed,
     changes,
     is_kept,
+    kept_answers,
     newest_answers,
     stage_of,
 )
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import Event, stages, status
+from latent_sweep.store.journal import Event, mending, stages, status
 from latent_sweep.store.sealed import set_aside
 from latent_sweep.store.storage import JOURNAL, json_bytes
 
@@ -84,7 +86,7 @@ def contradictions(folder: Path, events: Sequence[Event]) -> list[Damage]:
         return []
     tasks = tuple(told[-1]["scores"])
     try:
-        matrix = ScoreMatrix(tasks, tuple(tuple(event["scores"].values()) for event in told))
+        matrix = told_matrix(told)
     except ValueError as error:
         return [Damage(folder / JOURNAL, f"tells no {error}")]
     row = dict(zip(tasks, matrix.rows[-1], strict=True))
@@ -165,13 +167,43 @@ def row_scores(folder: Path, events: Sequence[Event]) -> dict[str, RowScores] | 
     told = stages(events)[-1]
     found = {}
     for task in told["scores"]:
-        name = f"{PREDICTIONS}/{task}.jsonl"
-        digest = told.get("files", {}).get(name)
-        if digest is None or _fault(folder / name, digest) is not None:
+        rows = prediction_lines(folder, told, task)
+        if rows is None:
             return None
-        rows = [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
         found[task] = RowScores(tuple(row["id"] for row in rows), np.array([row["score"] for row in rows], dtype=float))
     return found
+
+
+def prediction_lines(folder: Path, told: Event, task: str) -> list[dict[str, Any]] | None:
+    """A task's predictions as the newest stage, of which `told` tells, has left them; None where they are others."""
+    name = f"{PREDICTIONS}/{task}.jsonl"
+    digest = told.get("files", {}).get(name)
+    if digest is None or _fault(folder / name, digest) is not None:
+        return None
+    return [json.loads(line) for line in (folder / name).read_bytes().splitlines()]
+
+
+def checked_answers(folder: Path, told: Sequence[Event]) -> Iterator[tuple[Event, Answers]]:
+    """Yield the stages whose answers are kept as `kept_answers` does, from files that are as the journal says.
+
+    Raises:
+        StoreError: one of them is missing or damaged.
+    """
+    for event in filter(is_kept, told):
+        name = answers_file(event["tasks_seen"])
+        if (fault := _fault(folder / name, event["files"][name])) is not None:
+            raise StoreError(f"{folder / name}: {fault}. {mending(folder.parent.parent)}.")
+    yield from kept_answers(folder, told)
+
+
+def told_matrix(told: Sequence[Event]) -> ScoreMatrix:
+    """The score matrix that a journal's stages tell, of the tasks learned so far.
+
+    Raises:
+        ValueError: their rows are none of a score matrix.
+    """
+    tasks = tuple(told[-1]["scores"]) if told else ()
+    return ScoreMatrix(tasks, tuple(tuple(event["scores"].values()) for event in told))
 
 
 def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:

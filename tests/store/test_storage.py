@@ -25,6 +25,7 @@ from helpers.sweeps import end, results, start, sweep_folder, tiny, wait_for_lin
 from helpers.tiny import journal_at
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
+import latent_sweep
 from latent_sweep.backends.verify import repair_disk, verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, StoreError
@@ -683,6 +684,21 @@ def test_a_sweep_on_ray_leaves_on_an_object_store_what_it_leaves_in_a_folder(s3,
     assert "sweep tiny: 2 trials (2 finished)" in printed
     on_node("another")
     assert everything(uri) == plain
+
+
+@pytest.mark.slow
+def test_data_frames_on_another_node_are_those_of_a_folder(s3, tmp_path, on_node):
+    on_node("driver")
+    assert main(["run", at(tmp_path, s3("frames")), "--local"]) == 0
+    assert main(["run", at(tmp_path, str(tmp_path / "runs")), "--local"]) == 0
+    on_node("another")
+    there = latent_sweep.open_sweep(s3("frames/tiny"))
+    here = latent_sweep.open_sweep(tmp_path / "runs" / "tiny")
+    assert len(there.scores()) == 6
+    for kind in ("scores", "answers"):
+        assert getattr(there, kind)().equals(getattr(here, kind)())
+    with pytest.raises(StoreError, match=r"found no sweep\.json"):
+        latent_sweep.open_sweep(s3("frames/tinny"))
 
 
 @pytest.fixture

@@ -1,0 +1,449 @@
+"""The data frames hold what journals, files and tables hold, with the same columns however little is there."""
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from helpers.patience import PATIENCE
+from helpers.sweep_folders import journal_of, learn, run_to_end, start, write_sweep
+from helpers.sweeps import rewrite_line, sweep_folder, tiny, write
+from matplotlib import image
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+from latent_sweep import open_sweep
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.results.frames import SweepResults
+from latent_sweep.store import objects
+from latent_sweep.store.answers import Answer, changes
+from latent_sweep.store.sealed import sealed_json
+from latent_sweep.sweep.config import load_sweep
+
+README = Path(__file__).parents[2] / "README.md"
+
+AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Finished with AP 0.4 and 0.5; one that failed, one that was stopped, one that runs and one that has not begun."""
+    folder = write_sweep(tmp_path, AXES)
+    trials = list(folder)
+    for trial, average, forgetting in zip(trials[:2], (0.4, 0.5), (0.1, 0.2), strict=True):
+        run_to_end(trial, average, forgetting)
+    start(trials[2])
+    journal_of(trials[2]).append("failed", kind="non_finite", message="the loss is nan", task="summary", step=120)
+    start(trials[3])
+    learn(trials[3], 1, 0.25)
+    journal_of(trials[3]).append("stopped", tasks_seen=1, reason="below the median")
+    start(trials[4])
+    learn(trials[4], 1, [0.75])
+    learn(trials[4], 2, [0.5, 1.0])
+    return open_sweep(folder.path)
+
+
+def dtypes(frame):
+    return {name: str(dtype) for name, dtype in frame.dtypes.items()}
+
+
+# --- a sweep in every state ------------------------------------------------------------------------------------------
+
+
+def test_a_row_for_every_trial_whatever_has_come_of_it(sweep):
+    trials = sweep.trials()
+    assert list(trials["status"]) == ["finished", "finished", "failed", "stopped", "running", "pending"]
+    assert list(trials["tasks_seen"]) == [3, 3, 0, 1, 2, 0]
+    assert set(trials["n_tasks"]) == {3}
+    assert list(trials["lambda"]) == [0.0, 0.0, 0.0, 0.1, 0.1, 0.1]
+    assert list(trials["seed"]) == [0, 1, 2, 0, 1, 2]
+    assert trials["name"][4] == "lambda=0.1 seed=1"
+    assert trials["AP"].tolist()[:2] == [0.4, 0.5]
+    assert trials["AP"].tolist()[3:5] == [0.25, 0.75]  # of the tasks seen
+    assert trials["FM"].tolist()[:2] == [0.1, 0.2]
+    assert trials["LA"].tolist()[4] == (0.75 + 1.0) / 2
+    assert trials["seconds_train"].tolist()[:2] == [4.5, 4.5]
+    assert trials[["AP", "FM", "LA", "BWT", "seconds_train"]].iloc[[2, 5]].isna().all(axis=None)
+    assert trials["reason"][2] == "non_finite at task summary, step 120: the loss is nan"
+    assert trials["reason"][3] == "after 1 tasks: below the median"
+    assert trials["reason"].isna().tolist() == [True, True, False, False, True, True]
+    assert trials["ended"].isna().tolist() == [False, False, False, False, True, True]
+    assert (trials["ended"] >= trials["started"]).tolist()[:4] == [True] * 4
+    assert trials["node"].tolist()[:5] == ["node-a"] * 5
+
+
+def test_axes_are_called_as_in_tables(sweep, tmp_path):
+    assert (sweep.name, sweep.axes) == ("lambda", {"method.ortho_lambda": "lambda", "seed": "seed"})
+    assert sweep.configuration == ["lambda"]
+    assert "6 trials" in repr(sweep)
+    clashing = SweepResults(write_sweep(tmp_path, {"method.steps": [1], "router.components": [1]}, name="other"))
+    assert clashing.axes == {"method.steps": "method.steps", "router.components": "K"}
+
+
+def test_scores_are_tidy(sweep):
+    scores = sweep.scores()
+    running = scores[scores["trial_id"] == "trial0004"]
+    assert running[["lambda", "seed"]].drop_duplicates().values.tolist() == [[0.1, 1]]
+    assert running[["tasks_seen", "after_task", "task", "position", "score", "is_new"]].values.tolist() == [
+        [1, "sentiment", "sentiment", 1, 0.75, True],
+        [2, "summary", "sentiment", 1, 0.5, False],
+        [2, "summary", "summary", 2, 1.0, True],
+    ]
+    assert scores.groupby("trial_id").size().to_dict() == {
+        "trial0000": 6,
+        "trial0001": 6,
+        "trial0003": 1,
+        "trial0004": 3,
+    }
+
+
+def test_stages_have_every_metric_of_the_journal(sweep, tmp_path):
+    found = sweep.stages()
+    assert found[["trial_id", "tasks_seen"]].values.tolist()[-2:] == [["trial0004", 1], ["trial0004", 2]]
+    assert found["AP"].tolist()[-2:] == [0.75, 0.75]
+    assert set(found["steps"]) == {24}
+    assert found["router_nll"].isna().all()
+    folder = write_sweep(tmp_path, {"seed": [0]}, name="more")
+    (trial,) = folder
+    start(trial)
+    journal_of(trial).append(
+        "stage",
+        **{"tasks_seen": 1, "task": "intent", "lineage": "x", "reused": True, "scores": {"intent": 0.5}},
+        metrics={"AP": 0.5, "FM": 0.0, "router_nll": 0.25, "router/nll/intent": 0.125, "steps": 7.0},
+    )
+    stage = SweepResults(folder).stages().iloc[0]
+    assert (stage["router_nll"], stage["router/nll/intent"], stage["metrics.steps"]) == (0.25, 0.125, 7.0)
+    assert stage["reused"] and stage["steps"] is pd.NA
+
+
+def test_the_matrix_is_empty_above_its_diagonal(sweep):
+    matrix = sweep.matrix("trial0004")
+    assert matrix.loc["summary"].to_dict() == {"sentiment": 0.5, "summary": 1.0}
+    assert matrix.isna().values.tolist() == [[False, True], [False, False]]
+    assert (matrix.index.name, matrix.columns.name) == ("after_task", "task")
+    nothing = sweep.matrix("trial0005")
+    assert nothing.shape == (0, 0) and (nothing.index.name, nothing.columns.name) == ("after_task", "task")
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["trials", "stages", "scores", "answers"])
+def test_columns_and_types_are_those_of_the_docstring_also_when_nothing_is_there(sweep, finished, tmp_path, kind):
+    documented = dict(re.findall(r"^ +(\w+) \(([^)]+)\): ", getattr(SweepResults, kind).__doc__, re.MULTILINE))
+    real = open_sweep(sweep_folder(finished).path)
+    nothing = SweepResults(write_sweep(tmp_path, {"router.components": [1, 2]}, name="nothing"))
+    empty = getattr(nothing, kind)()
+    assert len(empty) == (2 if kind == "trials" else 0)
+    for frame in (getattr(real, kind)(), empty):
+        fixed = {name: dtype for name, dtype in dtypes(frame).items() if name != "K"}
+        assert ("K" in frame) == (kind != "answers")
+        assert list(fixed)[: len(documented)] == list(documented)
+        assert {name: fixed[name] for name in documented} == documented
+        assert set(list(fixed.values())[len(documented) :]) <= {"float64"}
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 2], "Int64"),
+        ([1, None], "Int64"),
+        ([1, 2**63], "object"),
+        ([0, 0.5], "float64"),
+        (["a", "b"], "string"),
+        ([True, False], "boolean"),
+        ([True, 1], "object"),
+        (["auto", 1], "object"),
+        ([[1, 2], [3]], "object"),
+        ([None], "object"),
+    ],
+)
+def test_an_axis_has_the_type_of_its_values(tmp_path, values, dtype):
+    found = SweepResults(write_sweep(tmp_path, {"method.choice": values})).trials()["choice"]
+    assert str(found.dtype) == dtype
+    assert [None if value is pd.NA else value for value in found] == values
+
+
+# --- which trial, which task -----------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_named_by_id_beginning_or_settings(sweep):
+    for trial in (
+        "trial0004",
+        {"lambda": 0.1, "seed": 1},
+        {"method.ortho_lambda": 0.1, "seed": 1, "backbone.name": "t5-large"},
+        {"method": "latent_lora", "lambda": 0.1, "seed": 1},  # of which the first does not vary
+        sweep.trials().loc[4, ["lambda", "seed"]].to_dict(),
+    ):
+        assert sweep.matrix(trial).loc["summary", "summary"] == 1.0
+    assert sweep.answers().empty  # these journals tell of no answers
+
+
+@pytest.mark.parametrize(
+    ("trial", "words"),
+    [
+        ("trial9", r"'trial9', which fits no trial.*exactly one of:\n  trial0000  lambda=0.0 seed=0\n"),
+        ("trial000", r"fits 6 trials; expected an id"),
+        ({"seed": 2}, r"fits 2 trials.*:\n  trial0002  lambda=0.0 seed=2\n  trial0005  lambda=0.1 seed=2\nGive"),
+        ({"seed": True}, r"fits no trial"),
+        ({"sead": 2}, r"found setting 'sead'; expected one of its axes: lambda, seed; or another"),
+    ],
+)
+def test_what_fits_no_trial_or_several_is_refused(sweep, trial, words):
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        sweep.matrix(trial)
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        sweep.answers(trial=trial)
+
+
+def test_an_id_that_begins_another_is_meant_itself(tmp_path):
+    folder = write_sweep(tmp_path, {"seed": [0, 1]})
+    content = json.loads((folder.path / "sweep.json").read_text())["content"]
+    content["trials"][1]["trial_id"] = "trial0000b"
+    (folder.path / "sweep.json").write_bytes(sealed_json(content))
+    assert SweepResults(type(folder)(folder.storage, folder.name)).matrix("trial0000").empty
+
+
+def test_a_task_that_nobody_learns_is_refused(sweep):
+    with pytest.raises(ConfigError, match=r"found task 'intend'; expected one .*: sentiment, summary, intent\."):
+        sweep.answers(task="intend")
+    assert sweep.answers(task="sentiment", trial="trial0005").empty  # not begun: nobody knows its tasks yet
+
+
+def test_a_folder_without_a_sweep_is_refused(tmp_path):
+    with pytest.raises(
+        StoreError, match=r"nowhere: found no sweep.json; expected the folder of a sweep.*check the path"
+    ):
+        open_sweep(tmp_path / "nowhere")
+
+
+# --- a sweep that was run --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(finished):
+    return open_sweep(sweep_folder(finished).path)
+
+
+def test_numbers_are_those_of_the_files_and_of_the_table(finished, ran, capsys):
+    trials, scores = ran.trials().set_index("trial_id"), ran.scores()
+    for trial in sweep_folder(finished):
+        content, result = (json.loads((trial.path / name).read_text()) for name in ("scores.json", "result.json"))
+        rows = content["scores"]
+        assert [[v for v in row if v == v] for row in ran.matrix(trial.trial_id).values.tolist()] == rows
+        assert list(ran.matrix(trial.trial_id).columns) == content["tasks"] == ["mood", "ticket"]
+        tidy = scores[scores["trial_id"] == trial.trial_id]
+        assert tidy["score"].tolist() == [score for row in rows for score in row]
+        assert set(tidy["metric"]) == {"accuracy"}
+        row = trials.loc[trial.trial_id]
+        assert {name: row[name] for name in ("AP", "FM", "BWT")} == {
+            name: result["metrics"][name] for name in ("AP", "FM", "BWT")
+        }
+        assert row["LA"] == pytest.approx(statistics.fmean(row[-1] for row in rows))
+        timings = {name: pytest.approx(seconds) for name, seconds in result["timings"].items()}
+        assert {name: row[name] for name in ("seconds_train", "seconds_eval")} == timings
+    assert main(["report", str(sweep_folder(finished).path), "--format", "csv"]) == 0
+    for told in csv.DictReader(io.StringIO(capsys.readouterr().out)):
+        mine = trials[trials["K"] == int(told["K"])]
+        for name in ("AP", "LA", "FM"):
+            assert 100 * mine[name].mean() == pytest.approx(float(told[f"{name}_mean"]), abs=0.00501)
+
+
+def test_answers_are_those_of_each_stage(finished, ran):
+    found = ran.answers()
+    assert found["score"].groupby([found["trial_id"], found["tasks_seen"], found["task"]]).mean().tolist() == (
+        pytest.approx(ran.scores().sort_values(["trial_id", "tasks_seen", "task"])["score"].tolist())
+    )
+    for trial in sweep_folder(finished):
+        for task in ("mood", "ticket"):
+            lines = [json.loads(line) for line in (trial.path / f"predictions/{task}.jsonl").read_text().splitlines()]
+            newest = ran.answers(task, trial.trial_id, tasks_seen=2)
+            assert newest["row"].tolist() == list(range(12))
+            assert newest["row_id"].tolist() == [line["id"] for line in lines]
+            assert newest["prediction"].tolist() == [line["prediction"] for line in lines]
+            assert newest["references"].tolist() == [line["references"] for line in lines]
+            tasks = ("mood", "ticket")
+            weights = [{tasks[int(at)]: weight for at, weight in line["weights"].items()} for line in lines]
+            assert newest["weights"].tolist() == weights
+            assert all(sum(row.values()) == pytest.approx(1) for row in weights)
+    first = ran.answers(trial={"K": 1}, tasks_seen=1)
+    assert set(first["task"]) == set(first["after_task"]) == {"mood"} and first["weights"].isna().all()
+    kept = (next(iter(sweep_folder(finished))).path / "answers/1.jsonl").read_text().splitlines()
+    assert first["prediction"].tolist() == [json.loads(line)["prediction"] for line in kept]
+
+
+def test_only_what_is_asked_for_is_read(copy):
+    first, second = copy
+    (second.path / "predictions" / "mood.jsonl").unlink()
+    (first.path / "predictions" / "ticket.jsonl").write_text("damaged\n")
+    results = SweepResults(copy)
+    assert len(results.answers("mood", first.trial_id)) == 24
+    (first.path / "answers" / "2.jsonl").write_text("damaged\n")
+    assert len(results.answers("mood", first.trial_id, tasks_seen=1)) == 12
+    with pytest.raises(StoreError, match=r"answers/2\.jsonl: does not check against its digest"):
+        results.answers("mood", first.trial_id)
+    with pytest.raises(StoreError, match=r"ticket\.jsonl: is missing, or does not check.*verify --repair"):
+        results.answers(trial=first.trial_id)
+    with pytest.raises(StoreError, match=r"mood\.jsonl: is missing"):
+        results.answers("mood", second.trial_id)
+    (first.path / "answers" / "1.jsonl").write_text("damaged\n")
+    with pytest.raises(StoreError, match=r"answers/1\.jsonl: does not check against its digest.*verify --repair"):
+        results.answers("mood", first.trial_id)
+
+
+def test_answers_of_a_running_trial_are_those_that_its_journal_tells(copy):
+    """The second stage is being written: its predictions are there, and its journal does not tell of it yet."""
+    (trial, _), results = copy, SweepResults(copy)
+    whole = results.answers(trial=trial.trial_id)
+    journal = trial.path / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["event"] for line in lines] == ["started", "stage", "stage", "finished"]
+    journal.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    assert results.trials()["status"][0] == "running" and results.trials()["tasks_seen"][0] == 1
+    assert results.matrix(trial.trial_id).shape == (1, 1)
+    assert results.answers(trial=trial.trial_id)["row_id"].notna().all()
+    rewrite_line(trial.path / "predictions" / "mood.jsonl", 0, prediction="of the second stage", weights={"1": 1.0})
+    assert results.answers(trial=trial.trial_id)[["row_id", "references", "weights"]].isna().all(axis=None)
+    found = results.answers(trial=trial.trial_id)
+    assert found["prediction"].tolist() == whole[whole["tasks_seen"] == 1]["prediction"].tolist()
+    assert results.answers("ticket", trial.trial_id).empty  # it is learned next
+    assert changes({"mood": [Answer(p, s) for p, s in zip(found["prediction"], found["score"], strict=True)]}, {}) == (
+        (trial.path / "answers" / "1.jsonl").read_bytes()
+    )
+
+
+def test_the_answers_of_the_newest_stage_alone_are_kept(finished, tmp_path):
+    content = tiny(search={"router.components": [1]}, run__keep_answers="last", run__storage=str(finished / "runs"))
+    assert main(["run", write(tmp_path, content | {"name": "last"}), "--local"]) == 0  # nothing is learned again
+    last = open_sweep(finished / "runs" / "last")
+    every = open_sweep(finished / "runs" / "tiny").answers(trial={"K": 1}, tasks_seen=2)
+    columns = ["tasks_seen", "task", "row_id", "prediction", "references", "score", "weights"]
+    pd.testing.assert_frame_equal(last.answers()[columns], every[columns])
+
+
+@pytest.mark.slow
+def test_what_tuning_tried_and_chose(tmp_path):
+    path = "training.learning_rate"
+    tune = {"tasks": 1, "search": {path: [0.01, 0.1]}}
+    training = {"epochs": 2, "batch_size": 4}
+    content = tiny(name="tuned", search={"seed": [0, 1]}, tune=tune, trial__training=training)
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    candidates = open_sweep(tmp_path / "runs" / "tuned-tuning").trials()
+    assert sorted(candidates["learning_rate"]) == [0.01, 0.1] and set(candidates["tasks_seen"]) == {1}
+    tuned = open_sweep(tmp_path / "runs" / "tuned")
+    (chosen,) = json.loads((tmp_path / "runs" / "tuned" / "tuning.json").read_text())["content"]["chosen"]
+    assert tuned.trials()["learning_rate"].tolist() == [chosen["values"][path]] * 2
+    best = candidates.set_index("learning_rate")["AP"]
+    assert best[chosen["values"][path]] == best.max()
+    assert tuned.matrix({"learning_rate": chosen["values"][path], "seed": 1}).shape == (2, 2)
+
+
+def test_the_same_from_an_object_store(finished, tmp_path, monkeypatch):
+    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(finished / "runs")))
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
+    here, there = open_sweep(finished / "runs" / "tiny"), open_sweep("s3://bucket/runs/tiny")
+    for kind in ("trials", "stages", "scores", "answers"):
+        pd.testing.assert_frame_equal(getattr(there, kind)(), getattr(here, kind)())
+    with pytest.raises(StoreError, match=r"s3://bucket/runs, sweep tinny: found no sweep\.json"):
+        open_sweep("s3://bucket/runs/tinny")
+
+
+# --- what is imported ------------------------------------------------------------------------------------------------
+
+
+def in_a_fresh_process(code, *arguments, **options):
+    """What this code prints, with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded(code, *arguments):
+    """Which packages a fresh process has loaded after this code."""
+    code = f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    return in_a_fresh_process(code, *arguments).split()
+
+
+def test_importing_the_package_is_light():
+    found = loaded("from latent_sweep import open_sweep")
+    assert "latent_sweep" in found
+    assert not {"pandas", "numpy", "torch", "scipy", "pydantic", "pyarrow", "matplotlib", "ray", "mlflow"} & set(found)
+
+
+def test_reading_results_needs_no_torch(ran, finished):
+    found = loaded(
+        "from latent_sweep import open_sweep\n"
+        "sweep = open_sweep(sys.argv[1])\n"
+        "assert len(sweep.trials()) == 2 and len(sweep.answers()) == 72 and sweep.matrix({'K': 1}).size == 4",
+        sweep_folder(finished).path,
+    )
+    assert "pandas" in found
+    assert not {"torch", "ray", "mlflow", "transformers", "deepspeed"} & set(found)
+
+
+# --- the script in the README ----------------------------------------------------------------------------------------
+
+
+PROBE = """
+import json
+axes = plt.gca()
+bars = [bar.get_height() for bar in axes.patches]
+(errors,) = [line.get_segments() for line in axes.collections]
+errors = [(high - low) / 2 for (_, low), (_, high) in filter(len, errors)]
+print("PROBE" + json.dumps([bars, errors, axes.get_ylabel()]))
+"""
+
+
+def told(folder, axes, name):
+    """A sweep of other numbers in each trial, one of which has not begun."""
+    for number, trial in enumerate(list(write_sweep(folder / "runs", axes, name=name))[:-1]):
+        run_to_end(trial, 0.3 + 0.01 * number**2, 0.02 * number)
+
+
+def run(folder, axes, name):
+    """A sweep that is run to its end; what comes out is the machine's."""
+    assert main(["run", write(folder, tiny(name=name, search=axes)), "--local"]) == 0
+
+
+@pytest.mark.parametrize("make", [told, run])
+def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
+    """A small sweep stands for the quickstart, with its axes; the numbers printed and drawn are those of the table."""
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(script.splitlines()) <= 10
+    quickstart = load_sweep(README.parent / "sweeps" / "quickstart.yaml")
+    axes = {"method.ortho_lambda": [0.0, 1e-5], "router.mode": ["soft", "sum"], "seed": [0, 1]}
+    assert set(axes) == set(quickstart.axes)
+    make(tmp_path, axes, quickstart.name)
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    printed, _, probed = in_a_fresh_process(script + PROBE, cwd=tmp_path, env=environment).partition("PROBE")
+    bars, errors, unit = json.loads(probed)
+    assert unit == "AP (%)"
+    assert image.imread(tmp_path / "quickstart.png").std() > 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "runs" / quickstart.name), "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(bars) == len(rows) == 4
+    of_table = [[number(row[f"{name}_{part}"]) for name in MEASURES for part in ("mean", "std")] for row in rows]
+    assert bars == pytest.approx([row[0] for row in of_table], abs=0.00501)
+    spreads = [row[1] for row in of_table if not math.isnan(row[1])]  # of one value there is none, and no line
+    assert errors == pytest.approx(spreads, abs=0.00501)
+    lines = [[number(cell) for cell in line.split()[-6:]] for line in printed.strip().splitlines()[-4:]]
+    assert lines == [pytest.approx(row, abs=0.0101, nan_ok=True) for row in of_table]
+
+
+MEASURES = ("AP", "LA", "FM")
+
+
+def number(cell):
+    return float(cell or "nan")
