@@ -15,7 +15,7 @@ from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.comparison import Comparison, Outcome, compare, find_baselines
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
-from latent_sweep.store.trial_files import row_scores
+from latent_sweep.store.trial_files import row_scores, told_matrix
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
 
@@ -292,7 +292,7 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
         n_tasks=first.n_tasks,
         n_finished=len(finished),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
-        learning_accuracy=Statistic.of([_matrix(events).mean_diagonal() for events in finished]),
+        learning_accuracy=Statistic.of([told_matrix(stages(events)).mean_diagonal() for events in finished]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
         trained_numbers=_distinct(stage.get("trained_numbers") for stage in told),
         learning_rates=_distinct(trial.params.get("training.learning_rate") for trial, _ in members),
@@ -300,7 +300,7 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
         task_scores={task: found for task, found in per_task.items() if found is not None},
         router=_router_statistics(finished),
         computed_with=computed_with(*(events for _, events in members)),
-        matrices=tuple(map(_matrix, finished)),
+        matrices=tuple(told_matrix(stages(events)) for events in finished),
     )
 
 
@@ -363,12 +363,6 @@ def _outcomes(members: Sequence[tuple[TrialFolder, list[Event]]], repeats: Seque
         for trial, events in members
         if status(events) == "finished"
     }
-
-
-def _matrix(events: Sequence[Event]) -> ScoreMatrix:
-    """The score matrix that a journal tells."""
-    told = stages(events)
-    return ScoreMatrix(tuple(told[-1]["scores"]), tuple(tuple(stage["scores"].values()) for stage in told))
 
 
 def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
