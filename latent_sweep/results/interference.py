@@ -68,6 +68,8 @@ class Interference:
     """None where there is no common space of factors, and so no bound."""
     penalty: float | None
     """lambda; None where the method has none."""
+    forgetting: Mapping[str, float]
+    """FM, a fraction, of every way in which the same snapshots were mixed, by `router.mode`."""
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
@@ -151,13 +153,23 @@ def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:
         What was measured, in the sweep's order, and why trials whose snapshots could have been were not.
     """
     found, gaps = [], []
-    for trial in compared_trials(finished_trials(sweep)):
+    trials = finished_trials(sweep)
+    for trial in compared_trials(trials):
         measured = interference_of(sweep, trial)
         if isinstance(measured, str):
             gaps.append(f"{trial.name}: {measured}")
         elif measured is not None:
-            found.append(measured)
+            found.append(replace(measured, forgetting=_forgetting(trial, trials)))
     return found, gaps
+
+
+def _forgetting(of: ShownTrial, trials: Sequence[ShownTrial]) -> dict[str, float]:
+    """FM of the trials that share this one's snapshots, by how they mix; the first of each mode."""
+    found: dict[str, float] = {}
+    for trial in trials:
+        if trial.folder.training_id == of.folder.training_id and "FM" in trial.metrics:
+            found.setdefault(str(trial.folder.params.get("router.mode", "")), trial.metrics["FM"])
+    return found
 
 
 def compared_trials(trials: Sequence[ShownTrial], most: int = MOST_SHOWN) -> list[ShownTrial]:
@@ -208,7 +220,7 @@ def interference_of(sweep: SweepFolder, trial: ShownTrial) -> Interference | str
             W = A.swapaxes(-1, -2)
             entries = float(np.sqrt(1 / A.shape[-1]))
             measure = "sum over projections of ||A_i A_j'||_F^2"
-            return Interference(trial, measure, overlaps(W), overlap_shares(W), entries, None, None)
+            return Interference(trial, measure, overlaps(W), overlap_shares(W), entries, None, None, {})
         return None
     except UNREADABLE as error:
         return f"its snapshots could not be measured: {error}"
@@ -244,4 +256,6 @@ def _of_latent(sweep: SweepFolder, trial: ShownTrial, R: Array, lineage: str) ->
     weighing = {"out": "S R", "in": "R S", "none": "R"}[side]
     measure = f"{over} over projections of ||W_i' W_j||_F^2 with W = {weighing}"
     chance = chance_share(S, side)
-    return Interference(trial, measure, found_overlaps, overlap_shares(W), chance, bounds, float(settings.ortho_lambda))
+    return Interference(
+        trial, measure, found_overlaps, overlap_shares(W), chance, bounds, float(settings.ortho_lambda), {}
+    )

@@ -30,6 +30,7 @@ from latent_sweep.results.panels import (
 )
 from latent_sweep.store.folders import SweepFolder
 
+_MOST_MODES = 4
 _SIDE_BY_SIDE = 6
 """Tasks up to which two matrices stand beside each other on a page."""
 
@@ -80,8 +81,8 @@ def overlap_figure(tasks: Sequence[str], overlaps: Array, shares: Array) -> Figu
 
 def bounds_picture(found: Sequence[Interference]) -> Picture:
     """Draw the paper's bound beside what interference can be and mostly is, for each trial."""
-    ratios = [one.bounds.largest.mean() / one.bounds.bound.mean() for one in found if one.bounds is not None]
-    known = [ratio for ratio in ratios if np.isfinite(ratio)]
+    bounded = [one.bounds for one in found if one.bounds is not None and one.bounds.bound.any()]
+    known = [bounds.largest.mean() / bounds.bound.mean() for bounds in bounded]
     reached = f" The largest is {min(known):.0%} to {max(known):.0%} of the bound." if known else ""
     names = "; ".join(one.trial.name for one in found)
     caption = (
@@ -89,14 +90,15 @@ def bounds_picture(found: Sequence[Interference]) -> Picture:
         "projections; boxes over all pairs of tasks (quartiles, whiskers to the extremes). Bound: the paper's "
         "proposition, ||R~_i' R~_j||_2. Largest: what the worst direction psi reaches. Typical: root mean square over "
         "all directions alike; hidden states of real rows are not stored, and may prefer some directions."
-        f"{reached} FM is what was observed of forgetting. Trials: {names}."
+        f"{reached} FM is the forgetting that was observed, by how the "
+        f"same snapshots were mixed (`router.mode`). Trials: {names}."
     )
     return Picture("interference_bound", "Interference: bound, worst and typical", caption, bounds_figure(found))
 
 
 def bounds_figure(found: Sequence[Interference]) -> Figure:
     """Draw three boxes over pairs of tasks for each trial, on a logarithmic scale."""
-    figure = new_figure(PAGE, 2.6)
+    figure = new_figure(PAGE, 2.3 + 0.13 * max(len(one.forgetting) for one in found))
     axes = figure.add_subplot()
     labels, every = [], []
     for place, one in enumerate(found):
@@ -118,9 +120,9 @@ def bounds_figure(found: Sequence[Interference]) -> Figure:
                 boxprops=dict(facecolor=shade, edgecolor=INK, linewidth=0.8),
                 medianprops=dict(color=median, linewidth=1.4),
             )
-        forgetting = one.trial.metrics.get("FM")
-        what = "" if one.penalty is None else f"λ = {one.penalty:g}"
-        labels.append("\n".join(filter(None, [what, "" if forgetting is None else f"FM {100 * forgetting:.2f} %"])))
+        lines = [] if one.penalty is None else [f"λ = {one.penalty:g}"]
+        lines += [f"FM {mode} {100 * value:.2f} %" for mode, value in list(one.forgetting.items())[:_MOST_MODES]]
+        labels.append("\n".join(lines))
     axes.set_xticks(range(len(labels)), [plain(label) for label in labels])
     axes.set_xlim(-0.6, len(labels) - 0.4)
     if (np.concatenate(every) > 0).all():

@@ -42,7 +42,8 @@ class ShownTrial:
     @property
     def metrics(self) -> Mapping[str, float]:
         """What its journal tells after the last task."""
-        return stages(self.events)[-1]["metrics"]
+        found: Mapping[str, float] = stages(self.events)[-1].get("metrics", {})
+        return found
 
     def settings(self) -> Mapping[str, Any]:
         """Its settings, group by group, as they were resolved.

@@ -379,9 +379,10 @@ def many(n):
     values = Bounds(*(source.uniform(1e-6, 5, size=n * (n - 1) // 2) for _ in range(3)))
 
     class Trial:
-        name, metrics = LABEL, {"FM": 0.1234}
+        name = LABEL
 
-    one = Interference(Trial(), "", half, shares, 0.2, values, 1e-5)
+    one = Interference(Trial(), "", half, shares, 0.2, values, 1e-5, {"soft": 0.1234, "sum": 0.5, "hard": 0.0})
+    nothing = Interference(Trial(), "", half, shares, 0.2, Bounds(*(np.zeros(1) for _ in range(3))), None, {})
     names = MANY[:n]
     places = [source.normal(size=(30, 2)) + 5 * i for i in range(n)]
     of_stages = {stage: [0.7, 0.9] for stage in range(1, n)}
@@ -392,6 +393,8 @@ def many(n):
         "novelty": novelty_figure({f"{LABEL} {i}": of_stages for i in range(3)}),
         "overlap": overlap_figure(names, half, shares),
         "bounds": bounds_figure([one] * 3),
+        "zeros": bounds_figure([nothing]),
+        "empty": overlap_figure(names, np.zeros((n, n)), np.full((n, n), np.nan)),
         "map": embedding_figure(names, places),
     }
 

@@ -150,8 +150,14 @@ def test_pictures_of_a_sweep(folder):
         power = np.floor(np.log10(one.overlaps[1, 0]))
         assert float(left.texts[0].get_text()) == pytest.approx(one.overlaps[1, 0] / 10**power, rel=0.05)
     labels = [label.get_text() for label in pictures[-1].figure.axes[0].get_xticklabels()]
-    forgetting = [f"FM {100 * one.trial.metrics['FM']:.2f} %" for one in found]
-    assert labels == [f"λ = 0\n{forgetting[0]}", f"λ = 1e-05\n{forgetting[1]}"]
+    told = {
+        (t.params["method.ortho_lambda"], t.params["router.mode"]): t.events()[-1]["metrics"]["FM"]
+        for t in sweep_folder(folder)
+    }
+    assert labels == [
+        f"λ = {text}\nFM soft {100 * told[weight, 'soft']:.2f} %\nFM sum {100 * told[weight, 'sum']:.2f} %"
+        for text, weight in (("0", 0.0), ("1e-05", 1e-5))
+    ]
 
 
 def test_pairs_overlap_in_their_down_projections(folder):
@@ -161,6 +167,7 @@ def test_pairs_overlap_in_their_down_projections(folder):
     A = [load_tensors(sweep.snapshots.path(event["lineage"]))["A"] for event in stages(found.trial.events)]
     assert found.overlaps[0, 1] == pytest.approx(float(overlap(A[0], A[1], "squared")), rel=1e-4)
     assert 0 < found.shares[0, 1] < 1
+    assert found.chance == A[0].shape[-1] ** -0.5
     assert found.bounds is None
     assert found.penalty is None
     assert [picture.name for picture in interference_pictures(sweep)] == ["interference_1"]
