@@ -88,10 +88,10 @@ def bounds_picture(found: Sequence[Interference]) -> Picture:
     caption = (
         "Interference of two tasks' adapters on one input, |delta_i' delta_j|, for ||psi|| = 1 and as the mean over "
         "projections; boxes over all pairs of tasks (quartiles, whiskers to the extremes). Bound: the paper's "
-        "proposition, ||R~_i' R~_j||_2. Largest: what the worst direction psi reaches. Typical: root mean square over "
-        "all directions alike; hidden states of real rows are not stored, and may prefer some directions."
-        f"{reached} FM is the forgetting that was observed, by how the "
-        f"same snapshots were mixed (`router.mode`). Trials: {names}."
+        "proposition, s^2 ||R~_i' R~_j||_2. Largest: what the worst direction psi reaches. Typical: root mean square "
+        "over all directions alike; hidden states of real rows are not stored, and may prefer some directions."
+        f"{reached} FM is the forgetting that was observed, by how the same snapshots were mixed (`router.mode`). "
+        f"Trials: {names}."
     )
     return Picture("interference_bound", "Interference: bound, worst and typical", caption, bounds_figure(found))
 

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import yaml
 from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
 from helpers.sweeps import sweep_folder, tiny, write
 
@@ -38,6 +39,7 @@ from latent_sweep.results.shown import finished_trials, short_task_names
 from latent_sweep.router import prune
 from latent_sweep.store.folders import SweepFolder, open_sweep
 from latent_sweep.store.journal import stages
+from latent_sweep.store.trial_files import TrialFiles
 
 ORDER = ["mood", "ticket", "past"]
 MODES = tiny(
@@ -243,7 +245,6 @@ def test_flips_are_the_rows_that_changed_sides(folder, mode):
             if (new >= 0.5) != (last >= 0.5):
                 expected.add((task, row, "lost" if new > last else "gained"))
     assert {(flip.task, flip.row, flip.kind) for flip in found} == expected
-    assert mode != "sum" or expected  # what sums all branches forgets something here
     spec = load_benchmark("builtin")
     for flip in found:
         (line,) = (
@@ -260,18 +261,78 @@ def test_flips_are_the_rows_that_changed_sides(folder, mode):
         assert flip.change == answers[3][flip.task, flip.row][1] - answers[first][flip.task, flip.row][1]
         task = next(one for one in spec.tasks if one.name == flip.task)
         assert flip.prompt.startswith(task.instruction.strip()[:20])
-    few = flips(sweep, trial, per_task=1)
-    assert len(few) <= len({(flip.task, flip.kind) for flip in found})
-    assert set(map(id, few)).isdisjoint(map(id, found)) and all(flip in found for flip in few)
 
 
-def test_without_the_answers_of_both_stages_nothing_flips(folder, copied):
+@pytest.fixture
+def forgetful(folder, tmp_path):
+    """A sweep of one trial, after whose last task `mood` has lost rows 0 and 2, and gained row 1; and its files."""
+    sweep = write_sweep(tmp_path, {"seed": [0]})
+    (trial,) = sweep
+    scores = {
+        1: {"mood": [1, 0, 0.8, 1]},
+        2: {"mood": [1, 0, 0.8, 0], "ticket": [1, 1]},
+        3: {"mood": [0, 0.6, 0.4, 1], "ticket": [1, 1], "past": [0, 1]},
+    }
+    spec = load_benchmark("builtin")
+    settings = finished_trials(sweep_folder(folder))[0].benchmark().model_copy(update={"test_per_task": 4})
+    (trial.path / "trial.yaml").write_text(yaml.safe_dump({"benchmark": settings.model_dump(mode="json")}))
+    ids = [row.id for row in load_rows(spec, spec.tasks[0], "test", settings)]
+    start(trial)
+    files = TrialFiles(sweep, trial.trial_id, ORDER, ["a", "b", "c"])
+    for found in scores.values():
+        lines = {
+            task: [
+                {
+                    "id": ids[i] if task == "mood" else f"row {i}",
+                    "prediction": f"{task} {score}",
+                    "references": ["right"],
+                    "score": float(score),
+                    "weights": {"0": 0.75, "2": 0.25},
+                }
+                for i, score in enumerate(of_task)
+            ]
+            for task, of_task in found.items()
+        }
+        files.record([float(np.mean(of_task)) for of_task in found.values()], lines)
+        files.tell("lineage", False, {"AP": 0.5, "FM": 0.0}, {})
+    files.finish({"metrics": {"AP": 0.5, "FM": 0.0}, "scores": {}})
+    return sweep, trial
+
+
+def test_the_largest_changes_come_first_and_hold_all_that_is_known(forgetful):
+    sweep, trial = forgetful
+    found = flips(sweep, trial)
+    assert [(flip.task, flip.row, flip.kind) for flip in found] == [
+        ("mood", 0, "lost"),
+        ("mood", 2, "lost"),
+        ("mood", 1, "gained"),
+    ]
+    assert [flip.change for flip in found] == pytest.approx([-1, -0.4, 0.6])
+    assert {stage: tuple(answer) for stage, answer in found[1].answers.items()} == {
+        1: ("mood 0.8", 0.8),
+        2: ("mood 0.8", 0.8),
+        3: ("mood 0.4", 0.4),
+    }
+    assert found[0].weights == {"mood": 0.75, "past": 0.25}
+    assert found[0].references == ("right",)
+    assert found[0].prompt.startswith(load_benchmark("builtin").tasks[0].instruction.strip()[:20])
+    assert [flip.row for flip in flips(sweep, trial, per_task=1)] == [0, 1]
+
+
+def test_prompts_of_other_rows_are_not_shown(forgetful):
+    sweep, trial = forgetful
+    settings = yaml.safe_load((trial.path / "trial.yaml").read_text())
+    settings["benchmark"]["test_per_task"] = 3
+    (trial.path / "trial.yaml").write_text(yaml.safe_dump(settings))
+    assert [flip.prompt for flip in flips(sweep, trial)] == [None] * 3
+
+
+def test_without_the_answers_of_both_stages_nothing_flips(folder, forgetful):
     last = sweep_folder(folder, "last")
     assert flips(last, next(iter(last))) == []
-    trial = of_mode(copied, "sum")
-    assert flips(copied, trial)
+    sweep, trial = forgetful
     (trial.path / "answers" / "2.jsonl").write_text("{}\n")
-    assert flips(copied, trial) == []
+    assert flips(sweep, trial) == []
 
 
 # --- the map of embeddings -------------------------------------------------------------------------------------------
