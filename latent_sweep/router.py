@@ -34,7 +34,8 @@ from scipy.special import log_softmax, softmax
 
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods.protocol import Mixing
-from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings
+from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings, content_hash
+from latent_sweep.store import versions
 from latent_sweep.store.sealed import intact, write_sealed
 
 Array = npt.NDArray[np.float64]
@@ -223,6 +224,47 @@ class TaskMixture(_Record):
         """
         mean = self.counts @ self.means / self.counts.sum()
         return np.sqrt(self.counts)[:, None] * (self.means - mean)
+
+
+def pooled_name(tokens: str, weights: str, settings: RouterSettings) -> str:
+    """Names the pooled embeddings of some rows: a hash of all that they depend on.
+
+    Args:
+        tokens: name of the cache of their token ids.
+        weights: digest of the backbone's weights.
+    """
+    pooling = [settings.pool.identity(), versions.POOLING]
+    return content_hash({"tokens": tokens, "weights": weights, "pool": pooling})
+
+
+def mixture_name(pooled: str, settings: RouterSettings, seed: int) -> str:
+    """Names a `TaskMixture`: a hash of all that it depends on, scikit-learn among it, whose K-means it is.
+
+    Args:
+        pooled: name of the training rows' pooled embeddings.
+    """
+    fit = [settings.record_identity(), seed, versions.RECORDS, versions.library("scikit-learn")]
+    return content_hash({"mixture": fit, "pooled": pooled})
+
+
+def scatter_name(pooled: str, settings: RouterSettings) -> str:
+    """Names a `TaskScatter`: a hash of all that it depends on."""
+    return content_hash({"scatter": [settings.scatter_identity(), versions.RECORDS], "pooled": pooled})
+
+
+def pooled_path(storage: Path, name: str) -> Path:
+    """Return where pooled embeddings of this name are cached below a storage's folder."""
+    return storage / "embeddings" / f"{name}.safetensors"
+
+
+def record_path(storage: Path, name: str) -> Path:
+    """Return where a router record of this name is kept below a storage's folder."""
+    return storage / "router" / f"{name}.safetensors"
+
+
+def spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
+    """Return at most this many rows, evenly spaced from the first to the last: a file may be sorted by its labels."""
+    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]
 
 
 def normalise_embeddings(

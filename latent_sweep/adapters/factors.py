@@ -12,7 +12,7 @@ in the type of `backbone.dtype`, however they were published.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor
 from latent_sweep.errors import ConfigError
 from latent_sweep.store import versions
 from latent_sweep.store.files import committing
-from latent_sweep.store.sealed import intact, write_sealed
+from latent_sweep.store.sealed import intact, is_sealed, write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +194,24 @@ def load_factors(
         }
 
 
+def stored_singular_values(
+    names: Sequence[str], weights_digest: str, rank: int, folder: Path, algorithm: Algorithm = "exact"
+) -> npt.NDArray[np.float32] | None:
+    """The singular values of projections, (M, rank), from the cache in `folder`; None where it holds none of them.
+
+    Nothing is computed and nothing is changed.
+
+    Args:
+        names: of the projections, in the order wanted.
+    """
+    for path in _of_rank(folder, factors_name(weights_digest, algorithm), rank):
+        if is_sealed(path) and _holds_its_own(path):
+            with safe_open(path, framework="np") as file:
+                if {f"{name}.S" for name in names} <= set(file.keys()):
+                    return np.stack([file.get_tensor(f"{name}.S")[:rank] for name in names])
+    return None
+
+
 def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
     """Return the name of a file of factors, but for its rank."""
     return f"{weights_digest}-{algorithm}-v{versions.FACTORS}"
@@ -201,10 +219,14 @@ def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
 
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:
     """The cached file of the smallest sufficient rank."""
+    return next((path for path in _of_rank(folder, stem, rank) if intact(path) and _holds_its_own(path)), None)
+
+
+def _of_rank(folder: Path, stem: str, rank: int) -> list[Path]:
+    """The cached files of a sufficient rank, the smallest first."""
     paths = {path.stem.rpartition("-r")[2]: path for path in folder.glob(f"{stem}-r*.safetensors")}
     ranks = {int(text): path for text, path in paths.items() if text.isdecimal()}
-    sufficient = (ranks[found] for found in sorted(ranks) if found >= rank)
-    return next((path for path in sufficient if intact(path) and _holds_its_own(path)), None)
+    return [ranks[found] for found in sorted(ranks) if found >= rank]
 
 
 def _holds_its_own(path: Path) -> bool:

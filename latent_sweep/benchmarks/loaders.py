@@ -52,6 +52,9 @@ MAX_VALIDATION_ROWS = 500
 
 logger = logging.getLogger(__name__)
 
+WHOLE_PROMPT = 1 << 20
+"""A limit in tokens that no prompt reaches."""
+
 
 @dataclass(frozen=True)
 class Row:

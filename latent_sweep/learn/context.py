@@ -15,7 +15,7 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.benchmarks.loaders import tokenised
+from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, tokenised
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.engine import Engine
@@ -30,9 +30,6 @@ from latent_sweep.store.failures import Phase
 from latent_sweep.store.snapshots import Snapshot, SnapshotStore
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.plan import ROUTED, Trial
-
-WHOLE_PROMPT = 1 << 20
-"""A limit in tokens that no prompt reaches."""
 
 
 class Context:

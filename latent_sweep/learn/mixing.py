@@ -35,9 +35,15 @@ from latent_sweep.router import (
     TaskMixture,
     TaskScatter,
     fit_mixture,
+    mixture_name,
     normalise_embeddings,
     pooled_covariance,
+    pooled_name,
+    pooled_path,
+    record_path,
+    scatter_name,
     scatter_of,
+    spread,
 )
 from latent_sweep.settings import content_hash
 from latent_sweep.store import versions
@@ -145,7 +151,7 @@ class Mixer:
         found = routing_measures(posteriors, tasks[:tasks_seen], self.settings.prune_below)
         if tasks_seen < self.n_tasks:
             try:
-                distances = [router.distances(_spread(rows(task), DISTANCE_ROWS)) for task in range(self.n_tasks)]
+                distances = [router.distances(spread(rows(task), DISTANCE_ROWS)) for task in range(self.n_tasks)]
             except DataError as error:  # the trial ends where it needs these rows, and not before
                 log.warning("after %s tasks, novelty is not measured: %s", tasks_seen, error)
                 return found
@@ -191,11 +197,11 @@ class Mixer:
         return record
 
     def _record_path(self, name: str) -> Path:
-        return self.storage / "router" / f"{name}.safetensors"
+        return record_path(self.storage, name)
 
     def _embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
         """Return phi(x) of every row, (rows, d): its mean token embedding, equation (11); pooled once and stored."""
-        path = self.storage / "embeddings" / f"{self.pooled_name(task, split)}.safetensors"
+        path = pooled_path(self.storage, self.pooled_name(task, split))
         if intact(path):
             pooled = load_file(path)["pooled"]
         else:
@@ -210,9 +216,7 @@ class Mixer:
 
     def pooled_name(self, task: int, split: Split) -> str:
         """Names a task's pooled embeddings: a hash of all that they depend on."""
-        tokens = self._tokens_name(task, split)
-        pooling = [self.settings.pool.identity(), versions.POOLING]
-        return content_hash({"tokens": tokens, "weights": self.backbone.weights_digest, "pool": pooling})
+        return pooled_name(self._tokens_name(task, split), self.backbone.weights_digest, self.settings)
 
     def ngrams_name(self, task: int) -> str:
         """Names what the string match knows of a task: a hash of all that it depends on."""
@@ -222,14 +226,12 @@ class Mixer:
         return Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
 
     def mixture_name(self, task: int) -> str:
-        """Names a task's components: a hash of all that they depend on, scikit-learn among it, whose K-means it is."""
-        fit = [self.settings.record_identity(), self.seed, versions.RECORDS, versions.library("scikit-learn")]
-        return content_hash({"mixture": fit, "pooled": self.pooled_name(task, "train")})
+        """Names a task's components: a hash of all that they depend on."""
+        return mixture_name(self.pooled_name(task, "train"), self.settings, self.seed)
 
     def scatter_name(self, task: int) -> str:
         """Names a task's scatter: a hash of all that it depends on."""
-        fit = [self.settings.scatter_identity(), versions.RECORDS]
-        return content_hash({"scatter": fit, "pooled": self.pooled_name(task, "train")})
+        return scatter_name(self.pooled_name(task, "train"), self.settings)
 
 
 @torch.inference_mode()
@@ -250,8 +252,3 @@ def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArr
     table = backbone.embedding_table
     means = [table[torch.tensor(row, device=table.device)].float().mean(0) for row in rows]
     return torch.stack(means).cpu().numpy()
-
-
-def _spread(rows: npt.NDArray[Any], most: int) -> npt.NDArray[Any]:
-    """Return at most this many rows, evenly spaced from the first to the last: a file may be sorted by its labels."""
-    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]

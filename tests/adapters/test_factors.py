@@ -377,3 +377,18 @@ def test_peak_memory_is_a_few_weights_whatever_the_checkpoint(tmp_path):
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout)
     print(f"grown by {grown / one:.1f} weights of {one / 1e6:.1f} MB")
     assert grown < 6 * one
+
+
+def test_singular_values_are_read_from_a_larger_rank_and_nothing_is_changed(targets, tmp_path):
+    load_factors(targets, "digest", 16, tmp_path)
+    names = sorted(targets, reverse=True)
+    found = factors.stored_singular_values(names, "digest", 8, tmp_path)
+    expected = [np.linalg.svd(targets[name].weight.detach().numpy(), compute_uv=False)[:8] for name in names]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert factors.stored_singular_values(names, "other", 8, tmp_path) is None
+    assert factors.stored_singular_values(names, "digest", 17, tmp_path) is None
+    assert factors.stored_singular_values([*names, "another"], "digest", 8, tmp_path) is None
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8])
+    assert factors.stored_singular_values(names, "digest", 8, tmp_path) is None
+    assert path.exists()

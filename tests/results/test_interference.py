@@ -1,0 +1,194 @@
+"""Overlap of snapshots, on matrices made here, against other routes to the same numbers; and on a real sweep."""
+
+import shutil
+from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.sweeps import sweep_folder, tiny, write
+from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_tensors
+
+from latent_sweep.adapters.latent import OrthoPenalty
+from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.cli import main
+from latent_sweep.methods.o_lora import overlap
+from latent_sweep.results.interference import (
+    chance_share,
+    compared_trials,
+    interference,
+    interference_bounds,
+    overlap_shares,
+    overlaps,
+    weighted,
+)
+from latent_sweep.results.interference_pictures import interference_gaps, interference_pictures
+from latent_sweep.results.shown import finished_trials
+from latent_sweep.store.journal import stages
+
+T, M, r = 4, 3, 5
+source = np.random.default_rng(0)
+R = source.normal(size=(T, M, r, r))
+S = np.sort(source.uniform(0.5, 3, size=(M, r)))[:, ::-1].copy()
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["out", "in", "none"])
+def test_overlaps_are_what_the_penalty_measures(side):
+    found = overlaps(weighted(R, S, side))
+    space = SimpleNamespace(singular_values=torch.from_numpy(S), sigma_side=side)
+    for i, j in combinations(range(T), 2):
+        penalty = OrthoPenalty(space, [torch.from_numpy(R[i])])(torch.from_numpy(R[j]))
+        assert found[i, j] == found[j, i] == pytest.approx(float(penalty), rel=1e-10)
+
+
+def test_overlaps_by_hand():
+    # one projection; R~_1 = diag(2, 0), R~_2 = [[1, 1], [5, 0]]: the product's entries are 2, 2, 0, 0
+    W = np.array([[[[2.0, 0], [0, 0]]], [[[1.0, 1], [5, 0]]]])
+    assert overlaps(W)[0, 1] == 8
+    assert overlap_shares(W)[0, 1] == pytest.approx(np.sqrt(8) / (2 * np.sqrt(27)))
+
+
+def test_shares_are_one_for_the_same_direction_and_zero_for_orthogonal_ones():
+    column = source.normal(size=(M, r, 1))
+    other = source.normal(size=(M, r, 1))
+    other -= column * (column * other).sum(1, keepdims=True) / np.square(column).sum(1, keepdims=True)
+    row = source.normal(size=(3, M, 1, r))
+    W = np.stack([column * row[0], 7 * column * row[1], other * row[2]])
+    found = overlap_shares(W)
+    assert found[0, 1] == pytest.approx(1)
+    assert found[0, 2] == pytest.approx(0, abs=1e-7)
+    anything = overlap_shares(weighted(R, S, "out"))
+    assert ((anything > 0) & (anything <= 1)).all()
+
+
+def test_a_snapshot_that_learned_nothing_has_no_share():
+    found = overlap_shares(np.stack([R[0], np.zeros_like(R[0])]))
+    assert np.isnan(found[0, 1])
+    assert np.isfinite(found[0, 0])
+
+
+@pytest.mark.parametrize("side", ["out", "in", "none"])
+def test_the_share_of_independent_matrices(side):
+    draws = source.normal(size=(2, 4000, M, r, r))
+    A, B = (weighted(part, S, side) for part in draws)
+    products = np.square(A.swapaxes(-1, -2) @ B).sum((-1, -2)).mean(0).sum()
+    norms = [np.square(part).sum((-1, -2)).mean(0) for part in (A, B)]
+    assert chance_share(S, side) == pytest.approx(np.sqrt(products / (norms[0] * norms[1]).sum()), rel=0.03)
+
+
+def test_no_direction_exceeds_the_bound_and_the_largest_is_reached():
+    W, scale = weighted(R, S, "out"), 0.5
+    found = interference_bounds(W, scale)
+    psi = source.normal(size=(20_000, r))
+    psi /= np.linalg.norm(psi, axis=1, keepdims=True)
+    for pair, (i, j) in enumerate(combinations(range(T), 2)):
+        # delta_i' delta_j of every direction, projection by projection, from the outputs themselves
+        products = scale**2 * np.einsum("mab,nb,mac,nc->mn", W[i], psi, W[j], psi, optimize=True)
+        bound = scale**2 * np.mean([np.linalg.svd(W[i, m].T @ W[j, m], compute_uv=False)[0] for m in range(M)])
+        assert found.bound[pair] == pytest.approx(bound)
+        reached = np.abs(products).max(1).mean()
+        assert 0.9 * found.largest[pair] <= reached <= found.largest[pair] <= found.bound[pair] * (1 + 1e-12)
+        assert found.typical[pair] == pytest.approx(np.sqrt(np.square(products).mean(1)).mean(), rel=0.05)
+
+
+# --- sweeps ----------------------------------------------------------------------------------------------------------
+
+LATENT = tiny(search={"method.ortho_lambda": [1e-5, 0.0], "router.mode": ["soft", "sum"], "seed": [0]})
+PAIRS = tiny(name="pairs", search={"seed": [0]}, trial__method={"name": "o_lora", "rank": 4}, trial__training__epochs=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Both sweeps, run to their ends in one storage."""
+    folder = tmp_path_factory.mktemp("interference")
+    for content in (LATENT, PAIRS):
+        assert main(["run", write(folder, content), "--local"]) == 0
+    return folder
+
+
+def test_overlaps_of_a_sweep_are_those_of_its_whole_weight_changes(folder):
+    sweep = sweep_folder(folder)
+    found, gaps = interference(sweep)
+    assert gaps == []
+    assert [one.penalty for one in found] == [0.0, 1e-5]  # without the penalty first, and each training once
+    (path,) = (folder / "runs" / "factors").glob("*.safetensors")
+    factors = load_file(path)
+    names = [name[:-2] for name in factors if name.endswith(".U")]
+    order = list(target_shapes("llama", KNOWN["tiny-llama"].config))
+    assert sorted(order) == sorted(names)
+    for one in found:
+        lineages = [event["lineage"] for event in stages(one.trial.events)]
+        changes = []
+        for lineage in lineages:
+            stored = load_file(sweep.snapshots.path(lineage))["R"].astype(float)
+            U, s, V = ([factors[f"{name}.{part}"].astype(float)[..., :16] for name in order] for part in "USV")
+            changes.append([u @ np.diag(d) @ own @ v.T for u, d, own, v in zip(U, s, stored, V, strict=True)])
+        # U and V have orthonormal columns, so that norms of products of whole changes are those of the small matrices
+        whole = sum(np.square(a.T @ b).sum() for a, b in zip(*changes, strict=True))
+        sizes = sum(np.square(a).sum() * np.square(b).sum() for a, b in zip(*changes, strict=True))
+        assert one.overlaps[0, 1] == pytest.approx(whole, rel=1e-4)
+        assert one.shares[0, 1] == pytest.approx(np.sqrt(whole / sizes), rel=1e-4)
+        s2 = (64.0 / 16) ** 2
+        largest = np.mean([np.linalg.norm(a.T @ b, 2) for a, b in zip(*changes, strict=True)])
+        assert one.bounds.bound == pytest.approx([s2 * largest], rel=1e-4)
+
+
+def test_pictures_of_a_sweep(folder):
+    pictures = interference_pictures(sweep_folder(folder))
+    assert [picture.name for picture in pictures] == ["interference_1", "interference_2", "interference_bound"]
+    found, _ = interference(sweep_folder(folder))
+    for picture, one in zip(pictures, found, strict=False):
+        left, right, *_ = picture.figure.axes
+        assert [text.get_text() for text in right.texts] == [f"{one.shares[1, 0]:.2f}"]
+        assert f"{one.chance:.3f}" in picture.caption
+        assert f"Mean over pairs {one.shares[1, 0]:.3f}" in picture.caption
+        power = np.floor(np.log10(one.overlaps[1, 0]))
+        assert float(left.texts[0].get_text()) == pytest.approx(one.overlaps[1, 0] / 10**power, rel=0.05)
+    labels = [label.get_text() for label in pictures[-1].figure.axes[0].get_xticklabels()]
+    told = {
+        (t.params["method.ortho_lambda"], t.params["router.mode"]): t.events()[-1]["metrics"]["FM"]
+        for t in sweep_folder(folder)
+    }
+    assert labels == [
+        f"λ = {text}\nFM soft {100 * told[weight, 'soft']:.2f} %\nFM sum {100 * told[weight, 'sum']:.2f} %"
+        for text, weight in (("0", 0.0), ("1e-05", 1e-5))
+    ]
+
+
+def test_pairs_overlap_in_their_down_projections(folder):
+    sweep = sweep_folder(folder, "pairs")
+    (found,), gaps = interference(sweep)
+    assert gaps == []
+    A = [load_tensors(sweep.snapshots.path(event["lineage"]))["A"] for event in stages(found.trial.events)]
+    assert found.overlaps[0, 1] == pytest.approx(float(overlap(A[0], A[1], "squared")), rel=1e-4)
+    assert 0 < found.shares[0, 1] < 1
+    assert found.chance == A[0].shape[-1] ** -0.5
+    assert found.bounds is None
+    assert found.penalty is None
+    assert [picture.name for picture in interference_pictures(sweep)] == ["interference_1"]
+
+
+def test_what_is_missing_is_said(folder, tmp_path):
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    sweep = sweep_folder(tmp_path)
+    shutil.rmtree(tmp_path / "runs" / "factors")
+    first, second = interference_gaps(sweep)
+    assert first.startswith("lambda=0.0 mode=soft seed=0: the singular values of its backbone's weights are not in ")
+    assert second.startswith("lambda=1e-05")
+    assert interference_pictures(sweep) == []
+    last = stages(compared_trials(finished_trials(sweep))[0].events)[-1]["lineage"]
+    sweep.snapshots.path(last).write_bytes(b"spoilt")
+    assert interference_gaps(sweep)[0].endswith(f"snapshot {last} does not check against its digest")
+    assert sweep.snapshots.path(last).read_bytes() == b"spoilt"  # looking changes nothing
+
+
+def test_without_two_weights_each_training_is_shown_once(folder):
+    trials = finished_trials(sweep_folder(folder))
+    assert len(trials) == 4
+    without = [trial for trial in trials if trial.folder.params["method.ortho_lambda"] == 0]
+    assert [trial.name for trial in compared_trials(without)] == ["lambda=0.0 mode=soft seed=0"]
