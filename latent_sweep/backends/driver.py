@@ -171,9 +171,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
 
                     run_on_ray(todo, folder, sweep.run, how.fail_fast)
         if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
-            from latent_sweep.results.page import render_page  # with matplotlib
-
-            storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
+            _write_page(folder)
     finally:
         thread.stop()
     _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
@@ -184,6 +182,17 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     if link := mirror.link():
         _tell(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
+
+
+def _write_page(folder: SweepFolder) -> None:
+    """Write the report as a page. What it cannot tell ends no sweep: trials and tables are there without it."""
+    from latent_sweep.results.page import render_page  # with matplotlib
+
+    try:
+        folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
+    except Exception as error:
+        log.debug("no page", exc_info=True)
+        _tell(f"no page was written: {error}; `latent-sweep report --format html {folder.path}` tries again")
 
 
 def check_engine(settings: EngineSettings) -> None:

@@ -75,11 +75,13 @@ def layout(rows: Sequence[npt.NDArray[np.floating]]) -> list[Array]:
         (n, 2) of each task.
     """
     from sklearn.manifold import TSNE  # a second to import
+    from threadpoolctl import threadpool_limits
 
     every = np.concatenate(list(rows)).astype(np.float64)
     perplexity = min(30.0, (len(every) - 1) / 3)
     initial = "pca" if min(every.shape) >= 2 else "random"
-    places = TSNE(perplexity=perplexity, init=initial, random_state=_SEED, n_jobs=1).fit_transform(every)
+    with threadpool_limits(1):  # on a busy machine threads wait for each other longer than they compute
+        places = TSNE(perplexity=perplexity, init=initial, random_state=_SEED, n_jobs=1).fit_transform(every)
     ends = np.cumsum([len(of_task) for of_task in rows])[:-1]
     return [part.astype(np.float64) for part in np.split(places, ends)]
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-_DPI = 160
-_INK, _FAINT = "#333333", "#d9d9d9"
+from latent_sweep.results.panels import FAINT, INK, new_figure, plain
+
 _LONGEST_TASK_NAME = 30
 
 
@@ -87,7 +86,7 @@ def curve_figure(
     scale_x(axes, x_values)
     axes.set_xlabel(plain(x_name))
     axes.set_ylabel(y_name)
-    axes.grid(color=_FAINT, linewidth=0.6)
+    axes.grid(color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if len(series) > 1:
@@ -99,13 +98,6 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure as PNG, making the folder where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches."""
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> np.ndarray:
@@ -120,7 +112,7 @@ def draw_cells(axes: Axes, values: np.ndarray, dark: np.ndarray, size: float, di
     """Write each number of a heat map into its cell, in white where the cell is dark; `size` is in points."""
     for (i, j), value in np.ndenumerate(values):
         if not np.isnan(value):
-            colour = "white" if dark[i, j] else _INK
+            colour = "white" if dark[i, j] else INK
             text = f"{round(value, digits) + 0.0:.{digits}f}"  # no -0
             axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=size)
 
@@ -128,11 +120,6 @@ def draw_cells(axes: Axes, values: np.ndarray, dark: np.ndarray, size: float, di
 def shortened(name: str, longest: int = _LONGEST_TASK_NAME) -> str:
     """Cut a name for a picture; what is cut ends in an ellipsis."""
     return plain(name if len(name) <= longest else name[: longest - 1] + "…")
-
-
-def plain(text: str) -> str:
-    """Escape text so that matplotlib draws it as it is: between dollars it would read, and may refuse, a formula."""
-    return text.replace("$", r"\$")
 
 
 def scale_x(axes: Axes, x_values: Sequence[float]) -> None:

@@ -19,7 +19,7 @@ import pandas as pd
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.labels import short_names
-from latent_sweep.results.report import ROUTER_MEASURES, end_reason
+from latent_sweep.results.summaries import ROUTER_MEASURES, end_reason
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import quoted
 from latent_sweep.store.answers import Answer, is_kept

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 from markupsafe import Markup
 
 from latent_sweep.labels import format_value
+from latent_sweep.results.embedding_map import embedding_map
 from latent_sweep.results.figures import Picture
+from latent_sweep.results.flips import Flip, flips
+from latent_sweep.results.interference_pictures import interference_pictures
 from latent_sweep.results.pictures import sweep_pictures
+from latent_sweep.results.router_pictures import router_pictures
 from latent_sweep.results.sections import Section, counts, sections, together
 from latent_sweep.results.summaries import Summary, summarise
+from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
-from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.journal import status
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Part:
     sections: Sequence[Section]
     pictures: Sequence[tuple[Picture, Markup]]
     """Each with its image."""
+    flips: Sequence[tuple[str, Sequence[Flip]]]
+    """Of trials, by what they are called: rows whose answers changed sides."""
 
 
 def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()) -> str:
@@ -54,12 +62,38 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
 
 def all_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
     """Draw every picture for which a sweep has the data."""
-    return sweep_pictures(summary)
+    found = [*sweep_pictures(summary), *router_pictures(sweep), *interference_pictures(sweep)]
+    best = _trial_of(sweep, summary, max)
+    embeddings = [] if best is None else embedding_map(sweep, best)
+    return found if isinstance(embeddings, str) else [*found, *embeddings]
+
+
+def _trial_of(sweep: SweepFolder, summary: Summary, choose: Callable[..., tuple[str, ...]]) -> TrialFolder | None:
+    """The first finished trial of the configuration that has the highest AP (`max`) or the lowest (`min`)."""
+    finished = {trial.trial_id: trial for trial in sweep if status(trial.events()) == "finished"}
+    scores = {one.trial_ids: one.average_performance.mean for one in summary.configurations if one.average_performance}
+    if not scores:
+        return None
+    chosen = choose(scores, key=scores.__getitem__)
+    return next(finished[trial_id] for trial_id in chosen if trial_id in finished)
 
 
 def _part(sweep: SweepFolder, summary: Summary) -> Part:
     pictures = [(picture, _image(picture)) for picture in all_pictures(sweep, summary)]
-    return Part(summary.name, counts(summary), _facts(sweep, summary), sections(summary), pictures)
+    facts, found = _facts(sweep, summary), sections(summary)
+    return Part(summary.name, counts(summary), facts, found, pictures, _worth_reading(sweep, summary))
+
+
+def _worth_reading(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequence[Flip]]]:
+    """Answers of the trials with the highest and the lowest AP that changed sides."""
+    trials: dict[str, tuple[str, TrialFolder]] = {}
+    for which, choose in (("highest AP", max), ("lowest AP", min)):
+        if (trial := _trial_of(sweep, summary, choose)) is not None:
+            trials.setdefault(
+                trial.trial_id, (f"{trial_name(sweep, trial)}, of the configuration with the {which}", trial)
+            )
+    found = [(name, flips(sweep, trial)) for name, trial in trials.values()]
+    return [(name, rows) for name, rows in found if rows]
 
 
 _SHOWN = ("method.name", "backbone.name", "backbone.dtype", "benchmark.name", "benchmark.order", "training.epochs")

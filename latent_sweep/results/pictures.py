@@ -20,18 +20,14 @@ from matplotlib.figure import Figure
 
 from latent_sweep.labels import format_value, label
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.results.figures import Picture, draw_cells, new_figure, plain, scale_x, shortened
+from latent_sweep.results.figures import Picture, draw_cells, scale_x, shortened
+from latent_sweep.results.panels import COLOURS, COLUMN, DASHES, MARKERS, PAGE, new_figure, plain
 from latent_sweep.results.summaries import Configuration, Summary
 
-PAGE, COLUMN = 6.8, 3.3
-"""Widths in inches, of a page and of one of its two columns."""
-NAMED = 8
+NAMED = len(COLOURS)
 """So many configurations have a colour and a name."""
 MATRICES = 6
 ROWS = 30
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-_MARKERS = "osD^vPX*"
-_DASHES = ("-", "--", "-.", ":", "-", "--", "-.", ":")
 _GREY = "#c8c8c8"
 
 Array = npt.NDArray[np.float64]
@@ -85,11 +81,11 @@ def _draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Array, A
         if position >= NAMED:
             axes.plot(x, mean, color=_GREY, linewidth=0.6)
             continue
-        colour = _COLOURS[position]
+        colour = COLOURS[position]
         style: dict[str, Any] = {
-            "marker": _MARKERS[position],
+            "marker": MARKERS[position],
             "markersize": 3.5,
-            "linestyle": _DASHES[position],
+            "linestyle": DASHES[position % len(DASHES)],
             "linewidth": 1.3,
         }
         axes.plot(x, mean, color=colour, label=name, **style)

@@ -97,7 +97,7 @@ def test_270_configurations_are_legible(tmp_path):
     lines = found["over_tasks"].figure.axes[0].lines
     assert len(lines) == 270
     assert len([line for line in lines if not line.get_label().startswith("_")]) == NAMED
-    assert "grey the other 262" in found["over_tasks"].caption
+    assert "grey the other 263" in found["over_tasks"].caption
     assert len(found["forgetting"].figure.axes[0].get_yticks()) == ROWS
     maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
     assert len(maps) == MATRICES
