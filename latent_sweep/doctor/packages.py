@@ -27,7 +27,10 @@ NEEDED_FOR: Mapping[str, str] = {
     "accelerate": "the embedded backbone",
     "gguf": "the embedded backbone",
     "sentencepiece": "tokenizers that are published without a tokenizer.json",
-    "matplotlib": "the pictures of a tracked sweep",
+    "matplotlib": "reports as a page, pictures",
+    "jinja2": "reports as a page",
+    "rich": "the screen of a run on a terminal",
+    "pandas": "`latent_sweep.open_sweep`",
 }
 """Packages that some sweeps do without, and what for they are needed."""
 
