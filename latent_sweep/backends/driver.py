@@ -144,8 +144,9 @@ def _run_trials(
 def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, how: _How) -> int:
     """Run what is missing of a sweep that nobody else drives."""
     from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
-    from latent_sweep.results.progress import ProgressPrinter
+    from latent_sweep.results.progress import say_driving
     from latent_sweep.results.report import render, summarise
+    from latent_sweep.results.screen import Following, screen_for
 
     folder = write_sweep(sweep, trials, storage)
     todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
@@ -155,21 +156,23 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     elif missing < trainings:
         _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
     mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
-    thread = MirrorThread(mirror, tell=_tell)
-    thread.start()
-    try:
-        if todo:
-            with ProgressPrinter(folder, _tell), following(storage, folder.path):
-                if how.local:
-                    from latent_sweep.backends.local import run_here
+    with screen_for(folder, log=True) as screen:
+        thread = MirrorThread(mirror, tell=screen.tell)
+        thread.start()
+        try:
+            if todo:
+                with Following(folder, screen), following(storage, folder.path):
+                    if how.local:
+                        say_driving(folder, "loading PyTorch")
+                        from latent_sweep.backends.local import run_here
 
-                    run_here(todo, folder, sweep.run, how.fail_fast, _tell)
-                else:
-                    from latent_sweep.backends.ray_tune import run_on_ray
+                        run_here(todo, folder, sweep.run, how.fail_fast, screen.tell)
+                    else:
+                        from latent_sweep.backends.ray_tune import run_on_ray
 
-                    run_on_ray(todo, folder, sweep.run, how.fail_fast)
-    finally:
-        thread.stop()
+                        run_on_ray(todo, folder, sweep.run, how.fail_fast)
+        finally:
+            thread.stop()
     _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
