@@ -177,6 +177,7 @@ class ObjectLease:
         return info is None or self._bucket.now() - info.mtime_ns / 1e9 > EXPIRY_SECONDS
 
     def _claim(self) -> bool:
+        self._mine["since"] = time.time()  # it may have waited for long
         self._put()
         time.sleep(SETTLING_SECONDS)
         return self._is_mine()

@@ -10,7 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers.sweep_folders import TASKS, finish, learn, run_to_end, start, write_sweep
+from helpers.sweep_folders import TASKS, PackOf, finish, learn, run_to_end, start, write_sweep
 from rich.console import Console
 
 from latent_sweep.cli import main
@@ -28,21 +28,6 @@ from latent_sweep.store.journal import Journal
 
 AXES = {"router.components": [1, 2], "seed": [0, 1]}
 PHASES = ["starting", "loading the backbone", "tokenising", "preparing", "fitting the router", "answering"]
-
-
-class Named:
-    """Something that is known by a name or an id, as tasks and trials of a plan."""
-
-    def __init__(self, name):
-        self.name = self.trial_id = name
-
-
-class PackOf:
-    """As much of a pack as its progress tells."""
-
-    def __init__(self, *trials):
-        self.trials, self.tasks = [Named(trial.trial_id) for trial in trials], [Named(name) for name in TASKS]
-        self.pack_id = "-".join(trial.trial_id for trial in trials)
 
 
 def refuse(holder):
