@@ -67,6 +67,7 @@ def run_sweep(
         LatentSweepError: the sweep cannot be started; the message says what to change.
     """
     sweep = load_sweep(path, overrides)
+    _tell(f"checking {sweep.source}, its data and its backbone")
     if not local:
         check_ray_address(sweep.run.allow_insecure)
     check_engine(sweep.run.engine)
