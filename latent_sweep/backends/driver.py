@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,6 +68,7 @@ def run_sweep(
         LatentSweepError: the sweep cannot be started; the message says what to change.
     """
     sweep = load_sweep(path, overrides)
+    _tell(f"checking {sweep.source}, its data and its backbone")
     if not local:
         check_ray_address(sweep.run.allow_insecure)
     check_engine(sweep.run.engine)
@@ -145,8 +146,9 @@ def _run_trials(
 def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, how: _How) -> int:
     """Run what is missing of a sweep that nobody else drives."""
     from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
-    from latent_sweep.results.progress import ProgressPrinter
+    from latent_sweep.results.progress import say_driving
     from latent_sweep.results.report import render
+    from latent_sweep.results.screen import Following, screen_for
     from latent_sweep.results.summaries import summarise
 
     folder = write_sweep(sweep, trials, storage)
@@ -157,23 +159,25 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     elif missing < trainings:
         _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
     mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
-    thread = MirrorThread(mirror, tell=_tell)
-    thread.start()
-    try:
-        if todo:
-            with ProgressPrinter(folder, _tell), following(storage, folder.path):
-                if how.local:
-                    from latent_sweep.backends.local import run_here
+    with screen_for(folder, log=True) as screen:
+        thread = MirrorThread(mirror, tell=screen.tell)
+        thread.start()
+        try:
+            if todo:
+                with Following(folder, screen), following(storage, folder.path):
+                    if how.local:
+                        say_driving(folder, "loading PyTorch")
+                        from latent_sweep.backends.local import run_here
 
-                    run_here(todo, folder, sweep.run, how.fail_fast, _tell)
-                else:
-                    from latent_sweep.backends.ray_tune import run_on_ray
+                        run_here(todo, folder, sweep.run, how.fail_fast, screen.tell)
+                    else:
+                        from latent_sweep.backends.ray_tune import run_on_ray
 
-                    run_on_ray(todo, folder, sweep.run, how.fail_fast)
-        if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
-            _write_page(folder)
-    finally:
-        thread.stop()
+                        run_on_ray(todo, folder, sweep.run, how.fail_fast)
+            if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
+                _write_page(folder, screen.tell)
+        finally:
+            thread.stop()
     _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         _tell(f"report    {folder.path / PAGE_FILE}")
@@ -184,7 +188,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
 
 
-def _write_page(folder: SweepFolder) -> None:
+def _write_page(folder: SweepFolder, tell: Callable[[str], None]) -> None:
     """Write the report as a page. What it cannot tell ends no sweep: trials and tables are there without it."""
     from latent_sweep.results.page import render_page  # with matplotlib
 
@@ -192,7 +196,7 @@ def _write_page(folder: SweepFolder) -> None:
         folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
     except Exception as error:
         log.debug("no page", exc_info=True)
-        _tell(f"no page was written: {error}; `latent-sweep report --format html {folder.path}` tries again")
+        tell(f"no page was written: {error}; `latent-sweep report --format html {folder.path}` tries again")
 
 
 def check_engine(settings: EngineSettings) -> None:

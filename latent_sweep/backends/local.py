@@ -9,10 +9,10 @@ from latent_sweep.backbones.architectures import free_memory
 from latent_sweep.backends.engines import engine_of
 from latent_sweep.backends.retries import has_failed, journal_lengths, say_lost, still_to_try
 from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError
-from latent_sweep.learn.events import StageDone, Step
+from latent_sweep.learn.events import Begun, StageDone, Step
 from latent_sweep.learn.packing import best_size, measure, split
 from latent_sweep.learn.trial import run_pack
-from latent_sweep.results.progress import ProgressWriter
+from latent_sweep.results.progress import MEASURING, ProgressWriter, say_driving
 from latent_sweep.store.failures import failure_kind, let_go
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.sweep.groups import RunSettings
@@ -37,14 +37,15 @@ def run_here(
             "--local out, or add --set run.resources.workers=1"
         )
     if run.pack == "auto":
+        say_driving(sweep, MEASURING)
         sizes = [best_size(measure(decided(p, run, free_memory), sweep.storage)) for p in packs]
         packs = [part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)]
     launched = journal_lengths(packs, sweep)
     for p in packs:
         progress = ProgressWriter(sweep, p)
 
-        def emit(event: Step | StageDone, progress: ProgressWriter = progress) -> None:
-            if isinstance(event, Step):
+        def emit(event: Begun | Step | StageDone, progress: ProgressWriter = progress) -> None:
+            if not isinstance(event, StageDone):
                 progress.write(event)
 
         left, tried = still_to_try(p, sweep, launched, run), None

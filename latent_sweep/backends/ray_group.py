@@ -49,16 +49,20 @@ def run_part(
     group: WorkerGroup = ALONE,
 ) -> None:
     """Run a pack in this process, alone or with the others of its group; `report` gets the measures of every stage."""
-    from latent_sweep.backbones.architectures import free_memory
-    from latent_sweep.backends.engines import engine_of  # not at the top: who only watches a group needs no torch
-    from latent_sweep.learn.events import StageDone, Step
-    from latent_sweep.learn.trial import run_pack
+    from latent_sweep.learn.events import Begun, StageDone, Step
     from latent_sweep.results.progress import ProgressWriter
+
+    progress = ProgressWriter(sweep, pack, group.size)
+    if group.leads:
+        progress.write(Begun("starting"))
+
+    # not at the top: who only watches a group needs no torch; and not before that was said: loading it takes seconds
+    from latent_sweep.backbones.architectures import free_memory
+    from latent_sweep.backends.engines import engine_of
+    from latent_sweep.learn.trial import run_pack
     from latent_sweep.sweep.memory import decided
 
-    progress = ProgressWriter(sweep, pack)
-
-    def emit(event: Step | StageDone) -> None:
+    def emit(event: Begun | Step | StageDone) -> None:
         if isinstance(event, StageDone):
             report(event.measures())
         else:

@@ -17,6 +17,7 @@ from typing import Any
 from latent_sweep.backends.ray_nodes import check_every_node_sees, connect
 from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, say_lost, still_to_try, unfinished
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
+from latent_sweep.results.progress import MEASURING, say_driving
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
 from latent_sweep.store.failures import failure_facts, failure_kind
 from latent_sweep.store.folders import SweepFolder
@@ -41,6 +42,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
     Raises:
         ConfigError: no node of the cluster can ever hold a pack, or a node does not see the storage.
     """
+    say_driving(sweep, "starting Ray")
     started_here = connect()
     import ray
     from ray import tune
@@ -48,9 +50,11 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
     storage, asking = sweep.storage, ExitStack()
     try:
         _check_fits(run.resources, started_here)
+        say_driving(sweep, "asking every node whether it sees the storage")
         asked = asking.enter_context(question(storage))
         check_every_node_sees(storage, asked)
         if run.pack == "auto":
+            say_driving(sweep, MEASURING)
             packs = _measured(packs, storage, run)
         by_id = {pack.pack_id: pack for pack in packs}
         launched = journal_lengths(packs, sweep)
@@ -86,6 +90,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 verbose=0,
             ),
         )
+        say_driving(sweep, "waiting for workers")
         results = _fit(tuner)
         storage.pull(sweep.path)
         if stopper is not None and stopper.stop_all():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, tokenised
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.events import Begun, Doing, Emit, say_nothing
 from latent_sweep.learn.mixing import Gates, Mixer
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
@@ -41,6 +43,7 @@ class Context:
         engine: what computes; None is plain torch in this process.
         halved: what is done with half the rows in a pass; learning has its own setting for it.
         keep_answers: whose answers trials keep: those of every stage, or of the last one.
+        emit: told of what takes a while, when it begins.
     """
 
     def __init__(
@@ -50,13 +53,27 @@ class Context:
         engine: Engine | None = None,
         halved: frozenset[Phase] = frozenset(),
         keep_answers: KeepAnswers = "all",
+        emit: Emit = say_nothing,
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
         self.store = SnapshotStore(storage)
+        self._emit, self._begun = emit, list[Begun]()
         self._folds: dict[str, PooledScatter] = {}
         self._tokens: dict[Any, Any] = {}
         self._methods: dict[str, Method] = {}
+
+    @contextmanager
+    def doing(self, what: Doing, position: int | None = None) -> Iterator[None]:
+        """Tell that this begins, and at the end of the block that the pack is back at what it is a part of."""
+        self._begun.append(Begun(what, position))
+        self._emit(self._begun[-1])
+        try:
+            yield
+        finally:
+            self._begun.pop()
+            if self._begun:
+                self._emit(self._begun[-1])
 
     @cached_property
     def backbone(self) -> Backbone:
@@ -70,7 +87,8 @@ class Context:
             )
         if self.engine.group.leads:
             self.engine.group.order("load")
-        return self.engine.load(settings)
+        with self.doing("loading the backbone"):
+            return self.engine.load(settings)
 
     @cached_property
     def bank(self) -> AdapterBank:
@@ -119,7 +137,8 @@ class Context:
         if key not in self._methods:
             passes = self.passes("statistics")
             context = MethodContext(self.backbone, self.bank, self.storage.folder, largest_rank, passes)
-            self._methods[key] = method_class(settings.name)(settings, context)
+            with self.doing("preparing"):
+                self._methods[key] = method_class(settings.name)(settings, context)
         return self._methods[key]
 
     def tokens(self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False) -> Any:
@@ -132,19 +151,21 @@ class Context:
         b, task = trial.settings.benchmark, trial.tasks[position]
         key = (b, task.name, split, carve, whole)
         if key not in self._tokens:
-            self._tokens[key] = tokenised(
-                trial.spec,
-                task,
-                split,
-                b,
-                self.backbone.tokenizer,
-                self.backbone.tokenizer_digest,
-                self.backbone.family,
-                WHOLE_PROMPT if whole else b.max_source_length,
-                self.storage.folder / "tokens",
-                carve_validation=carve,
-                source=trial.source(task, split),
-            )
+            backbone = self.backbone
+            with self.doing("tokenising", position):
+                self._tokens[key] = tokenised(
+                    trial.spec,
+                    task,
+                    split,
+                    b,
+                    backbone.tokenizer,
+                    backbone.tokenizer_digest,
+                    backbone.family,
+                    WHOLE_PROMPT if whole else b.max_source_length,
+                    self.storage.folder / "tokens",
+                    carve_validation=carve,
+                    source=trial.source(task, split),
+                )
         return self._tokens[key]
 
     def mixer(self, trial: Trial, gates: Gates) -> Mixer:

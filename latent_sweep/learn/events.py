@@ -1,4 +1,4 @@
-"""What a running pack tells: a step further, or a stage done."""
+"""What a running pack tells: something begun, a step further, or a stage done."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from latent_sweep.metrics import ScoreMatrix
+
+Doing = Literal["starting", "loading the backbone", "tokenising", "preparing", "fitting the router", "answering"]
+"""What takes a while without steps that could be counted; `preparing` is a method's own, before its first step."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The pack has begun something, or is back at it."""
+
+    doing: Doing
+    position: int | None = None
+    """Task it is about, 0-based; None where it is about all of them."""
 
 
 @dataclass(frozen=True)
@@ -48,4 +60,8 @@ class StageDone:
         return {"tasks_seen": self.tasks_seen, "AP": self.average_performance, "FM": self.forgetting}
 
 
-Emit = Callable[[Step | StageDone], None]
+Emit = Callable[[Begun | Step | StageDone], None]
+
+
+def say_nothing(event: Begun | Step | StageDone) -> None:
+    """Report nothing: of the workers of a group, the first one reports for all."""

@@ -7,6 +7,7 @@ import socket
 from latent_sweep.errors import StoreError
 from latent_sweep.learn.context import Context
 from latent_sweep.learn.evaluation import answer
+from latent_sweep.learn.events import say_nothing
 from latent_sweep.learn.member import MemberRun, Members
 from latent_sweep.learn.stage import learn_together
 from latent_sweep.store.failures import during
@@ -43,14 +44,10 @@ def follow(pack: Pack, context: Context) -> None:
             for member in members.all:
                 if member.method.reads_history(position):
                     member.snapshots = [snapshot(lineage) for lineage in member.lineages[:position]]
-            learn_together(members, position, lineages, _say_nothing)
+            learn_together(members, position, lineages, say_nothing)
         else:
             training_id, trial_id, batches = how
             member = by_id[training_id]
             (trial,) = (trial for trial in member.member.trials if trial.trial_id == trial_id)
             with during("answering"):
                 answer(batches, snapshot, member.method_of(trial), context.engine, context.bank)
-
-
-def _say_nothing(event: object) -> None:
-    """Report nothing: the first worker reports for all."""

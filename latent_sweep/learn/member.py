@@ -104,8 +104,10 @@ class MemberRun:
         read = self.snapshots if self.method.reads_history(position) else []
         context.check(read)
         history = [snapshot.tensors for snapshot in read]
+        with context.doing("preparing", position):
+            learner = self.method.begin_task(data, history)
         return TaskTraining(
-            self.method.begin_task(data, history),
+            learner,
             data.rows,
             s.training,
             seed_parts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from latent_sweep.benchmarks.prompts import definitions
@@ -120,7 +121,8 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
         return method.gates([snapshot.tensors for snapshot in member.snapshots[:tasks_seen]], prompts)
 
     mixer = context.mixer(trial, gates)
-    weights = mixer.weights(position + 1)
+    with context.doing("fitting the router", position) if mixer.routes else nullcontext():
+        weights = mixer.weights(position + 1)
     evaluator = Evaluator(
         context.engine,
         context.bank,
@@ -135,17 +137,18 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
         context.passes("answering"),
     )
     row, predictions, generated, total, rouge_1 = [], {}, 0, 0, {}
-    for j in range(position + 1):
-        task = trial.tasks[j]
-        rows = context.tokens(trial, j, "test")
-        wordings = len(definitions(task, "test", s.benchmark))
-        result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task), wordings)
-        predictions[task.name] = result.predictions
-        row.append(result.score)
-        if result.rouge_1 is not None:
-            rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
-        generated, total = generated + result.generated, total + len(rows)
-        emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
-    evidence = mixer.evidence(weights, [task.name for task in trial.tasks])
+    with context.doing("answering", position):
+        for j in range(position + 1):
+            task = trial.tasks[j]
+            rows = context.tokens(trial, j, "test")
+            wordings = len(definitions(task, "test", s.benchmark))
+            result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task), wordings)
+            predictions[task.name] = result.predictions
+            row.append(result.score)
+            if result.rouge_1 is not None:
+                rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
+            generated, total = generated + result.generated, total + len(rows)
+            emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
+        evidence = mixer.evidence(weights, [task.name for task in trial.tasks])
     run.files.record(row, predictions, context.keep_answers)
     return {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1 | evidence

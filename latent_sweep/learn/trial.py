@@ -12,7 +12,7 @@ import torch
 from latent_sweep.errors import StoreError
 from latent_sweep.learn.context import Context
 from latent_sweep.learn.engine import Engine, forget_backbone
-from latent_sweep.learn.events import Emit, StageDone
+from latent_sweep.learn.events import Emit, StageDone, say_nothing
 from latent_sweep.learn.follow import follow
 from latent_sweep.learn.journaling import say_finished, say_started
 from latent_sweep.learn.member import Members, unfinished
@@ -40,7 +40,7 @@ def run_pack(
 
     Args:
         sweep: the trials' sweep; what it shares with others lies in its storage.
-        emit: told of every optimizer step and every finished stage.
+        emit: told of what takes a while when it begins, every optimizer step and every finished stage.
         threads: CPU threads; None leaves torch's own choice.
         engine: what computes; None is plain torch in this process. Every worker of its group calls this function with
             the same pack.
@@ -53,7 +53,8 @@ def run_pack(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers)
+    leads = engine is None or engine.group.leads
+    context = Context(pack.trials[0], sweep.storage, engine, pack.halved, keep_answers, emit if leads else say_nothing)
     try:
         _run(pack, sweep, emit, context)
     except BaseException:

@@ -1,1 +1,1 @@
-"""What came out, for people and trackers: tables, pictures, lines of progress, the content of runs."""
+"""What came out, for people and trackers: tables, pictures, where a sweep stands, the content of runs."""

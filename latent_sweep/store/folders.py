@@ -17,7 +17,7 @@ from typing import Any
 from latent_sweep.errors import StoreError
 from latent_sweep.settings import local_path
 from latent_sweep.store.journal import Event, Journal
-from latent_sweep.store.leases import held
+from latent_sweep.store.leases import Lease, held
 from latent_sweep.store.sealed import is_sealed
 from latent_sweep.store.snapshots import SnapshotStore
 from latent_sweep.store.storage import JOURNAL, Storage, open_storage, storage_in
@@ -158,7 +158,21 @@ def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractConte
     Args:
         on_wait: told who drives it, where that has to be waited for.
     """
-    return held(sweep.storage.lease(sweep.path / "locks" / "driver.lock"), on_wait)
+    return held(_driver_lease(sweep), on_wait)
+
+
+def driven_since(sweep: SweepFolder) -> float | None:
+    """Since when a driver runs a sweep, in Unix seconds; None where none does."""
+    return _driver_lease(sweep).held_since()
+
+
+def driver_of(sweep: SweepFolder) -> str:
+    """Name the process that drives a sweep, for messages."""
+    return _driver_lease(sweep).holder()
+
+
+def _driver_lease(sweep: SweepFolder) -> Lease:
+    return sweep.storage.lease(sweep.path / "locks" / "driver.lock")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -41,6 +42,9 @@ class Lease(Protocol):
 
     def holder(self) -> str:
         """Name who has it, for messages: host, process id and since when."""
+
+    def held_since(self) -> float | None:
+        """When somebody has taken it who still has it, in Unix seconds; None where nobody has it. Changes nothing."""
 
 
 @contextmanager
@@ -91,6 +95,26 @@ class FileLease:
         except (OSError, ValueError, RecursionError):
             return "another process"
 
+    def held_since(self) -> float | None:
+        """When somebody has taken it who still has it; None where nobody has it.
+
+        Raises:
+            StoreError: the lock's file is there and cannot be opened.
+        """
+        try:
+            with self._path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    with suppress(ValueError, RecursionError, OSError):
+                        return _since(json.loads(file.read()))
+                    return 0.0
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{self._path}: {error}; expected the file of a lock that can be read") from error
+        return None
+
 
 class ObjectLease:
     """A lease as an object that its holder renews, and that expires when the holder does so no longer.
@@ -135,11 +159,25 @@ class ObjectLease:
         """Name who has it, for messages."""
         return _describe(self._read() or {})
 
+    def held_since(self) -> float | None:
+        """When somebody has taken it who still has it, or seems to by this machine's clock; None where nobody has it.
+
+        The object store's own clock is not asked: that takes writing an object.
+
+        Raises:
+            StoreError: the object store cannot be reached or refuses.
+        """
+        info = self._bucket.info(self._key)
+        if info is None or time.time() - info.mtime_ns / 1e9 > EXPIRY_SECONDS:
+            return None
+        return _since(self._read() or {})
+
     def _is_free(self) -> bool:
         info = self._bucket.info(self._key)
         return info is None or self._bucket.now() - info.mtime_ns / 1e9 > EXPIRY_SECONDS
 
     def _claim(self) -> bool:
+        self._mine["since"] = time.time()  # it may have waited for long
         self._put()
         time.sleep(SETTLING_SECONDS)
         return self._is_mine()
@@ -171,6 +209,12 @@ class ObjectLease:
 
 def _this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+
+
+def _since(holder: Any) -> float:
+    """When a lease was taken; 0 where what says so cannot be read."""
+    since = holder.get("since") if isinstance(holder, dict) else None
+    return float(since) if isinstance(since, (int, float)) else 0.0
 
 
 def _describe(holder: Any) -> str:

@@ -88,11 +88,16 @@ def choices(sweep: Sweep) -> list[Choice]:
     return list(found.values())
 
 
+def tuning_name(name: str) -> str:
+    """Name the sweep that holds the candidates of the sweep of this name."""
+    return f"{name}-tuning"
+
+
 def tuning_sweep(sweep: Sweep) -> Sweep:
     """Make the sweep that candidates belong to; none of them is stopped early, so that all can be compared."""
     run = sweep.run.model_copy(update={"scheduler": SchedulerSettings()})
     own: dict[str, Any] = {
-        "name": f"{sweep.name}-tuning",
+        "name": tuning_name(sweep.name),
         "grid": {},
         "draws": {},
         "tune": None,

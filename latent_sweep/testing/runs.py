@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.learn.events import StageDone, Step
+from latent_sweep.learn.events import Begun, StageDone, Step
 from latent_sweep.learn.trial import run_pack
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.storage import Storage
@@ -51,7 +51,9 @@ class Runs:
     def run(self, packs: Sequence[Pack], on: Callable[[Event], None] = _nothing) -> None:
         """Run packs here; `on` sees every step and stage, and may raise to cut the run."""
 
-        def emit(event: Event) -> None:
+        def emit(event: Begun | Event) -> None:
+            if isinstance(event, Begun):
+                return
             if isinstance(event, StageDone):
                 self.stages.append(event)
             on(event)

@@ -340,6 +340,16 @@ def test_a_gpu_that_is_not_there_is_said_so():
 
 
 @pytest.mark.slow
+def test_the_embedded_backbone_is_converted_without_a_bar(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    folder = local_folder(BackboneSettings(dtype="bfloat16"))
+    assert (folder / "model.safetensors").is_file()
+    printed = capfd.readouterr()
+    assert "\r" not in printed.out + printed.err
+    assert "%|" not in printed.out + printed.err
+
+
+@pytest.mark.slow
 def test_the_embedded_backbone_answers():
     backbone = load_backbone(BackboneSettings(dtype="float32", device="cpu"))
     assert not any(parameter.requires_grad for parameter in backbone.model.parameters())

@@ -14,7 +14,8 @@ from latent_sweep.backends import verify
 from latent_sweep.backends.verify import repair_disk, verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import StoreError
-from latent_sweep.results.progress import ProgressPrinter
+from latent_sweep.results.lines import summary
+from latent_sweep.results.state import SweepWatch
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import Journal, stages, status
 from latent_sweep.store.leases import FileLease
@@ -529,17 +530,15 @@ def test_a_spoiled_journal_or_sweep_stops_a_run_before_anything_or_is_written_an
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
 def test_what_is_only_shown_may_be_spoiled(copy, spoil):
-    progress = {"position": 0, "task": "mood", "doing": "learning", "step": 1, "steps": 9, "loss": 0.5, "time": 4e9}
-    said = []
-    printer = ProgressPrinter(copy, said.append)
-    for content in (progress, {"host": "h", "pid": 1, "since": 0.5}):
-        path = copy.path / "progress" / "p.json"
+    worker = {"trials": [trial.trial_id for trial in copy], "host": "h", "pid": 1, "gpus": "0", "workers": 1}
+    at = {"doing": "learning", "task": "mood", "position": 0, "step": 1, "steps": 9, "loss": 0.5, "since": 3e9}
+    driver = {"doing": "starting Ray", "time": 4e9}
+    for name, content in (("p", worker | at | {"time": 4e9}), ("driver", driver), ("p", {"host": "h", "since": 0.5})):
+        path = copy.path / "progress" / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(spoil(json.dumps(content).encode()))
-        printer._running_line()
+        assert summary(SweepWatch(copy, drives=True).look()).startswith("2 of 2 trials done, 100 % of all tasks")
         assert FileLease(path).holder()
-    assert len(said) == 2
-    assert all("2 of 2 trials done" in line for line in said)
 
 
 def test_any_bit_of_a_sealed_sweep_is_noticed(copy, tmp_path):

@@ -101,6 +101,6 @@ def at_step(folder: Path, position: int, step: int, of: int | None = None) -> Mo
     Args:
         of: how many steps the task must have in all; None is for any number.
     """
-    when = f"lambda self, at: (at.doing, at.position, at.step) == ('learning', {position}, {step})"
+    when = f"lambda self, at: at.doing == 'learning' and (at.position, at.step) == ({position}, {step})"
     when += "" if of is None else f" and at.steps == {of}"
     return Moment(folder, "latent_sweep.results.progress:ProgressWriter.write", when)

@@ -7,6 +7,7 @@ import itertools
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -28,6 +29,14 @@ CONTEXT = {
     "training.learning_rate": 3e-4,
     "seed": 0,
 }
+
+
+class PackOf:
+    """As much of a pack of these trials as its progress tells."""
+
+    def __init__(self, *trials: TrialFolder):
+        self.pack_id, self.trials = "-".join(trial.trial_id for trial in trials), trials
+        self.tasks = [SimpleNamespace(name=name) for name in TASKS]
 
 
 def write_sweep(

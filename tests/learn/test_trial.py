@@ -6,6 +6,7 @@ import pytest
 from helpers.tiny import learns
 
 from latent_sweep.errors import ConfigError, NonFiniteLoss
+from latent_sweep.learn.engine import forget_backbone
 from latent_sweep.learn.events import StageDone
 from latent_sweep.learn.trial import run_pack
 from latent_sweep.store.journal import status
@@ -40,6 +41,24 @@ def test_each_task_is_learned_then_scored_then_said(runs):
     assert order == [("learning", 0), ("scoring", 0), ("said", 0), ("learning", 1), ("scoring", 1), ("said", 1)]
     assert [len(event.matrices) for event in events if isinstance(event, StageDone)] == [2, 2], "one for each trial"
     assert told(runs, pack) == [["started", "stage", "stage", "finished"]] * 2
+
+
+def test_what_takes_a_while_is_told_when_it_begins(runs):
+    (pack,) = runs.packs(**small(search={"router.components": [1]}))
+    events = []
+    forget_backbone()
+    run_pack(pack, runs.sweep, events.append)
+    order = [what for what, _ in itertools.groupby(map(doing, events))]
+    router, answering = ("fitting the router", 0), ("answering", 0)
+    assert order[: order.index(("said", 0))] == [
+        ("loading the backbone", None),
+        ("preparing", None),  # the method itself
+        ("tokenising", 0),
+        ("preparing", 0),
+        ("learning", 0),
+        *(router, ("tokenising", 0), router),  # back at what it tokenised for
+        *(answering, ("scoring", 0), ("tokenising", 1), answering),
+    ]
 
 
 def test_a_variant_that_comes_later_is_scored_and_not_learned(runs):

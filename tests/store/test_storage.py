@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import nodes
-from helpers.sweep_folders import journal_of, write_sweep
+from helpers.sweep_folders import PackOf, journal_of, write_sweep
 from helpers.sweep_folders import start as start_trial
 from helpers.sweeps import end, results, start, sweep_folder, tiny, wait_for_line, write
 from helpers.tiny import journal_at
@@ -29,6 +29,8 @@ import latent_sweep
 from latent_sweep.backends.verify import repair_disk, verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.learn.events import Begun
+from latent_sweep.results.progress import ProgressWriter
 from latent_sweep.store import leases, objects, storage
 from latent_sweep.store.files import stamp, write_file
 from latent_sweep.store.folders import SweepFolder, driving, open_sweep, writing
@@ -344,12 +346,31 @@ def place(request, tmp_path, quick):
 def test_a_lease_belongs_to_one_at_a_time_and_says_to_whom(place):
     path = place.folder / "snapshots" / "abc.lock"
     mine, other = place.lease(path), place.lease(path)
+    assert other.held_since() is None
+    before = time.time()
     assert mine.take()
     assert not other.take()
     assert f"process {os.getpid()} on " in other.holder()
+    assert before <= other.held_since() <= time.time()
     mine.release()
+    assert other.held_since() is None
     assert other.take()
     other.release()
+
+
+def test_where_a_sweep_stands_is_seen_from_another_node(node, quick, capsys):
+    sweep = write_sweep(node("a").folder, {"seed": [0, 1]})
+    first, _ = sweep
+    start_trial(first)
+    with driving(sweep, pytest.fail):
+        ProgressWriter(sweep, PackOf(first)).write(Begun("tokenising", 0))
+        node("b")
+        assert main(["status", f"{URI}/lambda"]) == 0
+        printed = capsys.readouterr().out
+        assert f"running, driven by process {os.getpid()} on " in printed
+        assert "now       seed=0: tokenising sentiment, task 1 of 3 (" in printed
+    assert main(["status", f"{URI}/lambda", "--watch"]) == 0
+    assert "interrupted" in capsys.readouterr().out
 
 
 def test_a_lease_is_renewed_before_it_expires(node, monkeypatch):
