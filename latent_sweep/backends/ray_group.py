@@ -73,11 +73,18 @@ def run_part(
     run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine, run.keep_answers)
 
 
+def lost_errors() -> tuple[type[Exception], ...]:
+    """Ray's errors that tell of a lost worker; that of the host's memory killer is no `RayActorError`."""
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    return RayActorError, OutOfMemoryError
+
+
 def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable[[Measures], None]) -> None:
     """Run a pack with `run.resources.workers` workers; `report` gets the measures of every stage.
 
     Raises:
-        ray.exceptions.RayActorError: a worker was lost.
+        ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError: a worker was lost.
         ray.exceptions.RayTaskError: a worker failed; it holds that worker's traceback.
     """
     import ray
@@ -123,7 +130,7 @@ def _cause(ends: Sequence[Any], first: Exception) -> Exception:
                 ray.get(end)
             except ray.exceptions.RayError as error:
                 errors.append(error)
-        lost = [error for error in errors if isinstance(error, ray.exceptions.RayActorError)]
+        lost = [error for error in errors if isinstance(error, lost_errors())]
         own = [error for error in errors if not _tells_of_another(error)]
         if lost or own:
             return (lost or own)[0]

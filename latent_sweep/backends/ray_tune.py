@@ -91,6 +91,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
             ),
         )
         say_driving(sweep, "waiting for workers")
+        _take_killed_for_lost()
         results = _fit(tuner)
         storage.pull(sweep.path)
         if stopper is not None and stopper.stop_all():
@@ -103,6 +104,20 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
         asking.close()
         if started_here:
             ray.shutdown()
+
+
+def _take_killed_for_lost() -> None:
+    """Make Tune take a worker that the host's memory killer has ended for one that was lost.
+
+    Ray tells of it by an error that Tune (2.60, 2.61) does not know, and that ends the whole run.
+    """
+    from ray.air.execution._internal import actor_manager
+    from ray.tune.execution import tune_controller
+
+    from latent_sweep.backends.ray_group import lost_errors
+
+    for module in (actor_manager, tune_controller):
+        module.RayActorError = lost_errors()
 
 
 def _fit(tuner: Any) -> Any:
@@ -128,9 +143,8 @@ def _run_in_worker(
 ) -> None:
     """Run one Tune trial: a pack, or what is left of it to be tried again."""
     from ray import tune
-    from ray.exceptions import RayActorError
 
-    from latent_sweep.backends.ray_group import keep_to_share, run_group, run_part
+    from latent_sweep.backends.ray_group import keep_to_share, lost_errors, run_group, run_part
 
     log_without_secrets()
     keep_to_share(run.resources)
@@ -145,7 +159,7 @@ def _run_in_worker(
     try:
         run_here(pack, sweep, run, tune.report)
     except Exception as error:
-        if isinstance(error, (RayActorError, StoreError)) or failure_kind(error) == "device_lost":
+        if isinstance(error, (*lost_errors(), StoreError)) or failure_kind(error) == "device_lost":
             redact_error(error)  # Ray prints it
             raise  # a worker or its GPU was lost, or its storage is full or away: worth another try, in a new process
         log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
@@ -188,7 +202,7 @@ def _loss_recorder(packs: Mapping[str, Pack], sweep: SweepFolder, launched: Mapp
                 raise cause  # it holds for every trial
             sweep.storage.pull(sweep.path)
             pack = packs[trial.config["pack_id"]]
-            say_lost(pack, sweep, _loss_kind(cause), str(cause))
+            say_lost(pack, sweep, _loss_kind(cause), str(cause or "it ended, and Ray does not say why"))
             if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 

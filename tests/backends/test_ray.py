@@ -292,3 +292,34 @@ def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_
     assert [event["event"] for event in bad.events()] == ["started", "failed"]
     assert bad.events()[-1]["kind"] == "non_finite"
     assert "2 trials (1 finished, 1 failed)" in printed
+
+
+def test_a_worker_that_the_hosts_memory_killer_has_ended_is_a_lost_one():
+    from ray.air.execution import FixedResourceManager
+    from ray.air.execution._internal.actor_manager import RayActorManager
+    from ray.air.execution._internal.tracked_actor import TrackedActor
+    from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
+    from ray.exceptions import OutOfMemoryError
+
+    ray_tune._take_killed_for_lost()
+    told, manager = [], RayActorManager(FixedResourceManager({"CPU": 1}))
+    actor = TrackedActor(1, on_error=lambda actor, error: told.append(("actor", error)))
+    task = TrackedActorTask(actor, on_error=lambda actor, error: told.append(("task", error)))
+    error = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+    manager._actor_task_failed(task, error)  # without that, Tune raises here and the run ends
+    assert told == [("actor", error), ("task", error)]
+    assert manager.is_actor_failed(actor)
+    assert _loss_kind(error) == "out_of_memory"
+
+
+@pytest.mark.slow
+def test_a_host_whose_memory_killer_leaves_no_worker_alive_fails_trials_and_not_the_sweep(tmp_path):
+    killer = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}  # every host exceeds that
+    code, printed = run_on_ray(tiny(search={"seed": [0, 1]}, run__max_failures=1), tmp_path, **killer)
+    assert code == 1, printed
+    assert "2 trials (2 failed)" in printed
+    for trial in sweep_folder(tmp_path):
+        told = trial.events()
+        assert status(told) == "failed"
+        assert {event["kind"] for event in told if event["event"] == "lost"} <= {"out_of_memory", "worker_died"}
+        assert not any(event["message"] == "None" for event in told if event["event"] == "lost")
