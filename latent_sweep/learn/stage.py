@@ -12,6 +12,7 @@ from latent_sweep.benchmarks.prompts import definitions
 from latent_sweep.benchmarks.schema import scoring_metric
 from latent_sweep.learn.evaluation import Evaluator
 from latent_sweep.learn.events import Emit, Step
+from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.journaling import say_stage
 from latent_sweep.learn.member import MemberRun, Members, TrialRun
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
@@ -104,6 +105,7 @@ def score_missing(member: MemberRun, position: int, learned: Learned, emit: Emit
     for run in member.trials:
         if len(run.files.rows) <= position < run.files.wanted:
             scoring = _score(run, member, position, emit)
+            give_back_memory()
             summary = learned.get(member.lineages[position])
             say_stage(run.files, run.trial, member.snapshots[position], summary, scoring, member.context)
 

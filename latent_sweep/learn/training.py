@@ -24,6 +24,7 @@ from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.optimizing import Optimizer, Trained, optimizer_of
 from latent_sweep.learn.worker_group import WorkerGroup
 from latent_sweep.methods.capabilities import load_state, rows_trained, state_of
@@ -242,10 +243,12 @@ class _Trainer:
         last = self.step == self.steps
         if self.selection and (last or self.step % self.steps_per_epoch == 0):
             self.selection.consider()
-        if self.step % self.training.settings.checkpoint_every == 0 and not last:
-            tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
-            if self.group.leads:
-                self.training.checkpoint.save(tensors, facts)
+        if self.step % self.training.settings.checkpoint_every == 0:
+            give_back_memory()
+            if not last:
+                tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
+                if self.group.leads:
+                    self.training.checkpoint.save(tensors, facts)
         self.training.on_step(self.step, self.steps, losses)
 
     def outcome(self) -> TrainingSummary | Exception:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import subprocess
+from unittest import mock
 
 import psutil
 import pytest
@@ -295,16 +296,18 @@ def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_
 
 
 def test_a_worker_that_the_hosts_memory_killer_has_ended_is_a_lost_one():
-    from ray.air.execution import FixedResourceManager
+    from ray.air.execution import PlacementGroupResourceManager
     from ray.air.execution._internal.actor_manager import RayActorManager
     from ray.air.execution._internal.tracked_actor import TrackedActor
     from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
     from ray.exceptions import OutOfMemoryError
 
     ray_tune._take_killed_for_lost()
-    told, manager = [], RayActorManager(FixedResourceManager({"CPU": 1}))
+    told, manager = [], RayActorManager(PlacementGroupResourceManager())
     actor = TrackedActor(1, on_error=lambda actor, error: told.append(("actor", error)))
     task = TrackedActorTask(actor, on_error=lambda actor, error: told.append(("task", error)))
+    manager._live_actors_to_ray_actors_resources[actor] = None, mock.Mock()  # it lives, on a slot
+    manager._resource_manager = mock.Mock()
     error = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
     manager._actor_task_failed(task, error)  # without that, Tune raises here and the run ends
     assert told == [("actor", error), ("task", error)]
