@@ -36,18 +36,22 @@ def moved(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
+def _attended_in(query: Tensor) -> torch.dtype:
+    """The type that attention is computed in: float32 where bfloat16 is learned on a CPU, the tensors' own elsewhere.
+
+    There torch takes three times as long for attention in bfloat16, gradients included, as in float32, while it
+    multiplies matrices in bfloat16 far faster.
+    """
+    slow = query.dtype == torch.bfloat16 and query.device.type == "cpu" and torch.is_grad_enabled()
+    return torch.float32 if slow else query.dtype
+
+
 def _sdpa(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend by `scaled_dot_product_attention`: with gradients in bfloat16 on a CPU, in float32.
-
-    There torch takes three times as long for bfloat16 as for float32, while it multiplies matrices far faster.
-    """
-    given = query.dtype
-    if given == torch.bfloat16 and query.device.type == "cpu" and torch.is_grad_enabled():
-        query, key, value = query.float(), key.float(), value.float()
-        attention_mask = None if attention_mask is None else attention_mask.float()
-    found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    """Attend by `scaled_dot_product_attention`; a mask is of the type that it is computed in."""
+    given, kind = query.dtype, _attended_in(query)
+    found, _ = sdpa_attention_forward(module, query.to(kind), key.to(kind), value.to(kind), attention_mask, **options)
     return found.to(given), None
 
 
@@ -55,7 +59,7 @@ class Padded:
     """A sequence for every row, padded behind: causal attention never sees the padding, so it needs no mask."""
 
     def __init__(self) -> None:
-        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bias: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
@@ -64,22 +68,24 @@ class Padded:
         bias = options.pop("position_bias", None)
         if bias is None:
             return _sdpa(module, query, key, value, None, is_causal=True, **options)
-        return _sdpa(module, query, key, value, self._with(bias, mask, module.is_causal), **options)
+        return _sdpa(
+            module, query, key, value, self._with(bias, mask, module.is_causal, _attended_in(query)), **options
+        )
 
-    def _with(self, bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _with(self, bias: Tensor, mask: Tensor | None, causal: bool, kind: torch.dtype) -> Tensor:
         """Join a position bias, (1, H, queries, keys), with a mask: once for all layers, which share the bias.
 
         Args:
             mask: true where attention is due; None is for all tokens, or all before where it is causal.
         """
-        key = bias.data_ptr()  # and not its `id`: recomputing meets the same numbers in another object
+        key = bias.data_ptr(), kind  # and not its `id`: recomputing meets the same numbers in another object
         if key not in self._bias:
             joined = bias.detach()  # frozen; transformers asks for gradients under checkpointing all the same
             if mask is None and causal:
                 mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
             if mask is not None:
                 joined = torch.where(mask, joined, torch.finfo(bias.dtype).min)
-            self._bias[key] = bias, joined  # with the bias, whose place another would get once it is gone
+            self._bias[key] = bias, joined.to(kind)  # with the bias, whose place another would get once it is gone
         return self._bias[key][1]
 
 
@@ -173,13 +179,13 @@ class Shared:
     def _masks(self) -> dict[torch.dtype, Tensor]:
         return {}
 
-    def _mask(self, like: Tensor) -> Tensor:
+    def _mask(self, query: Tensor) -> Tensor:
         """Every token of a rest sees what is shared and its own row up to itself, (1, 1, S, n + S)."""
-        if like.dtype not in self._masks:
+        if (kind := _attended_in(query)) not in self._masks:
             shape = self.longest, self.shared + self.longest
-            hidden = torch.full(shape, torch.finfo(like.dtype).min, dtype=like.dtype, device=like.device)
-            self._masks[like.dtype] = hidden.triu(self.shared + 1)[None, None]
-        return self._masks[like.dtype]
+            hidden = torch.full(shape, torch.finfo(kind).min, dtype=kind, device=query.device)
+            self._masks[kind] = hidden.triu(self.shared + 1)[None, None]
+        return self._masks[kind]
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any

@@ -21,9 +21,9 @@ its MLP, b f, and in its decoder, where every block keeps keys and values of all
 b B H S^2 with the position bias in it. LoRA keeps b P besides, its matrices in bfloat16; latent adapters b r o for each
 projection, the product of its left factor and R, and in bfloat16 the left factors in float32. T5's own dropout keeps
 noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a byte on a GPU and b on a CPU, where attention
-with dropout is not fused and keeps float32: 8 B H S^2, and in bfloat16 copies of queries, keys and values, 12 a. The
-backward pass of an MLP adds as many numbers as it keeps (T5: twice as many). With gradient checkpointing only each
-block's input is kept, b h, and one block at a time has all of the above.
+with dropout is not fused and keeps 8 B H S^2. On a CPU attention is learned in float32: 4 stands for b in what it
+keeps. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as many). With gradient checkpointing
+only each block's input is kept, b h, and one block at a time has all of the above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
 Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
@@ -416,31 +416,30 @@ def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, besides: int 
 
 
 def _stacks(
-    shape: Shape, adapters: _Adapters, rows: int, prompt: int, target: int, noise: int, unfused: bool
+    shape: Shape, adapters: _Adapters, rows: int, prompt: int, target: int, noise: int, on_cpu: bool
 ) -> list[_Stack]:
     """Return the stacks in the order of the forward pass.
 
     Args:
         noise: bytes of a number that the backbone's dropout draws; 0 without dropout.
-        unfused: whether attention keeps its probabilities because of it.
+        on_cpu: where attention is computed in float32, and with dropout keeps its probabilities.
     """
     b, a, norm = shape.bytes, shape.attention, _norm(shape)
-    keys = shape.kv_heads * shape.head_dim
-    attention = b * (2 * a + 2 * keys) + 4 * shape.heads + adapters.input + 2 * adapters.inner
+    keys, of_attention = shape.kv_heads * shape.head_dim, 4 if on_cpu else b
+    attention = of_attention * (2 * a + 2 * keys) + 4 * shape.heads + adapters.input + 2 * adapters.inner
     if shape.family == "llama":
         return [_stack(shape, shape.blocks, rows * (prompt + target), 2 * norm + attention)]
-    read, written, heads = rows * prompt, rows * target, b * rows * shape.heads
+    read, written, heads = rows * prompt, rows * target, of_attention * rows * shape.heads
     mask_of_encoder, mask_across = heads * prompt**2, heads * prompt * target
-    across = read * (2 * b * a + adapters.inner)
-    of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if unfused else 0
-    copied = 4 * a if unfused and b < 4 else 0  # of queries, and as much of keys and of values
-    across += drawn * target * (prompt + target) + 2 * copied * read
+    across = read * (2 * of_attention * a + adapters.inner)
+    of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if noise and on_cpu else 0
+    across += drawn * target * (prompt + target)
     return [
         _stack(
             shape,
             shape.blocks,
             read,
-            2 * norm + attention + 3 * copied + 2 * noise * shape.width + of_block,
+            2 * norm + attention + 2 * noise * shape.width + of_block,
             drawn * prompt**2,
             mask_of_encoder,
         ),
@@ -448,7 +447,7 @@ def _stacks(
             shape,
             shape.decoder_blocks,
             written,
-            3 * norm + 2 * attention + 4 * copied + 3 * noise * shape.width + of_block,
+            3 * norm + 2 * attention + 3 * noise * shape.width + of_block,
             across,
             mask_across,
         ),
@@ -482,7 +481,7 @@ def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSe
     prompt, target = _longest(trial)
     on_cpu = not resources.gpus
     noise = (shape.bytes if on_cpu else 1) if training.backbone_dropout else 0
-    stacks = _stacks(shape, adapters, rows, prompt, target, noise, bool(noise) and on_cpu)
+    stacks = _stacks(shape, adapters, rows, prompt, target, noise, on_cpu)
     logits = shape.bytes * shape.vocabulary * rows * target
     in_loss = logits + 12 * shape.vocabulary * rows * target
     masks = adapters.products + sum(stack.shared for stack in stacks)

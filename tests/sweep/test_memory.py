@@ -246,7 +246,7 @@ def test_dropout_of_the_backbone_keeps_its_noise(dtype, prompt, checkpointing, t
     )
     assert predicted_steps(drops) == pytest.approx(measured_steps(drops, tmp_path), rel=0.1)
     assert predicted_steps(drops) > 1.05 * predicted_steps(still)
-    on_gpu = RunSettings(resources={"gpus": 1})
+    on_gpu = run_of()
     assert predict(still, on_gpu).learning < predict(drops, on_gpu).learning < predict(drops, RunSettings()).learning
 
 
@@ -372,7 +372,7 @@ def test_factors_and_adapters_are_counted_exactly(tmp_path):
 
 def test_zero_shares_what_its_stage_says():
     trial = trial_of("llama-2-13b", "bfloat16", "seq_lora")
-    alone, *stages = [predict(trial, run) for run in (RunSettings(), *(run_of(4, zero_stage=i) for i in range(4)))]
+    alone, *stages = [predict(trial, run) for run in (run_of(), *(run_of(4, zero_stage=i) for i in range(4)))]
     assert [memory.weights for memory in stages[:3]] == [alone.weights] * 3
     assert [memory.optimizer for memory in stages] == [alone.optimizer] * 4
     assert [memory.adapter for memory in stages] == [alone.adapter] * 4
