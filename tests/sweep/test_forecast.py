@@ -321,7 +321,7 @@ def memory_of(**changes):
 
 def test_memory_is_told_with_its_parts():
     assert memory_of() == [
-        "  up to 26.9 GiB a worker to learn (weights 24.2, factors 0.024, earlier adapters 0.00023, activations 2.7, "
+        "  up to 27.1 GiB a worker to learn (weights 24.2, factors 0.024, earlier adapters 0.00023, activations 2.8, "
         "logits 0.0029, adapter and optimizer 0.00031), 38.8 to answer with prompts of 1,024 tokens; on a CPU the "
         "process itself takes some 1.5 GiB besides"
     ]
