@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from latent_sweep.results.panels import FAINT, INK, new_figure, plain
+from latent_sweep.results.panels import FAINT, decimals, draw_cells, new_figure, plain
 
 _LONGEST_TASK_NAME = 30
 
@@ -45,7 +45,7 @@ def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | 
     figure = new_figure(3.6 + 0.52 * n, 2.6 + 0.46 * n)
     axes = figure.add_subplot()
     image = axes.imshow(percent, cmap="YlGnBu", vmin=0, vmax=100, aspect="auto")
-    draw_cells(axes, percent, percent > 55, 8)
+    draw_cells(axes, percent, percent > 55, decimals(1), 8)
     names = [shortened(task) for task in tasks[:n]]
     axes.set_xticks(range(n), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(n), names)
@@ -106,15 +106,6 @@ def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> np.ndar
         for j, score in enumerate(row[: i + 1]):
             percent[i, j] = np.nan if score is None else 100 * score
     return percent
-
-
-def draw_cells(axes: Axes, values: np.ndarray, dark: np.ndarray, size: float, digits: int = 1) -> None:
-    """Write each number of a heat map into its cell, in white where the cell is dark; `size` is in points."""
-    for (i, j), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            colour = "white" if dark[i, j] else INK
-            text = f"{round(value, digits) + 0.0:.{digits}f}"  # no -0
-            axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=size)
 
 
 def shortened(name: str, longest: int = _LONGEST_TASK_NAME) -> str:

@@ -18,11 +18,10 @@ from latent_sweep.results.interference_pictures import interference_pictures
 from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.router_pictures import router_pictures
 from latent_sweep.results.sections import Section, counts, sections, together
-from latent_sweep.results.summaries import Summary, summarise
+from latent_sweep.results.summaries import Configuration, Summary, summarise
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
 from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.store.journal import status
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,15 @@ def all_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
     return found if isinstance(embeddings, str) else [*found, *embeddings]
 
 
-def _trial_of(sweep: SweepFolder, summary: Summary, choose: Callable[..., tuple[str, ...]]) -> TrialFolder | None:
+def _trial_of(
+    sweep: SweepFolder, summary: Summary, choose: Callable[..., tuple[float, Configuration]]
+) -> TrialFolder | None:
     """The first finished trial of the configuration that has the highest AP (`max`) or the lowest (`min`)."""
-    finished = {trial.trial_id: trial for trial in sweep if status(trial.events()) == "finished"}
-    scores = {one.trial_ids: one.average_performance.mean for one in summary.configurations if one.average_performance}
+    scores = [(one.average_performance.mean, one) for one in summary.configurations if one.average_performance]
     if not scores:
         return None
-    chosen = choose(scores, key=scores.__getitem__)
-    return next(finished[trial_id] for trial_id in chosen if trial_id in finished)
+    _, chosen = choose(scores, key=lambda pair: pair[0])
+    return next(trial for trial in sweep if trial.trial_id == chosen.finished_ids[0])
 
 
 def _part(sweep: SweepFolder, summary: Summary) -> Part:

@@ -57,6 +57,30 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def draw_cells(
+    axes: Axes,
+    values: npt.NDArray[np.float64],
+    dark: npt.NDArray[np.bool_],
+    written: Callable[[float], str],
+    size: float,
+) -> None:
+    """Write what each number of a matrix is `written` as into its cell; NaN leaves it blank.
+
+    Args:
+        dark: (rows, columns) cells that are written in white.
+        size: of the font, in points.
+    """
+    for (i, j), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            colour = "white" if dark[i, j] else INK
+            axes.text(j, i, written(value), ha="center", va="center", color=colour, fontsize=size)
+
+
+def decimals(digits: int) -> Callable[[float], str]:
+    """Return what writes a number with so many digits behind the point, and no -0."""
+    return lambda value: f"{round(value, digits) + 0.0:.{digits}f}"
+
+
 def heat_map(
     axes: Axes,
     rows: Sequence[str],
@@ -78,11 +102,7 @@ def heat_map(
     """
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap="YlGnBu", norm=norm, aspect="auto")
-    for (i, j), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            dark = float(norm(value)) > 0.55
-            colour = "white" if dark else INK
-            axes.text(j, i, written(value), ha="center", va="center", color=colour, fontsize=SMALL)
+    draw_cells(axes, values, np.ma.filled(norm(masked), 0) > 0.55, written, SMALL)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 
 from latent_sweep.labels import format_value, label
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.results.figures import Picture, draw_cells, scale_x, shortened
-from latent_sweep.results.panels import COLOURS, COLUMN, DASHES, MARKERS, PAGE, new_figure, plain
+from latent_sweep.results.figures import Picture, scale_x, shortened
+from latent_sweep.results.panels import COLOURS, COLUMN, DASHES, MARKERS, PAGE, decimals, draw_cells, new_figure, plain
 from latent_sweep.results.summaries import Configuration, Summary
 
 NAMED = len(COLOURS)
@@ -152,7 +152,7 @@ def _forgetting(ranked: Sequence[Configuration]) -> Picture:
     axes = figure.add_subplot()
     largest = max(10.0, float(np.abs(values).max()))
     image = axes.imshow(values, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto")
-    draw_cells(axes, values, np.abs(values) > 0.6 * largest, 7 if len(tasks) <= 10 else 6, digits=0)
+    draw_cells(axes, values, np.abs(values) > 0.6 * largest, decimals(0), 7 if len(tasks) <= 10 else 6)
     axes.set_xticks(range(len(tasks)), [shortened(task, 16) for task in tasks], rotation=40, ha="right", fontsize=7)
     axes.set_yticks(range(len(shown)), [_wrapped(_name(one), 36) for one in shown], fontsize=7)
     axes.tick_params(length=0)
@@ -182,7 +182,7 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
         for i in range(len(tasks)):
             mean[i, : i + 1] = 100 * np.mean([matrix.rows[i] for matrix in one.matrices], axis=0)
         image = axes.imshow(mean, cmap="YlGnBu", vmin=0, vmax=100)
-        draw_cells(axes, mean, mean > 55, 7 if size <= 8 else 5, digits=0)
+        draw_cells(axes, mean, mean > 55, decimals(0), 7 if size <= 8 else 5)
         axes.set_title(_wrapped(_name(one), 84 // columns if columns > 1 else 40), fontsize=7)
         axes.set_xticks(range(len(tasks)), [shortened(task, 12) for task in tasks], rotation=60, ha="right")
         axes.set_yticks(range(len(tasks)), [shortened(task, 12) for task in tasks])
@@ -276,7 +276,7 @@ def _interactions(summary: Summary) -> list[Picture]:
                     table[place_of] = 100 * one.average_performance.mean
             low, high = float(np.nanmin(table)), float(np.nanmax(table))
             axes.imshow(table, cmap="YlGnBu", aspect="auto", origin="lower")
-            draw_cells(axes, table, table > low + 0.55 * (high - low), 7, digits=1)
+            draw_cells(axes, table, table > low + 0.55 * (high - low), decimals(1), 7)
             axes.set_xticks(range(len(xs)), [format_value(value) for value in xs], fontsize=7)
             axes.set_yticks(range(len(ys)), [format_value(value) for value in ys], fontsize=7)
             axes.set_xlabel(plain(x_axis), fontsize=8)

@@ -65,7 +65,8 @@ class Configuration:
     settings: Mapping[str, Any]
     """What is the same for all its trials, by dotted path."""
     n_tasks: int
-    n_finished: int
+    finished_ids: tuple[str, ...]
+    """Of those trials that have finished."""
     average_performance: Statistic | None
     learning_accuracy: Statistic | None
     """Of each trial the mean score of its tasks when they were new."""
@@ -90,6 +91,11 @@ class Configuration:
     def n_trials(self) -> int:
         """Return the number of its trials, finished or not."""
         return len(self.trial_ids)
+
+    @property
+    def n_finished(self) -> int:
+        """Return the number of those that have finished."""
+        return len(self.finished_ids)
 
 
 @dataclass(frozen=True)
@@ -290,7 +296,7 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
             if all(trial.params.get(path) == value for trial, _ in members)
         },
         n_tasks=first.n_tasks,
-        n_finished=len(finished),
+        finished_ids=tuple(trial.trial_id for trial, events in members if status(events) == "finished"),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
         learning_accuracy=Statistic.of([told_matrix(stages(events)).mean_diagonal() for events in finished]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
