@@ -23,7 +23,8 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, Truncation
@@ -34,6 +35,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Family = Literal["t5", "llama"]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the token ids of a text."""
+
+    begins: bool
+    """Whether prompts begin with BOS where the tokenizer itself adds one."""
+    ends: bool
+    """Whether prompts end with EOS."""
+    keeps_eos: bool
+    """Whether a target that is too long keeps its EOS."""
+    one_space: bool
+    """Whether tokenizers make one space of a line break."""
+
+
+FRAMES: Mapping[Family, Frame] = {
+    "t5": Frame(begins=False, ends=True, keeps_eos=True, one_space=True),
+    "llama": Frame(begins=True, ends=False, keeps_eos=False, one_space=False),
+}
+"""By the paper's two families: encoder-decoders take T5's, other models Llama's."""
 
 LOST: dict[Truncation, str] = {
     "keep_cue": "the end of their input",
@@ -135,8 +157,9 @@ def encode_parts(
     n_cue = sum(end > input_end for _, end in offsets[n_head:])
     head, kept, cue = ids[:n_head], ids[n_head : len(ids) - n_cue], ids[len(ids) - n_cue :]
 
-    first = [tokenizer.bos_token_id] if family == "llama" and bos == "auto" and _adds_bos(tokenizer) else []
-    last = [tokenizer.eos_token_id] if family == "t5" else []
+    frame = FRAMES[family]
+    first = [tokenizer.bos_token_id] if frame.begins and bos == "auto" and _adds_bos(tokenizer) else []
+    last = [tokenizer.eos_token_id] if frame.ends else []
     room = max_source_length - len(first) - len(last)
     if len(ids) > room and truncation == "official":
         head, kept, cue = head[:room], kept[: max(0, room - n_head)], cue[: max(0, room - n_head - len(kept))]
@@ -162,7 +185,7 @@ def encode_target(text: str, tokenizer: PreTrainedTokenizerBase, family: Family,
     As in the released code, a target that is too long keeps its EOS for T5 and loses it for Llama.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    room = max_target_length - 1 if family == "t5" else max_target_length
+    room = max_target_length - 1 if FRAMES[family].keeps_eos else max_target_length
     return [*ids[:room], tokenizer.eos_token_id][:max_target_length]
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from latent_sweep.backbones.identity import backbone_identity, pinned
-from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, target_shapes
+from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count, source_digest
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
@@ -342,7 +342,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
     return TrialSettings(
         method=method,
         router=filled(written.router, RouterSettings, {"mode": kind.mixings[0]}),
-        backbone=pinned(written.backbone),
+        backbone=pinned(in_one_spelling(written.backbone)),
         benchmark=filled(located, BenchmarkSettings, lengths),
         training=filled(written.training, TrainingSettings, own, PROTOCOL[family]),
         evaluation=written.evaluation,
@@ -457,14 +457,14 @@ def trial_faults(trial: Trial) -> list[str]:
         near = difflib.get_close_matches(s.backbone.name, KNOWN, n=1, cutoff=0.8)
         faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
     if known is not None:
-        shapes = target_shapes(known.family, known.config)
+        shapes = known.adapted(s.backbone)
         name, shape = min(shapes.items(), key=lambda item: min(item[1]))
         if trial.method().rank() > min(shape):
             faults.append(
                 f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
                 f"so at most {min(shape)} is possible"
             )
-        if s.training.backbone_dropout and known.family != "t5":
+        if s.training.backbone_dropout and not known.traits.dropout:
             faults.append(
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
                 "dropout of its own; leave it out"
