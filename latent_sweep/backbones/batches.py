@@ -132,7 +132,8 @@ def _of_encoder_decoder(members: Sequence[Sequence[Example]], backbone: Backbone
     ids, real = _rectangle([row["prompt_ids"] for row in rows], backbone.pad_id)
     start = backbone.model.config.decoder_start_token_id
     said, real_targets = _rectangle([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
-    inputs = {"input_ids": moved(ids, backbone.device), "decoder_input_ids": moved(said, backbone.device)}
+    inputs: dict[str, Any] = {"input_ids": moved(ids, backbone.device)}
+    inputs |= {"decoder_input_ids": moved(said, backbone.device)}
     if backbone.traits.laid_out:
         inputs |= {"attention_mask": moved(real[:, None, None, :], backbone.device)}
         inputs |= {"layout": Padded(backbone.traits.shared_bias)}

@@ -201,8 +201,8 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
     if not isinstance(config, dict):
         raise ConfigError(f"backbone.name: {path} holds no object; copy the checkpoint again")
     kind = config.get("model_type")
-    why = refusal(kind, config) if isinstance(kind, str) else "that is no name of an architecture"
-    if why:
+    if not isinstance(kind, str) or (why := refusal(kind, config)):
+        why = why if isinstance(kind, str) else "that is no name of an architecture"
         raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; {SUPPORTED}; {why}")
     try:
         sizes = [size for shape in outline(kind, config).linears.values() for size in shape]

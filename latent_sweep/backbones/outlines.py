@@ -22,6 +22,10 @@ SUPPORTED = (
 )
 
 
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+"""What transformers calls layers that keep keys and values."""
+
+
 @dataclass(frozen=True)
 class Outline:
     """What adapters and methods must know of a model before it is loaded."""
@@ -98,7 +102,7 @@ def model_class(config: Any) -> Any:
         why = why or "it does not write text by itself"
     elif config.get_text_config() is not config and not config.is_encoder_decoder:
         why = why or "it is made of several models; give a checkpoint of text alone"
-    elif getattr(found, "_is_stateful", False):
+    elif getattr(found, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - ATTENDING:
         why = why or "it answers from a state instead of keys and values"
     if why:
         raise ConfigError(f"model_type {config.model_type!r}; {SUPPORTED}; {why}")

@@ -46,10 +46,10 @@ class Tasl(LoraMethod):
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
         """Return the values of the released scripts, the same for every benchmark."""
-        training = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
+        training: dict[str, Any] = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
-        own = {"t5": {"batch_size": 8, "weight_decay": 0.01}, "llama": {"batch_size": 128}}[family]
-        return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own)
+        own: dict[str, dict[str, Any]] = {"t5": {"batch_size": 8, "weight_decay": 0.01}, "llama": {"batch_size": 128}}
+        return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own[family])
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out the settings of the consolidation at the first task, which has nothing to consolidate."""
