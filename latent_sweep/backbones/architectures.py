@@ -117,6 +117,13 @@ def empty_model(folder: Path) -> Any:
     return model
 
 
+def forget_dropout(config: Any) -> None:
+    """Set every rate of dropout in a model's configuration to 0."""
+    for name, value in list(vars(config).items()):
+        if "drop" in name and type(value) is float:
+            setattr(config, name, 0.0)
+
+
 def set_dropout(model: Any, rate: float) -> float:
     """Give all dropout of a model one rate, and return the one before.
 

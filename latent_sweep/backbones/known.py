@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -52,9 +52,7 @@ class BackboneSettings(Settings):
     """Type of the frozen weights and of the computation; adapters are trained in float32 whatever it is (A28)."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra={"not_identity": True})
     """Where it runs; `auto` takes the GPU the trial was given, else the CPU."""
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
-        None, json_schema_extra=LEFT_OUT_AT_DEFAULT
-    )
+    targets: Literal["all-linear"] | tuple[str, ...] | None = Field(None, json_schema_extra=LEFT_OUT_AT_DEFAULT)
     """Adapted projections; None is query and value of every attention block, as in the paper. Else names such as
     `[q_proj, v_proj, o_proj]`, or ends of names, or `all-linear` for every linear projection but the output head."""
 
@@ -62,6 +60,15 @@ class BackboneSettings(Settings):
     @classmethod
     def _without_tilde(cls, name: str | None) -> str | None:
         return str(local_path(name)) if name is not None and name.startswith("~") else name
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _names(cls, targets: Any) -> Any:
+        if targets is None or targets == ALL_LINEAR:
+            return targets
+        if not isinstance(targets, (list, tuple)) or not targets or not all(isinstance(n, str) and n for n in targets):
+            raise ValueError(f"expected a list of names such as [q_proj, v_proj], or {ALL_LINEAR}")
+        return tuple(targets)
 
 
 @dataclass(frozen=True)

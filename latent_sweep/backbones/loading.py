@@ -12,7 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.backbones.architectures import device_of, empty_model, random_model, separate_head, set_dropout
+from latent_sweep.backbones.architectures import (
+    device_of,
+    empty_model,
+    forget_dropout,
+    random_model,
+    separate_head,
+    set_dropout,
+)
 from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
@@ -99,6 +106,11 @@ class Backbone:
         return self.model.get_input_embeddings().weight
 
     @property
+    def embedding_scale(self) -> float:
+        """What the embedding itself multiplies vectors of its table by, those of a soft prompt not among them."""
+        return float(getattr(self.prompt_embedding, "embed_scale", 1.0))
+
+    @property
     def pad_id(self) -> int:
         """Padding token id; masks are always passed, so its value never matters."""
         pad = self.tokenizer.pad_token_id
@@ -168,6 +180,8 @@ def assemble(
     model.eval()
     kind, linears = model.config.model_type, linears_of(model)
     traits = family_of_type(kind, {"is_encoder_decoder": model.config.is_encoder_decoder})
+    if not traits.stacks:
+        forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own
     if traits.laid_out:
         model.set_attn_implementation(ATTENTION)
     targets = {name: model.get_submodule(name) for name in select(kind, traits, linears, settings.targets)}

@@ -41,8 +41,6 @@ Family = Literal["t5", "llama"]
 class Frame:
     """What stands around the token ids of a text."""
 
-    begins: bool
-    """Whether prompts begin with BOS where the tokenizer itself adds one."""
     ends: bool
     """Whether prompts end with EOS."""
     keeps_eos: bool
@@ -52,8 +50,8 @@ class Frame:
 
 
 FRAMES: Mapping[Family, Frame] = {
-    "t5": Frame(begins=False, ends=True, keeps_eos=True, one_space=True),
-    "llama": Frame(begins=True, ends=False, keeps_eos=False, one_space=False),
+    "t5": Frame(ends=True, keeps_eos=True, one_space=True),
+    "llama": Frame(ends=False, keeps_eos=False, one_space=False),
 }
 """By the paper's two families: encoder-decoders take T5's, other models Llama's."""
 
@@ -144,8 +142,9 @@ def encode_parts(
     The whole prompt is tokenized at once, so what fits is exactly what the tokenizer makes of the string, and what
     does not fit only loses tokens: the last ones of the input (`keep_cue`), its middle ones (`keep_ends`: as many stay
     of its beginning as of its end, or one more), or the last ones of the prompt (`official`). A token that reaches into
-    the input from the head belongs to the input, one that reaches into the cue to the cue. T5 prompts end with EOS;
-    Llama prompts begin with BOS where the tokenizer itself adds one and `bos` is `auto`, and have no EOS.
+    the input from the head belongs to the input, one that reaches into the cue to the cue. Prompts begin with BOS where
+    the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts end with EOS, Llama
+    prompts do not.
 
     Raises:
         DataError: Head and cue leave no room for the input (not under `official`).
@@ -158,7 +157,7 @@ def encode_parts(
     head, kept, cue = ids[:n_head], ids[n_head : len(ids) - n_cue], ids[len(ids) - n_cue :]
 
     frame = FRAMES[family]
-    first = [tokenizer.bos_token_id] if frame.begins and bos == "auto" and _adds_bos(tokenizer) else []
+    first = [tokenizer.bos_token_id] if bos == "auto" and _adds_bos(tokenizer) else []
     last = [tokenizer.eos_token_id] if frame.ends else []
     room = max_source_length - len(first) - len(last)
     if len(ids) > room and truncation == "official":

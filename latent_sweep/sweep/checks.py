@@ -499,8 +499,7 @@ def _check_prompts(case: Case, found: Findings) -> None:
 def _room(case: Case) -> int:
     """Return the number of tokens that a prompt's text may have."""
     b, reader = case.settings, case.reader
-    frame = FRAMES[reader.family]
-    special = frame.ends + (frame.begins and b.bos == "auto" and reader.bos_token_id is not None)
+    special = FRAMES[reader.family].ends + (b.bos == "auto" and reader.bos_token_id is not None)
     return b.max_source_length - special
 
 

@@ -24,6 +24,8 @@ from latent_sweep.backbones.layouts import Padded, Shared
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.outlines import linears_of, model_class, model_config, outline
 from latent_sweep.errors import ConfigError
+from latent_sweep.learn.training import recomputing
+from latent_sweep.sweep.groups import TrainingSettings
 from latent_sweep.sweep.memory import shape_of
 
 LLAMA = {name: value for name, value in KNOWN["tiny-qwen3"].config.items() if name != "head_dim"}
@@ -234,6 +236,43 @@ def test_padding_in_front_is_read_as_trainers_do(name):
     assert seen[0].isfinite().all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_training_mode_gives_the_same_logits(name):
+    """Gradient checkpointing trains in training mode: no dropout may wake up there, wherever a model keeps its rate."""
+    config = KNOWN[name].config
+    rates = ("attention_dropout", "hidden_dropout", "resid_pdrop", "dropout", "residual_dropout", "encoder_layerdrop")
+    wet = dict.fromkeys(rates, 0.5) | {"dropout_rate": 0.5}
+    KNOWN[name] = dataclasses.replace(KNOWN[name], config={**config, **wet})
+    backbone, rows = load_backbone(settings_of(name)), instructed(2)
+    with torch.no_grad():
+        expected = expected_logits(plain(name), rows)
+        backbone.model.train()
+        for _ in range(2):
+            assert_same_to_rounding(label_logits(backbone, collate([rows], backbone)), expected, PASS)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gemma3", "tiny-mistral", "tiny-olmo2", "tiny-umt5", "tiny-gemma2", "tiny-mixtral"]
+)
+def test_recomputed_activations_give_the_same_gradients(name):
+    """Beyond a window, too."""
+    backbone = load_backbone(settings_of(name))
+    outputs, rows = outputs_of(backbone.targets), random_rows(3, seed=2, shortest=12, longest=20)
+    A, _ = new_branch(backbone.targets, 3, torch.Generator().manual_seed(0))
+    B = 0.1 * torch.randn(sum(outputs), 3, generator=torch.Generator().manual_seed(1))
+    bank, found = bank_of(backbone), []
+    for again in (False, True):
+        leaves = A.clone().requires_grad_(True), B.clone().requires_grad_(True)
+        batch = collate([rows], backbone)
+        settings = TrainingSettings(learning_rate=0.1, batch_size=3, epochs=1, gradient_checkpointing=again)
+        with recomputing(backbone, settings), bank.active(Adaptation(LoraDeltas(*leaves, outputs, 2.0))):
+            loss = cross_entropy(label_logits(backbone, batch), batch.labels)
+            found.append(torch.autograd.grad(loss, leaves))
+    bank.remove()
+    for one, other in zip(*found, strict=True):
+        assert_same_to_rounding(one, other, GRADIENT)
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +429,22 @@ def test_a_folder_and_its_files_give_the_same_backbone(name, tmp_path, monkeypat
             assert torch.equal(label_logits(found, collate([rows], found)), expected)
     tied = loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
     assert tied == (name not in ("tiny-flan-t5",))
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma", "tiny-gemma3", "tiny-granite", "tiny-bart"])
+def test_a_soft_prompt_of_tokens_is_those_tokens(name):
+    """Wherever a model scales its embeddings: in the embedding itself, or behind it."""
+    if name == "tiny-bart":
+        KNOWN[name] = dataclasses.replace(KNOWN[name], config={**KNOWN[name].config, "scale_embedding": True})
+    backbone = load_backbone(settings_of(name))
+    bank, (row,) = bank_of(backbone), instructed(1)
+    prompt = backbone.embedding_scale * backbone.embedding_table[row["prompt_ids"][:3]]
+    virtual = {**row, "prompt_ids": [-1, -2, -3, *row["prompt_ids"][3:]]}
+    with torch.no_grad():
+        expected = label_logits(backbone, collate([[row]], backbone))
+        with bank.active(Adaptation(prompt=prompt)):
+            assert_same_to_rounding(label_logits(backbone, collate([[virtual]], backbone)), expected, PASS)
+    bank.remove()
 
 
 def test_the_router_reads_gemmas_table_without_its_scale():
