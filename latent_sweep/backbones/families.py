@@ -262,6 +262,8 @@ class Sizes:
     values: Mapping[str, int]
     gated: bool
     """Whether the MLP multiplies two projections."""
+    kept: int
+    """How many numbers of the inner width an MLP keeps per token for its backward pass."""
     tied: bool
     """Whether the language-model head is the input embedding table."""
     buckets: int
@@ -302,6 +304,8 @@ def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
     return Sizes(
         values,
         gated=feed_forward.startswith("gated"),
+        # T5's gated GELU is made of single operations in transformers; other activations are one
+        kept=6 if feed_forward == "gated-gelu" else 3 if feed_forward.startswith("gated") else 1,
         tied=bool(config["tie_word_embeddings"]),
         buckets=config.get("relative_attention_num_buckets") or 0,
     )

@@ -17,17 +17,19 @@ the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n
 Kept of a Llama block, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
 attention and its k wide keys and values, 4 H for its normaliser, 3 b f in the MLP. A frozen projection keeps nothing;
 an adapter keeps b r per projection, LoRA its input, b h, too. A T5 block differs in its norms, (4 + b) h in bfloat16,
-its MLP, b f, and in its decoder, where every block keeps keys and values of all prompt tokens; all blocks share a mask,
-b B H S^2 with the position bias in it. LoRA keeps b P besides, its matrices in bfloat16; latent adapters b r o for each
-projection, the product of its left factor and R, and in bfloat16 the left factors in float32. T5's own dropout keeps
-noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a byte on a GPU and b on a CPU, where attention
-with dropout is not fused and keeps 8 B H S^2. On a CPU attention is learned in float32: 4 stands for b in what it
-keeps. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as many). With gradient checkpointing
-only each block's input is kept, b h, and one block at a time has all of the above.
+its MLP, b f, or 6 b f where a GELU gates it, and in its decoder, where every block keeps keys and values of all prompt
+tokens; all blocks share a mask, b B H S^2 with the position bias in it, or have one each. LoRA keeps b P besides, its
+matrices in bfloat16; latent adapters b r o for each projection, the product of its left factor and R, and in bfloat16
+the left factors in float32. T5's own dropout keeps noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each
+a byte on a GPU and b on a CPU, where attention with dropout is not fused and keeps 8 B H S^2. On a CPU attention is
+learned in float32: 4 stands for b in what it keeps. The backward pass of an MLP adds as many numbers as it keeps (T5:
+twice as many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the
+above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
 Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
-(EWC's Fisher pass, a gate, the SVD, loading); LwF's teacher; and biases, which no named backbone has.
+(EWC's Fisher pass, a gate, the SVD, loading); and LwF's teacher. Blocks of other families differ in their norms alone,
+each of which keeps 4 (k + 1) for the k numbers that it reads; of a family that no table describes nothing is predicted.
 """
 
 from __future__ import annotations
@@ -396,7 +398,7 @@ class _Stack:
 def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, besides: int = 0, shared: int = 0) -> _Stack:
     """Make a stack that keeps so many bytes per token, the MLP left out, others for the whole batch, and a mask."""
     b, h, f = shape.bytes, shape.width, shape.inner
-    mlp = b * f * (3 if shape.gated else 1)
+    mlp = b * f * shape.sizes.kept
     in_mlp = b * f * (3 if shape.gated else 2)
     in_norm = 4 * 4 * h - mlp  # of float32, when what the MLP kept is gone
     return _Stack(
@@ -429,13 +431,17 @@ def _stacks(
     across = read * (2 * of_attention * a + adapters.one)
     of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if noise and on_cpu else 0
     across += drawn * target * (prompt + target)
+    of_encoder = drawn * prompt**2
+    if not shape.family.shared_bias:  # every block has a mask of its own, and keeps it
+        of_encoder, across = of_encoder + mask_of_encoder, across + mask_across + heads * target**2
+        mask_of_encoder = mask_across = 0
     return [
         _stack(
             shape,
             shape.sizes["blocks"],
             read,
             2 * norm + attention + 2 * noise * shape.width + of_block,
-            drawn * prompt**2,
+            of_encoder,
             mask_of_encoder,
         ),
         _stack(

@@ -26,5 +26,26 @@ for _method in METHODS:
     globals()[_name] = type(_name, (_OnEveryFamily,), _content)
 
 
+class _AllLinear(MethodConformance):
+    """Of projections with different numbers of inputs."""
+
+    __test__ = False
+
+    @pytest.fixture(scope="class", params=[pytest.param("tiny-qwen3", marks=pytest.mark.slow)])
+    @classmethod
+    def family(cls, request):
+        return request.param
+
+    @classmethod
+    def backbone(cls, family):
+        return {**super().backbone(family), "targets": "all-linear"}
+
+
+for _method in METHODS:
+    _name = f"Test_{_method}_all_linear"
+    _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "__test__": True}
+    globals()[_name] = type(_name, (_AllLinear,), _content)
+
+
 def test_every_method_has_its_class_of_tests():
     assert {each.method for each in _OnEveryFamily.__subclasses__()} >= set(METHODS)
