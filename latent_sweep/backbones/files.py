@@ -118,7 +118,8 @@ def local_folder(settings: BackboneSettings) -> Path:
     hide_progress_bars()
     known = describe(settings)
     if known is not None and known.source == "config":
-        return _made_once(f"random-{content_hash([settings.identity(), dict(known.config)])}", _draw, known, settings)
+        drawn = settings.model_copy(update={"targets": None}).identity()
+        return _made_once(f"random-{content_hash([drawn, dict(known.config)])}", _draw, known, settings)
     if settings.name == EMBEDDED:
         return embedded_folder(settings.dtype)
     source = known.source if known else settings.name

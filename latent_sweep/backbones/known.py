@@ -277,10 +277,13 @@ def in_one_spelling(settings: BackboneSettings) -> BackboneSettings:
     targets: Any = tuple(sorted(set(settings.targets)))
     if (known := describe(settings)) is not None:
         chosen, linears = known.adapted(settings), outline(known.family, known.config).linears
+        shortest = tuple(sorted({path.rpartition(".")[2] for path in chosen}))
         if len(chosen) == len(linears):
             targets = ALL_LINEAR
         elif chosen == _default(known, linears):
             targets = None
+        elif chosen == select(known.family, known.traits, linears, shortest):
+            targets = shortest
     return settings.model_copy(update={"targets": targets})
 
 

@@ -295,19 +295,24 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
             can, for `latent_sweep.learn.packing` to split. Trainings that no forward pass can hold together (another
             method, backbone or task sequence, or dropout) never share a pack.
     """
-    ranks: dict[str, int] = {}
+    ranks: dict[Any, int] = {}
     for trial in trials:
-        name = trial.settings.backbone.name
-        ranks[name] = max(ranks.get(name, 0), trial.method().rank())
+        adapted = _adapted(trial)
+        ranks[adapted] = max(ranks.get(adapted, 0), trial.method().rank())
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.training_id, []).append(trial)
-    members = [Member(tuple(group), ranks[group[0].settings.backbone.name]) for group in groups.values()]
+    members = [Member(tuple(group), ranks[_adapted(group[0])]) for group in groups.values()]
     alike: dict[str, list[Member]] = {}
     for member in members:
         alike.setdefault(_pack_key(member, together), []).append(member)
     size = together if isinstance(together, int) else max(1, len(members))
     return [Pack(tuple(group[i : i + size])) for group in alike.values() for i in range(0, len(group), size)]
+
+
+def _adapted(trial: Trial) -> tuple[str, Any]:
+    """Return a key that is equal for trials that adapt the same projections of one backbone."""
+    return trial.settings.backbone.name, trial.settings.backbone.targets
 
 
 def _pack_key(member: Member, together: int | Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.peft_models import peft_model
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
+from helpers.sweeps import tiny
 from helpers.tiny import bank_of, random_rows
 from peft import LoraConfig, LoraModel
 from torch import nn
@@ -25,8 +26,10 @@ from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.outlines import linears_of, model_class, model_config, outline
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.training import recomputing
+from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.groups import TrainingSettings
 from latent_sweep.sweep.memory import shape_of
+from latent_sweep.sweep.plan import expand
 
 LLAMA = {name: value for name, value in KNOWN["tiny-qwen3"].config.items() if name != "head_dim"}
 OTHERS = {
@@ -358,6 +361,23 @@ def test_one_choice_has_one_spelling():
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert spelled(*every) == "all-linear"
     assert spelled("qkv_proj", name="tiny-phi4") == ("qkv_proj",)
+
+
+def test_query_and_value_by_name_are_the_same_trial_as_the_default():
+    def planned(targets):
+        (trial,) = expand(parse_sweep(tiny(search={}, trial__backbone__targets=targets), "sweep.yaml"))
+        return trial.trial_id, trial.training_id, trial.lineages(), trial.settings.backbone
+
+    default, named, others = planned(None), planned(["v_proj", "q_proj"]), planned(["q_proj", "o_proj"])
+    assert named == default
+    assert not {*default[:2], *default[2]} & {*others[:2], *others[2]}
+    assert others[:3] == planned(["self_attn.o_proj", "q_proj"])[:3] != planned("all-linear")[:3]
+
+
+@pytest.mark.parametrize("targets", ["q_proj", [], [3], 3, [""]])
+def test_targets_that_are_no_list_of_names_are_refused_where_they_stand(targets):
+    with pytest.raises(ConfigError, match=r"trial\.backbone\.targets: .*a list of names such as \[q_proj, v_proj\]"):
+        parse_sweep(tiny(trial__backbone__targets=targets), "sweep.yaml")
 
 
 @pytest.mark.parametrize("name", list(FUSED))
