@@ -247,6 +247,8 @@ def refusal(model_type: str, config: Mapping[str, Any]) -> str:
         return f"it is made of several models ({', '.join(parts)}); give a checkpoint of text alone"
     if model_type in ENCODERS and not config.get("is_decoder"):
         return "it does not write text"
+    if config.get("use_bidirectional_attention"):
+        return "its tokens see those after themselves"
     if model_type in STATE_SPACE:
         return "it answers from a state instead of keys and values"
     return ""

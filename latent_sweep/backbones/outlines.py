@@ -26,6 +26,10 @@ ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """What transformers calls layers that keep keys and values."""
 
 
+TOLD = ("is_decoder", "use_bidirectional_attention")
+"""Settings that say whether a model writes."""
+
+
 @dataclass(frozen=True)
 class Outline:
     """What adapters and methods must know of a model before it is loaded."""
@@ -95,15 +99,15 @@ def model_class(config: Any) -> Any:
     found = mapping.get(type(config), None)
     if isinstance(found, tuple):
         found = found[0]
-    if config.model_type in FAMILIES:
-        return found
-    why = refusal(config.model_type, {"is_decoder": getattr(config, "is_decoder", False)})
-    if found is None:
-        why = why or "it does not write text by itself"
+    why = refusal(config.model_type, {name: getattr(config, name, False) for name in TOLD})
+    if why or config.model_type in FAMILIES:
+        pass
+    elif found is None:
+        why = "it does not write text by itself"
     elif config.get_text_config() is not config and not config.is_encoder_decoder:
-        why = why or "it is made of several models; give a checkpoint of text alone"
+        why = "it is made of several models; give a checkpoint of text alone"
     elif getattr(found, "_is_stateful", False) or set(getattr(config, "layer_types", None) or ()) - ATTENDING:
-        why = why or "it answers from a state instead of keys and values"
+        why = "it answers from a state instead of keys and values"
     if why:
         raise ConfigError(f"model_type {config.model_type!r}; {SUPPORTED}; {why}")
     return found

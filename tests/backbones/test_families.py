@@ -12,6 +12,7 @@ from helpers.tiny import bank_of, random_rows
 from peft import LoraConfig, LoraModel
 from torch import nn
 from torch.nn.functional import cross_entropy
+from transformers import CONFIG_MAPPING
 
 from latent_sweep.adapters.bank import Adaptation, side_by_side
 from latent_sweep.adapters.lora import LoraDeltas, inputs_of, new_branch, outputs_of
@@ -412,6 +413,7 @@ def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
         ),
         ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "made of several models .*text alone"),
         ({"model_type": "roberta"}, "does not write text"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "see those after themselves"),
         ({"model_type": "clip"}, "does not write text"),
         ({"model_type": "no-such-model"}, "which transformers .* does not know"),
         ({"model_type": "llama", "hidden_size": 32}, "sizes such as hidden_size or d_model are missing"),
@@ -422,6 +424,23 @@ def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, conf
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"config\.json.*{words}"):
         describe(BackboneSettings(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [("gemma3", "several models"), ("mamba", "answers from a state"), ("bert", "does not write")]
+)
+def test_what_a_hub_turns_out_to_have_is_refused_before_its_weights_are_read(family, words):
+    with pytest.raises(ConfigError, match=rf"model_type '{family}'; supported are .*{words}"):
+        model_class(CONFIG_MAPPING[family]())
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    backbone = load_backbone(settings_of("tiny-llama"))
+    backbone.model.save_pretrained(tmp_path)
+    backbone.tokenizer.eos_token = None
+    backbone.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: .* has no end-of-sequence token"):
+        load_backbone(settings_of(str(tmp_path)))
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
