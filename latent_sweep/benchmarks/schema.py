@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from latent_sweep.benchmarks.hub import pinned
+from latent_sweep.benchmarks.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, local_path, read_yaml
@@ -49,6 +51,8 @@ class TaskSpec(Settings):
     """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
     folder: PathText = ""
     """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
+    source: SourceSpec | None = None
+    """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
     train_rows: int | None = Field(None, ge=1)
     """Published number of training rows; read only where the data is not at hand."""
     test_rows: int | None = Field(None, ge=1)
@@ -122,6 +126,9 @@ class BenchmarkSpec(Settings):
     @model_validator(mode="after")
     def _check_names(self) -> BenchmarkSpec:
         names = [task.name for task in self.tasks]
+        sourced = [task.name for task in self.tasks if task.source is not None]
+        if sourced and self.layout != "folder":
+            raise ValueError(f"task {sourced[0]!r} has a `source`, but `layout` is {self.layout!r}; leave it out")
         faults = [] if names else ["`tasks` is empty; list at least one task"]
         faults += [f"task {name!r} is listed twice" for name in _repeated(names)]
         if not self.orders:
@@ -203,8 +210,26 @@ def load_benchmark(name: str) -> BenchmarkSpec:
     path = _benchmark_file(name)
     spec = _parse(path)
     if spec.layout == "folder":
-        spec = spec.model_copy(update={"folder": str((path.parent / spec.folder).resolve())})
+        tasks = tuple(_located(task, path.parent) for task in spec.tasks)
+        spec = spec.model_copy(update={"folder": str((path.parent / spec.folder).resolve()), "tasks": tasks})
     return spec
+
+
+def _located(task: TaskSpec, folder: Path) -> TaskSpec:
+    """The task with files of its source as whole paths, and with the commit of a hub data set."""
+    source = task.source
+    if source is None:
+        return task
+
+    def whole(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str((folder / local_path(path)).resolve()) for path in paths)
+
+    update: dict[str, Any] = {"train": whole(source.train)}
+    if not isinstance(source.test, int):
+        update["test"] = whole(source.test)
+    if source.superni is not None:
+        (update["superni"],) = whole((source.superni,))
+    return task.model_copy(update={"source": pinned(source.model_copy(update=update))})
 
 
 def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from latent_sweep.backbones.known import BackboneSettings, Family, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
-from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_rows, row_count
+from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, row_count
 from latent_sweep.benchmarks.prompts import LOST, PromptParts, definitions, encode_parts, split_prompts
+from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.metrics import normalise_answer

@@ -408,6 +408,8 @@ def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
     # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
+    if sources := {task.name: decides for task in tasks if task.source and (decides := task.source.decides())}:
+        named["sources"] = sources
     scored: dict[str, Any] = {"stop": list(spec.stop)}
     scored["metrics"] = [scoring_metric(settings.benchmark, task) for task in tasks]
     if settings.benchmark.prompts.definition == "paraphrase":

@@ -1087,7 +1087,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "benchmarks::test_digest_names_the_rows_and_the_texts",
     ),
     _mutant(
-        "benchmarks/loaders.py",
+        "benchmarks/rows.py",
         "training always takes the first reference",
         'int.from_bytes(digest[:8], "big") % len(self.references)',
         "0",
