@@ -10,15 +10,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
 from latent_sweep.benchmarks.hub import pinned
 from latent_sweep.benchmarks.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
+from latent_sweep.metrics import check_metric
 from latent_sweep.security import quoted
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, local_path, read_yaml
 
-Metric = Literal["accuracy", "rouge_l"]
+Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
 
 Truncation = Literal["keep_cue", "keep_ends", "official"]
@@ -42,7 +43,8 @@ class TaskSpec(Settings):
     category: str = ""
     """Kind of task, e.g. `summarization`."""
     metric: Metric
-    """How a prediction is scored: exact match after normalisation, or Rouge-L F-measure."""
+    """How a prediction is scored: `accuracy` (exact match after normalisation), `rouge_l`, `rouge_1`, `token_f1`,
+    `edit_similarity`, `bleu`, `chrf`, `sari`, `number_match`, or `package.module:function` from outside."""
     instruction: str = ""
     """Text that precedes every input, the task's definition; may be empty."""
     paraphrases: Strings = ()
