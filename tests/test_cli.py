@@ -1,3 +1,6 @@
+import argparse
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -6,7 +9,7 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, tiny, write
 
 from latent_sweep import __version__
-from latent_sweep.cli import main
+from latent_sweep.cli import _parser, main
 
 
 def test_help_lists_the_commands(capsys):
@@ -92,3 +95,52 @@ def test_help_imports_nothing_heavy():
     script = f"import sys; from latent_sweep.cli import _parser; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def commands_of(parser):
+    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
+
+
+def test_each_command_has_an_example_that_it_understands():
+    """The example of a command's help is one of its own, and nothing in it is unknown."""
+    parser = _parser()
+
+    def check(command, *before):
+        inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        for action in inner:
+            for name, below in action.choices.items():
+                check(below, *before, name)
+        if not inner:
+            example = command.epilog.removeprefix("Example: latent-sweep ").partition(" | ")[0].partition(" > ")[0]
+            assert tuple(shlex.split(example)[: len(before)]) == before
+            parser.parse_args(shlex.split(example))
+
+    for name, command in commands_of(parser).items():
+        check(command, name)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
+def test_bash_completes_commands_options_and_choices(tmp_path):
+    command = [sys.executable, "-m", "latent_sweep.cli", "completion", "bash"]
+    script = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    (tmp_path / "latent-sweep").write_text(script)
+
+    def completed(*words):
+        line = " ".join(map(shlex.quote, words))
+        script = f"""
+            source {shlex.quote(str(tmp_path / "latent-sweep"))}
+            COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+            function=$(complete -p latent-sweep | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+            $function; printf '%s\\n' "${{COMPREPLY[@]}}"
+        """
+        done = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True, cwd=tmp_path
+        )
+        return done.stdout.split()
+
+    assert set(commands_of(_parser())) <= set(completed("latent-sweep", ""))
+    assert completed("latent-sweep", "rep") == ["report"]
+    assert completed("latent-sweep", "report", "--fo") == ["--format"]
+    assert completed("latent-sweep", "report", "--format", "ma") == ["markdown"]
+    (tmp_path / "runs").mkdir()
+    assert completed("latent-sweep", "report", "ru") == ["runs"]

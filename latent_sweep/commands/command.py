@@ -1,0 +1,47 @@
+"""How a command is told of, by name, help and example, and what several of them take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""The commands of the console script, as argparse holds them."""
+
+Parser = argparse.ArgumentParser
+
+CarryOut = Callable[[argparse.Namespace], int]
+"""Carries a command out, and returns its exit code."""
+
+
+def add_command(
+    commands: Commands, name: str, carry_out: CarryOut, told: str, example: str, description: str | None = None
+) -> Parser:
+    """Add a command.
+
+    Args:
+        told: what it does, a line of the list of commands.
+        example: a command line that does it, without `latent-sweep`.
+        description: what its own help says; None is `told`.
+    """
+    said = description or f"{told[:1].upper()}{told[1:]}."
+    parser: Parser = commands.add_parser(name, help=told, description=said, epilog=f"Example: latent-sweep {example}")
+    parser.set_defaults(carry_out=carry_out)
+    return parser
+
+
+def add_sweep_folder(parser: Parser) -> None:
+    """Add the argument that names a sweep that has run, or is running."""
+    parser.add_argument("folder", help="the sweep's folder or its URI, e.g. runs/lambda")
+
+
+def add_json(parser: Any) -> None:
+    """Add the option to print what a program may read."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def print_json(content: Any) -> None:
+    """Print what `--json` asks for."""
+    print(json.dumps(content, indent=1))

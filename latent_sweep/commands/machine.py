@@ -1,0 +1,80 @@
+"""doctor and bench: can this machine be trusted with a sweep, and how fast is it?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from latent_sweep.commands.command import Commands, add_command, add_json
+from latent_sweep.run import add_sweep_arguments
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    doctor = add_command(
+        commands,
+        "doctor",
+        _doctor,
+        "find out whether this machine or cluster can be trusted with a sweep; under two minutes without one",
+        "doctor sweeps/lambda.yaml",
+        "Check packages, device, storage, tracker and every method, on a Ray cluster each node too; with a sweep file "
+        "also its data and its backbone, which takes one real step. Leaves nothing behind but caches that a run needs "
+        "anyway. Exit codes: 0 no fault, 1 a fault, 2 it could not be checked.",
+    )
+    add_sweep_arguments(doctor, optional=True)
+    doctor.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU where there is one"
+    )
+    doctor.add_argument(
+        "--address", metavar="HOST:PORT", help="a Ray cluster whose nodes are checked; default: that of RAY_ADDRESS"
+    )
+
+    bench = add_command(
+        commands,
+        "bench",
+        _bench,
+        "measure this machine: against the bare backbone, and the usual way",
+        "bench --backbone t5-large --only step packs",
+    )
+    bench.add_argument("--backbone", default="smollm2-135m", help="as in a sweep file; default: %(default)s")
+    bench.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU where there is one")
+    bench.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], nargs="+", default=[], help="one step is measured with each"
+    )
+    bench.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="measure only these: step packs history generate evaluate start threads memory sweep; or tasks, methods "
+        "and shards, which take several minutes to an hour and run only when named",
+    )
+    bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
+    add_json(bench)
+    bench.add_argument("--storage", default="runs", help="folder for the profile that `plan` reads; default: runs")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from latent_sweep.doctor.examination import examine
+
+    healthy = examine(
+        options.sweep, options.overrides, options.device, options.address, lambda text: print(text, flush=True)
+    )
+    return 0 if healthy else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from latent_sweep.bench.run import run_bench
+    from latent_sweep.store.storage import open_storage
+
+    report = run_bench(
+        options.backbone,
+        options.device,
+        options.dtype,
+        options.only,
+        options.quick,
+        open_storage(options.storage),
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(report.json() if options.json else report.text())
+    return 0

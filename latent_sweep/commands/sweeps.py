@@ -1,0 +1,118 @@
+"""run, plan, settings and status: a sweep file, and the sweep that it becomes."""
+
+from __future__ import annotations
+
+import argparse
+
+from latent_sweep.commands.command import Commands, add_command, add_json, add_sweep_folder, print_json
+from latent_sweep.run import add_arguments, add_sweep_arguments
+from latent_sweep.run import run as run_a_sweep
+from latent_sweep.security import printable
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    add_arguments(
+        add_command(
+            commands,
+            "run",
+            run_a_sweep,
+            "run a sweep file; the same command again resumes it",
+            "run sweeps/quickstart.yaml --set search.seed='[0, 1, 2]'",
+        )
+    )
+    plan = add_command(
+        commands,
+        "plan",
+        _plan,
+        "print what a sweep file would run; checks it completely, runs nothing",
+        "plan sweeps/lambda.yaml --explain",
+    )
+    add_sweep_arguments(plan)
+    plan.add_argument("--explain", action="store_true", help="say which setting makes or breaks the reuse of a stage")
+
+    add_command(
+        commands,
+        "settings",
+        _settings,
+        "print every setting of a sweep file: default and meaning",
+        "settings | less",
+    )
+    status = add_command(
+        commands,
+        "status",
+        _status,
+        "say where a sweep stands while it runs, from any terminal or machine, or how it has ended",
+        "status runs/lambda --watch",
+        "Say who runs a sweep, what its workers do, what is done, learned and reused, the best AP so far, failures "
+        "with their reasons, and how long it still takes. Of a sweep whose choices are being made it tells of its "
+        "candidates. Changes nothing. Exit codes: 0 no trial has failed, 1 one has, 2 it could not be looked at.",
+    )
+    add_sweep_folder(status)
+    showing = status.add_mutually_exclusive_group()
+    showing.add_argument("--watch", action="store_true", help="go on until nobody runs it any more")
+    add_json(showing)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from latent_sweep.backends.driver import check_engine
+    from latent_sweep.store.folders import SweepFolder
+    from latent_sweep.store.snapshots import SnapshotStore
+    from latent_sweep.store.storage import open_storage
+    from latent_sweep.sweep.checks import check_sweep
+    from latent_sweep.sweep.config import load_sweep
+    from latent_sweep.sweep.explain import explain_plan
+    from latent_sweep.sweep.forecast import describe_plan, describe_tuning
+    from latent_sweep.sweep.plan import expand, pack
+    from latent_sweep.sweep.tuning import (
+        candidate_trials,
+        choices,
+        chosen_for,
+        known_choices,
+        stand_ins,
+        tuning_lines,
+        tuning_sweep,
+    )
+
+    sweep = load_sweep(options.sweep, options.overrides)
+    check_engine(sweep.run.engine)
+    storage = open_storage(sweep.run.storage)
+    due = choices(sweep)
+    tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    chosen = known_choices(due, SweepFolder(storage, tuning.name))
+    trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
+    warnings = check_sweep(sweep, trials)
+    if candidates:
+        remarks = check_sweep(tuning, candidates)
+        text = describe_plan(tuning, candidates, pack(candidates, sweep.run.pack), storage, remarks)
+        told = tuning_lines(chosen) if chosen else ["nothing yet: below, the first candidates stand for it"]
+        lines = [*describe_tuning(sweep, due, trials), text, "", "chosen", *(f"  {line}" for line in told), ""]
+        print(printable("\n".join(lines)))
+    print(printable(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings)))
+    if options.explain:
+        print("", printable(explain_plan(sweep, trials, SnapshotStore(storage))), sep="\n")
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from latent_sweep.sweep.groups import describe_settings
+
+    print(describe_settings())
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from latent_sweep.results.lines import status_lines
+    from latent_sweep.results.screen import watch
+    from latent_sweep.results.state import SweepWatch, current
+    from latent_sweep.store.folders import open_sweep
+
+    sweep = open_sweep(options.folder)
+    if options.watch:
+        watch(sweep)
+    state = SweepWatch(current(sweep)).look()
+    if options.json:
+        print_json(state.record())
+    else:
+        print(printable("\n".join(status_lines(state))))
+    return 1 if state.failed else 0

@@ -1,0 +1,101 @@
+"""sync and verify: what is on disk, and what MLflow holds of it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from latent_sweep.commands.command import Commands, Parser, add_command, add_sweep_folder
+from latent_sweep.security import printable
+
+if TYPE_CHECKING:
+    from latent_sweep.backends.mlflow_mirror import MlflowMirror, NullMirror
+    from latent_sweep.store.folders import SweepFolder
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    sync = add_command(
+        commands,
+        "sync",
+        _sync,
+        "bring everything on disk that MLflow lacks into it; safe to repeat",
+        "sync runs/lambda --uri https://mlflow.example.org",
+    )
+    _add_tracker_arguments(sync)
+
+    verify = add_command(
+        commands,
+        "verify",
+        _verify,
+        "check that the disk is whole and that MLflow holds what the journals say",
+        "verify runs/lambda --repair",
+        "Check the disk: every line of every journal checks against its digest, every file of results and every "
+        "snapshot against what the journals say. If it is whole, check MLflow: runs, params, tags, status, every point "
+        "of every metric, artifacts (pictures by name, snapshots by size, the rest byte for byte). Prints what "
+        "differs; changes nothing without --repair. Exit codes: 0 equal, 1 something differs (with --repair: something "
+        "is left for the next run), 2 it could not be checked.",
+    )
+    verify.add_argument(
+        "--repair",
+        action="store_true",
+        help="set aside what is damaged on disk, so that the same run command makes it again, and say what that takes; "
+        "if the disk is whole, bring MLflow what it lacks, with new runs in the place of those that cannot be mended",
+    )
+    _add_tracker_arguments(verify)
+
+
+def _add_tracker_arguments(parser: Parser) -> None:
+    add_sweep_folder(parser)
+    parser.add_argument("--uri", help="another MLflow tracking URI than the sweep file's")
+    parser.add_argument(
+        "--allow-insecure", action="store_true", help="also a server on another machine without TLS or credentials"
+    )
+
+
+def _sync(options: argparse.Namespace) -> int:
+    _, mirror = _tracked_sweep(options)
+    changed = mirror.close()
+    lines = [f"{changed} runs brought up to date", f"compare   {mirror.ui_command()}", f"          {mirror.link()}"]
+    print(printable("\n".join(lines)))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from latent_sweep.backends.mlflow_mirror import MlflowMirror
+    from latent_sweep.backends.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
+
+    folder, mirror = _tracked_sweep(options)
+    disk = verify_disk(folder)
+    print(printable(f"disk\n{disk.text()}"), flush=True)
+    if disk.faults and options.repair:
+        if remedies := repair_disk(folder):
+            print("set aside; the same run command makes it again:", *map(printable, remedies), sep="\n")
+            return 1
+        print("fetched again from the object store")
+    elif disk.faults:
+        return _differs()
+    if not isinstance(mirror, MlflowMirror):
+        return 0
+    tracker = verify_tracker(folder, mirror)
+    print(printable(f"MLflow at {mirror.uri}\n{tracker.text()}"), flush=True)
+    if tracker.faults and options.repair:
+        repair_tracker(folder, mirror)
+        tracker = verify_tracker(folder, mirror)
+        print(printable(f"repaired\n{tracker.text()}"))
+    elif tracker.faults:
+        return _differs()
+    return 1 if tracker.faults else 0
+
+
+def _differs() -> int:
+    print("nothing was changed; the same command with --repair mends it, or makes it ready for the next run to mend")
+    return 1
+
+
+def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowMirror | NullMirror]:
+    from latent_sweep.backends.mlflow_mirror import mirror_for
+    from latent_sweep.store.folders import open_sweep
+
+    folder = open_sweep(options.folder)
+    return folder, mirror_for(options.uri or folder.tracking_uri, folder, options.allow_insecure)
