@@ -22,6 +22,10 @@ from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, Pat
 Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
 
+Allowance = Literal["stopped_targets", "long_targets", "empty_answers", "shared_inputs"]
+"""What would spoil scores without a word, and may be meant: targets that hold a stop string, or are too long to be
+answered, answers without a letter or digit, and test inputs that are training inputs too."""
+
 Truncation = Literal["keep_cue", "keep_ends", "official"]
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
@@ -53,6 +57,9 @@ class TaskSpec(Settings):
     """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
     folder: PathText = ""
     """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
+    allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
+    """What is a warning in this task and would be a fault: `stopped_targets`, `long_targets`, `empty_answers`,
+    `shared_inputs`; for whoever knows of it and means it."""
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
     train_rows: int | None = Field(None, ge=1)

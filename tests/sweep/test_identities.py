@@ -180,6 +180,7 @@ TASK = {
     "paraphrases": (["In yet other words."], NOTHING),  # unless test prompts read them
     "labels": (["ax", "bx"], NOTHING),  # a row with another answer is refused
     "folder": ("elsewhere", NOTHING),
+    "allow": (["long_targets"], NOTHING),  # rows are refused or they are not
     "source": ({"train": "left/train.json", "test": "left/test.json"}, NOTHING),  # the same files, by their names
     "train_rows": (7, NOTHING),
     "test_rows": (7, NOTHING),
