@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,23 @@ def test_a_subset_of_a_stream_is_that_of_a_list(tmp_path: Path) -> None:
         spec = load_benchmark(str(tmp_path / "plain.yaml"))
         assert load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == found
         assert row_count(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == len(found)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_data_larger_than_its_subset_is_not_held(tmp_path: Path, name: str) -> None:
+    """20 MB of rows, of which 5 are taken: what is held at a time is a few of them."""
+    long = "x" * 100_000
+    write(tmp_path / name, [{"input": f"{i} {long}", "output": "x"} for i in range(200)])
+    spec = described(tmp_path, {"train": name, "test": name})
+    tracemalloc.start()
+    try:
+        assert len(load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path, train_per_task=5))) == 5
+        assert row_count(spec, spec.tasks[0], "train", settings_of(tmp_path)) == 200
+        source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 6_000_000
 
 
 def test_a_trial_is_another_with_another_mapping_and_not_with_another_path(tmp_path: Path) -> None:
