@@ -26,6 +26,7 @@ ORDER = (
     ("run",),
     ("bench", "doctor", "testing"),
     ("backends",),
+    ("deploy",),
     ("results",),
     ("learn",),
     ("sweep",),
@@ -163,7 +164,9 @@ def test_every_chapter_says_what_it_is_for():
 
 
 SHARED = [
-    name for name in MODULES if name.split("/")[0] in ("learn", "sweep", "store", "backbones", "results", "backends")
+    name
+    for name in MODULES
+    if name.split("/")[0] in ("learn", "sweep", "store", "backbones", "results", "deploy", "backends")
 ]
 
 

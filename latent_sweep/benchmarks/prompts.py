@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Family = Literal["t5", "llama"]
 
+CUE = "\nOutput: "
+"""What asks for the answer, in every format."""
+
 LOST: dict[Truncation, str] = {
     "keep_cue": "the end of their input",
     "keep_ends": "the middle of their input",
@@ -93,7 +96,12 @@ def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str
         head = instruction + ("\n" if spec.prompt == "long_sequence" else "\n\n")
     else:
         head = ""
-    return PromptParts(head, text, "\nOutput: ")
+    return PromptParts(head, text, CUE)
+
+
+def bare_prompt(text: str) -> PromptParts:
+    """The prompt of a text that has its instruction in it, or none: the cue is all that is added."""
+    return PromptParts("", text, CUE)
 
 
 def encode_prompt(

@@ -294,6 +294,18 @@ GROUPS: Mapping[str, type[Settings]] = {
 }
 
 
+def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
+    """Read back the settings of a trial, as its `trial.yaml` and a model's folder have them.
+
+    Raises:
+        ConfigError: there is no such method.
+        ValidationError, LookupError: they are not those of a trial of this version.
+    """
+    method = method_class(content["method"]["name"]).settings_class.model_validate(content["method"])
+    groups: dict[str, Any] = {name: kind.model_validate(content[name]) for name, kind in GROUPS.items()}
+    return TrialSettings(method=method, seed=content["seed"], **groups)
+
+
 def describe_settings() -> str:
     """Every setting of a sweep file, as Markdown: path, default and what it means, from the classes themselves."""
     sections = []
