@@ -36,7 +36,7 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
 
     Args:
         wanted: `best`, the one with the highest AP and the first of several; or a trial's id, the beginning of one, or
-            its name in tables, as `lambda=0.1 seed=0`.
+            its name in tables, as `lambda=0.1 seed=0`, or as much of that as no other has.
 
     Raises:
         ConfigError: no finished trial is meant, or several are.
@@ -54,13 +54,15 @@ def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
     names = {trial.trial_id: trial_name(sweep, trial) for trial in trials}
     same = [trial for trial in trials if wanted in (trial.trial_id, names[trial.trial_id])]
     found = same or [trial for trial in trials if trial.trial_id.startswith(wanted)]
+    if not found:
+        found = [trial for trial in trials if set(wanted.split()) <= set(names[trial.trial_id].split())]
     if len(found) != 1:
         problem = f"fits {len(found)} trials" if found else "fits no trial"
         listed = [f"\n  {trial.trial_id}  {names[trial.trial_id]}" for trial in found or trials]
         more = f"\n  ... and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         raise ConfigError(
             f"sweep {sweep.name}: found trial {quoted(wanted)}, which {problem}; expected {BEST}, an id, the beginning "
-            f"of one, or a name of:{''.join(listed[:_LISTED])}{more}"
+            f"of one, or the name of one of:{''.join(listed[:_LISTED])}{more}"
         )
     (trial,) = found
     if trial not in finished:
