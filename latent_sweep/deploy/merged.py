@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors.torch import save_file
+
+from latent_sweep.backbones.files import WEIGHTS
 from latent_sweep.deploy.adapters import adapter_for
 from latent_sweep.deploy.card import front_matter, provenance
 from latent_sweep.deploy.folder import new_folder
@@ -31,13 +35,18 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
         raise ConfigError("backbone: its weights are spread over several workers; merge it where one holds all of them")
     adapter = adapter_for(model, task)
     path = new_folder(folder)
-    weights = {name: tensor.detach() for name, tensor in backbone.model.state_dict().items()}
+    weights = {name: weight.detach() for name, weight in backbone.model.named_parameters()}  # a tied one once
     for name, A, B in zip(backbone.targets, adapter.pairs.A, adapter.pairs.B, strict=True):
         W = weights[f"{name}.weight"]
         changed = W.float() + adapter.pairs.scale * B.float() @ A.float()
         weights[f"{name}.weight"] = changed.to(W.dtype)
+    # not by the model's own method, which looks for accelerators and says so on standard output
+    config = backbone.model.config.to_dict()
+    config |= {"architectures": [type(backbone.model).__name__], "dtype": model.trial.settings.backbone.dtype}
+    write_file(path / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
     with committing(path):
-        backbone.model.save_pretrained(path, state_dict=weights)
+        save_file({n: w.cpu().contiguous() for n, w in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
+        backbone.model.generation_config.save_pretrained(path)
         backbone.tokenizer.save_pretrained(path)
     write_file(path / "README.md", _card(model, adapter).encode())
     return path

@@ -114,6 +114,9 @@ def test_merged_weights_compute_what_our_bank_does(opened, tmp_path, family, nam
         kind = AutoModelForSeq2SeqLM if family == "tiny-t5" else AutoModelForCausalLM
         merged = kind.from_pretrained(folder, dtype="float32")
         assert_same_to_rounding(logits(merged), ours(model, positions), PASS)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"] == [type(merged).__name__]  # servers go by that
+        assert "laid_out" not in json.dumps(config)
         texts = ["Mark this.\nOutput: "]
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer(texts)["input_ids"] == model.context.backbone.tokenizer(texts)["input_ids"]
@@ -216,14 +219,12 @@ def test_export_and_ask_from_a_terminal(sweeps, tmp_path, capsys):
     assert printed == [merged, *(str(tmp_path / "adapters" / task) for task in LEARNED)]
 
     assert main(["ask", model, "zzz qqq", "fine", "--task", "mood", "--json"]) == 0
-    strange, fine = json.loads(capsys.readouterr().out)
-    (expected,) = ContinualModel.from_folder(model).answer(["fine"], task="mood")
-    assert fine == expected.record()
+    expected = ContinualModel.from_folder(model).answer(["zzz qqq", "fine"], task="mood")
+    assert json.loads(capsys.readouterr().out) == [answered.record() for answered in expected]
     assert main(["ask", sweep, "zzz qqq", "--trial", "method=latent_lora"]) == 0
     printed = capsys.readouterr().out
     assert "routed to" in printed
     assert "it belongs to no learned task" in printed
-    assert set(strange) == {"answer", "task", "weights", "novelty", "known"}
 
 
 @pytest.mark.parametrize(
