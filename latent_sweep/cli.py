@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from latent_sweep import __version__
-from latent_sweep.commands import completion, machine, models, results, sweeps, tracking
+from latent_sweep.commands import completion, machine, models, results, starting, storage, sweeps, tracking
 from latent_sweep.run import carry_out
 
-CHAPTERS = (sweeps, results, models, machine, tracking)
+CHAPTERS = (starting, sweeps, results, models, storage, machine, tracking)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,5 @@
 import argparse
+import json
 import shlex
 import shutil
 import subprocess
@@ -144,3 +145,53 @@ def test_bash_completes_commands_options_and_choices(tmp_path):
     assert completed("latent-sweep", "report", "--format", "ma") == ["markdown"]
     (tmp_path / "runs").mkdir()
     assert completed("latent-sweep", "report", "ru") == ["runs"]
+
+
+def read(capsys, *arguments, code=0):
+    """What a command prints for programs."""
+    assert main([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_programs_read_what_people_read(tmp_path, capsys):
+    path = write(tmp_path, TINY)
+    planned = read(capsys, "plan", path)
+    ids = {trial["trial_id"] for trial in planned["trials"]}
+    lineages = {lineage for trial in planned["trials"] for lineage in trial["lineages"]}
+    assert (len(ids), len(lineages)) == (4, 4)
+    assert planned["estimate"]["reuse"]["distinct"] == 4 and planned["estimate"]["reuse"]["stored"] == 0
+    assert planned["estimate"]["reuse"]["passes"]["least"] <= planned["estimate"]["reuse"]["passes"]["most"]
+    assert main(["run", path, "--local"]) == 0
+    capsys.readouterr()
+    assert read(capsys, "plan", path)["estimate"]["reuse"]["stored"] == 4
+    folder = str(tmp_path / "runs" / "tiny")
+    assert read(capsys, "status", folder)["counts"] == {"finished": 4}
+    (listed,) = read(capsys, "list", str(tmp_path / "runs"))
+    assert listed["done"] == 4
+    verified = read(capsys, "verify", folder)
+    assert verified == {"disk": {"faults": [], "counts": verified["disk"]["counts"], "notes": []}}
+    next((tmp_path / "runs" / "tiny" / "trials").glob("*/scores.json")).write_text("{}")
+    assert len(read(capsys, "verify", folder, code=1)["disk"]["faults"]) == 1
+    assert len(read(capsys, "verify", folder, "--repair", code=1)["set_aside"]) == 1
+
+
+def test_programs_read_what_is_chosen_before_the_trials_run(tmp_path, capsys):
+    search = {"training.learning_rate": [0.01, 0.1]}
+    path = write(
+        tmp_path, tiny(trial__training__learning_rate=None, tune={"on": "first_tasks", "tasks": 1, "search": search})
+    )
+    tuning = read(capsys, "plan", path)["tuning"]
+    assert tuning["chosen"] is None
+    rates = [trial["values"]["training.learning_rate"] for trial in tuning["candidates"]["trials"]]
+    assert sorted(set(rates)) == [0.01, 0.1]
+
+
+def test_programs_read_every_setting(capsys):
+    sections = read(capsys, "settings")
+    told = {setting["path"]: setting for section in sections.values() for setting in section}
+    assert main(["settings"]) == 0
+    printed = capsys.readouterr().out
+    assert told["trial.seed"]["default"] == "0"
+    assert all(f"| `{path}` |" in printed for path in told) and printed.count("\n| `") == sum(
+        map(len, sections.values())
+    )

@@ -5,6 +5,7 @@ import http.server
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -69,6 +70,13 @@ def test_a_healthy_machine_has_no_fault(tmp_path, capsys):
     for said in ("torch: ", "CPU: ", "storage: ", "seq_lora on tiny-t5: ", "first step: 4 rows of mood on cpu"):
         assert f"  ok       {said}" in printed
     assert "twice the same bits" in printed
+
+
+def test_programs_read_what_it_has_found(tmp_path, capsys):
+    path = sweep(tmp_path)
+    printed = [json.loads(examine(capsys, path, "--json")[1]), examine(capsys, path)[1]]
+    assert {finding["mark"] for finding in printed[0]} <= {"ok", "warning"}
+    assert len(printed[0]) == len(re.findall(r"^  (ok|warning|fault) ", printed[1], re.MULTILINE))
 
 
 def test_it_leaves_nothing_behind_but_caches_of_the_sweep(tmp_path, capsys):

@@ -10,7 +10,7 @@ from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
 from latent_sweep.backends.addresses import check_ray_address
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, MissingData, StoreError
 from latent_sweep.results.sections import PAGE_FILE
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
@@ -277,6 +277,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
                 "values": {axis: trial.values.get(axis) for axis in axes},
                 "params": _params(trial),
                 "n_tasks": len(trial.tasks),
+                "lineages": _lineages(trial),
             }
         )
     content = {
@@ -293,6 +294,14 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         list(writers.map(storage.write, changed, changed.values()))
     storage.write(folder.path / "sweep.json", sealed_json(content, indent=1))
     return folder
+
+
+def _lineages(trial: Trial) -> str | None:
+    """The snapshots that a trial leaves behind, in a line; None where its data is on other nodes alone."""
+    try:
+        return " ".join(trial.lineages())
+    except MissingData:
+        return None
 
 
 def _params(trial: Trial) -> dict[str, Any]:

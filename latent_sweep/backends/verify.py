@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from latent_sweep.backends.mlflow_mirror import FoundRun, MlflowMirror
 from latent_sweep.errors import ConfigError, StoreError
@@ -55,6 +56,10 @@ class Verdict:
         end = f"{len(self.faults)} differences" if self.faults else "equal"
         notes = [f"not all trials were computed alike: {note}" for note in self.notes]
         return "\n".join([*self.faults, *notes, f"{end}; looked at {looked_at or 'nothing'}"])
+
+    def record(self) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        return {"faults": list(self.faults), "counts": dict(self.counts), "notes": list(self.notes)}
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
-from latent_sweep.commands.command import Commands, add_command, add_json
+from latent_sweep.commands.command import Commands, add_command, add_json, print_json
 from latent_sweep.run import add_sweep_arguments
 
 
@@ -28,6 +29,8 @@ def add(commands: Commands) -> None:
     doctor.add_argument(
         "--address", metavar="HOST:PORT", help="a Ray cluster whose nodes are checked; default: that of RAY_ADDRESS"
     )
+
+    add_json(doctor)
 
     bench = add_command(
         commands,
@@ -57,10 +60,14 @@ def add(commands: Commands) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from latent_sweep.doctor.examination import examine
 
-    healthy = examine(
-        options.sweep, options.overrides, options.device, options.address, lambda text: print(text, flush=True)
-    )
-    return 0 if healthy else 1
+    def tell(text: str) -> None:
+        if not options.json:
+            print(text, flush=True)
+
+    found = examine(options.sweep, options.overrides, options.device, options.address, tell)
+    if options.json:
+        print_json([asdict(finding) for finding in found])
+    return 1 if any(finding.mark == "fault" for finding in found) else 0
 
 
 def _bench(options: argparse.Namespace) -> int:

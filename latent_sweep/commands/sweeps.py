@@ -29,15 +29,19 @@ def add(commands: Commands) -> None:
         "plan sweeps/lambda.yaml --explain",
     )
     add_sweep_arguments(plan)
-    plan.add_argument("--explain", action="store_true", help="say which setting makes or breaks the reuse of a stage")
+    how = plan.add_mutually_exclusive_group()
+    how.add_argument("--explain", action="store_true", help="say which setting makes or breaks the reuse of a stage")
+    add_json(how)
 
-    add_command(
+    settings = add_command(
         commands,
         "settings",
         _settings,
         "print every setting of a sweep file: default and meaning",
         "settings | less",
     )
+    add_json(settings)
+
     status = add_command(
         commands,
         "status",
@@ -62,7 +66,7 @@ def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.sweep.checks import check_sweep
     from latent_sweep.sweep.config import load_sweep
     from latent_sweep.sweep.explain import explain_plan
-    from latent_sweep.sweep.forecast import describe_plan, describe_tuning
+    from latent_sweep.sweep.forecast import describe_plan, describe_tuning, plan_record
     from latent_sweep.sweep.plan import expand, pack
     from latent_sweep.sweep.tuning import (
         candidate_trials,
@@ -81,23 +85,36 @@ def _plan(options: argparse.Namespace) -> int:
     tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
     chosen = known_choices(due, SweepFolder(storage, tuning.name))
     trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
-    warnings = check_sweep(sweep, trials)
+    warnings, packs = check_sweep(sweep, trials), pack(trials, sweep.run.pack)
+    remarks = check_sweep(tuning, candidates) if candidates else []
+    candidate_packs = pack(candidates, sweep.run.pack)
+    told = tuning_lines(chosen) if chosen else []
+    if options.json:
+        record = plan_record(trials, packs, SweepFolder(storage, sweep.name), warnings)
+        if candidates:
+            tried = plan_record(candidates, candidate_packs, SweepFolder(storage, tuning.name), remarks)
+            record["tuning"] = {"chosen": told or None, "candidates": tried}
+        print_json(record)
+        return 0
     if candidates:
-        remarks = check_sweep(tuning, candidates)
-        text = describe_plan(tuning, candidates, pack(candidates, sweep.run.pack), storage, remarks)
-        told = tuning_lines(chosen) if chosen else ["nothing yet: below, the first candidates stand for it"]
+        text = describe_plan(tuning, candidates, candidate_packs, storage, remarks)
+        told = told or ["nothing yet: below, the first candidates stand for it"]
         lines = [*describe_tuning(sweep, due, trials), text, "", "chosen", *(f"  {line}" for line in told), ""]
         print(printable("\n".join(lines)))
-    print(printable(describe_plan(sweep, trials, pack(trials, sweep.run.pack), storage, warnings)))
+    print(printable(describe_plan(sweep, trials, packs, storage, warnings)))
     if options.explain:
         print("", printable(explain_plan(sweep, trials, SnapshotStore(storage))), sep="\n")
     return 0
 
 
 def _settings(options: argparse.Namespace) -> int:
-    from latent_sweep.sweep.groups import describe_settings
+    from latent_sweep.sweep.groups import describe_settings, every_setting
 
-    print(describe_settings())
+    if options.json:
+        found = every_setting()
+        print_json({title.replace("`", ""): [facts._asdict() for facts in group] for title, group in found.items()})
+    else:
+        print(describe_settings())
     return 0
 
 

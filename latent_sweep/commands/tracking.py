@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from latent_sweep.commands.command import Commands, Parser, add_command, add_sweep_folder
+from latent_sweep.commands.command import Commands, Parser, add_command, add_json, add_sweep_folder, print_json
 from latent_sweep.security import printable
 
 if TYPE_CHECKING:
     from latent_sweep.backends.mlflow_mirror import MlflowMirror, NullMirror
+    from latent_sweep.backends.verify import Verdict
     from latent_sweep.store.folders import SweepFolder
 
 
@@ -43,6 +44,7 @@ def add(commands: Commands) -> None:
         "if the disk is whole, bring MLflow what it lacks, with new runs in the place of those that cannot be mended",
     )
     _add_tracker_arguments(verify)
+    add_json(verify)
 
 
 def _add_tracker_arguments(parser: Parser) -> None:
@@ -66,31 +68,45 @@ def _verify(options: argparse.Namespace) -> int:
     from latent_sweep.backends.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
 
     folder, mirror = _tracked_sweep(options)
+    told: dict[str, Any] = {}
+    """What `--json` prints; without it, every verdict is printed as soon as it is known."""
+
+    def say(place: str, verdict: Verdict, what: str) -> None:
+        told[what] = verdict.record()
+        if not options.json:
+            print(printable(f"{place}\n{verdict.text()}"), flush=True)
+
+    def ended(code: int, *lines: str) -> int:
+        if options.json:
+            print_json(told)
+        elif lines:
+            print(*map(printable, lines), sep="\n")
+        return code
+
     disk = verify_disk(folder)
-    print(printable(f"disk\n{disk.text()}"), flush=True)
+    say("disk", disk, "disk")
     if disk.faults and options.repair:
-        if remedies := repair_disk(folder):
-            print("set aside; the same run command makes it again:", *map(printable, remedies), sep="\n")
-            return 1
-        print("fetched again from the object store")
+        told["set_aside"] = repair_disk(folder)
+        if told["set_aside"]:
+            return ended(1, "set aside; the same run command makes it again:", *told["set_aside"])
+        if not options.json:
+            print("fetched again from the object store")
     elif disk.faults:
-        return _differs()
+        return ended(1, _UNCHANGED)
     if not isinstance(mirror, MlflowMirror):
-        return 0
+        return ended(0)
     tracker = verify_tracker(folder, mirror)
-    print(printable(f"MLflow at {mirror.uri}\n{tracker.text()}"), flush=True)
+    say(f"MLflow at {mirror.uri}", tracker, "tracker")
     if tracker.faults and options.repair:
         repair_tracker(folder, mirror)
         tracker = verify_tracker(folder, mirror)
-        print(printable(f"repaired\n{tracker.text()}"))
+        say("repaired", tracker, "repaired")
     elif tracker.faults:
-        return _differs()
-    return 1 if tracker.faults else 0
+        return ended(1, _UNCHANGED)
+    return ended(1 if tracker.faults else 0)
 
 
-def _differs() -> int:
-    print("nothing was changed; the same command with --repair mends it, or makes it ready for the next run to mend")
-    return 1
+_UNCHANGED = "nothing was changed; the same command with --repair mends it, or makes it ready for the next run to mend"
 
 
 def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowMirror | NullMirror]:

@@ -15,7 +15,7 @@ from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.security import quoted
 from latent_sweep.settings import content_hash
-from latent_sweep.store.storage import Storage
+from latent_sweep.store.files import cache_folder, write_file
 from latent_sweep.sweep.plan import ROUTED, SPLITS, Trial
 
 RowLike = Mapping[str, Any]
@@ -35,7 +35,6 @@ class Lesson:
 
 def lesson_of(
     content: ModelContent,
-    storage: Storage,
     task: str | TaskSpec,
     benchmark: str | Path | None,
     rows: Sequence[RowLike] | None,
@@ -63,7 +62,7 @@ def lesson_of(
             + "; expected its training rows, or the name of a task that a benchmark has"
         )
     else:
-        source = _own_benchmark(trial.spec, storage, task, rows, held_out)
+        source = _own_benchmark(trial.spec, task, rows, held_out)
         (task,) = source.tasks
     if task.name in content.tasks:
         raise ConfigError(
@@ -91,7 +90,7 @@ def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
 
 
 def _own_benchmark(
-    spec: BenchmarkSpec, storage: Storage, task: TaskSpec, rows: Sequence[RowLike], held_out: Sequence[RowLike]
+    spec: BenchmarkSpec, task: TaskSpec, rows: Sequence[RowLike], held_out: Sequence[RowLike]
 ) -> BenchmarkSpec:
     """Write the rows of a task down as those of a benchmark of one's own, where they are read like any others.
 
@@ -105,9 +104,9 @@ def _own_benchmark(
         raise DataError(
             f"rows of task {task.name}: found {error}; expected objects with `input` and `output`"
         ) from error
-    folder = storage.folder / "tasks" / content_hash(texts)
+    folder = cache_folder() / "lessons" / content_hash(texts)
     for name, text in texts.items():
-        storage.write(folder / task.name / name, text.encode())
+        write_file(folder / task.name / name, text.encode())
     here = {"layout": "folder", "folder": str(folder), "tasks": (task.model_copy(update={"folder": task.name}),)}
     return spec.model_copy(update=here)
 

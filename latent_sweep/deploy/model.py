@@ -290,7 +290,7 @@ class ContinualModel:
             DataError: its rows are not at hand or malformed.
             NonFiniteLoss: its loss became NaN or infinite; the model is what it was.
         """
-        lesson = lesson_of(self.content, self._storage, task, benchmark, rows, held_out)
+        lesson = lesson_of(self.content, task, benchmark, rows, held_out)
         with self._lock:
             self._learn(lesson)
 

@@ -36,7 +36,7 @@ class Part:
 
 def examine(
     path: str | None, overrides: Sequence[str], device: str, address: str | None, tell: Callable[[str], None]
-) -> bool:
+) -> list[Finding]:
     """Look at this machine, at the cluster where there is one, and at the sweep where one is given.
 
     Args:
@@ -47,7 +47,7 @@ def examine(
         tell: prints a text.
 
     Returns:
-        Whether there is no fault.
+        All findings.
 
     Raises:
         ConfigError: the sweep file is not valid.
@@ -65,7 +65,7 @@ def examine(
             if findings:
                 tell("\n".join(finding.text() for finding in findings))
     tell(f"\n{counted(found)} ({time.monotonic() - began:.0f} s)")
-    return not any(finding.mark == "fault" for finding in found)
+    return found
 
 
 def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[Trial]] | None:

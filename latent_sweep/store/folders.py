@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +38,8 @@ class TrialFolder:
     params: Mapping[str, Any]
     """Every resolved setting, by dotted path."""
     n_tasks: int
+    lineages: Sequence[str] | None = None
+    """The snapshots that it leaves behind, one a task; None where its data was not at hand when it was planned."""
 
     @property
     def path(self) -> Path:
@@ -132,7 +134,9 @@ class SweepFolder:
 
     def __iter__(self) -> Iterator[TrialFolder]:
         for entry in self._content["trials"]:
-            yield TrialFolder(self.journal(entry["trial_id"]), **entry)
+            lineages = entry.get("lineages")
+            told = {"lineages": None if lineages is None else lineages.split()}
+            yield TrialFolder(self.journal(entry["trial_id"]), **entry | told)
 
 
 def open_sweep(place: str | Path) -> SweepFolder:

@@ -70,7 +70,7 @@ class Bucket:
     def now(self) -> float:
         """Seconds since 1970 by the object store's clock."""
         if self._uri not in _AHEAD:
-            key = f".clock-{uuid.uuid4().hex}"
+            key = f".preflight/clock-{uuid.uuid4().hex}"
             began = time.time()
             self.put(key, b"")
             info = self.info(key)
@@ -79,7 +79,7 @@ class Bucket:
         return time.time() + _AHEAD[self._uri]
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{key}"
+        return f"{self._root}/{key}" if key else self._root
 
     @contextmanager
     def _talking(self, key: str) -> Iterator[None]:

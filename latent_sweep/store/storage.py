@@ -13,14 +13,15 @@ import json
 import logging
 import shutil
 import socket
+import stat
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.settings import content_hash, local_path
@@ -38,6 +39,9 @@ NODE_LOCAL = frozenset({"tokens", "factors", "embeddings", "router", "prediction
 JOURNAL = "journal.jsonl"
 """Name of a trial's journal: the only shared file that grows instead of being replaced."""
 
+PROBES = ".preflight"
+"""Folder of what is written to find out what a node, or a clock, sees."""
+
 DEFAULT_PLACE = "runs"
 """Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
 that of a folder with another name is the umask's and its administrator's."""
@@ -53,6 +57,15 @@ def json_bytes(content: Any) -> bytes:
 
 
 # --- storages --------------------------------------------------------------------------------------------------------
+
+
+class FileFacts(NamedTuple):
+    """The size and the age of a file."""
+
+    size: int
+    """In bytes."""
+    modified: float
+    """When it was last written, in Unix seconds."""
 
 
 class Storage:
@@ -106,8 +119,22 @@ class Storage:
     def sync_folder(self, folder: Path) -> None:
         """Do as `sync` for all files below a folder. Only for the one who may write there."""
 
-    def pull(self, folder: Path) -> None:
-        """Bring what is newer below a folder here."""
+    def pull(self, folder: Path, only: Container[str] | None = None) -> None:
+        """Bring what is newer below a folder here.
+
+        Args:
+            only: names of the files that are wanted; None is all.
+        """
+
+    def files(self, folder: Path) -> dict[Path, FileFacts]:
+        """Return all files below a folder, here and where all nodes read it."""
+        found = {}
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):  # removed while we look
+                facts = path.stat()
+                if stat.S_ISREG(facts.st_mode):
+                    found[path] = FileFacts(facts.st_size, facts.st_mtime)
+        return found
 
     def remove(self, path: Path) -> None:
         """Remove a file here and where all nodes read it; it need not be there."""
@@ -168,18 +195,26 @@ class ObjectStorage(Storage):
         for path in {*there, *(path for path in folder.rglob("*") if path.is_file() and self._shared(path))}:
             self._bring(path, there.get(path))
 
-    def pull(self, folder: Path) -> None:
+    def pull(self, folder: Path, only: Container[str] | None = None) -> None:
         """Bring what is newer below a folder here.
 
         Events of a journal speak of files that were pushed before them: journals are read first and put in place last.
+
+        Args:
+            only: names of the files that are wanted; None is all.
         """
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             journals = self._newer(folder, lambda path: path.name == JOURNAL)
             events = list(pool.map(self._get, journals))
-            files = self._newer(folder, lambda path: path.name != JOURNAL)
+            files = self._newer(folder, lambda path: path.name != JOURNAL and (only is None or path.name in only))
             list(pool.map(self._fetch, files, files.values()))
         for (path, info), content in zip(journals.items(), events, strict=True):
             self._take_journal(path, content, info)
+
+    def files(self, folder: Path) -> dict[Path, FileFacts]:
+        """Return all files below a folder, here and in the object store."""
+        there = {path: FileFacts(info.size, info.mtime_ns / 1e9) for path, info in self._list(folder).items()}
+        return super().files(folder) | there
 
     def remove(self, path: Path) -> None:
         """Remove a file here and in the object store; it need not be there."""
@@ -241,7 +276,8 @@ class ObjectStorage(Storage):
         return first not in NODE_LOCAL and path.suffix not in (".lock", ".damaged") and not path.name.startswith(".")
 
     def _key(self, path: Path) -> str:
-        return path.relative_to(self.folder).as_posix()
+        key = path.relative_to(self.folder).as_posix()
+        return "" if key == "." else key
 
 
 def open_storage(place: str) -> Storage:
@@ -330,7 +366,7 @@ def following(storage: Storage, folder: Path) -> Iterator[None]:
 def question(storage: Storage) -> Iterator[str]:
     """Write a file that shows whether a node sees this storage; its name is given, for `sees` and `has_answer`."""
     name = uuid.uuid4().hex
-    folder = storage.folder / ".preflight" / name
+    folder = storage.folder / PROBES / name
     storage.write(folder / "question", b"does every node see this?\n")
     try:
         yield name
@@ -342,7 +378,7 @@ def question(storage: Storage) -> Iterator[str]:
 
 def sees(storage: Storage, name: str, node: str | None = None) -> bool:
     """Whether the question is there, seen from any node. Given the node's id, leave an answer for the one who asked."""
-    folder = storage.folder / ".preflight" / name
+    folder = storage.folder / PROBES / name
     if not storage.sync(folder / "question"):
         return False
     if node is not None:
@@ -352,7 +388,7 @@ def sees(storage: Storage, name: str, node: str | None = None) -> bool:
 
 def has_answer(storage: Storage, name: str, node: str) -> bool:
     """Whether the answer of a node is there, looked for where the question was asked."""
-    return storage.sync(storage.folder / ".preflight" / name / node)
+    return storage.sync(storage.folder / PROBES / name / node)
 
 
 def unseen_message(storage: Storage, nodes: list[str]) -> str:

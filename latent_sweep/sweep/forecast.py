@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from latent_sweep.benchmarks.loaders import load_rows, row_count
@@ -230,6 +230,34 @@ def describe_plan(
         bar = "|" if len(pack.members) > 1 else " "
         lines += [f" {bar}{member.training_id}  {_member_text(member)}" for member in pack.members]
     return "\n".join([*lines, *([""] if warnings else []), *warnings])
+
+
+def plan_record(
+    trials: Sequence[Trial], packs: Sequence[Pack], folder: SweepFolder, warnings: Sequence[str]
+) -> dict[str, Any]:
+    """Return the plan as plain values: every trial with its pack and its snapshots, and what is left to do."""
+    found = estimate(trials, folder)
+    reuse = None
+    if found.reuse is not None:
+        spans = {name: value._asdict() for name, value in vars(found.reuse).items() if isinstance(value, Span)}
+        reuse = {**asdict(found.reuse), **spans}
+    pack_of = {trial.trial_id: number for number, pack in enumerate(packs) for trial in pack.trials}
+    return {
+        "sweep": folder.name,
+        "trials": [
+            {
+                "trial_id": trial.trial_id,
+                "training_id": trial.training_id,
+                "pack": pack_of[trial.trial_id],
+                "values": dict(trial.values),
+                "tasks": [task.name for task in trial.tasks],
+                "lineages": None if found.reuse is None else trial.lineages(),
+            }
+            for trial in trials
+        ],
+        "estimate": {**asdict(found), "reuse": reuse},
+        "warnings": list(warnings),
+    }
 
 
 def describe_tuning(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial]) -> list[str]:

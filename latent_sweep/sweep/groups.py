@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
@@ -306,19 +306,42 @@ def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
     return TrialSettings(method=method, seed=content["seed"], **groups)
 
 
-def describe_settings() -> str:
-    """Every setting of a sweep file, as Markdown: path, default and what it means, from the classes themselves."""
-    sections = []
+REQUIRED = "required"
+"""Stands for the default of a setting that has none."""
+
+
+class SettingFacts(NamedTuple):
+    """A setting of a sweep file."""
+
+    path: str
+    default: str
+    """As a sweep file would write it, or `REQUIRED`."""
+    meaning: str
+
+
+def every_setting() -> dict[str, list[SettingFacts]]:
+    """Return every setting of a sweep file, from the classes themselves, by the group that has it."""
+    sections = {}
     for kind, methods in _method_groups().items():
         own = [name for name in kind.model_fields if name in kind.__annotations__ and name != "name"]
         if own:
-            sections.append((f"`trial.method` of {', '.join(methods)}", _rows("trial.method", kind, own)))
+            sections[f"`trial.method` of {', '.join(methods)}"] = _facts("trial.method", kind, own)
     groups: list[tuple[str, type[Settings]]] = [(f"trial.{name}", kind) for name, kind in GROUPS.items()]
     groups += [("tune", TuneSettings), ("run", RunSettings)]
-    sections += [(f"`{path}`", _rows(path, kind, list(kind.model_fields))) for path, kind in groups]
-    sections.append(("`trial`", _rows("trial", TrialSettings, ["seed"])))
+    sections |= {f"`{path}`": _facts(path, kind, list(kind.model_fields)) for path, kind in groups}
+    return sections | {"`trial`": _facts("trial", TrialSettings, ["seed"])}
+
+
+def describe_settings() -> str:
+    """Every setting of a sweep file, as Markdown: path, default and what it means."""
     head = ["| setting | default | meaning |", "|---|---|---|"]
-    return "\n\n".join("\n".join([f"{title}:\n", *head, *rows]) for title, rows in sections)
+    return "\n\n".join("\n".join([f"{title}:\n", *head, *map(_row, found)]) for title, found in every_setting().items())
+
+
+def _row(facts: SettingFacts) -> str:
+    default = facts.default if facts.default == REQUIRED else f"`{facts.default}`"
+    meaning = facts.meaning.replace("|", "\\|")
+    return f"| `{facts.path}` | {default} | {meaning} |"
 
 
 def _method_groups() -> dict[type[Settings], list[str]]:
@@ -331,14 +354,13 @@ def _method_groups() -> dict[type[Settings], list[str]]:
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
-def _rows(path: str, kind: type[Settings], names: Sequence[str]) -> list[str]:
-    lines = []
+def _facts(path: str, kind: type[Settings], names: Sequence[str]) -> list[SettingFacts]:
+    found = []
     for name in names:
         field = as_written(kind).model_fields[name]
         if inner := group_of(field):
-            lines += _rows(f"{path}.{name}", inner, list(inner.model_fields))
+            found += _facts(f"{path}.{name}", inner, list(inner.model_fields))
             continue
-        default = "required" if field.is_required() else f"`{yaml_text(field.default, one_line=True)}`"
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        lines.append(f"| `{path}.{name}` | {default} | {meaning} |")
-    return lines
+        default = REQUIRED if field.is_required() else yaml_text(field.default, one_line=True)
+        found.append(SettingFacts(f"{path}.{name}", default, " ".join((field.description or "").split())))
+    return found

@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
+from helpers.buckets import URI
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import nodes
@@ -23,7 +23,7 @@ from helpers.sweep_folders import PackOf, journal_of, write_sweep
 from helpers.sweep_folders import start as start_trial
 from helpers.sweeps import end, results, start, sweep_folder, tiny, wait_for_line, write
 from helpers.tiny import journal_at
-from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+from pyarrow.fs import FileSystem, FSSpecHandler
 
 import latent_sweep
 from latent_sweep.backends.verify import repair_disk, verify_disk
@@ -31,7 +31,7 @@ from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.learn.events import Begun
 from latent_sweep.results.progress import ProgressWriter
-from latent_sweep.store import leases, objects, storage
+from latent_sweep.store import leases, storage
 from latent_sweep.store.files import stamp, write_file
 from latent_sweep.store.folders import SweepFolder, driving, open_sweep, writing
 from latent_sweep.store.journal import Journal, stages, status
@@ -48,34 +48,6 @@ from latent_sweep.store.storage import (
     unseen_message,
 )
 from latent_sweep.sweep.config import parse_sweep
-
-URI = "s3://bucket/sweeps"
-
-
-@pytest.fixture
-def bucket(tmp_path, monkeypatch):
-    """A folder in the place of a bucket, behind pyarrow's interface; what is put there, in order."""
-    put, real = [], Bucket.put
-
-    def recording_put(self, key, content):
-        put.append(key)
-        real(self, key, content)
-
-    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
-    monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
-    monkeypatch.setattr(Bucket, "put", recording_put)
-    return put
-
-
-@pytest.fixture
-def node(tmp_path, monkeypatch, bucket):
-    """Go to a node: `node("a")` is the storage there; each node has a cache of its own."""
-
-    def go(name):
-        monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "node" / name))
-        return open_storage(URI)
-
-    return go
 
 
 def snapshot(value=1.0):

@@ -77,7 +77,7 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
     from latent_sweep.results.progress import ProgressWriter
 
     folder, within = os.environ["CHAOS_EVENTS"], os.environ["CHAOS_WITHIN"]
-    by_the_clock = ("/ray/", "/progress/", ".lock", ".clock-")  # Tune's own files, and what is renewed every so often
+    by_the_clock = ("/ray/", "/progress/", ".lock", "/clock-")  # Tune's own files, and what is renewed every so often
     leases.EXPIRY_SECONDS, leases.RENEWAL_SECONDS = 5.0, 0.5  # a minute for each kill would be long
 
     def happened(kind, what):

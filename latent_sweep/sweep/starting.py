@@ -1,0 +1,226 @@
+"""A first sweep file, commented, for a backbone and a question; and a first benchmark of one's own beside it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from latent_sweep.backbones.known import EMBEDDED, KNOWN, TINY_VOCABULARY, BackboneSettings, describe
+from latent_sweep.benchmarks import builtin
+from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec, load_benchmark
+from latent_sweep.methods import DEFAULT, METHODS
+from latent_sweep.settings import parse_yaml, yaml_text
+from latent_sweep.sweep.config import parse_sweep, trial_settings
+from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.plan import expand, resolve
+from latent_sweep.sweep.tuning import choices, chosen_for, stand_ins
+
+LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0e-6, 1.0e-5, 1.0e-4]"
+"""Weights of the penalty around the paper's, and around what suits a backbone of 135M numbers."""
+
+OWN_TASKS = ("mood", "arrival")
+"""What a benchmark of one's own begins with: a classification and an extraction, to be replaced."""
+OWN_ROWS: Mapping[str, int] = {"train": 64, "test": 20}
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """A question that a sweep answers."""
+
+    question: str
+    search: str
+    """Its search space: `{lambdas}` stands for weights of the penalty, and the rest is as it is written."""
+    tuned: bool = False
+    """Whether the rate is chosen on the first tasks before the trials run."""
+
+
+_REFERENCES = """\
+  trial:
+    # references: the untouched backbone, all tasks learned together, one adapter per task with the task known
+    - {method: {name: zero_shot}}
+    - {method: {name: joint_lora}}
+    - {method: {name: inc_lora, train_active: current}, router: {mode: oracle}}
+    # the methods of the paper's tables
+"""
+
+PURPOSES: Mapping[str, Purpose] = {
+    "quickstart": Purpose(
+        "Does it run here? The router beside plain summing, for two weights of the penalty and two seeds.",
+        """\
+  method.ortho_lambda: [0.0, 1.0e-5]
+  seed: [0, 1]
+  router.mode: [soft, sum]                            # inference only: costs no training
+""",
+    ),
+    "lambda": Purpose(
+        "How strongly should adapters be kept apart?",
+        """\
+  method.ortho_lambda: {lambdas}
+  seed: [0, 1, 2]
+  router.components: [1, 3, 5, 8]                     # inference only: costs no training
+""",
+    ),
+    "rank": Purpose(
+        "How small can an adapter be?",
+        """\
+  method.rank: [4, 8, 16, 32]
+  seed: [0, 1, 2]
+""",
+    ),
+    "router": Purpose(
+        "How much router does it take? All of it reads the same snapshots: one training per seed.",
+        """\
+  seed: [0, 1, 2]
+  router.components: [1, 3, 5, 8]
+  router.mode: [soft, hard, sum, oracle]              # oracle is told the task: what a router could reach
+""",
+    ),
+    "seeds": Purpose(
+        "How much is luck?",
+        """\
+  seed: [0, 1, 2, 3, 4]
+""",
+    ),
+    "methods": Purpose(
+        "Which method learns most and forgets least, each with the learning rate that suits it?",
+        _REFERENCES
+        + "".join(f"    - {{method: {{name: {name}}}}}\n" for name in METHODS if f"{{name: {name}}}" not in _REFERENCES)
+        + "  seed: [0, 1, 2]\n",
+        tuned=True,
+    ),
+}
+
+
+def is_small(backbone: str) -> bool:
+    """Whether a backbone is meant for CPUs: the embedded one, and those of a few thousand numbers."""
+    known = KNOWN.get(backbone)
+    return backbone == EMBEDDED or (known is not None and known.config.get("vocab_size") == TINY_VOCABULARY)
+
+
+def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
+    """Write a sweep file.
+
+    Args:
+        path: where it will lie, for what its comments say; its stem is the sweep's name.
+        backbone, benchmark: as a sweep file names them.
+        purpose: one of `PURPOSES`.
+
+    Raises:
+        ConfigError: the name is none that a sweep can have, there is no such backbone or benchmark, or the backbone is
+            too small for what the question varies.
+    """
+    name, why, spec = Path(path).stem, PURPOSES[purpose], load_benchmark(benchmark)
+    describe(BackboneSettings(name=backbone))
+    small = is_small(backbone)
+    lines = [
+        f"# {why.question}",
+        "#",
+        f"#   latent-sweep plan {path}       what it would run, and how long that takes; runs nothing",
+        f"#   latent-sweep run {path}        the same command again resumes it",
+        f"#   latent-sweep report runs/{name}",
+        "#",
+        "# `latent-sweep settings` lists every setting; what is left out here is the paper's protocol.",
+        f"name: {name}",
+        "trial:                                                # one trial; search, below, says what varies",
+        f"  method: {{name: {DEFAULT}}}",
+        f"  backbone: {{name: {_scalar(backbone)}{', dtype: float32' if small else ', dtype: bfloat16'}}}",
+        *_benchmark_lines(spec, benchmark, small),
+        _training_line(backbone, benchmark, small),
+        "search:                                               # a list is a grid axis",
+        why.search.replace("{lambdas}", SMALL_LAMBDAS if small else LARGE_LAMBDAS).rstrip("\n"),
+        *(_tuning_lines(backbone, benchmark) if why.tuned else ()),
+        "run:                                                  # how to run it; changes no result",
+        f"  resources: {'{cpus: 1}' if small else '{gpus: 1, cpus: 4}'}",
+        "  storage: runs                                       # a folder that all nodes see, or s3://bucket/prefix",
+        "  tracking: {uri: sqlite:///mlflow.db}                # or an MLflow server",
+    ]
+    text = "\n".join(lines) + "\n"
+    sweep = parse_sweep(parse_yaml(text, path), path)
+    expand(sweep, chosen_for(sweep, stand_ins(choices(sweep))))  # whatever the name and the paths hold, it can be run
+    return text
+
+
+def _scalar(text: str) -> str:
+    """Write a string as YAML may hold it inside a mapping of one line."""
+    return yaml_text([text], one_line=True).strip()[1:-1]
+
+
+def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[str]:
+    """Write the benchmark, with its orders and its tasks to choose from."""
+    orders = ", ".join(f"{key} ({sequence[0]} first)" for key, sequence in spec.orders.items())
+    first = next(iter(spec.orders.values()))
+    lines = ["  benchmark:", f"    name: {_scalar(benchmark)}"]
+    if spec.layout == "cl_benchmark":
+        lines[-1] = lines[-1].ljust(54) + "# data: LATENT_SWEEP_DATA, or data_dir here"
+    lines.append(f"    order: {next(iter(spec.orders))}".ljust(54) + f"# there are: {orders}")
+    if small and len(first) > 4:
+        lines.append(f"    tasks: [{', '.join(first[:4])}]".ljust(54) + f"# of {len(first)}; left out: all")
+    else:
+        lines.append(f"    # tasks: [{', '.join(first[:2])}]".ljust(54) + f"# some of its {len(first)}")
+    if small:
+        lines += ["    train_per_task: 64", "    test_per_task: 20"]
+    return lines
+
+
+def _training_line(backbone: str, benchmark: str, small: bool) -> str:
+    """Write the training, with what is taken where the file leaves it out."""
+    training = _training(DEFAULT, backbone, benchmark)
+    told = f"left out: learning_rate {training.learning_rate:g}, batch_size {training.batch_size}"
+    line = "  training: {epochs: 2}" if small else f"  # training: {{epochs: {training.epochs}}}"
+    return line.ljust(54) + f"# {told}" + ("" if small else f", epochs {training.epochs}")
+
+
+def _training(method: str, backbone: str, benchmark: str) -> TrainingSettings:
+    """Return what a method trains with where a sweep file says nothing of it."""
+    named = {"method": method, "backbone": backbone, "benchmark": benchmark}
+    content = {"name": "any", "trial": {group: {"name": name} for group, name in named.items()}}
+    return resolve(trial_settings(parse_sweep(content, "sweep.yaml"), {})).training
+
+
+def _tuning_lines(backbone: str, benchmark: str) -> list[str]:
+    """Write what is chosen before the trials run: rates around the one that most methods would take."""
+    rate = statistics.mode(_training(method, backbone, benchmark).learning_rate for method in METHODS)
+    rates = [f"{rate * factor:.1e}" for factor in (1 / 3, 1, 3, 10, 30)]
+    return [
+        "tune:                                                 # chosen before the trials run, on rows held out of the",
+        "  on: first_tasks                                     # first tasks' training rows; test rows are never read",
+        "  tasks: 2",
+        f"  search: {{training.learning_rate: [{', '.join(rates[:4])}]}}",
+        "  by_method:",
+        "    lfpt5: {training.learning_rate: [0.1, 0.3, 0.5]}  # a soft prompt wants a far higher rate",
+        f"    {DEFAULT}: {{training.learning_rate: [{', '.join(rates)}]}}",
+    ]
+
+
+def benchmark_files() -> dict[str, str]:
+    """Write a benchmark of one's own, to be changed: its file and a few rows of two tasks, by path in its folder."""
+    spec = load_benchmark("builtin")
+    files = {BENCHMARK_FILE: _BENCHMARK}
+    for task in (task for task in spec.tasks if task.name in OWN_TASKS):
+        for split, count in OWN_ROWS.items():
+            rows = builtin.generate(task.name, "train" if split == "train" else "test")[:count]
+            lines = (json.dumps({"input": text, "output": answer}) for text, answer in rows)
+            files[f"{task.name}/{split}.jsonl"] = "".join(f"{line}\n" for line in lines)
+    return files
+
+
+_BENCHMARK = """\
+# A benchmark is data: tasks, prompts and orders here, rows beside it in <task>/train.jsonl and test.jsonl, an object
+# with `input` and `output` a line. These two small tasks are there to be replaced by your own.
+stop: ["\\n"]               # strings at which an answer ends; no target may hold one
+max_target_length: 12      # longest target and longest answer, in tokens
+tasks:
+  - name: mood             # its rows lie in mood/
+    metric: accuracy       # exact match after normalisation; rouge_l for longer answers
+    labels: [plus, minus]  # every answer of a classification task; another in a row is a fault
+    instruction: "Mark this guest review."                # stands before every input
+  - name: arrival
+    metric: rouge_l
+    instruction: "Write the timetable entry for the end of the trip."
+orders:                    # left out: one order, the tasks as listed
+  "1": [mood, arrival]
+  "2": [arrival, mood]
+"""
