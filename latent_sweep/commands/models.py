@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from latent_sweep.commands.command import Commands, Parser, add_command, add_json, print_json
+from latent_sweep.commands.command import Commands, Parser, add_command, add_json, add_tracker, print_json
 from latent_sweep.errors import ConfigError
-from latent_sweep.security import printable, quoted
+from latent_sweep.security import printable, quoted, redact
 
 if TYPE_CHECKING:
     from latent_sweep.deploy.model import Answered, ContinualModel
 
 BEST = "best"
-KINDS = ("peft", "merged", "model")
+KINDS = ("peft", "merged", "model", "mlflow")
 """What `--to` writes."""
 
 
@@ -46,7 +46,8 @@ def add(commands: Commands) -> None:
         "export runs/lambda best --to peft adapters/lambda",
         "peft: a LoRA adapter for each task that peft, vLLM and TGI load, or one of all that are summed. merged: a "
         "folder of transformers with the adapter added to the weights. model: our own folder with the router and every "
-        "snapshot, which `ask` and ContinualModel.from_folder open. The card in each says what it loses.",
+        "snapshot, which `ask` and ContinualModel.from_folder open. mlflow: the same in the sweep's run, for "
+        "mlflow.pyfunc and `mlflow models serve`. A card in each folder says what it loses.",
     )
     export.add_argument(
         "folder", help="a sweep's folder or its URI, e.g. runs/lambda, or the folder of an exported model"
@@ -63,10 +64,11 @@ def add(commands: Commands) -> None:
         required=True,
         nargs="+",
         metavar=("KIND", "FOLDER"),
-        help="one of peft, merged and model, and a new or an empty folder",
+        help="one of peft, merged and model, and a new or an empty folder; or mlflow",
     )
     export.add_argument("--task", help="of merged: whose adapter, where the model has one for each task")
     _add_device(export)
+    add_tracker(export)
 
 
 def _add_device(parser: Parser) -> None:
@@ -110,30 +112,56 @@ def _export(options: argparse.Namespace) -> int:
     kind, folder = _target(options.to)
     if options.task is not None and kind != "merged":
         raise ConfigError(f"--task {options.task}: only --to merged takes one adapter; leave it out with --to {kind}")
-    model = _opened(options.folder, options.trial, options.device)
-    if kind == "model":
-        written = [model.save(folder)]
-    elif kind == "merged":
-        from latent_sweep.deploy.merged import export_merged
-
-        written = [export_merged(model, folder, options.task)]
+    if options.uri is not None and kind != "mlflow":
+        raise ConfigError(f"--uri {redact(options.uri)}: only --to mlflow has a tracker; leave it out with --to {kind}")
+    if kind == "mlflow":
+        written = _into_mlflow(options)
     else:
-        from latent_sweep.deploy.peft_folders import export_peft
-
-        written = export_peft(model, folder)
-    print(printable("\n".join(map(str, written))))
+        written = _into_folder(options, kind, folder)
+    print(printable("\n".join(written)))
     return 0
 
 
+def _into_folder(options: argparse.Namespace, kind: str, folder: str) -> list[str]:
+    """Write one of the kinds of folders; returns what was written."""
+    from latent_sweep.deploy.merged import export_merged
+    from latent_sweep.deploy.peft_folders import export_peft
+
+    model = _opened(options.folder, options.trial, options.device)
+    if kind == "model":
+        return [str(model.save(folder))]
+    if kind == "merged":
+        return [str(export_merged(model, folder, options.task))]
+    return list(map(str, export_peft(model, folder)))
+
+
+def _into_mlflow(options: argparse.Namespace) -> list[str]:
+    """Log a trial's model in the run of its sweep; returns the address that MLflow loads it from."""
+    from latent_sweep.backends.mlflow_mirror import MlflowMirror, mirror_for
+    from latent_sweep.backends.mlflow_model import write_mlflow_model
+    from latent_sweep.deploy.model import ContinualModel
+    from latent_sweep.store.folders import open_sweep
+
+    sweep = open_sweep(options.folder)
+    mirror = mirror_for(options.uri or sweep.tracking_uri, sweep, options.allow_insecure)
+    if not isinstance(mirror, MlflowMirror):
+        raise ConfigError(f"{options.folder}: its sweep file says tracking.uri: none; name a tracker with --uri")
+    write_mlflow_model(ContinualModel.from_sweep(options.folder, options.trial, options.device), sweep)
+    mirror.close()
+    return [mirror.model_uri()]
+
+
 def _target(words: Sequence[str]) -> tuple[str, str]:
-    """Read what stands behind `--to`.
+    """Read what stands behind `--to`: a kind, and a folder where one is written.
 
     Raises:
-        ConfigError: it is no kind of export, or not one folder.
+        ConfigError: it is no kind of export, or it has not as many folders as it takes.
     """
     kind, *folders = words
     if kind not in KINDS:
-        raise ConfigError(f"--to: found {quoted(kind)}; expected one of {', '.join(KINDS)}, and a folder")
-    if len(folders) != 1:
-        raise ConfigError(f"--to {kind}: found {len(folders)} folders; expected one, e.g. --to {kind} exported/{kind}")
-    return kind, folders[0]
+        raise ConfigError(f"--to: found {quoted(kind)}; expected one of {', '.join(KINDS)}")
+    wanted = 0 if kind == "mlflow" else 1
+    if len(folders) != wanted:
+        told = "none: it goes into the sweep's run" if not wanted else f"one, e.g. --to {kind} exported/{kind}"
+        raise ConfigError(f"--to {kind}: found {len(folders)} folders; expected {told}")
+    return kind, folders[0] if folders else ""

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 """Which peft still asks transformers for."""
 
 LEARNED = TASKS[:2]
-METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "lfpt5"), "tiny-t5": ("latent_lora", "seq_lora")}
+METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "zero_shot"), "tiny-t5": ("latent_lora", "seq_lora")}
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +185,10 @@ def test_target_modules_are_named_in_full_where_others_end_alike():
 
 
 def test_what_is_no_adapter_is_refused(opened, tmp_path):
-    prompt = opened("tiny-llama", "lfpt5")
+    bare_model = opened("tiny-llama", "zero_shot")
     for export in (export_peft, export_merged):
         with pytest.raises(ConfigError, match="its snapshots are no LoRA adapters"):
-            export(prompt, tmp_path / "adapters")
+            export(bare_model, tmp_path / "adapters")
     assert not (tmp_path / "adapters").exists()
 
 
