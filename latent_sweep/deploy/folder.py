@@ -92,10 +92,10 @@ def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
     found = _checked(path)
     try:
         content = _content(path, found)
-    except (ValidationError, LookupError, TypeError, ValueError) as error:
+    except (ValidationError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(
             f"{path / MODEL_FILE}: holds no model that this version can read: {error}. It was written by latent_sweep "
-            f"{found.get('versions', {}).get('latent-sweep', 'of another version')}: install that, or export it again"
+            "of another version, or is damaged: install the version that its card names, or export it again"
         ) from error
     storage = Storage(cache_folder() / "models" / _digest(path / MODEL_FILE)[:16])
     for factors in path.glob("factors/*.safetensors"):
@@ -192,7 +192,7 @@ def _checked(path: Path) -> dict[str, Any]:
             f"{path}: found no {MODEL_FILE}; expected the folder of a model, as `latent-sweep export --to model` "
             "writes it. Check the path"
         )
-    found = json.loads(file.read_bytes())["content"] if is_sealed(file) else None
+    found = _sealed_content(file)
     if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
         raise StoreError(f"{file}: does not check against its digest: it is damaged. Copy or export the model again")
     if found.get("format") != FORMAT:
@@ -208,6 +208,14 @@ def _checked(path: Path) -> dict[str, Any]:
         if name != "README.md" and _digest(place) != digest:  # people write into that
             raise StoreError(f"{place}: does not check against its digest. Copy or export the model again")
     return found
+
+
+def _sealed_content(file: Path) -> Any:
+    """Read a sealed file; None where it is damaged, or holds no JSON of ours."""
+    try:
+        return json.loads(file.read_bytes())["content"] if is_sealed(file) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _digest(path: Path) -> str:

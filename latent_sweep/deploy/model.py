@@ -33,6 +33,7 @@ from latent_sweep.methods.capabilities import Gated
 from latent_sweep.methods.protocol import Method
 from latent_sweep.router import GaussianRouter, normalise_embeddings
 from latent_sweep.security import quoted
+from latent_sweep.settings import local_path
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.memory import with_checkpointing
@@ -107,18 +108,21 @@ class ContinualModel:
             context.close()
 
     @classmethod
-    def from_folder(cls, folder: str | Path, device: Device | None = None) -> ContinualModel:
+    def from_folder(
+        cls, folder: str | Path, device: Device | None = None, backbone: str | Path | None = None
+    ) -> ContinualModel:
         """Open a model that was saved, or exported with `latent-sweep export --to model`.
 
         Args:
             folder: the model's. Nothing is written into it.
             device: where it computes; None is what the trial says.
+            backbone: the folder that holds the backbone here, where that is another one than the trial's.
 
         Raises:
             StoreError: it is no folder of a model, or something of it is missing or damaged.
         """
         content, storage = folders.opened(folder)
-        return cls(replace(content, trial=_on(content.trial, device)), storage)
+        return cls(replace(content, trial=_on(content.trial, device, backbone)), storage)
 
     def __repr__(self) -> str:
         return f"<ContinualModel {self.content.origin.name} of {self.content.origin.sweep}: {len(self.tasks)} tasks>"
@@ -344,11 +348,11 @@ class ContinualModel:
         return folders.save(self.content, self.context, self.method, folder)
 
 
-def _on(trial: Trial, device: Device | None) -> Trial:
-    """Return the trial with another device to compute on."""
-    if device is None:
-        return trial
-    backbone = trial.settings.backbone.model_copy(update={"device": device})
+def _on(trial: Trial, device: Device | None, folder: str | Path | None = None) -> Trial:
+    """Return the trial with another device to compute on, and its backbone in another folder; None leaves them."""
+    changed = {"device": device, "name": None if folder is None else str(local_path(folder).resolve())}
+    found = {name: value for name, value in changed.items() if value is not None}
+    backbone = trial.settings.backbone.model_copy(update=found)
     return replace(trial, settings=trial.settings.model_copy(update={"backbone": backbone}))
 
 

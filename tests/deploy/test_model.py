@@ -10,6 +10,7 @@ import pytest
 from helpers.methods import OPTIONS, TASKS
 from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
+from helpers.tiny import load_tiny
 
 from latent_sweep import ContinualModel
 from latent_sweep.benchmarks.loaders import load_rows
@@ -19,6 +20,7 @@ from latent_sweep.deploy.content import NOVELTY_QUANTILE
 from latent_sweep.errors import ConfigError, DataError, StoreError
 from latent_sweep.methods import METHODS
 from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
 
 MODES = ("soft", "hard", "lexical", "sum", "last", "oracle")
 CONTINUED = [name for name in METHODS if name not in ("zero_shot", "joint_lora")]
@@ -161,6 +163,40 @@ def test_every_way_of_mixing_answers_as_its_trial(mixed, mode, tmp_path):
         assert (one.novelty is None) == (one.known is None) == (mode not in ("soft", "hard"))
     for opened in (model, again):
         opened.close()
+
+
+READINGS = (
+    {"pool": {"scope": "input_only"}},
+    {"pool": {"special": "drop", "mask_pad": False}},
+    {"pool": {"truncate": False}, "embed_norm": "std"},
+    {"embed_norm": "l2", "cov": {"refresh": "final", "center": "component"}, "prior": "n_t"},
+    {"cov": {"refresh": "frozen_first"}, "temperature": 30.0, "dtype": "float32"},
+)
+
+
+@pytest.mark.slow
+def test_every_way_of_reading_prompts_routes_as_its_trial(mixed, home):
+    """Of one training: `mixed` has learned it; prompts are cut, so that the router may read more than the model."""
+    search = {"router": [{"mode": "soft", **reading} for reading in READINGS]}
+    sweep = sweep_of(
+        home,
+        "readings",
+        TASKS,
+        search,
+        method={"name": "latent_lora", **OPTIONS["latent_lora"]},
+        backbone={"name": "tiny-t5", "dtype": "float32"},
+        benchmark={
+            **{"name": "builtin", "tasks": TASKS, "train_per_task": 8, "test_per_task": 4},
+            **{"max_source_length": 96, "prompts": {"definition": "verbatim"}},
+        },
+    )
+    blended = 0
+    for trial in open_sweep(sweep):
+        model = ContinualModel.from_sweep(sweep, trial.trial_id)
+        assert_answers_as_its_trial(model, sweep, trial.trial_id)
+        blended += sum(len(line["weights"]) > 1 for task in TASKS for line in predictions(sweep, trial.trial_id, task))
+        model.close()
+    assert blended > 0  # else nothing was shown of how rows are weighed
 
 
 def test_without_a_task_a_text_is_the_prompt(mixed):
@@ -362,6 +398,53 @@ def test_a_damaged_or_missing_file_is_found(saved, tmp_path, pattern):
     path.unlink()
     with pytest.raises(StoreError, match=r"is missing|found no model.json"):
         ContinualModel.from_folder(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content.pop("tasks"),
+        lambda content: content["settings"].pop("router"),
+        lambda content: content["settings"]["training"].update(epochs="many"),
+        lambda content: content["tasks"][0].update(sources=7),
+        lambda content: content["tasks"][0].update(snapshot="0123456789abcdef"),
+        lambda content: content["origin"].update(more=1),
+        lambda content: content.update(format=2),
+        lambda content: content["files"].update({"../elsewhere": "0" * 64}),
+    ],
+)
+def test_what_is_no_model_of_this_version_is_told(saved, tmp_path, spoil):
+    shutil.copytree(saved, tmp_path / "model")
+    path = tmp_path / "model" / "model.json"
+    content = read_sealed_json(path)
+    spoil(content)
+    write_sealed_json(path, content)
+    with pytest.raises(StoreError, match=r"model\.json: (holds no model|is of format 2|names '../elsewhere')"):
+        ContinualModel.from_folder(tmp_path / "model")
+
+
+def test_a_backbone_may_lie_in_another_folder(tmp_path):
+    backbone = load_tiny("tiny-t5")
+    for part in (backbone.model, backbone.tokenizer):
+        part.save_pretrained(tmp_path / "here")
+    sweep = sweep_of(
+        tmp_path,
+        "moved",
+        TASKS[:1],
+        {"seed": [0]},
+        method={"name": "seq_lora"},
+        backbone={"name": str(tmp_path / "here"), "dtype": "float32"},
+    )
+    model = ContinualModel.from_sweep(sweep)
+    expected = model.answer(["a text"], task="mood")
+    model.save(tmp_path / "model")
+    model.close()
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = ContinualModel.from_folder(tmp_path / "model", backbone=tmp_path / "there")
+    assert moved.answer(["a text"], task="mood") == expected
+    moved.close()
+    with pytest.raises(ConfigError, match="the sweep was planned with"):
+        ContinualModel.from_folder(tmp_path / "model").answer(["a text"])
 
 
 def test_it_is_never_written_over_something_else(saved, mixed):
