@@ -125,6 +125,7 @@ def files_of(folder):
 # --- answering -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_machine
 @pytest.mark.parametrize("name", ["latent_lora", "gain_lora"])
 def test_it_answers_and_learns_as_its_trial(some, tmp_path, name):
     three, two = some
@@ -149,6 +150,7 @@ def test_every_method_answers_and_learns_as_its_trial(tmp_path, family):
         model.close()
 
 
+@pytest.mark.one_machine
 @pytest.mark.parametrize("mode", MODES)
 def test_every_way_of_mixing_answers_as_its_trial(mixed, mode, tmp_path):
     trial_id = by_setting(mixed, "router.mode")[mode]
