@@ -114,18 +114,20 @@ def _described(content: ModelContent) -> dict[str, Any]:
     trial, origin = content.trial, content.origin
     settings = trial.settings.model_dump(mode="json")
     settings["benchmark"] |= {"data_dir": None, "name": trial.spec.name}
+    tasks = [_without_place(task) for task in trial.spec.tasks]
     return {
         "format": FORMAT,
         "settings": settings,
-        "benchmark": trial.spec.model_dump(mode="json") | {"folder": "."},
+        "benchmark": trial.spec.model_dump(mode="json") | {"folder": ".", "tasks": tasks},
         "backbone": dict(trial.backbone),
         "method_source": trial.method_source,
+        "metric_sources": dict(trial.metric_sources),
         "training_id": trial.training_id,
         "values": dict(trial.values),
         "largest_rank": content.largest_rank,
         "tasks": [
             {
-                "task": task.spec.model_dump(mode="json"),
+                "task": _without_place(task.spec),
                 "snapshot": task.snapshot.lineage,
                 "farthest": task.farthest,
                 "sources": {split: digest for (name, split), digest in trial.sources.items() if name == task.spec.name},
@@ -143,6 +145,11 @@ def _described(content: ModelContent) -> dict[str, Any]:
     }
 
 
+def _without_place(task: TaskSpec) -> dict[str, Any]:
+    """Write a task as JSON, without where its rows lie: they are not read again."""
+    return task.model_dump(mode="json") | {"source": None}
+
+
 def _content(path: Path, found: Mapping[str, Any]) -> ModelContent:
     tasks = [TaskSpec.model_validate(entry["task"]) for entry in found["tasks"]]
     store = SnapshotStore(Storage(path))
@@ -155,6 +162,7 @@ def _content(path: Path, found: Mapping[str, Any]) -> ModelContent:
         spec=BenchmarkSpec.model_validate(found["benchmark"]),
         backbone=found["backbone"],
         method_source=found["method_source"],
+        metric_sources=found["metric_sources"],
         sources={
             (task.name, split): digest
             for task, entry in zip(tasks, found["tasks"], strict=True)

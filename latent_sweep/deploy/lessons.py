@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.benchmarks.loaders import load_rows, row_count, source_digest
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, load_benchmark
+from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, load_benchmark, scoring_metric
 from latent_sweep.deploy.content import ModelContent
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.capabilities import tasks_learned
+from latent_sweep.metrics import metric_source
 from latent_sweep.security import quoted
 from latent_sweep.settings import content_hash
 from latent_sweep.store.files import cache_folder, write_file
@@ -118,7 +119,15 @@ def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:
     found: dict[tuple[str, str], str | None] = {
         (task.name, split): source_digest(spec, task, split, trial.settings.benchmark) for split in SPLITS
     }
-    return replace(trial, tasks=(*trial.tasks, task), spec=spec, sources={**trial.sources, **found})
+    metric = scoring_metric(trial.settings.benchmark, task)
+    code = {metric: digest} if (digest := metric_source(metric)) else {}
+    return replace(
+        trial,
+        tasks=(*trial.tasks, task),
+        spec=spec,
+        sources={**trial.sources, **found},
+        metric_sources={**trial.metric_sources, **code},
+    )
 
 
 def _holding(spec: BenchmarkSpec, task: TaskSpec) -> BenchmarkSpec:

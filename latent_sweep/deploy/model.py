@@ -225,7 +225,9 @@ class ContinualModel:
             else prompt_parts(self.trial.spec, self.content.learned[position].spec, text)
             for text in texts
         ]
-        ids = [encode_parts(p, backbone.tokenizer, backbone.family, longest, b.truncation, b.bos) for p in parts]
+        ids = [
+            encode_parts(p, backbone.tokenizer, backbone.traits.protocol, longest, b.truncation, b.bos) for p in parts
+        ]
         return {"prompt_ids": [p.head + p.input + p.cue for p in ids], "input_ids": [p.input for p in ids]}
 
     def _rows(self, ids: Mapping[str, list[list[int]]]) -> Rows:

@@ -125,11 +125,11 @@ def _settings(folder: TrialFolder) -> TrialSettings:
 
 
 def largest_rank(sweep: SweepFolder, trial: Trial) -> int:
-    """Return the largest rank of the trials on this trial's backbone: what their factors were computed for."""
-    name = trial.settings.backbone.name
-    others = {folder.training_id: folder for folder in sweep if folder.params.get("backbone.name") == name}
-    methods = [replace(trial, settings=_settings(folder)).method() for folder in others.values()]
-    return max(method.rank() for method in methods)
+    """Return the largest rank of the trials that adapt the same projections: what their factors were computed for."""
+    own = trial.settings.backbone
+    others = {folder.training_id: folder for folder in sweep if folder.params.get("backbone.name") == own.name}
+    found = [replace(trial, settings=_settings(folder)) for folder in others.values()]
+    return max(one.method().rank() for one in found if one.settings.backbone.targets == own.targets)
 
 
 # --- what it has left behind -----------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _config(model: ContinualModel, rank: int, alpha: int) -> dict[str, Any]:
     backbone, settings = model.context.backbone, model.trial.settings.backbone
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_2_SEQ_LM" if backbone.model.config.is_encoder_decoder else "CAUSAL_LM",
+        "task_type": "SEQ_2_SEQ_LM" if backbone.traits.encoder_decoder else "CAUSAL_LM",
         "base_model_name_or_path": base_model(settings),
         "revision": settings.revision,
         "r": rank,
@@ -107,7 +107,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
     base, names = base_model(settings.backbone), [adapter.name for adapter in adapters]
     alone = len(adapters) == 1 and folder.name == names[0]
     here = {name: "this/folder" if alone else f"this/folder/{name}" for name in names}
-    kind = "AutoModelForSeq2SeqLM" if model.context.backbone.model.config.is_encoder_decoder else "AutoModelForCausalLM"
+    kind = "AutoModelForSeq2SeqLM" if model.context.backbone.traits.encoder_decoder else "AutoModelForCausalLM"
     modules = " ".join(f"{name}={place}" for name, place in here.items())
     allowed = next((found for found in VLLM_RANKS if found >= rank), None)
     vllm = (

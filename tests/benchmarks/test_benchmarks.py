@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from latent_sweep.benchmarks import builtin, loaders
-from latent_sweep.benchmarks.loaders import Row, data_digest, load_rows, row_count, source_digest, tokenised
+from latent_sweep.benchmarks.loaders import data_digest, load_rows, row_count, source_digest, tokenised
 from latent_sweep.benchmarks.prompts import (
     PromptParts,
     definitions,
@@ -25,6 +25,7 @@ from latent_sweep.benchmarks.prompts import (
     encode_target,
     prompt_parts,
 )
+from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
     BenchmarkSpec,

@@ -102,6 +102,7 @@ SETTINGS = {
     "backbone.tokenizer_revision": ("main", NOTHING),
     "backbone.dtype": ("bfloat16", f"{TRAINED} pooled record scatter factors"),
     "backbone.device": ("cpu", NOTHING),
+    "backbone.targets": (["q_proj", "o_proj"], f"{TRAINED} pooled record scatter factors"),
     "benchmark.name": ("{folder}/reworded", PROMPTS),
     "benchmark.order": ("2", PROMPTS),
     "benchmark.tasks": (["left", "right"], PROMPTS),
@@ -175,11 +176,13 @@ TASK = {
     "name": ("first", PROMPTS),
     "title": ("A title", NOTHING),
     "category": ("kind", NOTHING),
-    "metric": ("rouge_l", SCORED),
+    "metric": ("rouge_l", SCORED),  # and of one from outside its code, see below
     "instruction": ("Say it.", PROMPTS),
     "paraphrases": (["In yet other words."], NOTHING),  # unless test prompts read them
     "labels": (["ax", "bx"], NOTHING),  # a row with another answer is refused
     "folder": ("elsewhere", NOTHING),
+    "allow": (["long_targets"], NOTHING),  # rows are refused or they are not
+    "source": ({"train": "left/train.json", "test": "left/test.json"}, NOTHING),  # the same files, by their names
     "train_rows": (7, NOTHING),
     "test_rows": (7, NOTHING),
 }
@@ -228,6 +231,8 @@ OUTSIDE = {
     "numpy": NOTHING,  # journaled, and a table says where it was not the same for all its trials
     "datasets": NOTHING,
     "rouge-score": NOTHING,
+    "rapidfuzz": NOTHING,
+    "sacrebleu": NOTHING,
     "latent-sweep": NOTHING,
 }
 """What a result reads beside settings."""
@@ -450,6 +455,17 @@ def test_a_field_of_a_task_changes_what_reads_it(subject, name):
     if name == "folder":
         (folder / "left").rename(folder / "elsewhere")
     assert differing(before, subject.identities()) == set(expected.split())
+
+
+def test_the_code_of_a_metric_from_outside_changes_scores_alone(subject, monkeypatch):
+    module = f"scores_{subject.folder.parent.name}".replace("-", "_")
+    code = "def score(prediction, references):\n    return 1.0\n"
+    (subject.folder / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(subject.folder))
+    rewrite_benchmark(subject.folder / "benchmark", lambda c: c["tasks"][0].update(metric=f"{module}:score"))
+    before = subject.identities()
+    (subject.folder / f"{module}.py").write_text(code + "# another\n")
+    assert differing(before, subject.identities()) == set(SCORED.split())
 
 
 def test_a_paraphrase_changes_what_reads_it(subject):
