@@ -23,7 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 """Which peft still asks transformers for."""
 
 LEARNED = TASKS[:2]
+ADAPTED = {"tiny-qwen3": {"targets": "all-linear"}}
 METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "zero_shot"), "tiny-t5": ("latent_lora", "seq_lora")}
+METHODS |= {"tiny-qwen3": ("latent_lora", "inc_lora")}
+TARGETS = {
+    "tiny-llama": ["q_proj", "v_proj"],
+    "tiny-t5": ["q", "v"],
+    "tiny-qwen3": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+}
+"""Which projections are adapted; of the last family all of them, which differ in their number of inputs."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +43,7 @@ def sweeps(tmp_path_factory):
         content = tiny(
             search={"method": [{"name": name, **OPTIONS.get(name, {})} for name in names]},
             trial__method=None,
-            trial__backbone__name=family,
+            trial__backbone={"name": family, "dtype": "float32"} | ADAPTED.get(family, {}),
             trial__benchmark={"name": "builtin", "tasks": LEARNED, "train_per_task": 8, "test_per_task": 3},
             trial__training={"learning_rate": 0.05, "epochs": 2, "batch_size": 4},
             trial__router={"components": 2},
@@ -90,6 +98,8 @@ CASES = [
     ("tiny-llama", "gain_lora", {"mood": [0], "ticket": [1]}),
     ("tiny-llama", "inc_lora", {"sum": [0, 1]}),
     ("tiny-t5", "seq_lora", {"last": [1]}),
+    ("tiny-qwen3", "latent_lora", {"mood": [0], "ticket": [1]}),
+    ("tiny-qwen3", "inc_lora", {"sum": [0, 1]}),
 ]
 
 
@@ -139,7 +149,7 @@ def test_folders_are_as_servers_expect_them(opened, tmp_path, family, name, expe
         assert type(config["lora_alpha"]) is int
         assert config["lora_alpha"] / rank == model.trial.settings.method.s
         assert config["task_type"] == ("SEQ_2_SEQ_LM" if family == "tiny-t5" else "CAUSAL_LM")
-        assert config["target_modules"] == (["q", "v"] if family == "tiny-t5" else ["q_proj", "v_proj"])
+        assert config["target_modules"] == TARGETS[family]
         tensors = load_file(folder / "adapter_model.safetensors")
         wanted = {}
         for target, (m, n) in shapes.items():
