@@ -11,10 +11,12 @@ import re
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latent_sweep.errors import StoreError
 from latent_sweep.results.tracked import MODEL_FOLDER
 from latent_sweep.store.folders import SweepFolder
 
@@ -66,13 +68,14 @@ def log_best(sweep: SweepFolder) -> None:
     Raises:
         LatentSweepError: no trial has finished, or the model cannot be made of what it has left behind.
     """
-    from latent_sweep.deploy.folder import MODEL_FILE, opened
+    from latent_sweep.deploy.folder import opened
     from latent_sweep.deploy.model import ContinualModel
     from latent_sweep.deploy.opening import find_trial
 
-    there = sweep.path / MODEL_FOLDER / "data" / DATA
-    if (there / MODEL_FILE).is_file() and opened(there)[0].origin.trial_id == find_trial(sweep).trial_id:
-        return
+    with suppress(StoreError):  # there is none, or none that is whole
+        content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)
+        if content.origin.trial_id == find_trial(sweep).trial_id:
+            return
     model = ContinualModel.from_sweep(sweep.path)
     try:
         write_mlflow_model(model, sweep)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.deploy.adapters import Adapter, adapters_of
 from latent_sweep.deploy.card import base_model, front_matter, provenance
 from latent_sweep.deploy.folder import new_folder
@@ -101,6 +102,17 @@ def target_modules(model: Any, targets: Sequence[str]) -> list[str]:
     return short if meant == set(targets) else sorted(targets)
 
 
+def _where_the_base_is(name: str) -> list[str]:
+    """Say where other programs find a base that no hub has."""
+    if name != EMBEDDED:
+        return []
+    return [
+        f"The base lies in the folder that `latent_sweep.backbones.files.embedded_folder` returns; `{name}` is no "
+        "name that a hub knows.",
+        "",
+    ]
+
+
 def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> str:
     """The card of one adapter, or of all of them in their folders."""
     content, settings, rank = model.content, model.trial.settings, max(adapter.rank for adapter in adapters)
@@ -129,6 +141,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         + (", ".join(map(repr, model.trial.spec.stop)) or "no string")
         + f" or after {settings.benchmark.max_target_length} tokens.",
         "",
+        *_where_the_base_is(settings.backbone.name),
         "```python",
         "from peft import PeftModel",
         f"from transformers import {kind}",

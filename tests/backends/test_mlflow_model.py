@@ -119,6 +119,9 @@ def test_it_is_written_once_for_a_trial_and_again_for_another(logged, capsys, mo
     assert ContinualModel.from_folder(there).content.origin.trial_id == other
     assert main(again) == 0
     assert ContinualModel.from_folder(there).content.origin.trial_id == best
+    (there / "model.json").write_text("{}")
+    assert main(again) == 0
+    assert ContinualModel.from_folder(there).content.origin.trial_id == best
 
 
 def test_without_a_tracker_there_is_nowhere_to_log(tmp_path, capsys):
