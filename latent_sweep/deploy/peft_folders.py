@@ -107,7 +107,7 @@ def _where_the_base_is(name: str) -> list[str]:
     if name != EMBEDDED:
         return []
     return [
-        f"The base lies in the folder that `latent_sweep.backbones.files.embedded_folder` returns; `{name}` is no "
+        f"The base lies in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; `{name}` is no "
         "name that a hub knows.",
         "",
     ]
