@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from latent_sweep.deploy.model import ContinualModel
     from latent_sweep.results.frames import SweepResults
 
+__all__ = ["ContinualModel", "open_sweep"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> type[ContinualModel]:
+    """Give `ContinualModel`, which loads torch, to whoever asks for it."""
+    if name != "ContinualModel":
+        raise AttributeError(f"module 'latent_sweep' has no attribute {name!r}")
+    from latent_sweep.deploy.model import ContinualModel
+
+    return ContinualModel
 
 
 def open_sweep(place: str | Path) -> SweepResults:

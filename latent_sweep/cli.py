@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from latent_sweep import __version__
-from latent_sweep.commands import benchmarks, completion, machine, results, starting, storage, sweeps, tracking
+from latent_sweep.commands import benchmarks, completion, machine, models, results, starting, storage, sweeps, tracking
 from latent_sweep.run import carry_out
 
-CHAPTERS = (starting, benchmarks, sweeps, results, storage, machine, tracking)
+CHAPTERS = (starting, benchmarks, sweeps, results, models, storage, machine, tracking)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

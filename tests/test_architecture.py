@@ -26,6 +26,7 @@ ORDER = (
     ("run",),
     ("bench", "doctor", "testing"),
     ("backends",),
+    ("deploy",),
     ("results",),
     ("learn",),
     ("sweep",),
@@ -51,7 +52,10 @@ WITHOUT_TORCH = [
     *(f"results.{path.stem}" for path in (PACKAGE / "results").glob("[a-z]*.py")),
     *("cli", "errors", "labels", "metrics", "outside", "router", "run", "security", "settings"),
     *("backbones.identity", "backbones.known", "methods", "methods.protocol"),
-    *(f"backends.{name}" for name in ("addresses", "driver", "mlflow_mirror", "mlflow_probe", "retries")),
+    *(
+        f"backends.{name}"
+        for name in ("addresses", "driver", "mlflow_mirror", "mlflow_model", "mlflow_probe", "retries")
+    ),
     *(f"backends.{name}" for name in ("ray_group", "ray_nodes", "ray_tune")),
     "backends.verify",
 ]
@@ -80,7 +84,7 @@ def test_each_outside_system_has_one_importer():
         *("backends/ray_group.py", "backends/ray_nodes.py", "backends/ray_tune.py"),
         "bench/usual_way.py",
     ]
-    assert importers("mlflow") == ["backends/mlflow_mirror.py", "backends/mlflow_probe.py"]
+    assert importers("mlflow") == ["backends/mlflow_mirror.py", "backends/mlflow_model.py", "backends/mlflow_probe.py"]
     assert importers("deepspeed") in ([], ["backends/deepspeed_engine.py"])
 
 
@@ -163,7 +167,9 @@ def test_every_chapter_says_what_it_is_for():
 
 
 SHARED = [
-    name for name in MODULES if name.split("/")[0] in ("learn", "sweep", "store", "backbones", "results", "backends")
+    name
+    for name in MODULES
+    if name.split("/")[0] in ("learn", "sweep", "store", "backbones", "results", "deploy", "backends")
 ]
 
 

@@ -108,6 +108,7 @@ def test_every_link_leads_somewhere(name):
 ELSEWHERE = {
     *("benchmark.yaml", "config.json", "dev.json", "eval.json", "test.json"),  # of one's own
     *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json"),
+    *("model.json", "adapter_config.json", "config.json"),  # of a model, of adapters, of a checkpoint
     *("latent_sweep/benchmarks/x.yaml", "latent_sweep/methods/x.py", "tests/methods/test_x.py"),  # by a recipe
 }
 """Files that documents name and that are somebody's own, or a run's."""

@@ -212,6 +212,13 @@ def stored_singular_values(
     return None
 
 
+def kept_factors(weights_digest: str, rank: int, folder: Path) -> list[Path]:
+    """The files of a cache that serve this rank, the smallest of each algorithm: what another machine would need."""
+    stems = {path.stem.rpartition("-r")[0] for path in folder.glob(f"{weights_digest}-*-v{versions.FACTORS}-r*")}
+    found = (_cached(folder, stem, rank) for stem in sorted(stems))
+    return [path for path in found if path is not None]
+
+
 def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
     """Return the name of a file of factors, but for its rank."""
     return f"{weights_digest}-{algorithm}-v{versions.FACTORS}"

@@ -176,6 +176,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                         run_on_ray(todo, folder, sweep.run, how.fail_fast)
             if sweep.run.page and (todo or not (folder.path / PAGE_FILE).exists()):
                 _write_page(folder, screen.tell)
+            if sweep.run.log_model == "best" and sweep.tuning_of is None:
+                _write_model(folder, screen.tell)
         finally:
             thread.stop()
     _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
@@ -197,6 +199,17 @@ def _write_page(folder: SweepFolder, tell: Callable[[str], None]) -> None:
     except Exception as error:
         log.debug("no page", exc_info=True)
         tell(f"no page was written: {error}; `latent-sweep report --format html {folder.path}` tries again")
+
+
+def _write_model(folder: SweepFolder, tell: Callable[[str], None]) -> None:
+    """Write the best trial's model for the mirror to bring. Trials and tables are there without it, too."""
+    from latent_sweep.backends.mlflow_model import log_best  # with torch
+
+    try:
+        log_best(folder)
+    except Exception as error:
+        log.debug("no model", exc_info=True)
+        tell(f"no model was logged: {error}; `latent-sweep export {folder.path} --to mlflow` tries again")
 
 
 def check_engine(settings: EngineSettings) -> None:

@@ -39,6 +39,7 @@ from latent_sweep.errors import LatentSweepError, StoreError, TrackingError
 from latent_sweep.results import summaries
 from latent_sweep.results.tracked import (
     KEY_TAG,
+    MODEL_FOLDER,
     Artifact,
     Kind,
     Point,
@@ -226,6 +227,15 @@ class MlflowMirror:
         """
         with self._explained(), tempfile.TemporaryDirectory() as folder:
             return Path(_artifact_repository(run.artifact_uri, self.uri).download_artifacts(path, folder)).read_bytes()
+
+    def model_uri(self) -> str:
+        """The address by which MLflow loads the model that lies in the sweep's run.
+
+        Raises:
+            TrackingError: the tracker cannot be reached or refuses.
+        """
+        with self._connected():
+            return f"runs:/{self._parent().run_id}/{MODEL_FOLDER}"
 
     def link(self) -> str:
         """The UI's address that opens this sweep's comparison; empty until the tracker was reached."""

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 Family = Literal["t5", "llama"]
 
+CUE = "\nOutput: "
+"""What asks for the answer, in every format."""
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -115,7 +118,12 @@ def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str
         head = instruction + ("\n" if spec.prompt == "long_sequence" else "\n\n")
     else:
         head = ""
-    return PromptParts(head, text, "\nOutput: ")
+    return PromptParts(head, text, CUE)
+
+
+def bare_prompt(text: str) -> PromptParts:
+    """The prompt of a text that has its instruction in it, or none: the cue is all that is added."""
+    return PromptParts("", text, CUE)
 
 
 def in_chat(parts: PromptParts, chat: Chat) -> PromptParts:

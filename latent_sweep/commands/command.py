@@ -37,6 +37,14 @@ def add_sweep_folder(parser: Parser) -> None:
     parser.add_argument("folder", help="the sweep's folder or its URI, e.g. runs/lambda")
 
 
+def add_tracker(parser: Parser) -> None:
+    """Add the options that say which tracker a sweep is brought to."""
+    parser.add_argument("--uri", help="another MLflow tracking URI than the sweep file's")
+    parser.add_argument(
+        "--allow-insecure", action="store_true", help="also a server on another machine without TLS or credentials"
+    )
+
+
 def add_json(parser: Any) -> None:
     """Add the option to print what a program may read."""
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.commands.command import Commands, Parser, add_command, add_json, add_sweep_folder, print_json
+from latent_sweep.commands.command import (
+    Commands,
+    Parser,
+    add_command,
+    add_json,
+    add_sweep_folder,
+    add_tracker,
+    print_json,
+)
 from latent_sweep.security import printable
 
 if TYPE_CHECKING:
@@ -49,10 +57,7 @@ def add(commands: Commands) -> None:
 
 def _add_tracker_arguments(parser: Parser) -> None:
     add_sweep_folder(parser)
-    parser.add_argument("--uri", help="another MLflow tracking URI than the sweep file's")
-    parser.add_argument(
-        "--allow-insecure", action="store_true", help="also a server on another machine without TLS or credentials"
-    )
+    add_tracker(parser)
 
 
 def _sync(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class Evaluator:
         batch_size: rows per batch, at most; see `batched`.
         max_new_tokens, stop: where an answer ends.
         references: `single_first` or `max_over_refs`.
-        cache: folder of known answers.
+        cache: folder of known answers; None keeps none.
         tell: lets the other workers of the engine's group know of batches before they are answered.
         method_source: digest of the method's code, where it is from outside: of what was imported, and not of what its
             file says by now.
@@ -143,7 +143,7 @@ class Evaluator:
         max_new_tokens: int,
         stop: Sequence[str],
         references: RefsPolicy,
-        cache: Path,
+        cache: Path | None,
         tell: Callable[[Sequence[AnswerBatch]], None] = lambda batches: None,
         method_source: str | None = None,
         passes: int = 1,
@@ -171,7 +171,37 @@ class Evaluator:
             definitions: how many definitions the prompts take in turn.
             inputs: the rows' inputs, for a metric that reads them.
         """
-        prompts = [prompt_read(self.method, ids) for ids in rows["prompt_ids"]]
+        answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions)
+        references = [list(refs) for refs in rows["references"]]
+        scores = score_rows(metric, answers, references, self.references, inputs)
+        predictions = [
+            {"id": row_id, "prediction": answer, "references": refs, "score": float(score), "weights": _nonzero(mix)}
+            for row_id, answer, refs, score, mix in zip(rows["id"], answers, references, scores, weights, strict=True)
+        ]
+        rouge_1 = None
+        if metric == "rouge_l":
+            rouge_1 = float(np.mean(score_rows("rouge_1", answers, references, self.references)))
+        return TaskScore(float(np.mean(scores)), predictions, generated, rouge_1)
+
+    def answers(
+        self,
+        history: Sequence[Snapshot],
+        weights: Array,
+        prompt_ids: Iterable[Sequence[int]],
+        definitions: int = 1,
+    ) -> tuple[list[str], int]:
+        """Answer rows, each with its own blend of the snapshots.
+
+        Args:
+            history: the snapshots, oldest first.
+            weights: (rows, snapshots).
+            prompt_ids: token ids of each row's prompt.
+            definitions: how many definitions the prompts take in turn.
+
+        Returns:
+            An answer for every row, and how many rows were generated now; the others were known.
+        """
+        prompts = [prompt_read(self.method, ids) for ids in prompt_ids]
         parts: list[list[int]] = []
         batches: list[AnswerBatch] = []
         for first in range(min(definitions, len(prompts))):
@@ -185,16 +215,7 @@ class Evaluator:
         for part, texts in zip(parts, known, strict=True):
             for row, text in zip(part, texts, strict=True):
                 answers[row] = text
-        references = [list(refs) for refs in rows["references"]]
-        scores = score_rows(metric, answers, references, self.references, inputs)
-        predictions = [
-            {"id": row_id, "prediction": answer, "references": refs, "score": float(score), "weights": _nonzero(mix)}
-            for row_id, answer, refs, score, mix in zip(rows["id"], answers, references, scores, weights, strict=True)
-        ]
-        rouge_1 = None
-        if metric == "rouge_l":
-            rouge_1 = float(np.mean(score_rows("rouge_1", answers, references, self.references)))
-        return TaskScore(float(np.mean(scores)), predictions, generated, rouge_1)
+        return answers, generated
 
     def _batch(
         self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]], shared: int
@@ -209,7 +230,7 @@ class Evaluator:
     ) -> tuple[Sequence[Sequence[str]], int]:
         """Answers of every batch, and how many of them were generated now."""
         paths = [self._path(batch) for batch in batches]
-        answers = [read_sealed_json(path) for path in paths]
+        answers = [None if path is None else read_sealed_json(path) for path in paths]
         missing = [i for i, known in enumerate(answers) if known is None]
         at_once = self.engine.group.size if self.engine.answers_apart else 1
         for start in range(0, len(missing), at_once):
@@ -218,11 +239,14 @@ class Evaluator:
             self.tell(asked)
             found = answer(asked, snapshots.__getitem__, self.method, self.engine, self.bank)
             for i, texts in zip(now, found, strict=True):
-                write_sealed_json(paths[i], texts)
+                if (path := paths[i]) is not None:
+                    write_sealed_json(path, texts)
                 answers[i] = texts
         return [texts or [] for texts in answers], sum(len(batches[i].prompts) for i in missing)
 
-    def _path(self, batch: AnswerBatch) -> Path:
+    def _path(self, batch: AnswerBatch) -> Path | None:
+        if self.cache is None:
+            return None
         key = answers_name(batch, self.method, self.engine.backbone, self.method_source)
         return self.cache / key[:2] / f"{key}.json"
 

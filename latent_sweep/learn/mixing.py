@@ -12,7 +12,8 @@ oracle  the snapshot of the row's own task: an upper reference, it needs the tas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
@@ -48,6 +49,7 @@ from latent_sweep.router import (
 from latent_sweep.settings import content_hash
 from latent_sweep.store import versions
 from latent_sweep.store.sealed import intact, write_sealed
+from latent_sweep.sweep.plan import ROUTED
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,50 @@ Tokens = Callable[[int, Split], Any]
 
 Gates = Callable[[int, Sequence[Sequence[int]]], Array]
 """Weights that the method's gates give the first snapshots for some prompts, (prompts, snapshots)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows to be weighed, as each way of mixing reads them; what is not read is not made."""
+
+    count: int
+    embeddings: Callable[[], npt.NDArray[Any]]
+    """phi(x), (rows, d), scaled as the router's settings say."""
+    texts: Callable[[], list[str]]
+    """The prompts as the model reads them."""
+    prompts: Callable[[], Sequence[Sequence[int]]]
+    """Their token ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of the tasks seen, as far as a way of mixing reads it."""
+
+    tasks_seen: int
+    router: GaussianRouter | None
+    """Where a posterior is asked for."""
+    ngrams: Sequence[TaskNgrams]
+    """Of every task, where the string match is asked for."""
+    gates: Gates
+
+
+def weigh(mode: Mixing, known: Known, rows: Rows, task: int | None = None) -> Array:
+    """Weigh the snapshots of the tasks seen in every row, (rows, tasks_seen).
+
+    Args:
+        task: position of the task that the rows are of; `oracle` alone reads it.
+    """
+    if mode == "soft" or mode == "hard":
+        assert known.router is not None, "these modes are the router's"
+        return known.router.weights(rows.embeddings(), mode)
+    if mode == "lexical":
+        return nearest(rows.texts(), known.ngrams)
+    if mode == "gates":
+        return known.gates(known.tasks_seen, rows.prompts())
+    if mode == "sum":
+        return np.ones((rows.count, known.tasks_seen))
+    assert mode == "last" or task is not None, "the oracle is told of which task rows are"
+    return np.tile(np.eye(known.tasks_seen)[-1 if mode == "last" else task], (rows.count, 1))
 
 
 class Mixer:
@@ -102,20 +148,21 @@ class Mixer:
     def weights(self, tasks_seen: int) -> list[Array]:
         """Return for each task seen the weights of its test rows: (rows, tasks_seen)."""
         mode = self.settings.mode
-        if mode == "soft" or mode == "hard":
-            router = self._router(tasks_seen)
-            return [router.weights(self._embeddings(task, "test"), mode) for task in range(tasks_seen)]
-        if mode == "lexical":
-            known = [self._ngrams(task) for task in range(tasks_seen)]
-            return [nearest(self._texts(task, "test"), known) for task in range(tasks_seen)]
-        if mode == "gates":
-            return [self.gates(tasks_seen, self.tokens(task, "test")["prompt_ids"]) for task in range(tasks_seen)]
-        counts = [len(self.tokens(task, "test")) for task in range(tasks_seen)]
-        alone = np.eye(tasks_seen)
-        row = {"last": lambda task: alone[-1], "sum": lambda task: np.ones(tasks_seen), "oracle": alone.__getitem__}
-        return [np.tile(row[str(mode)](task), (count, 1)) for task, count in enumerate(counts)]
+        router = self._router(tasks_seen) if mode in ROUTED else None
+        ngrams = [self.ngrams(task) for task in range(tasks_seen)] if mode == "lexical" else []
+        known = Known(tasks_seen, router, ngrams, self.gates)
+        return [weigh(mode, known, self._rows(task, "test"), task) for task in range(tasks_seen)]
 
-    def _ngrams(self, task: int) -> TaskNgrams:
+    def _rows(self, task: int, split: Split) -> Rows:
+        tokens = self.tokens(task, split)
+        return Rows(
+            len(tokens),
+            partial(self.embeddings, task, split),
+            partial(self._texts, task, split),
+            lambda: tokens["prompt_ids"],
+        )
+
+    def ngrams(self, task: int) -> TaskNgrams:
         """What the string match knows of the task, made once and stored."""
         path = self._record_path(self.ngrams_name(task))
         record = TaskNgrams.load(path)
@@ -126,8 +173,7 @@ class Mixer:
 
     def _texts(self, task: int, split: Split) -> list[str]:
         """The prompts as the model reads them."""
-        prompts = [list(ids) for ids in self.tokens(task, split)["prompt_ids"]]
-        return self.backbone.tokenizer.batch_decode(prompts, skip_special_tokens=True)
+        return texts_read(self.backbone, self.tokens(task, split)["prompt_ids"])
 
     def evidence(self, weights: Sequence[Array], tasks: Sequence[str]) -> dict[str, float]:
         """Measure the router on test rows: of the tasks seen, and of those to come, which it should find far away.
@@ -146,7 +192,7 @@ class Mixer:
         if self.settings.mode == "lexical":
             return accuracies(weights, tasks)
         tasks_seen = len(weights)
-        router, rows = self._router(tasks_seen), partial(self._embeddings, split="test")
+        router, rows = self._router(tasks_seen), partial(self.embeddings, split="test")
         posteriors = [router.log_posterior(rows(task)) for task in range(tasks_seen)]
         found = routing_measures(posteriors, tasks[:tasks_seen], self.settings.prune_below)
         if tasks_seen < self.n_tasks:
@@ -168,16 +214,16 @@ class Mixer:
     def _fit(self, tasks_seen: int) -> GaussianRouter:
         """Fit the router; the covariance reads tasks to come only where the settings say so (A16)."""
         pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, self.n_tasks)
-        mixtures = [self._mixture(task) for task in range(max(tasks_seen, pooled_tasks))]
+        mixtures = [self.mixture(task) for task in range(max(tasks_seen, pooled_tasks))]
         covariance = pooled_covariance(self._pooled(pooled_tasks), mixtures[:pooled_tasks], self.settings)
         return GaussianRouter(self.settings).fit(mixtures[:tasks_seen], covariance)
 
-    def _mixture(self, task: int) -> TaskMixture:
+    def mixture(self, task: int) -> TaskMixture:
         """The task's components, fitted once and stored."""
         path = self._record_path(self.mixture_name(task))
         record = TaskMixture.load(path)
         if record is None:
-            record = fit_mixture(self._embeddings(task, "train"), self.settings, self.seed)
+            record = fit_mixture(self.embeddings(task, "train"), self.settings, self.seed)
             record.save(path)
         return record
 
@@ -185,21 +231,22 @@ class Mixer:
         """Return the summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
         names = [self.scatter_name(task) for task in range(tasks)]
         fold = self.folds.setdefault(f"{names[0]}-{self.settings.cov.refresh}", PooledScatter())
-        fold.extend(names, lambda task: self._scatter(task, self._record_path(names[task])))
+        fold.extend(names, self.scatter)
         return fold
 
-    def _scatter(self, task: int, path: Path) -> TaskScatter:
+    def scatter(self, task: int) -> TaskScatter:
         """The task's scatter, computed once and stored: whatever K and seed, it is the same."""
+        path = self._record_path(self.scatter_name(task))
         record = TaskScatter.load(path)
         if record is None:
-            record = scatter_of(self._embeddings(task, "train"))
+            record = scatter_of(self.embeddings(task, "train"))
             record.save(path)
         return record
 
     def _record_path(self, name: str) -> Path:
         return record_path(self.storage, name)
 
-    def _embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
+    def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
         """Return phi(x) of every row, (rows, d): its mean token embedding, equation (11); pooled once and stored."""
         path = pooled_path(self.storage, self.pooled_name(task, split))
         if intact(path):
@@ -212,7 +259,7 @@ class Mixer:
 
     @cached_property
     def _table_std(self) -> float:
-        return float(self.backbone.embedding_table.float().std())
+        return table_std(self.backbone)
 
     def pooled_name(self, task: int, split: Split) -> str:
         """Names a task's pooled embeddings: a hash of all that they depend on."""
@@ -232,6 +279,16 @@ class Mixer:
     def scatter_name(self, task: int) -> str:
         """Names a task's scatter: a hash of all that it depends on."""
         return scatter_name(self.pooled_name(task, "train"), self.settings)
+
+
+def texts_read(backbone: Backbone, prompts: Iterable[Sequence[int]]) -> list[str]:
+    """Return prompts as the model reads them, as texts."""
+    return backbone.tokenizer.batch_decode([list(ids) for ids in prompts], skip_special_tokens=True)
+
+
+def table_std(backbone: Backbone) -> float:
+    """Return the standard deviation of the embedding table's entries: what `router.embed_norm: std` scales by."""
+    return float(backbone.embedding_table.float().std())
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ here say, and write nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from latent_sweep.backbones.outputs import Example
@@ -45,6 +46,25 @@ class SoftPrompted(Protocol):
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
         """Return the token ids that the model reads for this prompt when it answers."""
+
+
+@dataclass(frozen=True)
+class LowRankPairs:
+    """What a snapshot adds to the adapted projections: `dW = scale B A` of each, in the backbone's order."""
+
+    A: Sequence[Tensor]
+    """(r, n) of every projection."""
+    B: Sequence[Tensor]
+    """(m, r) of every projection."""
+    scale: float
+
+
+@runtime_checkable
+class HasLowRankPairs(Protocol):
+    """Has snapshots that are LoRA adapters, whatever was trained of them: other programs can take them."""
+
+    def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
+        """The pairs of one snapshot, in float32."""
 
 
 def tasks_learned(method: Method, position: int, n_tasks: int) -> Sequence[int]:

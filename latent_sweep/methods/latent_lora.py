@@ -16,6 +16,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.backbones.outputs import Example
+from latent_sweep.methods.capabilities import LowRankPairs
 from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, Settings
 from latent_sweep.store import versions
@@ -165,6 +166,15 @@ class LatentLora(Method):
             penalty = OrthoPenalty(space, earlier, s.ortho.reduce, s.ortho.norm, s.ortho.normalise, scale)
         active = blend(earlier, torch.ones(1, len(earlier)))[:, 0] if s.train_active == "sum" and earlier else None
         return LatentLearner(space, R, penalty, s.ortho_lambda, active, s.dropout)
+
+    def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
+        """Return LoRA's pair of every projection: `A = V^T` and `B = U diag(S) R`, with Sigma on its own side."""
+        import torch
+
+        space = self.space
+        R = snapshot["R"].to(space.singular_values.device)
+        rights = [right.float().T for right in space.rights]
+        return LowRankPairs(rights, space.lefts_times(R, torch.float32), self.settings.s)
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Have each row answer with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""

@@ -16,6 +16,7 @@ from pydantic import Field
 from latent_sweep.backbones.known import EMBEDDED, dropout_rate, family_of
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError
+from latent_sweep.methods.capabilities import LowRankPairs
 from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
@@ -172,6 +173,11 @@ class LoraMethod(Method):
         """Return a snapshot's pair, on the backbone's device."""
         device = self.context.backbone.device
         return snapshot["A"].to(device), snapshot["B"].to(device)
+
+    def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
+        """Return a snapshot's pair as it is; a projection with fewer inputs has the first columns of its A."""
+        A = [own[:, :n] for own, n in zip(snapshot["A"], self.inputs, strict=True)]
+        return LowRankPairs(A, snapshot["B"].split(self.outputs), self.settings.s)
 
     def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Have each row answer with its own sum of pairs; snapshots that no row weighs play no part."""

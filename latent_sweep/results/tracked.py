@@ -49,6 +49,8 @@ _RUN_STATUS: Mapping[Status, RunStatus] = {
     "failed": "FAILED",
     "stopped": "KILLED",
 }
+MODEL_FOLDER = "model"
+"""The model of a sweep's winner, as MLflow has it: its name in a sweep's folder, and among the artifacts of its run."""
 _TRIAL_FILES = ("trial.yaml", "scores.json", "result.json", "journal.jsonl")
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
 
@@ -189,6 +191,9 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
         "report.md": redact(report.render(summary, "markdown")),
     }
     artifacts |= {name: sweep.path / name for name in (TUNING, PAGE_FILE) if (sweep.path / name).exists()}
+    for path in sorted((sweep.path / MODEL_FOLDER).rglob("*")):
+        if path.is_file():
+            artifacts[path.relative_to(sweep.path).as_posix()] = path
     if (curves := summaries.curves(summary)) is not None:
         artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_figure, curves.x_name, curves.x_values, curves.series)
     return RunContent(

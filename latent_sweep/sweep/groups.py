@@ -189,6 +189,9 @@ class RunSettings(Settings):
     the newest stage alone (`last`)."""
     page: bool = True
     """Draw the report as a page, `report.html`, when a run ends."""
+    log_model: Literal["none", "best"] = "none"
+    """Put the model of the finished trial with the highest AP into the sweep's MLflow run when a run ends; the driver
+    loads its backbone for that, and reads the benchmark's rows."""
     pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
     together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
@@ -202,6 +205,15 @@ class RunSettings(Settings):
     """How often in a row, without finishing a task in between, a trial is started again whose worker died, or lost its
     GPU, on a node that stayed. Losing the node is free; out of memory is tried once more with half the rows in a pass
     of what ran out, learning, answering or a method's statistics; other faults are not retried."""
+
+    @model_validator(mode="after")
+    def _has_where_to_log(self) -> RunSettings:
+        if self.log_model != "none" and self.tracking.uri == "none":
+            raise ValueError(
+                f"log_model = {self.log_model} with tracking.uri = none: there is no MLflow to log it in; leave one of "
+                "them out. `latent-sweep export --to model` writes a model without MLflow"
+            )
+        return self
 
     @field_validator("storage")
     @classmethod
@@ -292,6 +304,18 @@ GROUPS: Mapping[str, type[Settings]] = {
     "training": TrainingSettings,
     "evaluation": EvaluationSettings,
 }
+
+
+def resolved_settings(content: Mapping[str, Any]) -> TrialSettings:
+    """Read back the settings of a trial, as its `trial.yaml` and a model's folder have them.
+
+    Raises:
+        ConfigError: there is no such method.
+        ValidationError, LookupError: they are not those of a trial of this version.
+    """
+    method = method_class(content["method"]["name"]).settings_class.model_validate(content["method"])
+    groups: dict[str, Any] = {name: kind.model_validate(content[name]) for name, kind in GROUPS.items()}
+    return TrialSettings(method=method, seed=content["seed"], **groups)
 
 
 REQUIRED = "required"

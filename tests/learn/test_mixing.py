@@ -253,7 +253,7 @@ def test_distances_are_of_rows_from_the_whole_of_a_task(mixer, monkeypatch):
     monkeypatch.setattr(mixing.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
     monkeypatch.setattr(mixing, "DISTANCE_ROWS", 5)
     evidence(mixer(mode="soft"), 1)
-    whole = mixer(mode="soft")._embeddings(1, "test")
+    whole = mixer(mode="soft").embeddings(1, "test")
     assert [len(X) for X in asked] == [5, 5, 5]
     np.testing.assert_array_equal(asked[1], whole[[0, 5, 11, 16, 22]])
 

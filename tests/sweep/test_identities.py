@@ -199,6 +199,7 @@ RUN = {
     "allow_insecure": True,
     "keep_answers": "last",
     "page": False,
+    "log_model": "best",
     "pack": 2,
     "max_concurrent": 1,
     "num_samples": 1,  # more make more trials, and only where an axis is random

@@ -513,8 +513,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "learn/mixing.py",
         "test rows are routed by the training rows",
-        'self._embeddings(task, "test")',
-        'self._embeddings(task, "train")',
+        'self._rows(task, "test")',
+        'self._rows(task, "train")',
         "mixing::test_the_posterior_is_bayes_rule_over_gaussian_densities",
     ),
     _mutant(
@@ -527,15 +527,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "learn/mixing.py",
         "the oracle answers with the newest",
-        '"oracle": alone.__getitem__',
-        '"oracle": lambda task: alone[-1]',
+        '[-1 if mode == "last" else task]',
+        "[-1]",
         "mixing::test_weights_without_a_router",
     ),
     _mutant(
         "learn/mixing.py",
         "a sum is a mean",
-        "np.ones(tasks_seen)",
-        "np.full(tasks_seen, 1 / tasks_seen)",
+        "np.ones((rows.count, known.tasks_seen))",
+        "np.full((rows.count, known.tasks_seen), 1 / known.tasks_seen)",
         "mixing::test_weights_without_a_router",
     ),
     # --- the latent adapter and its method

@@ -1,0 +1,120 @@
+"""What is said of a model for people: the README.md of every folder that one is written into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, known_backbone
+from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
+from latent_sweep.learn.context import Context
+from latent_sweep.store import versions
+
+LICENCES: Mapping[str, str] = {
+    EMBEDDED: "apache-2.0",
+    "t5-large": "apache-2.0",
+    "t5-3b": "apache-2.0",
+    "tinyllama-1.1b": "apache-2.0",
+    "llama-2-7b": "llama2",
+    "llama-2-13b": "llama2",
+    "llama-3-8b": "llama3",
+}
+"""Of the published weights of backbones that are known by name, as the hub calls them."""
+
+
+def base_model(settings: BackboneSettings) -> str:
+    """Return where the backbone's weights come from: a hub's name or a folder, or a name that only we know."""
+    known = known_backbone(settings.name)
+    if known is None or known.source == "config" or settings.name == EMBEDDED:
+        return settings.name
+    return known.source
+
+
+def front_matter(content: ModelContent, library: str) -> list[str]:
+    """The lines that a hub reads, between two lines of dashes."""
+    settings = content.trial.settings.backbone
+    return [
+        "---",
+        f"base_model: {base_model(settings)}",
+        f"license: {LICENCES.get(settings.name, 'unknown')}",
+        f"library_name: {library}",
+        "tags: [continual-learning, latent_sweep]",
+        "---",
+    ]
+
+
+def provenance(content: ModelContent, context: Context) -> list[str]:
+    """The sections that every card has: base model, tasks with scores, and what the model was made from and with."""
+    settings, origin = content.trial.settings, content.origin
+    backbone = settings.backbone
+    revision = f" at revision {backbone.revision}" if backbone.revision else ""
+    note = ", quantised to Q4_1 by its package and made floats again: not the published weights"
+    lines = [
+        "## Base model",
+        "",
+        f"{base_model(backbone)}{revision}{note if backbone.name == EMBEDDED else ''}, in {backbone.dtype}. "
+        f"Licence of its weights: {LICENCES.get(backbone.name, 'unknown')}. Digest of its embedding table and adapted "
+        f"projections: {context.backbone.weights_digest}; of its tokenizer: {context.backbone.tokenizer_digest}.",
+        "",
+        "## Tasks",
+        "",
+        "In the order of learning. Scores are those of the sweep after its last task, in per cent.",
+        "",
+        "| task | metric | score | snapshot |",
+        "|---|---|---|---|",
+    ]
+    for task in content.learned:
+        score = origin.scores.get(task.spec.name)
+        shown = "learned since" if score is None else f"{100 * score:.2f}"
+        lines.append(f"| {task.spec.name} | {task.spec.metric} | {shown} | {task.snapshot.lineage} |")
+    measures = [f"{name} {100 * origin.measures[name]:.2f}" for name in ("AP", "FM") if name in origin.measures]
+    return [
+        *lines,
+        "",
+        "## Where it comes from",
+        "",
+        f"Sweep {origin.sweep}, trial {origin.name} ({origin.trial_id}): {', '.join(measures)} (per cent). Method "
+        f"{settings.method.name}, snapshots mixed by `{settings.router.mode}`, seed {settings.seed}, benchmark "
+        f"{content.trial.spec.name} (version {content.trial.spec.version}). Learned with "
+        f"{_told(content.learned[-1].snapshot.facts['computed_with'])}; written with {_told(versions.installed())}.",
+        "",
+    ]
+
+
+def model_card(content: ModelContent, context: Context) -> str:
+    """The card of a model in our own folder."""
+    lines = [
+        *front_matter(content, "latent_sweep"),
+        "",
+        f"# {content.trial.settings.method.name} after {len(content.learned)} tasks",
+        "",
+        "A model of latent_sweep: a frozen backbone with an adapter for each task, chosen for each text.",
+        "",
+        "```python",
+        "from latent_sweep import ContinualModel",
+        "",
+        'model = ContinualModel.from_folder("this/folder")',
+        f'model.answer(["..."], task="{content.tasks[-1]}")',
+        "```",
+        "",
+        "The backbone is not in it and must be at hand. No rows of tasks are in it.",
+        *_limits(content),
+        "",
+        *provenance(content, context),
+    ]
+    return "\n".join(lines)
+
+
+def _limits(content: ModelContent) -> Sequence[str]:
+    limits = {task.spec.name: task.farthest for task in content.learned if task.farthest is not None}
+    if not limits:
+        return ()
+    told = ", ".join(f"{name} {limit:.4g}" for name, limit in limits.items())
+    return [
+        "",
+        "A text belongs to no learned task where its Mahalanobis distance from all of them is above that of the task "
+        f"that it was routed to, the {NOVELTY_QUANTILE:g} quantile of held-out rows: {told}.",
+    ]
+
+
+def _told(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())

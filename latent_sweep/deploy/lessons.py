@@ -1,0 +1,153 @@
+"""A task that a model is to learn next: by name from a benchmark, or with rows of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.benchmarks.loaders import load_rows, row_count, source_digest
+from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, load_benchmark, scoring_metric
+from latent_sweep.deploy.content import ModelContent
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.methods.capabilities import tasks_learned
+from latent_sweep.metrics import metric_source
+from latent_sweep.security import quoted
+from latent_sweep.settings import content_hash
+from latent_sweep.store.files import cache_folder, write_file
+from latent_sweep.sweep.plan import ROUTED, SPLITS, Trial
+
+RowLike = Mapping[str, Any]
+"""`{"input": text, "output": text or texts}`, as in a benchmark's files."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """One task to learn after those that a model has learned."""
+
+    task: TaskSpec
+    trial: Trial
+    """The model's, with the task at its end."""
+    reading: Trial
+    """The same, with the benchmark that the task's rows are read from in the place of the model's own."""
+
+
+def lesson_of(
+    content: ModelContent,
+    task: str | TaskSpec,
+    benchmark: str | Path | None,
+    rows: Sequence[RowLike] | None,
+    held_out: Sequence[RowLike],
+) -> Lesson:
+    """Find the task and its rows; see `ContinualModel.learn`.
+
+    Raises:
+        ConfigError: the task cannot be learned by this model.
+        DataError: its rows are not at hand or malformed.
+    """
+    trial = content.trial
+    if isinstance(task, str):
+        if rows is not None or held_out:
+            raise ConfigError(
+                f"task: found the name {quoted(task)} with rows of its own; expected a TaskSpec with rows, or the name "
+                "of a benchmark's task without"
+            )
+        source = trial.spec if benchmark is None else load_benchmark(str(benchmark))
+        task = _named(source, task)
+    elif not rows or benchmark is not None:
+        raise ConfigError(
+            f"task: found the task {task.name} "
+            + ("without rows" if not rows else "with a benchmark")
+            + "; expected its training rows, or the name of a task that a benchmark has"
+        )
+    else:
+        source = _own_benchmark(trial.spec, task, rows, held_out)
+        (task,) = source.tasks
+    if task.name in content.tasks:
+        raise ConfigError(
+            f"task: {task.name} is one of the tasks that this model has learned: {', '.join(content.tasks)}. Give "
+            "another task, or another name"
+        )
+    position = len(content.learned)
+    if (reads := tuple(tasks_learned(trial.method(), position, position + 1))) != (position,):
+        learns = "nothing" if not reads else "other tasks, too"
+        raise ConfigError(
+            f"method {trial.settings.method.name}: at task {position + 1} it learns {learns}, so there is nothing to "
+            "go on with; take a model of a method that learns task by task"
+        )
+    reading = _with_task(trial, task, source)
+    _check_rows(reading, task)
+    return Lesson(task, replace(reading, spec=_holding(trial.spec, task)), reading)
+
+
+def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
+    found = next((task for task in source.tasks if task.name == name), None)
+    if found is None:
+        known = ", ".join(task.name for task in source.tasks)
+        raise ConfigError(f"task: found {quoted(name)}; benchmark {source.name} has {known}")
+    return found
+
+
+def _own_benchmark(
+    spec: BenchmarkSpec, task: TaskSpec, rows: Sequence[RowLike], held_out: Sequence[RowLike]
+) -> BenchmarkSpec:
+    """Write the rows of a task down as those of a benchmark of one's own, where they are read like any others.
+
+    Raises:
+        DataError: they are no JSON.
+    """
+    files = {"train.jsonl": rows, "test.jsonl": held_out}
+    try:
+        texts = {name: "".join(json.dumps(dict(row)) + "\n" for row in found) for name, found in files.items() if found}
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"rows of task {task.name}: found {error}; expected objects with `input` and `output`"
+        ) from error
+    folder = cache_folder() / "lessons" / content_hash(texts)
+    for name, text in texts.items():
+        write_file(folder / task.name / name, text.encode())
+    here = {"layout": "folder", "folder": str(folder), "tasks": (task.model_copy(update={"folder": task.name}),)}
+    return spec.model_copy(update=here)
+
+
+def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:
+    """Return the trial with one more task, whose rows are read as its own benchmark says."""
+    place = {"layout": source.layout, "folder": source.folder}
+    spec = _holding(trial.spec, task).model_copy(update=place)
+    found: dict[tuple[str, str], str | None] = {
+        (task.name, split): source_digest(spec, task, split, trial.settings.benchmark) for split in SPLITS
+    }
+    metric = scoring_metric(trial.settings.benchmark, task)
+    code = {metric: digest} if (digest := metric_source(metric)) else {}
+    return replace(
+        trial,
+        tasks=(*trial.tasks, task),
+        spec=spec,
+        sources={**trial.sources, **found},
+        metric_sources={**trial.metric_sources, **code},
+    )
+
+
+def _holding(spec: BenchmarkSpec, task: TaskSpec) -> BenchmarkSpec:
+    """Return the benchmark with this task, in the place of one of the same name."""
+    others = tuple(known for known in spec.tasks if known.name != task.name)
+    return spec.model_copy(update={"tasks": (*others, task)})
+
+
+def _check_rows(trial: Trial, task: TaskSpec) -> None:
+    """Find rows that are missing or malformed before anything is learned.
+
+    Raises:
+        ConfigError: there are fewer than the router has components.
+        DataError: they are not at hand, or malformed.
+    """
+    s = trial.settings
+    load_rows(trial.spec, task, "train", s.benchmark, source=trial.source(task, "train"))
+    count = row_count(trial.spec, task, "train", s.benchmark)
+    if s.router.mode in ROUTED and s.router.components > count:
+        raise ConfigError(
+            f"task {task.name}: found {count} training rows; the router of this model has {s.router.components} "
+            "components a task. Give at least as many rows"
+        )

@@ -1,0 +1,73 @@
+"""A model merged into its backbone: a folder of transformers with weights, configuration and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+
+from latent_sweep.backbones.files import WEIGHTS
+from latent_sweep.deploy.adapters import adapter_for
+from latent_sweep.deploy.card import front_matter, provenance
+from latent_sweep.deploy.folder import new_folder
+from latent_sweep.errors import ConfigError
+from latent_sweep.store.files import committing, write_file
+
+if TYPE_CHECKING:
+    from latent_sweep.deploy.adapters import Adapter
+    from latent_sweep.deploy.model import ContinualModel
+
+
+def export_merged(model: ContinualModel, folder: str | Path, task: str | None = None) -> Path:
+    """Write the backbone with the adapter added to its weights; returns the folder.
+
+    Args:
+        task: whose adapter; None where one answers every text.
+
+    Raises:
+        ConfigError: no adapter is meant, the model's snapshots are no LoRA adapters, or the folder holds something.
+        StoreError: it cannot be written.
+    """
+    backbone = model.context.backbone
+    if not backbone.whole:
+        raise ConfigError("backbone: its weights are spread over several workers; merge it where one holds all of them")
+    adapter = adapter_for(model, task)
+    path = new_folder(folder)
+    weights = {name: weight.detach() for name, weight in backbone.model.named_parameters()}  # a tied one once
+    for name, A, B in zip(backbone.targets, adapter.pairs.A, adapter.pairs.B, strict=True):
+        W = weights[f"{name}.weight"]
+        changed = W.float() + adapter.pairs.scale * B.float() @ A.float()
+        weights[f"{name}.weight"] = changed.to(W.dtype)
+    # not by the model's own method, which looks for accelerators and says so on standard output
+    config = backbone.model.config.to_dict()
+    config |= {"architectures": [type(backbone.model).__name__], "dtype": model.trial.settings.backbone.dtype}
+    write_file(path / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+    with committing(path):
+        save_file({n: w.cpu().contiguous() for n, w in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
+        backbone.model.generation_config.save_pretrained(path)
+        backbone.tokenizer.save_pretrained(path)
+    write_file(path / "README.md", _card(model, adapter).encode())
+    return path
+
+
+def _card(model: ContinualModel, adapter: Adapter) -> str:
+    dtype = model.trial.settings.backbone.dtype
+    rounding = (
+        "Merged weights are rounded to bfloat16, which an adapter beside them is not: a near tie of two tokens can go "
+        "the other way. "
+        if dtype == "bfloat16"
+        else ""
+    )
+    lines = [
+        *front_matter(model.content, "transformers"),
+        "",
+        f"# {model.trial.settings.method.name}, merged for {', '.join(adapter.tasks)}",
+        "",
+        f"The backbone with the adapter `{adapter.name}` added to its weights: none has to be loaded, and none can be "
+        f"changed. {rounding}Prompts end in `Output: `, as in training.",
+        "",
+        *provenance(model.content, model.context),
+    ]
+    return "\n".join(lines)

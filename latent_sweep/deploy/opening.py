@@ -1,0 +1,171 @@
+"""A model from a sweep: which trial is meant, and what it has left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin
+from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mixer
+from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.learn.context import Context
+from latent_sweep.results.tracked import trial_name
+from latent_sweep.security import quoted
+from latent_sweep.settings import read_yaml
+from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.journal import Event, mending, stages, status
+from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.sweep.groups import TrialSettings, WrittenTrial, resolved_settings
+from latent_sweep.sweep.plan import Trial, plan_trial
+
+BEST = "best"
+"""The finished trial with the highest AP."""
+
+_LISTED = 8
+"""Trials that an error lists, at most."""
+
+
+# --- which trial -----------------------------------------------------------------------------------------------------
+
+
+def find_trial(sweep: SweepFolder, wanted: str = BEST) -> TrialFolder:
+    """The finished trial that is meant.
+
+    Args:
+        wanted: `best`, the one with the highest AP and the first of several; or a trial's id, the beginning of one, or
+            its name in tables, as `lambda=0.1 seed=0`, or as much of that as no other has.
+
+    Raises:
+        ConfigError: no finished trial is meant, or several are.
+        StoreError: there is no sweep, or a journal is damaged.
+    """
+    trials = list(sweep)
+    events = {trial.trial_id: trial.events() for trial in trials}
+    finished = [trial for trial in trials if status(events[trial.trial_id]) == "finished"]
+    if wanted == BEST:
+        if not finished:
+            raise ConfigError(
+                f"sweep {sweep.name}: no trial has finished; expected one. Run the sweep to its end first."
+            )
+        return max(finished, key=lambda trial: _measures(events[trial.trial_id])["AP"])
+    names = {trial.trial_id: trial_name(sweep, trial) for trial in trials}
+    same = [trial for trial in trials if wanted in (trial.trial_id, names[trial.trial_id])]
+    found = same or [trial for trial in trials if trial.trial_id.startswith(wanted)]
+    if not found:
+        found = [trial for trial in trials if set(wanted.split()) <= set(names[trial.trial_id].split())]
+    if len(found) != 1:
+        problem = f"fits {len(found)} trials" if found else "fits no trial"
+        listed = [f"\n  {trial.trial_id}  {names[trial.trial_id]}" for trial in found or trials]
+        more = f"\n  ... and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+        raise ConfigError(
+            f"sweep {sweep.name}: found trial {quoted(wanted)}, which {problem}; expected {BEST}, an id, the beginning "
+            f"of one, or the name of one of:{''.join(listed[:_LISTED])}{more}"
+        )
+    (trial,) = found
+    if trial not in finished:
+        raise ConfigError(
+            f"sweep {sweep.name}: trial {trial.trial_id} is {status(events[trial.trial_id])}; expected a finished one. "
+            "Run the sweep to its end first."
+        )
+    return trial
+
+
+def _measures(events: Sequence[Event]) -> Mapping[str, float]:
+    """Return what a finished trial has come to."""
+    found: Mapping[str, float] = events[-1]["metrics"]
+    return found
+
+
+# --- what it was planned as ------------------------------------------------------------------------------------------
+
+
+def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
+    """Plan a trial of a sweep again, from the settings that lie in its folder.
+
+    Raises:
+        ConfigError: what lies outside the settings is not what it was: code, data, backbone, the benchmark's file.
+        StoreError: its settings cannot be read.
+    """
+    settings = _settings(folder)
+    written = WrittenTrial(**{field.name: getattr(settings, field.name) for field in fields(WrittenTrial)})
+    trial = plan_trial(written, [path for path, value in folder.values.items() if value is not None])
+    if trial.trial_id != folder.trial_id:
+        raise ConfigError(
+            f"sweep {sweep.name}: planned again, trial {folder.trial_id} is {trial.trial_id}: since it ran, the code "
+            "of latent_sweep or of its method, the benchmark's file or the backbone has changed. Put back what was "
+            "there, or run the sweep again"
+        )
+    told = tuple(event["lineage"] for event in stages(folder.events()))
+    if (found := trial.lineages()) != told:
+        other = next(i for i, (a, b) in enumerate(zip(found, told, strict=False)) if a != b)
+        raise ConfigError(
+            f"sweep {sweep.name}: the training rows of task {trial.tasks[other].name}, or the code that learns, are "
+            f"not what trial {folder.trial_id} has learned with. Put back what was there, or run the sweep again"
+        )
+    return trial
+
+
+def _settings(folder: TrialFolder) -> TrialSettings:
+    path = folder.path / "trial.yaml"
+    try:
+        settings = resolved_settings(read_yaml(path))
+    except (ValidationError, LookupError, TypeError) as error:
+        raise StoreError(
+            f"{path}: holds no settings of a trial of this version: {error}. Run the sweep again: that writes them "
+            "anew, and repeats nothing that is complete"
+        ) from error
+    benchmark = settings.benchmark
+    if benchmark.data_dir is not None and not Path(benchmark.data_dir).is_dir():
+        # another machine's: the environment says where data lies here
+        benchmark = benchmark.model_copy(update={"data_dir": None})
+    return settings.model_copy(update={"benchmark": benchmark})
+
+
+def largest_rank(sweep: SweepFolder, trial: Trial) -> int:
+    """Return the largest rank of the trials that adapt the same projections: what their factors were computed for."""
+    own = trial.settings.backbone
+    others = {folder.training_id: folder for folder in sweep if folder.params.get("backbone.name") == own.name}
+    found = [replace(trial, settings=_settings(folder)) for folder in others.values()]
+    return max(one.method().rank() for one in found if one.settings.backbone.targets == own.targets)
+
+
+# --- what it has left behind -----------------------------------------------------------------------------------------
+
+
+def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> ModelContent:
+    """Gather what a trial has left behind.
+
+    Args:
+        context: of the trial as `planned` gives it.
+
+    Raises:
+        ConfigError: the backbone is another one than the snapshots were learned on.
+        DataError: the benchmark's rows, from which what is missing is made, are not at hand.
+        StoreError: a snapshot is missing or damaged.
+    """
+    trial, events = context.trial, folder.events()
+    snapshots = [_snapshot(sweep, lineage) for lineage in trial.lineages()]
+    context.check(snapshots)
+    mixer = records_mixer(context, trial)
+    records = [records_at(mixer, position) for position in range(len(trial.tasks))]
+    router = fitted(mixer.settings, records)
+    limits = [limit_at(mixer, position, router) for position in range(len(trial.tasks))]
+    told = stages(events)[-1]
+    return ModelContent(
+        trial,
+        tuple(map(LearnedTask, trial.tasks, snapshots, records, limits)),
+        largest_rank(sweep, trial),
+        Origin(sweep.name, trial.trial_id, trial_name(sweep, folder), told["scores"], _measures(events)),
+    )
+
+
+def _snapshot(sweep: SweepFolder, lineage: str) -> Snapshot:
+    found = sweep.snapshots.get(lineage)
+    if found is None:
+        raise StoreError(
+            f"{sweep.snapshots.path(lineage)}: a snapshot of the trial is missing or damaged. {mending(sweep.path)}."
+        )
+    return found

@@ -1,0 +1,162 @@
+"""Adapters in folders that peft reads, and vLLM and TGI with it: one folder for each, written without peft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.deploy.adapters import Adapter, adapters_of
+from latent_sweep.deploy.card import base_model, front_matter, provenance
+from latent_sweep.deploy.folder import new_folder
+from latent_sweep.store.files import write_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from latent_sweep.deploy.model import ContinualModel
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's --max-lora-rank may be; it must be at least an adapter's rank."""
+
+LOST = {
+    "soft": "Here every text is answered by a mixture of all adapters, weighed by the router's posterior. Adapters "
+    "that are loaded one at a time cannot be mixed row by row, and whoever loads them chooses among them: where the "
+    "posterior is nearly all on one task, answers are the same; elsewhere they are not.",
+    "gates": "Here every text is answered by the sum of all adapters, each weighed by its own gate that reads the "
+    "text. The gates are not in these folders: an adapter alone answers as if its gate were open and all others "
+    "closed.",
+    "hard": "Here the router chooses one of them for each text. It is not in these folders: whoever loads them has to "
+    "choose.",
+    "lexical": "Here a string match chooses one of them for each text. It is not in these folders: whoever loads them "
+    "has to choose.",
+    "oracle": "Which task a text is of must be known, here as there.",
+    "sum": "All adapters answer together: this one is their sum, of their summed rank, and loses nothing.",
+    "last": "The newest snapshot answers every text: this is it, and nothing is lost.",
+}
+"""What a folder of adapters loses, by the way of mixing."""
+
+
+def export_peft(model: ContinualModel, folder: str | Path) -> list[Path]:
+    """Write each adapter into a folder of its own below this one; returns these folders.
+
+    Raises:
+        ConfigError: the model's snapshots are no LoRA adapters, or the folder holds something.
+        StoreError: it cannot be written.
+    """
+    adapters = adapters_of(model)
+    path = new_folder(folder)
+    for adapter in adapters:
+        _write(model, adapter, path / adapter.name)
+    write_file(path / "README.md", _card(model, adapters, path).encode())
+    return [path / adapter.name for adapter in adapters]
+
+
+def _write(model: ContinualModel, adapter: Adapter, folder: Path) -> None:
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+    factor, alpha = _alpha(adapter)
+    for name, A, B in zip(model.context.backbone.targets, adapter.pairs.A, adapter.pairs.B, strict=True):
+        tensors[f"base_model.model.{name}.lora_A.weight"] = A.float().cpu().contiguous().clone()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = (factor * B.float().cpu()).contiguous()
+    write_file(folder / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
+    config = _config(model, adapter.rank, alpha)
+    write_file(folder / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+    write_file(folder / "README.md", _card(model, [adapter], folder).encode())
+
+
+def _alpha(adapter: Adapter) -> tuple[float, int]:
+    """Return what B is multiplied by, and lora_alpha, a whole number: vLLM expects one."""
+    alpha = adapter.pairs.scale * adapter.rank
+    return (1.0, int(alpha)) if alpha == int(alpha) else (adapter.pairs.scale, adapter.rank)
+
+
+def _config(model: ContinualModel, rank: int, alpha: int) -> dict[str, Any]:
+    """What peft's LoraConfig reads; the rest is its default."""
+    backbone, settings = model.context.backbone, model.trial.settings.backbone
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM" if backbone.traits.encoder_decoder else "CAUSAL_LM",
+        "base_model_name_or_path": base_model(settings),
+        "revision": settings.revision,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+        "target_modules": target_modules(backbone.model, list(backbone.targets)),
+    }
+
+
+def target_modules(model: Any, targets: Sequence[str]) -> list[str]:
+    """The last parts of the targets' names, where they mean these modules and no others; else whole names."""
+    short = sorted({name.rpartition(".")[2] for name in targets})
+    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short}
+    return short if meant == set(targets) else sorted(targets)
+
+
+def _where_the_base_is(name: str) -> list[str]:
+    """Say where other programs find a base that no hub has."""
+    if name != EMBEDDED:
+        return []
+    return [
+        f"The base lies in the folder that `embedded_folder` of `latent_sweep.backbones.files` returns; `{name}` is no "
+        "name that a hub knows.",
+        "",
+    ]
+
+
+def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> str:
+    """The card of one adapter, or of all of them in their folders."""
+    content, settings, rank = model.content, model.trial.settings, max(adapter.rank for adapter in adapters)
+    base, names = base_model(settings.backbone), [adapter.name for adapter in adapters]
+    alone = len(adapters) == 1 and folder.name == names[0]
+    here = {name: "this/folder" if alone else f"this/folder/{name}" for name in names}
+    kind = "AutoModelForSeq2SeqLM" if model.context.backbone.traits.encoder_decoder else "AutoModelForCausalLM"
+    modules = " ".join(f"{name}={place}" for name, place in here.items())
+    allowed = next((found for found in VLLM_RANKS if found >= rank), None)
+    vllm = (
+        f"vllm serve {base} --enable-lora --max-loras {len(names)} --max-lora-rank {allowed} --lora-modules {modules}"
+        if allowed is not None
+        else f"# vLLM takes ranks up to {VLLM_RANKS[-1]}, and this one is {rank}: export it merged"
+    )
+    tgi = f"LORA_ADAPTERS={','.join(f'{name}={place}' for name, place in here.items())} text-generation-launcher "
+    tasks = ", ".join(dict.fromkeys(task for adapter in adapters for task in adapter.tasks))
+    lines = [
+        *front_matter(content, "peft"),
+        "",
+        f"# LoRA adapters of {settings.method.name} for {tasks}",
+        "",
+        f"Rank {rank}. {LOST[settings.router.mode]}",
+        "",
+        f"A prompt is what stood in training, cue included: `{model.trial.spec.prompt}` of latent_sweep, ending in "
+        "`Output: `. Answers are greedy, and end at "
+        + (", ".join(map(repr, model.trial.spec.stop)) or "no string")
+        + f" or after {settings.benchmark.max_target_length} tokens.",
+        "",
+        *_where_the_base_is(settings.backbone.name),
+        "```python",
+        "from peft import PeftModel",
+        f"from transformers import {kind}",
+        "",
+        f'base = {kind}.from_pretrained("{base}", dtype="{settings.backbone.dtype}")',
+        f'model = PeftModel.from_pretrained(base, "{here[names[0]]}")',
+        "```",
+        "",
+        "For servers that read such folders and know the architecture; neither was tried with this one:",
+        "",
+        "```bash",
+        vllm,
+        f"{tgi}--model-id {base}",
+        "```",
+        "",
+        *provenance(content, model.context),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,259 @@
+"""Exported adapters and merged weights, loaded by peft and transformers, compute what our own bank computes."""
+
+import json
+import re
+
+import pytest
+import torch
+from helpers.methods import OPTIONS, TASKS
+from helpers.rounding import PASS, assert_same_to_rounding
+from helpers.sweeps import tiny, write
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from latent_sweep import ContinualModel
+from latent_sweep.cli import main
+from latent_sweep.deploy.merged import export_merged
+from latent_sweep.deploy.peft_folders import export_peft, target_modules
+from latent_sweep.errors import ConfigError
+from latent_sweep.store.folders import open_sweep
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+"""Which peft still asks transformers for."""
+
+LEARNED = TASKS[:2]
+ADAPTED = {"tiny-qwen3": {"targets": "all-linear"}}
+METHODS = {"tiny-llama": ("latent_lora", "inc_lora", "gain_lora", "zero_shot"), "tiny-t5": ("latent_lora", "seq_lora")}
+METHODS |= {"tiny-qwen3": ("latent_lora", "inc_lora")}
+TARGETS = {
+    "tiny-llama": ["q_proj", "v_proj"],
+    "tiny-t5": ["q", "v"],
+    "tiny-qwen3": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+}
+"""Which projections are adapted; of the last family all of them, which differ in their number of inputs."""
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    """A small sweep on each family."""
+    found = {}
+    for family, names in METHODS.items():
+        folder = tmp_path_factory.mktemp(family)
+        content = tiny(
+            search={"method": [{"name": name, **OPTIONS.get(name, {})} for name in names]},
+            trial__method=None,
+            trial__backbone={"name": family, "dtype": "float32"} | ADAPTED.get(family, {}),
+            trial__benchmark={"name": "builtin", "tasks": LEARNED, "train_per_task": 8, "test_per_task": 3},
+            trial__training={"learning_rate": 0.05, "epochs": 2, "batch_size": 4},
+            trial__router={"components": 2},
+        )
+        assert main(["run", write(folder, content), "--local"]) == 0
+        found[family] = folder / "runs" / "tiny"
+    return found
+
+
+@pytest.fixture
+def opened(sweeps):
+    """Opens a model of one method; all are closed after the test."""
+    models = []
+
+    def open_one(family, name):
+        trials = open_sweep(sweeps[family])
+        (trial_id,) = (trial.trial_id for trial in trials if trial.params["method.name"] == name)
+        models.append(ContinualModel.from_sweep(sweeps[family], trial_id))
+        return models[-1]
+
+    yield open_one
+    for model in models:
+        model.close()
+
+
+def bare(model, folder):
+    """The bare backbone as transformers loads it from a folder, with its own attention."""
+    model.context.backbone.model.save_pretrained(folder)
+    kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(folder).is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype="float32")
+
+
+def logits(module):
+    ids = torch.arange(4, 24).reshape(2, 10)
+    inputs = {"decoder_input_ids": ids.flip(1)} if module.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return module(input_ids=ids, **inputs).logits
+
+
+def ours(model, positions):
+    """Logits of the backbone with snapshots as its method blends them, each with weight one."""
+    tensors = [model.content.learned[i].snapshot.tensors for i in positions]
+    with torch.no_grad():
+        adaptation = model.method.blend(tensors, torch.ones(1, len(tensors)))
+    with model.context.bank.active(adaptation):
+        return logits(model.context.backbone.model)
+
+
+CASES = [
+    ("tiny-llama", "latent_lora", {"mood": [0], "ticket": [1]}),
+    ("tiny-t5", "latent_lora", {"mood": [0], "ticket": [1]}),
+    ("tiny-llama", "gain_lora", {"mood": [0], "ticket": [1]}),
+    ("tiny-llama", "inc_lora", {"sum": [0, 1]}),
+    ("tiny-t5", "seq_lora", {"last": [1]}),
+    ("tiny-qwen3", "latent_lora", {"mood": [0], "ticket": [1]}),
+    ("tiny-qwen3", "inc_lora", {"sum": [0, 1]}),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "expected"), CASES)
+def test_peft_computes_what_our_bank_does(opened, tmp_path, family, name, expected):
+    model = opened(family, name)
+    folders = export_peft(model, tmp_path / "adapters")
+    assert [folder.name for folder in folders] == list(expected)
+    for folder, positions in zip(folders, expected.values(), strict=True):
+        base = bare(model, tmp_path / "base")
+        without = logits(base)
+        found = logits(PeftModel.from_pretrained(base, folder))
+        assert_same_to_rounding(found, ours(model, positions), PASS)
+        assert (found - without).abs().max() > 1e-3  # the adapter does something
+
+
+@pytest.mark.parametrize(("family", "name", "expected"), CASES)
+def test_merged_weights_compute_what_our_bank_does(opened, tmp_path, family, name, expected):
+    model = opened(family, name)
+    for adapter, positions in expected.items():
+        folder = export_merged(model, tmp_path / adapter, None if adapter in ("sum", "last") else adapter)
+        kind = AutoModelForSeq2SeqLM if family == "tiny-t5" else AutoModelForCausalLM
+        merged = kind.from_pretrained(folder, dtype="float32")
+        assert_same_to_rounding(logits(merged), ours(model, positions), PASS)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"] == [type(merged).__name__]  # servers go by that
+        assert "laid_out" not in json.dumps(config)
+        texts = ["Mark this.\nOutput: "]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer(texts)["input_ids"] == model.context.backbone.tokenizer(texts)["input_ids"]
+    # the backbone itself is what it was
+    assert_same_to_rounding(logits(bare(model, tmp_path / "base")), logits(model.context.backbone.model), PASS)
+
+
+@pytest.mark.parametrize(("family", "name", "expected"), CASES)
+def test_folders_are_as_servers_expect_them(opened, tmp_path, family, name, expected):
+    """Names, shapes and numbers as vLLM reads them: it knows peft's names, and a whole lora_alpha."""
+    model = opened(family, name)
+    shapes = {target: module.weight.shape for target, module in model.context.backbone.targets.items()}
+    for folder, positions in zip(export_peft(model, tmp_path / "adapters"), expected.values(), strict=True):
+        assert sorted(path.name for path in folder.iterdir()) == [
+            *("README.md", "adapter_config.json", "adapter_model.safetensors")
+        ]
+        config = json.loads((folder / "adapter_config.json").read_text())
+        rank = model.trial.settings.method.rank * len(positions)
+        assert config["r"] == rank
+        assert type(config["lora_alpha"]) is int
+        assert config["lora_alpha"] / rank == model.trial.settings.method.s
+        assert config["task_type"] == ("SEQ_2_SEQ_LM" if family == "tiny-t5" else "CAUSAL_LM")
+        assert config["target_modules"] == TARGETS[family]
+        tensors = load_file(folder / "adapter_model.safetensors")
+        wanted = {}
+        for target, (m, n) in shapes.items():
+            wanted[f"base_model.model.{target}.lora_A.weight"] = (rank, n)
+            wanted[f"base_model.model.{target}.lora_B.weight"] = (m, rank)
+        assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == wanted
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+        card = (folder / "README.md").read_text()
+        allowed = int(re.search(r"--max-lora-rank (\d+)", card)[1])
+        assert rank <= allowed in (8, 16, 32, 64, 128, 256, 320, 512)
+        assert all(model.content.learned[i].snapshot.lineage in card for i in positions)
+
+
+def test_cards_say_what_is_lost(opened, tmp_path):
+    said = {
+        "latent_lora": "cannot be mixed row by row",
+        "gain_lora": "The gates are not in these folders",
+        "inc_lora": "loses nothing",
+    }
+    for name, part in said.items():
+        export_peft(opened("tiny-llama", name), tmp_path / name)
+        card = (tmp_path / name / "README.md").read_text()
+        assert part in card
+        assert "Licence of its weights: unknown" in card
+        assert all(f"| {task} |" in card for task in LEARNED)
+
+
+def test_a_scale_that_gives_no_whole_alpha_goes_into_b(opened, tmp_path, monkeypatch):
+    model = opened("tiny-llama", "latent_lora")
+    settings = model.method.settings.model_copy(update={"alpha": 4.5})
+    monkeypatch.setattr(model.method, "settings", settings)
+    monkeypatch.setattr(model.method, "_space", None)
+    (first, _) = export_peft(model, tmp_path / "adapters")
+    assert json.loads((first / "adapter_config.json").read_text())["lora_alpha"] == settings.rank
+    found = logits(PeftModel.from_pretrained(bare(model, tmp_path / "base"), first))
+    assert_same_to_rounding(found, ours(model, [0]), PASS)
+
+
+def test_target_modules_are_named_in_full_where_others_end_alike():
+    module = torch.nn.ModuleDict({name: torch.nn.ModuleDict({"q": torch.nn.Linear(2, 2)}) for name in "ab"})
+    assert target_modules(module, ["a.q", "b.q"]) == ["q"]
+    assert target_modules(module, ["a.q"]) == ["a.q"]
+
+
+def test_what_is_no_adapter_is_refused(opened, tmp_path):
+    bare_model = opened("tiny-llama", "zero_shot")
+    for export in (export_peft, export_merged):
+        with pytest.raises(ConfigError, match="its snapshots are no LoRA adapters"):
+            export(bare_model, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "said"),
+    [
+        ("latent_lora", None, "has an adapter for each task. Name one of mood, ticket"),
+        ("latent_lora", "cart", "expected one that was learned: mood, ticket"),
+        ("inc_lora", "mood", "answers every text with one adapter. Name none"),
+    ],
+)
+def test_one_adapter_must_be_meant_to_merge(opened, tmp_path, name, task, said):
+    with pytest.raises(ConfigError, match=said):
+        export_merged(opened("tiny-llama", name), tmp_path / "merged", task)
+    assert not (tmp_path / "merged").exists()
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_export_and_ask_from_a_terminal(sweeps, tmp_path, capsys):
+    sweep, model, merged = str(sweeps["tiny-t5"]), str(tmp_path / "model"), str(tmp_path / "merged")
+    assert main(["export", sweep, "method=latent_lora", "--to", "model", model]) == 0
+    assert capsys.readouterr().out == f"{model}\n"
+    assert main(["export", model, "--task", "mood", "--to", "merged", merged]) == 0
+    assert main(["export", model, "--to", "peft", str(tmp_path / "adapters")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [merged, *(str(tmp_path / "adapters" / task) for task in LEARNED)]
+
+    assert main(["ask", model, "zzz qqq", "fine", "--task", "mood", "--json"]) == 0
+    expected = ContinualModel.from_folder(model).answer(["zzz qqq", "fine"], task="mood")
+    assert json.loads(capsys.readouterr().out) == [answered.record() for answered in expected]
+    assert main(["ask", sweep, "zzz qqq", "--trial", "method=latent_lora"]) == 0
+    printed = capsys.readouterr().out
+    assert "routed to" in printed
+    assert "it belongs to no learned task" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ask", "{model}", "a", "--trial", "x"], "is an exported model, of one trial; found the trial 'x'"),
+        (["ask", "{nowhere}", "a"], "found no sweep.json"),
+        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--task", "mood"], "only --to merged takes one adapter"),
+        (["export", "{sweep}", "none", "--to", "model", "{nowhere}"], "which fits no trial"),
+        (["export", "{sweep}", "--to", "model", "{sweep}"], "expected a new or an empty folder"),
+        (["export", "{sweep}", "--to", "onnx", "{nowhere}"], "found 'onnx'; expected one of peft, merged, model"),
+        (["export", "{sweep}", "--to", "peft"], "--to peft: found 0 folders; expected one"),
+    ],
+)
+def test_wrong_commands_end_with_two_and_no_traceback(sweeps, tmp_path, capsys, arguments, said):
+    sweep, model = str(sweeps["tiny-t5"]), tmp_path / "model"
+    ContinualModel.from_sweep(sweep).save(model)
+    places = {"sweep": sweep, "model": str(model), "nowhere": str(tmp_path / "nowhere")}
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and said in printed.err
+    assert printed.out == ""

@@ -1,0 +1,457 @@
+"""A model out of a sweep answers as its trial did, and learns the next task as its trial would have."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers.methods import OPTIONS, TASKS
+from helpers.patience import PATIENCE
+from helpers.sweeps import tiny, write
+from helpers.tiny import load_tiny
+
+from latent_sweep import ContinualModel
+from latent_sweep.benchmarks.loaders import load_rows
+from latent_sweep.benchmarks.schema import TaskSpec
+from latent_sweep.cli import main
+from latent_sweep.deploy.content import NOVELTY_QUANTILE
+from latent_sweep.errors import ConfigError, DataError, StoreError
+from latent_sweep.methods import METHODS
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
+
+MODES = ("soft", "hard", "lexical", "sum", "last", "oracle")
+CONTINUED = [name for name in METHODS if name not in ("zero_shot", "joint_lora")]
+
+
+def sweep_of(folder, name, tasks, search, **trial):
+    """Run a small sweep of the built-in benchmark to its end; returns its folder."""
+    content = tiny(
+        name=name,
+        search=search,
+        trial__method=None,
+        trial__benchmark={"name": "builtin", "tasks": tasks, "train_per_task": 8, "test_per_task": 4},
+        trial__training={"learning_rate": 0.05, "epochs": 2, "batch_size": 4},
+        trial__router={"components": 2},
+    )
+    content["trial"] |= trial
+    assert main(["run", write(folder, content), "--local"]) == 0
+    return folder / "runs" / name
+
+
+def methods(*names):
+    return {"method": [{"name": name, **OPTIONS.get(name, {})} for name in names]}
+
+
+def by_setting(sweep, path):
+    """The trial ids of a sweep by the value of one setting."""
+    return {trial.params[path]: trial.trial_id for trial in open_sweep(sweep)}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("deploy")
+
+
+@pytest.fixture(scope="module")
+def some(home):
+    """Sweeps of three tasks and of two, over methods of every kind."""
+    search = methods("latent_lora", "gain_lora")
+    return sweep_of(home, "three", TASKS, search), sweep_of(home, "two", TASKS[:2], search)
+
+
+@pytest.fixture(scope="module")
+def mixed(home):
+    """One training whose snapshots mix in every way, on T5."""
+    return sweep_of(
+        home,
+        "mixed",
+        TASKS,
+        {"router.mode": list(MODES)},
+        method={"name": "latent_lora", **OPTIONS["latent_lora"]},
+        backbone={"name": "tiny-t5", "dtype": "float32"},
+    )
+
+
+def rows_of(model, task):
+    trial = model.trial
+    spec = next(known for known in trial.tasks if known.name == task)
+    return load_rows(trial.spec, spec, "test", trial.settings.benchmark)
+
+
+def predictions(sweep, trial_id, task):
+    path = sweep / "trials" / trial_id / "predictions" / f"{task}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_answers_as_its_trial(model, sweep, trial_id):
+    """Answers and weights of all test rows are those that the trial has written down, to the bit."""
+    for task in model.tasks:
+        told = predictions(sweep, trial_id, task)
+        found = model.answer([row.input for row in rows_of(model, task)], task=task)
+        assert [one.answer for one in found] == [line["prediction"] for line in told]
+        weights = [{TASKS[int(position)]: weight for position, weight in line["weights"].items()} for line in told]
+        assert [one.weights for one in found] == weights
+
+
+def assert_learns_as_its_trial(three, two, trial_id, shorter_id, folder):
+    """Out of a folder, without the earlier tasks' rows, the third task is learned as the longer sweep has."""
+    whole = ContinualModel.from_sweep(three, trial_id)
+    model = ContinualModel.from_sweep(two, shorter_id)
+    model.save(folder)
+    model.close()
+    model = ContinualModel.from_folder(folder)
+    before = dict(files_of(folder))
+    model.learn(TASKS[2])
+    for found, expected in zip(model.content.learned, whole.content.learned, strict=True):
+        assert found.snapshot.lineage == expected.snapshot.lineage
+        assert found.snapshot.facts == expected.snapshot.facts
+        assert found.snapshot.tensors.keys() == expected.snapshot.tensors.keys()
+        for name, tensor in found.snapshot.tensors.items():
+            assert tensor.equal(expected.snapshot.tensors[name]), name
+    assert model.content.learned[-1].farthest == whole.content.learned[-1].farthest
+    assert_answers_as_its_trial(model, three, trial_id)
+    assert dict(files_of(folder)) == before
+    model.close()
+    whole.close()
+
+
+def files_of(folder):
+    return [(path, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+# --- answering -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_machine
+@pytest.mark.parametrize("name", ["latent_lora", "gain_lora"])
+def test_it_answers_and_learns_as_its_trial(some, tmp_path, name):
+    three, two = some
+    trial_id, shorter_id = (by_setting(sweep, "method.name")[name] for sweep in some)
+    assert_learns_as_its_trial(three, two, trial_id, shorter_id, tmp_path / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-t5"])
+def test_every_method_answers_and_learns_as_its_trial(tmp_path, family):
+    backbone = {"name": family, "dtype": "float32"}
+    three = sweep_of(tmp_path, "three", TASKS, methods(*METHODS), backbone=backbone)
+    two = sweep_of(tmp_path, "two", TASKS[:2], methods(*METHODS), backbone=backbone)
+    longer, shorter = by_setting(three, "method.name"), by_setting(two, "method.name")
+    for name in CONTINUED:
+        assert_learns_as_its_trial(three, two, longer[name], shorter[name], tmp_path / name)
+    for name in METHODS.keys() - CONTINUED:
+        model = ContinualModel.from_sweep(three, longer[name])
+        assert_answers_as_its_trial(model, three, longer[name])
+        with pytest.raises(ConfigError, match="it learns nothing"):
+            model.learn("cart")
+        model.close()
+
+
+@pytest.mark.one_machine
+@pytest.mark.parametrize("mode", MODES)
+def test_every_way_of_mixing_answers_as_its_trial(mixed, mode, tmp_path):
+    trial_id = by_setting(mixed, "router.mode")[mode]
+    model = ContinualModel.from_sweep(mixed, trial_id)
+    assert_answers_as_its_trial(model, mixed, trial_id)
+    model.save(tmp_path / "model")
+    again = ContinualModel.from_folder(tmp_path / "model")
+    assert_answers_as_its_trial(again, mixed, trial_id)
+    routed = again.answer([row.input for row in rows_of(again, "past")], task="past")
+    for one in routed:
+        assert (one.task is None) == (mode in ("sum", "last"))
+        assert (one.novelty is None) == (one.known is None) == (mode not in ("soft", "hard"))
+    for opened in (model, again):
+        opened.close()
+
+
+READINGS = (
+    {"pool": {"scope": "input_only"}},
+    {"pool": {"special": "drop", "mask_pad": False}},
+    {"pool": {"truncate": False}, "embed_norm": "std"},
+    {"embed_norm": "l2", "cov": {"refresh": "final", "center": "component"}, "prior": "n_t"},
+    {"cov": {"refresh": "frozen_first"}, "temperature": 30.0, "dtype": "float32"},
+)
+
+
+@pytest.mark.slow
+def test_every_way_of_reading_prompts_routes_as_its_trial(mixed, home):
+    """Of one training: `mixed` has learned it; prompts are cut, so that the router may read more than the model."""
+    search = {"router": [{"mode": "soft", **reading} for reading in READINGS]}
+    sweep = sweep_of(
+        home,
+        "readings",
+        TASKS,
+        search,
+        method={"name": "latent_lora", **OPTIONS["latent_lora"]},
+        backbone={"name": "tiny-t5", "dtype": "float32"},
+        benchmark={
+            **{"name": "builtin", "tasks": TASKS, "train_per_task": 8, "test_per_task": 4},
+            **{"max_source_length": 96, "prompts": {"definition": "verbatim"}},
+        },
+    )
+    blended = 0
+    for trial in open_sweep(sweep):
+        model = ContinualModel.from_sweep(sweep, trial.trial_id)
+        assert_answers_as_its_trial(model, sweep, trial.trial_id)
+        blended += sum(len(line["weights"]) > 1 for task in TASKS for line in predictions(sweep, trial.trial_id, task))
+        model.close()
+    assert blended > 0  # else nothing was shown of how rows are weighed
+
+
+def test_without_a_task_a_text_is_the_prompt(mixed):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    rows = rows_of(model, "ticket")
+    instruction = next(task.instruction for task in model.trial.tasks if task.name == "ticket")
+    told = model.answer([row.input for row in rows], task="ticket")
+    assert model.answer([f"{instruction}\n\n{row.input}" for row in rows]) == told
+    assert [one.task for one in told] == ["ticket"] * len(rows)
+    assert model.answer([]) == []
+    model.close()
+
+
+def test_novelty_is_the_distance_from_everything_learned(mixed):
+    """Against dense formulas on embeddings that are averaged here."""
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    table = model.context.backbone.embedding_table.double().numpy()
+    settings = model.trial.settings.benchmark
+
+    def embedded(task, split):
+        spec = next(known for known in model.trial.tasks if known.name == task)
+        texts = [
+            f"{spec.instruction}\n\n{r.input}\nOutput: " for r in load_rows(model.trial.spec, spec, split, settings)
+        ]
+        ids = model.context.backbone.tokenizer(texts)["input_ids"]
+        return np.stack([table[[*row, model.context.backbone.eos_id]].mean(0) for row in ids])
+
+    train = [embedded(task, "train") for task in TASKS]
+    scatter = sum((x - x.mean(0)).T @ (x - x.mean(0)) for x in train) / sum(map(len, train))
+    covariance = scatter + 0.01 * np.trace(scatter) / len(scatter) * np.eye(len(scatter))
+    means = np.concatenate([task.records.mixture.means for task in model.content.learned])
+
+    def distance(x):
+        return min(np.sqrt((x - mean) @ np.linalg.solve(covariance, x - mean)) for mean in means)
+
+    for task, learned in zip(TASKS, model.content.learned, strict=True):
+        expected = [distance(x) for x in embedded(task, "test")]
+        found = model.answer([row.input for row in rows_of(model, task)], task=task)
+        np.testing.assert_allclose([one.novelty for one in found], expected, rtol=1e-4)
+        assert learned.farthest == pytest.approx(np.quantile(expected, NOVELTY_QUANTILE, method="higher"), rel=1e-4)
+        assert all(one.known for one in found)  # of so few rows none is above the quantile
+    (strange,) = model.answer(["zzzz qqqq zzzz qqqq"])
+    assert strange.known is False
+    assert strange.novelty > max(task.farthest for task in model.content.learned)
+    model.close()
+
+
+ASKING = """
+import json, sys
+from latent_sweep import ContinualModel
+found = ContinualModel.from_folder(sys.argv[1]).answer(["a text"])
+assert not {"ray", "mlflow"} & set(sys.modules), "it loads Ray or MLflow"
+print(json.dumps(found[0].record()))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_needs_neither_ray_nor_mlflow(mixed, tmp_path):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["hard"])
+    model.save(tmp_path / "model")
+    command = [sys.executable, "-c", ASKING, str(tmp_path / "model")]
+    ran = subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found, (expected,) = json.loads(ran.stdout), model.answer(["a text"])
+    assert found.pop("novelty") == pytest.approx(expected.novelty)
+    assert found.items() <= expected.record().items()
+    model.close()
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_with_rows_of_its_own(mixed, tmp_path):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model.save(tmp_path / "model")
+    model.close()
+    model = ContinualModel.from_folder(tmp_path / "model")
+    colours = TaskSpec(name="colours", metric="accuracy", instruction="Which colour is it?")
+    rows = [{"input": f"thing number {i} is {'red' if i % 2 else 'blue'}", "output": f"{i % 2}"} for i in range(12)]
+    model.learn(colours, rows=rows[:8], held_out=rows[8:])
+    assert model.tasks == (*TASKS, "colours")
+    found = model.answer([row["input"] for row in rows[8:]], task="colours")
+    assert {(one.task, one.known) for one in found} == {("colours", True)}
+    model.save(tmp_path / "longer")
+    again = ContinualModel.from_folder(tmp_path / "longer")
+    assert again.answer([row["input"] for row in rows[8:]], task="colours") == found
+    assert "learned since" in (tmp_path / "longer" / "README.md").read_text()
+    for opened in (model, again):
+        opened.close()
+
+
+def test_a_task_of_another_benchmark(mixed, tmp_path):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    place = tmp_path / "own"
+    (place / "sizes").mkdir(parents=True)
+    (place / "benchmark.yaml").write_text("name: own\ntasks: [{name: sizes, metric: accuracy}]\n")
+    rows = [{"input": f"how large is {i}", "output": "x"} for i in range(4)]
+    (place / "sizes" / "train.json").write_text(json.dumps(rows))
+    model.learn("sizes", benchmark=place)
+    (found,) = model.answer(["how large is 3"], task="sizes")
+    assert (found.task, found.known) == ("sizes", None)  # there are no held-out rows to tell by
+    model.close()
+
+
+OWN = TaskSpec(name="own", metric="accuracy")
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "error", "said"),
+    [
+        ("mood", {}, ConfigError, "mood is one of the tasks that this model has learned"),
+        ("moot", {}, ConfigError, "found 'moot'; benchmark builtin has mood"),
+        ("cart", {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "expected a TaskSpec with rows"),
+        (OWN, {}, ConfigError, "own without rows"),
+        (OWN, {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "found 1 training rows; .* has 2 components"),
+        (OWN, {"rows": [{"input": "a"}] * 2}, DataError, "`output` missing"),
+        (OWN, {"rows": [{"input": "a", "output": {1}}]}, DataError, "set is not JSON"),
+    ],
+)
+def test_what_cannot_be_learned_is_told_before_anything_is(mixed, task, more, error, said):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    with pytest.raises(error, match=said):
+        model.learn(task, **more)
+    assert model.tasks == tuple(TASKS)
+    model.close()
+
+
+# --- which trial, and what cannot be opened --------------------------------------------------------------------------
+
+
+def test_the_best_trial_and_others_by_id_prefix_and_name(mixed):
+    sweep = open_sweep(mixed)
+    averages = {trial.trial_id: trial.events()[-1]["metrics"]["AP"] for trial in sweep}
+    best = ContinualModel.from_sweep(mixed).content.origin
+    assert best.measures["AP"] == max(averages.values())
+    assert best.trial_id == next(i for i, average in averages.items() if average == max(averages.values()))
+    trial_id = by_setting(mixed, "router.mode")["lexical"]
+    for wanted in (trial_id, trial_id[:10], "mode=lexical"):
+        assert ContinualModel.from_sweep(mixed, wanted).content.origin.trial_id == trial_id
+    with pytest.raises(ConfigError, match=r"'mode=none', which fits no trial; expected best, an id"):
+        ContinualModel.from_sweep(mixed, "mode=none")
+    with pytest.raises(ConfigError, match="fits 6 trials"):
+        ContinualModel.from_sweep(mixed, "")
+
+
+def test_a_trial_that_has_not_finished_is_refused(home, mixed, tmp_path):
+    shutil.copytree(mixed, tmp_path / "runs" / "mixed")
+    trial_id = by_setting(mixed, "router.mode")["soft"]
+    journal = tmp_path / "runs" / "mixed" / "trials" / trial_id / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ConfigError, match=f"trial {trial_id} is running; expected a finished one"):
+        ContinualModel.from_sweep(tmp_path / "runs" / "mixed", trial_id)
+
+
+@pytest.mark.parametrize(
+    ("texts", "task", "said"),
+    [("one text", None, "expected a list of texts"), (["a"], "cart", "found 'cart'; expected one that was learned")],
+)
+def test_questions_that_cannot_be_answered(mixed, texts, task, said):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    with pytest.raises(ConfigError, match=said):
+        model.answer(texts, task=task)
+
+
+def test_an_oracle_must_be_told_the_task(mixed):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["oracle"])
+    with pytest.raises(
+        ConfigError, match=r"mixes as an oracle, which is told the task. Name one of mood, ticket, past"
+    ):
+        model.answer(["a text"])
+
+
+@pytest.fixture(scope="module")
+def saved(mixed, tmp_path_factory):
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    folder = model.save(tmp_path_factory.mktemp("saved") / "model")
+    model.close()
+    return folder
+
+
+def test_it_is_made_of_safetensors_and_json(saved):
+    kinds = {path.suffix for path, _ in files_of(saved)}
+    assert kinds == {".json", ".safetensors", ".md"}
+    texts = [content.decode() for path, content in files_of(saved) if path.suffix in (".json", ".md")]
+    assert not [text for text in texts if str(saved.parent) in text]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["snapshots/*.safetensors", "router/mood.mixture.safetensors", "factors/*", "model.json"]
+)
+def test_a_damaged_or_missing_file_is_found(saved, tmp_path, pattern):
+    shutil.copytree(saved, tmp_path / "model")
+    path = next((tmp_path / "model").glob(pattern))
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=f"{path.name}: does not check against its digest"):
+        ContinualModel.from_folder(tmp_path / "model")
+    path.unlink()
+    with pytest.raises(StoreError, match=r"is missing|found no model.json"):
+        ContinualModel.from_folder(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content.pop("tasks"),
+        lambda content: content["settings"].pop("router"),
+        lambda content: content["settings"]["training"].update(epochs="many"),
+        lambda content: content["tasks"][0].update(sources=7),
+        lambda content: content["tasks"][0].update(snapshot="0123456789abcdef"),
+        lambda content: content["origin"].update(more=1),
+        lambda content: content.update(format=2),
+        lambda content: content["files"].update({"../elsewhere": "0" * 64}),
+    ],
+)
+def test_what_is_no_model_of_this_version_is_told(saved, tmp_path, spoil):
+    shutil.copytree(saved, tmp_path / "model")
+    path = tmp_path / "model" / "model.json"
+    content = read_sealed_json(path)
+    spoil(content)
+    write_sealed_json(path, content)
+    with pytest.raises(StoreError, match=r"model\.json: (holds no model|is of format 2|names '../elsewhere')"):
+        ContinualModel.from_folder(tmp_path / "model")
+
+
+def test_a_backbone_may_lie_in_another_folder(tmp_path):
+    backbone = load_tiny("tiny-t5")
+    for part in (backbone.model, backbone.tokenizer):
+        part.save_pretrained(tmp_path / "here")
+    sweep = sweep_of(
+        tmp_path,
+        "moved",
+        TASKS[:1],
+        {"seed": [0]},
+        method={"name": "seq_lora"},
+        backbone={"name": str(tmp_path / "here"), "dtype": "float32"},
+    )
+    model = ContinualModel.from_sweep(sweep)
+    expected = model.answer(["a text"], task="mood")
+    model.save(tmp_path / "model")
+    model.close()
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = ContinualModel.from_folder(tmp_path / "model", backbone=tmp_path / "there")
+    assert moved.answer(["a text"], task="mood") == expected
+    moved.close()
+    with pytest.raises(ConfigError, match="the sweep was planned with"):
+        ContinualModel.from_folder(tmp_path / "model").answer(["a text"])
+
+
+def test_it_is_never_written_over_something_else(saved, mixed):
+    model = ContinualModel.from_folder(saved)
+    with pytest.raises(ConfigError, match="expected a new or an empty folder"):
+        model.save(saved)
+    with pytest.raises(StoreError, match=r"found no model.json; expected the folder of a model"):
+        ContinualModel.from_folder(mixed)
