@@ -218,16 +218,15 @@ class ContinualModel:
 
     def _encoded(self, texts: Sequence[str], position: int | None, longest: int) -> dict[str, list[list[int]]]:
         """Turn texts into token ids as rows of a benchmark are, in the same columns."""
-        b, backbone = self.trial.settings.benchmark, self.context.backbone
+        b, backbone, chat = self.trial.settings.benchmark, self.context.backbone, self.context.chat
         parts = [
             bare_prompt(text)
             if position is None
             else prompt_parts(self.trial.spec, self.content.learned[position].spec, text)
             for text in texts
         ]
-        ids = [
-            encode_parts(p, backbone.tokenizer, backbone.traits.protocol, longest, b.truncation, b.bos) for p in parts
-        ]
+        family = backbone.traits.protocol
+        ids = [encode_parts(p, backbone.tokenizer, family, longest, b.truncation, b.bos, chat) for p in parts]
         return {"prompt_ids": [p.head + p.input + p.cue for p in ids], "input_ids": [p.input for p in ids]}
 
     def _rows(self, ids: Mapping[str, list[list[int]]]) -> Rows:

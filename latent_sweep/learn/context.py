@@ -16,7 +16,7 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.benchmarks.chat import chat_of
+from latent_sweep.benchmarks.chat import Chat, chat_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, load_rows, tokenised
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import ConfigError
@@ -93,6 +93,11 @@ class Context:
         if self.trial.settings.benchmark.chat:
             return self.engine.end_answers_with(chat_of(backbone.tokenizer).end)
         return backbone
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        """The chat template that prompts stand in, if the trials want one."""
+        return chat_of(self.backbone.tokenizer) if self.trial.settings.benchmark.chat else None
 
     @cached_property
     def bank(self) -> AdapterBank:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from datasets import load_from_disk
+from helpers.chats import chatting_tokenizer
 from helpers.sweeps import sweep_folder, tiny, write
 
 from latent_sweep.backbones.known import BackboneSettings
@@ -142,20 +143,9 @@ def test_only_the_input_of_a_message_is_cut():
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory):
-    """A tiny backbone's tokenizer with a chat template whose turns do not end with EOS, and a sweep that uses it.
-
-    A turn ends with a token that the bytes have: a tiny model knows no other.
-    """
+    """A tiny backbone's tokenizer with a chat template, and the folder that it lies in."""
     folder = tmp_path_factory.mktemp("chat")
-    tokenizer = byte_tokenizer()
-    tokenizer.unk_token = "<unk>"
-    template = (
-        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<unk>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return folder, tokenizer
+    return folder, chatting_tokenizer(folder / "tokenizer")
 
 
 def sweep(folder, **changes):

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.chats import chatting_tokenizer
 from helpers.methods import OPTIONS, TASKS
 from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
@@ -26,13 +27,13 @@ MODES = ("soft", "hard", "lexical", "sum", "last", "oracle")
 CONTINUED = [name for name in METHODS if name not in ("zero_shot", "joint_lora")]
 
 
-def sweep_of(folder, name, tasks, search, **trial):
+def sweep_of(folder, name, tasks, search, chat=False, **trial):
     """Run a small sweep of the built-in benchmark to its end; returns its folder."""
     content = tiny(
         name=name,
         search=search,
         trial__method=None,
-        trial__benchmark={"name": "builtin", "tasks": tasks, "train_per_task": 8, "test_per_task": 4},
+        trial__benchmark={"name": "builtin", "tasks": tasks, "train_per_task": 8, "test_per_task": 4, "chat": chat},
         trial__training={"learning_rate": 0.05, "epochs": 2, "batch_size": 4},
         trial__router={"components": 2},
     )
@@ -131,6 +132,18 @@ def test_it_answers_and_learns_as_its_trial(some, tmp_path, name):
     three, two = some
     trial_id, shorter_id = (by_setting(sweep, "method.name")[name] for sweep in some)
     assert_learns_as_its_trial(three, two, trial_id, shorter_id, tmp_path / "model")
+
+
+@pytest.mark.one_machine
+def test_it_answers_and_learns_in_chats(tmp_path):
+    chatting_tokenizer(tmp_path / "tokenizer")
+    backbone = {"name": "tiny-llama", "dtype": "float32", "tokenizer": str(tmp_path / "tokenizer")}
+    sweeps = [
+        sweep_of(tmp_path, name, tasks, methods("latent_lora"), backbone=backbone, chat=True)
+        for name, tasks in (("three", TASKS), ("two", TASKS[:2]))
+    ]
+    ids = [trial.trial_id for sweep in sweeps for trial in open_sweep(sweep)]
+    assert_learns_as_its_trial(*sweeps, *ids, tmp_path / "model")
 
 
 @pytest.mark.slow
