@@ -29,6 +29,8 @@ LABEL_WORDS = 4
 """Words up to which an answer may be a label."""
 SHARE = 0.95
 """Share of a task's targets that `max_target_length` fits."""
+MARGIN = 8
+"""Tokens added to it, for the end and since numbers and rare words have more tokens than are estimated."""
 MOST_FILES = 2000
 """Files that are looked through; a folder with more is none of a benchmark."""
 
@@ -331,9 +333,9 @@ def _text(found: Sequence[_Found], seen: Sequence[_Seen], home: Path) -> str:
     else:
         lines.append(r'stop: ["\n"]  # an answer ends at a line break: no target has one')
     lines += [
-        f"# Fits {SHARE:.0%} of the targets of every task, with one token for the end. Tokens are estimated: the",
-        "# larger of UTF-8 bytes / 4 and words.",
-        f"max_target_length: {longest + 1}",
+        f"# Fits {SHARE:.0%} of the targets of every task. Tokens are estimated, as the larger of UTF-8 bytes / 4 and",
+        f"# words, and {MARGIN} more; `latent-sweep benchmark check` counts them with a backbone's own tokenizer.",
+        f"max_target_length: {longest + MARGIN}",
         "tasks:",
     ]
     for task, of in zip(found, seen, strict=True):

@@ -62,7 +62,7 @@ def test_trace(tmp_path: Path, capsys: Any) -> None:
     assert {task.source for task in spec.tasks} == {None}
     assert spec.stop == ()
     assert "# No `stop` string: targets of MeetingBank have line breaks" in text
-    assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 1
+    assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 8
     assert "# 24 training and 24 test rows; inputs of 3 / 3 / 3 words" in text
 
 
@@ -74,7 +74,7 @@ def test_the_layout_of_sapt_with_its_definitions(tmp_path: Path, capsys: Any) ->
     assert found["task1_good"].instruction == "Is it: good?"
     assert found["task1_good"].folder == "data/task1_good"
     assert found["task1_good"].labels == ("no", "yes")
-    assert (spec.stop, spec.max_target_length) == (("\n",), 2)
+    assert (spec.stop, spec.max_target_length) == (("\n",), 9)
 
 
 def test_task_files_of_super_natural_instructions(tmp_path: Path, capsys: Any) -> None:
