@@ -108,6 +108,11 @@ def test_a_cell_of_a_csv_file_is_the_text_that_stands_there(tmp_path: Path) -> N
     assert [(row.input, row.target) for row in found] == [("1", "01"), ("a\nb", "NA"), ("", "null")]
 
 
+def test_a_column_without_a_name_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(",input,output\n0,a,b\n")
+    assert [(row.input, row.target) for row in read(tmp_path, {"train": "a.csv", "test": "a.csv"})] == [("a", "b")]
+
+
 def test_class_labels_have_the_names_of_their_data(tmp_path: Path) -> None:
     features = Features({"text": Value("string"), "label": ClassLabel(names=["red", "blue"])})
     saved = Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, -1]}, features=features)
