@@ -129,6 +129,13 @@ def test_class_labels_have_the_names_of_their_data(tmp_path: Path) -> None:
         read(tmp_path, {"train": "a.json", "test": "a.json", **MAPPED, "input": "{text}"})
 
 
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_value_that_is_missing_is_no_text(tmp_path: Path, value: float | None) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "label": value}))
+    with pytest.raises(DataError, match=r"line 1: column `label` is .*; expected text or a number"):
+        read(tmp_path, {"train": "a.jsonl", "test": "a.jsonl", "input": "{text}", "output": "{label}"})
+
+
 def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
     record = {"question": "Who?", "answers": {"text": ["Ann", "Anna"], "start": [3, 3]}}
     write(tmp_path / "a.jsonl", [record])
@@ -217,6 +224,9 @@ def test_a_task_of_super_natural_instructions_is_cut_from_its_file(tmp_path: Pat
         assert [row.id for row in test] == [f"task1-{i}" for i in range(first)]
         assert [row.id for row in train] == [f"task1-{i}" for i in range(first, 130)]
         assert train[0] == Row(f"task1-{first}", f"in {first}", (f"out {first}", "other"))
+    write(tmp_path / "rows.json", [{"input": "a", "output": "b"}])
+    with pytest.raises(DataError, match=r"rows\.json: is no task file of Super-NaturalInstructions"):
+        read(tmp_path, {"superni": "rows.json"})
     with pytest.raises(DataError, match=r"found no rows.* The first 130 instances are test rows"):
         read(tmp_path, {"superni": "task1.json", "test": 130})
 
