@@ -39,6 +39,10 @@ FROM_PRESET: Any = {"from_preset": True}
 is, or else its default. Marks of one field are joined with `|`."""
 
 
+LEFT_OUT_AT_DEFAULT: Any = {"left_out_at_default": True}
+"""Mark of a field that identities hold only where it is not its default: one that came later moves no older name."""
+
+
 class Settings(BaseModel):
     """A frozen, strict group of settings; subclasses give each field a range and one sentence with its unit."""
 
@@ -64,6 +68,8 @@ class Settings(BaseModel):
             if dropped & _marks(field):
                 continue
             value = getattr(self, name)
+            if "left_out_at_default" in _marks(field) and value == field.default:
+                continue
             kept[name] = value._content(dropped) if isinstance(value, Settings) else self._plain(name, value)
         return kept
 

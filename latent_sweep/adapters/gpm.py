@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from latent_sweep.adapters.inputs import input_of, reads_encoder
+
 Energy = Literal["sigma4", "sigma2"]
 
 
@@ -98,39 +100,37 @@ class InputBlock:
 
 
 def input_blocks(
-    names: Sequence[str], width: int, chunks: int = 1, cross_reads_encoder: bool = True
+    names: Sequence[str], width: int | Sequence[int], chunks: int = 1, cross_reads_encoder: bool = True
 ) -> list[InputBlock]:
     """The distinct inputs of the adapted projections, each in `chunks` stretches of equal length.
 
-    Query and value of a self-attention read one input. In T5's cross-attention the query reads the decoder's state and
-    the values of all blocks the encoder's output, unless `cross_reads_encoder` is False: then value counts as reading
-    what query reads, which it does not.
+    Query and value of a self-attention read one input (`input_of`). In T5's cross-attention the query reads the
+    decoder's state and the values of all blocks the encoder's output, unless `cross_reads_encoder` is False: then value
+    counts as reading what query reads, which it does not.
 
     Args:
         names: of the projections, e.g. "decoder.block.0.layer.1.EncDecAttention.v".
-        width: dimensions of every input.
+        width: dimensions of every input, or of each projection's.
 
     Raises:
-        ValueError: the width cannot be divided so.
+        ValueError: a width cannot be divided so.
     """
-    if width % chunks:
-        raise ValueError(f"inputs of {width} dimensions cannot be split into {chunks} equal stretches")
+    widths = [width] * len(names) if isinstance(width, int) else list(width)
+    for odd in [width for width in widths if width % chunks][:1]:
+        raise ValueError(f"inputs of {odd} dimensions cannot be split into {chunks} equal stretches")
     readers: dict[str, list[int]] = {}
     for i, name in enumerate(names):
-        block, _, projection = name.rpartition(".")
-        of_encoder = cross_reads_encoder and block.endswith("EncDecAttention") and projection == "v"
-        readers.setdefault("encoder.output" if of_encoder else block, []).append(i)
-    length = width // chunks
-    return [
-        InputBlock(
-            name if chunks == 1 else f"{name}.{chunk}",
-            tuple(projections),
-            slice(chunk * length, (chunk + 1) * length),
-            name.startswith("decoder."),
-        )
-        for name, projections in readers.items()
-        for chunk in range(chunks)
-    ]
+        of_encoder = cross_reads_encoder and reads_encoder(name)
+        readers.setdefault("encoder.output" if of_encoder else input_of(name), []).append(i)
+    blocks = []
+    for name, projections in readers.items():
+        length = widths[projections[0]] // chunks
+        for chunk in range(chunks):
+            dimensions = slice(chunk * length, (chunk + 1) * length)
+            called = name if chunks == 1 else f"{name}.{chunk}"
+            of_decoder = "decoder" in name.split(".")
+            blocks.append(InputBlock(called, tuple(projections), dimensions, of_decoder))
+    return blocks
 
 
 @contextmanager

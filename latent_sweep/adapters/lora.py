@@ -1,8 +1,9 @@
 """The LoRA adapter: `dW = s B A` per adapted projection, and branches of it that answer together.
 
-Legend: M adapted projections, all with n inputs; m outputs of one of them and O of all together; r rank, B rows of a
-batch, T branches, P members of a pack. One branch is a pair of float32 tensors: A_Mrn, and B_Or, whose rows are those
-of the projections' own B (m, r) one after another. Two tensors instead of 2 M make optimizer steps and packs cheap.
+Legend: M adapted projections, n inputs of the widest; m outputs of one of them and O of all together; r rank, B rows of
+a batch, T branches, P members of a pack. One branch is a pair of float32 tensors: A_Mrn, and B_Or, whose rows are those
+of the projections' own B (m, r) one after another. Two tensors instead of 2 M make optimizer steps and packs cheap. A
+projection with fewer inputs reads the first columns of its A; the others are zero, and stay so.
 """
 
 from __future__ import annotations
@@ -24,22 +25,21 @@ Branch = tuple[Tensor, Tensor]
 
 
 def outputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
-    """Output widths m of the adapted projections, in order.
-
-    Raises:
-        ValueError: they differ in their number of inputs.
-    """
-    inputs = {module.in_features for module in targets.values()}
-    if len(inputs) > 1:
-        raise ValueError(f"LoRA branches need adapted projections of one input width; found {sorted(inputs)}")
+    """Output widths m of the adapted projections, in order."""
     return [module.out_features for module in targets.values()]
+
+
+def inputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
+    """Input widths of the adapted projections, in order; n is the largest."""
+    return [module.in_features for module in targets.values()]
 
 
 def new_branch(targets: Mapping[str, nn.Linear], rank: int, generator: torch.Generator) -> Branch:
     """Draw A from U(-1/sqrt(n), 1/sqrt(n)), PyTorch's default for linear layers, with B = 0; on the targets' device."""
-    outputs, first = outputs_of(targets), next(iter(targets.values()))
-    n, device = first.in_features, first.weight.device
-    A = (torch.rand(len(outputs), rank, n, generator=generator) * 2 - 1) / n**0.5
+    outputs, inputs, device = outputs_of(targets), inputs_of(targets), next(iter(targets.values())).weight.device
+    A = torch.rand(len(outputs), rank, max(inputs), generator=generator) * 2 - 1
+    for own, n in zip(A, inputs, strict=True):
+        own.div_(n**0.5)[:, n:] = 0
     return A.to(device), torch.zeros(sum(outputs), rank, device=device)
 
 
@@ -52,7 +52,7 @@ class LoraDelta:
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
         """Add the change of inputs (B, tokens, n) to the output, (B, tokens, m)."""
         A, B, w = (x.to(h.dtype) for x in (self.A, self.B, self.w))
-        return output + ((h @ A.T) * w) @ B.T
+        return output + ((h @ A[:, : h.shape[-1]].T) * w) @ B.T
 
     def select(self, rows: Tensor) -> LoraDelta:
         """The delta of these rows only."""
@@ -129,14 +129,14 @@ class LoraDeltas(Sequence[Delta]):
 
 @dataclass(frozen=True)
 class DenseDelta:
-    """A delta folded into one matrix dW of shape (m, n): its cost does not grow with the branches in it."""
+    """A delta folded into one matrix dW (m, n), or wider with zeros: its cost does not grow with the branches in it."""
 
     dW: Tensor
     alike: ClassVar[bool] = True
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
         """Add the change of inputs (B, tokens, n) to the output, (B, tokens, m)."""
-        return output + h @ self.dW.T
+        return output + h @ self.dW[:, : h.shape[-1]].T
 
     def select(self, rows: Tensor) -> DenseDelta:
         """Return the delta itself: it is the same for all rows."""

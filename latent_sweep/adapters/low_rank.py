@@ -17,7 +17,8 @@ class LowRank:
     """The delta of one projection through a narrow waist.
 
     Args:
-        right: (n, r), frozen, for all rows, or (P, n, r) where `left` is for each member, too.
+        right: (n, r), frozen, for all rows, or (P, n, r) where `left` is for each member, too. It may have more rows
+            than there are inputs: they play no part.
         left: (m, r) for all rows, or (P, m, r).
         counts: how many rows of the batch belong to each member, where there are several.
     """
@@ -30,6 +31,8 @@ class LowRank:
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
         """Add the change of inputs h, (rows, tokens, n), to the output, (rows, tokens, m), in place."""
         right, left = self.right.to(h.dtype), self.left.to(h.dtype)
+        if right.shape[-2] > h.shape[-1]:
+            right = right[..., : h.shape[-1], :]
         if self.counts is None or len(set(self.counts)) == 1:
             return _add_low_rank(output, h, right, left)
         rights = right if right.dim() == 3 else [right] * len(left)

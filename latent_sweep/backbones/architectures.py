@@ -1,4 +1,4 @@
-"""Models of the two families by their configuration, with random weights or none, and the device that holds them."""
+"""Models by their configuration, with random weights or none, and the device that holds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from latent_sweep.backbones.known import BackboneSettings, Family
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.outlines import embedding_name, model_class, model_config
 from latent_sweep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,43 +50,78 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def model_config(family: Family, config: Mapping[str, Any]) -> Any:
-    """The transformers configuration object of a family."""
-    from transformers import LlamaConfig, T5Config
-
-    return (T5Config if family == "t5" else LlamaConfig)(**config)
-
-
-def random_model(family: Family, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
+def random_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Any:
     """Make a model with random weights of these shapes: the tests' tiny models, and full shapes without a download.
 
     They are drawn on the CPU, wherever they compute: a GPU would draw others, and nothing that names a backbone says
     what has drawn it.
     """
     import torch
-    from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
-    architecture = T5ForConditionalGeneration if family == "t5" else LlamaForCausalLM
+    found = model_config(family, config)
     usual = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         torch.set_default_dtype(dtype)  # a large model would not fit in float32 first
         try:
-            return architecture(model_config(family, config))
+            model = model_class(found)(found)
+            if config.get("tie_word_embeddings") is False:
+                _draw_head(model)
+            return model
         finally:
             torch.set_default_dtype(usual)
+
+
+def _draw_head(model: Any) -> None:
+    """Give a head a weight of its own where transformers ties it, whatever the configuration says: T5's."""
+    import torch
+
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is table.weight:
+        head.weight = torch.nn.Parameter(torch.randn_like(table.weight))
+
+
+def separate_head(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
+    """Give the head an empty weight of its own where a checkpoint holds one: so has FLAN-T5, as transformers finds out.
+
+    Its configuration of T5 ties the head, and only its own loading looks at what a checkpoint has.
+
+    Args:
+        stored: the checkpoint's tensors by name; only the head and the embedding table are looked up.
+
+    Returns:
+        Whether the checkpoint has a head of its own that the model, without weights, had tied.
+    """
+    import torch
+
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+    if head.weight is not table.weight or name not in stored:
+        return False
+    shared = stored.get(embedding_name(model))
+    if shared is None or shared.equal(stored[name]):
+        return False
+    head.weight = torch.nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+    return True
 
 
 def empty_model(folder: Path) -> Any:
     """The model of a checkpoint folder without its weights: parameters are on the meta device, buffers are there."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, LlamaForCausalLM, T5ForConditionalGeneration
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
-        model = (T5ForConditionalGeneration if config.model_type == "t5" else LlamaForCausalLM)(config)
+        model = model_class(config)(config)
     model.tie_weights()
     return model
+
+
+def forget_dropout(config: Any) -> None:
+    """Set every rate of dropout in a model's configuration to 0."""
+    for name, value in list(vars(config).items()):
+        if "drop" in name and type(value) is float:
+            setattr(config, name, 0.0)
 
 
 def set_dropout(model: Any, rate: float) -> float:
@@ -99,8 +135,8 @@ def set_dropout(model: Any, rate: float) -> float:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             before, module.p = module.p, rate
-        for name in ("dropout", "attention_dropout"):
-            if isinstance(getattr(module, name, None), int | float):
-                before = getattr(module, name)
+        for name, value in list(vars(module).items()):
+            if ("drop" in name and not isinstance(module, torch.nn.Dropout)) and type(value) in (int, float):
+                before = value
                 setattr(module, name, rate)
     return before

@@ -37,9 +37,9 @@ class Batch:
     counts: Sequence[int]
     """How many sequences of the model's input belong to each member."""
     standing_for: Indices
-    """(sequences, tokens) how many tokens of rows each token stands for: 0 is padding, and of T5 those of prompts."""
+    """(sequences, tokens) how many tokens of rows each token stands for: 0 is padding; with an encoder, of prompts."""
     standing_for_target: Indices | None = None
-    """The same of T5's decoder."""
+    """The same of the decoder behind an encoder."""
 
 
 def collate(members: Sequence[Sequence[Example]], backbone: Backbone, alike: bool = False) -> Batch:
@@ -49,11 +49,11 @@ def collate(members: Sequence[Sequence[Example]], backbone: Backbone, alike: boo
         alike: whether each member's adaptation is the same for all of its rows: then a causal model reads what they
             begin with once, where that is worth while.
     """
-    if backbone.family == "t5":
+    if backbone.traits.encoder_decoder:
         return _of_encoder_decoder(members, backbone)
-    if alike:
+    longest = max(len(row["prompt_ids"]) + len(row["target_ids"]) for rows in members for row in rows)
+    if alike and backbone.lays_out(longest):
         layout = _shared(members, backbone)
-        longest = max(len(row["prompt_ids"]) + len(row["target_ids"]) for rows in members for row in rows)
         if layout.members * layout.tokens <= WORTHWHILE * longest * sum(map(len, members)):
             return _sharing(members, layout, backbone)
     return _padded(members, backbone)
@@ -64,12 +64,12 @@ def _padded(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
     rows = [row for of_member in members for row in of_member]
     ids, real = _rectangle([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone.pad_id)
     starts = np.arange(len(rows)) * ids.shape[1]
-    inputs = {
-        "input_ids": moved(ids, backbone.device),
+    inputs: dict[str, Any] = {"input_ids": moved(ids, backbone.device)}
+    if backbone.lays_out(ids.shape[1]):
         # four dimensions: transformers leaves such a mask alone, and does not ask the device what is in it
-        "attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device),
-        "layout": Padded(),
-    }
+        inputs |= {"attention_mask": torch.empty(1, 1, 1, 1, device=backbone.device), "layout": Padded()}
+    else:
+        inputs |= {"attention_mask": moved(real.astype(np.int64), backbone.device)}
     return _batch(rows, inputs, starts, 0, list(map(len, members)), real.astype(np.int64), backbone)
 
 
@@ -127,17 +127,18 @@ def _batch(
 
 
 def _of_encoder_decoder(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:
-    """T5: prompts padded behind; the decoder reads the targets, one token late."""
+    """An encoder-decoder: prompts padded behind; the decoder reads the targets, one token late."""
     rows = [row for of_member in members for row in of_member]
     ids, real = _rectangle([row["prompt_ids"] for row in rows], backbone.pad_id)
     start = backbone.model.config.decoder_start_token_id
     said, real_targets = _rectangle([[start, *row["target_ids"][:-1]] for row in rows], backbone.pad_id)
-    inputs = {
-        "input_ids": moved(ids, backbone.device),
-        "attention_mask": moved(real[:, None, None, :], backbone.device),
-        "decoder_input_ids": moved(said, backbone.device),
-        "layout": Padded(),
-    }
+    inputs: dict[str, Any] = {"input_ids": moved(ids, backbone.device)}
+    inputs |= {"decoder_input_ids": moved(said, backbone.device)}
+    if backbone.traits.laid_out:
+        inputs |= {"attention_mask": moved(real[:, None, None, :], backbone.device)}
+        inputs |= {"layout": Padded(backbone.traits.shared_bias)}
+    else:
+        inputs |= {"attention_mask": moved(real.astype(np.int64), backbone.device)}
     labels = np.array([token for row in rows for token in row["target_ids"]], np.int64)
     targets = moved(labels, backbone.device), moved(np.flatnonzero(real_targets), backbone.device)
     counts = [len(of_member) for of_member in members]
@@ -163,12 +164,12 @@ def read(
 def read_padded(
     backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
 ) -> None:
-    """Run it as trainers do that pad Llama's rows in front, with padding counted as tokens."""
-    if backbone.family == "t5":
+    """Run it as trainers do that pad a causal model's rows in front, with padding counted as tokens."""
+    if backbone.traits.encoder_decoder:
         inputs = dict(collate([rows], backbone).inputs)
     else:
         ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone)
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
+        inputs = {"input_ids": ids, "attention_mask": mask, **placed(backbone, positions(mask))}
     one = torch.zeros(1, dtype=torch.long, device=backbone.device)
     with reading(None, None), bank.active(adaptation), _keeping(backbone, one):
         backbone.model(**inputs, use_cache=False)
@@ -185,14 +186,19 @@ def _rectangle(sequences: Sequence[Sequence[int]], value: int, in_front: bool = 
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], backbone: Backbone) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, (B, longest): padded on the left for Llama, on the right for T5."""
-    ids, real = _rectangle(prompts, backbone.pad_id, in_front=backbone.family == "llama")
+    """Token ids and attention mask, (B, longest): padded on the left, or on the right where an encoder reads them."""
+    ids, real = _rectangle(prompts, backbone.pad_id, in_front=not backbone.traits.encoder_decoder)
     return moved(ids, backbone.device), moved(real.astype(np.int64), backbone.device)
 
 
 def positions(mask: Tensor) -> Tensor:
     """Position of each token in its own row, whatever padding stands before it."""
     return (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+def placed(backbone: Backbone, positions: Tensor) -> dict[str, Tensor]:
+    """Return the argument that says where tokens stand, of models that take one; the others count by their masks."""
+    return {"position_ids": positions} if "position_ids" in backbone.accepts else {}
 
 
 def last_positions(ids: Tensor, count: int) -> Tensor:

@@ -118,7 +118,8 @@ def local_folder(settings: BackboneSettings) -> Path:
     hide_progress_bars()
     known = describe(settings)
     if known is not None and known.source == "config":
-        return _made_once(f"random-{content_hash([settings.identity(), dict(known.config)])}", _draw, known, settings)
+        drawn = settings.model_copy(update={"targets": None}).identity()
+        return _made_once(f"random-{content_hash([drawn, dict(known.config)])}", _draw, known, settings)
     if settings.name == EMBEDDED:
         return embedded_folder(settings.dtype)
     source = known.source if known else settings.name
@@ -134,6 +135,10 @@ def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> Non
     weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied one once
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     model.config.save_pretrained(folder)
+    path = folder / "config.json"
+    # transformers' T5 writes that the head is tied, whatever it was told
+    tied = {name: value for name, value in known.config.items() if name == "tie_word_embeddings"}
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | tied, indent=2), encoding="utf-8")
 
 
 def _download(source: str, revision: str | None) -> Path:

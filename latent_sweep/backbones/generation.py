@@ -21,7 +21,7 @@ from transformers import EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, positions
+from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, placed, positions
 from latent_sweep.backbones.loading import Backbone
 
 WORTHWHILE_TOKENS = 64
@@ -258,14 +258,16 @@ class _Decoder(Protocol):
         ...
 
 
-class _LlamaDecoder:
+class _CausalDecoder:
     """Prompts are padded on the left; the first pass reads them, later ones a token each."""
 
     def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int):
-        self._model = backbone.model
+        self._model, self._backbone = backbone.model, backbone
+        lays_out = backbone.lays_out(max(map(len, prompts)) + longest)
+        shared = shared if lays_out else 0
         self._ids, mask = pad_prompts([prompt[shared:] for prompt in prompts], backbone)
         mask = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=1)  # padding stands after the prefix
-        self._padding = _Padding(backbone, prompts, mask, longest - 1)
+        self._padding: _Masks = (_Padding if lays_out else _Plain)(backbone, prompts, mask, longest - 1)
         self._mask = self._padding.and_what_comes(shared)
         found = positions(mask)
         self._positions = found[:, shared:]
@@ -274,17 +276,18 @@ class _LlamaDecoder:
         self._cache = Cache(layer_class_to_replicate=partial(_StaticLayer, mask.shape[1], longest - 1))
         if shared:
             prefix = torch.tensor([list(prompts[0][:shared])], device=backbone.device)
-            self._model.model(input_ids=prefix, past_key_values=self._cache, use_cache=True)
+            self._model.base_model(input_ids=prefix, past_key_values=self._cache, use_cache=True)
             self._cache.batch_repeat_interleave(len(prompts))
 
     def next_logits(self) -> Tensor:
+        keep = {"logits_to_keep": self._keep} if "logits_to_keep" in self._backbone.accepts else {}
         return self._model(
             input_ids=self._ids,
             attention_mask=self._mask,
-            position_ids=self._positions,
+            **placed(self._backbone, self._positions),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=self._keep,
+            **keep,
         ).logits[:, -1]
 
     def feed(self, tokens: Tensor) -> None:
@@ -298,15 +301,16 @@ class _LlamaDecoder:
         self._padding.select(going, kept)
 
 
-class _T5Decoder:
+class _DecoderBehindEncoder:
     """The encoder runs once; the decoder reads its own last token, and cross-attention keys are cached."""
 
     def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int):
         self._model = backbone.model
         ids, mask = pad_prompts(prompts, backbone)
         self._read = ids.shape[1]
-        self._padding = _Padding(backbone, prompts, mask)
-        self._encoded = self._model.encoder(input_ids=ids, attention_mask=self._padding.of(self._read))
+        masks: Any = _Padding if backbone.traits.laid_out else _Plain
+        self._padding: _Masks = masks(backbone, prompts, mask)
+        self._encoded = self._model.get_encoder()(input_ids=ids, attention_mask=self._padding.of(self._read))
         start = backbone.model.config.decoder_start_token_id
         self._ids = torch.full((len(prompts), 1), start, device=backbone.device)
         self._cache = EncoderDecoderCache(
@@ -334,9 +338,47 @@ class _T5Decoder:
 
 
 def _decoder(backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int, shared: int) -> _Decoder:
-    if backbone.family == "t5":
-        return _T5Decoder(backbone, prompts, longest)
-    return _LlamaDecoder(backbone, prompts, longest, shared)
+    if backbone.traits.encoder_decoder:
+        return _DecoderBehindEncoder(backbone, prompts, longest)
+    return _CausalDecoder(backbone, prompts, longest, shared)
+
+
+class _Masks(Protocol):
+    """What models are told of padding."""
+
+    def of(self, keys: int) -> Tensor | None:
+        """The attention mask for so many keys."""
+        ...
+
+    def and_what_comes(self, shared: int) -> Tensor | None:
+        """The attention mask of the pass over prompts, behind the tokens that are shared."""
+        ...
+
+    def select(self, going: Sequence[int], kept: Tensor) -> None:
+        """Keep these rows."""
+        ...
+
+
+class _Plain:
+    """Masks as any model of transformers takes them, (rows, keys), 1 where there is a token; nothing is shared.
+
+    Args:
+        mask: of the prompts.
+        later: tokens that may come after them.
+    """
+
+    def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], mask: Tensor, later: int = 0):
+        self._read = mask.shape[1]
+        self._mask = torch.cat([mask, mask.new_ones(len(mask), later)], dim=1)
+
+    def of(self, keys: int) -> Tensor:
+        return self._mask[:, :keys]
+
+    def and_what_comes(self, shared: int) -> Tensor:
+        return self.of(self._read)
+
+    def select(self, going: Sequence[int], kept: Tensor) -> None:
+        self._mask = self._mask[kept]
 
 
 class _Padding:

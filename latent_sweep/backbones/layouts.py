@@ -56,9 +56,14 @@ def _sdpa(
 
 
 class Padded:
-    """A sequence for every row, padded behind: causal attention never sees the padding, so it needs no mask."""
+    """A sequence for every row, padded behind: causal attention never sees the padding, so it needs no mask.
 
-    def __init__(self) -> None:
+    Args:
+        shared_bias: whether all layers have one position bias, if they have any.
+    """
+
+    def __init__(self, shared_bias: bool = True) -> None:
+        self._shared_bias = shared_bias
         self._bias: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def attend(
@@ -73,20 +78,23 @@ class Padded:
         )
 
     def _with(self, bias: Tensor, mask: Tensor | None, causal: bool, kind: torch.dtype) -> Tensor:
-        """Join a position bias, (1, H, queries, keys), with a mask: once for all layers, which share the bias.
+        """Join a position bias, (1, H, queries, keys), with a mask: once for all layers that share the bias.
 
         Args:
             mask: true where attention is due; None is for all tokens, or all before where it is causal.
         """
         key = bias.data_ptr(), kind  # and not its `id`: recomputing meets the same numbers in another object
-        if key not in self._bias:
-            joined = bias.detach()  # frozen; transformers asks for gradients under checkpointing all the same
-            if mask is None and causal:
-                mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
-            if mask is not None:
-                joined = torch.where(mask, joined, torch.finfo(bias.dtype).min)
-            self._bias[key] = bias, joined.to(kind)  # with the bias, whose place another would get once it is gone
-        return self._bias[key][1]
+        if key in self._bias:
+            return self._bias[key][1]
+        joined = bias.detach()  # frozen; transformers asks for gradients under checkpointing all the same
+        if mask is None and causal:
+            mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+        if mask is not None:
+            joined = torch.where(mask, joined, torch.finfo(bias.dtype).min)
+        joined = joined.to(kind)
+        if self._shared_bias:
+            self._bias[key] = bias, joined  # with the bias, whose place another would get once it is gone
+        return joined
 
 
 class Shared:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.backbones.architectures import device_of, empty_model, random_model, set_dropout
+from latent_sweep.backbones.architectures import (
+    device_of,
+    empty_model,
+    forget_dropout,
+    random_model,
+    separate_head,
+    set_dropout,
+)
+from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, describe, target_shapes
+from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
+from latent_sweep.backbones.outlines import linears_of, model_class
 from latent_sweep.backbones.stored import StoredBackbone, StoredProjection, digest_of_weights, stored_backbone
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
 from latent_sweep.errors import ConfigError
@@ -31,9 +43,10 @@ def _nothing() -> None:
 class Backbone:
     """A frozen model, ready for adapters."""
 
-    family: Family
+    family: str
+    """The model's `model_type`."""
     model: Any
-    """The transformers model (`T5ForConditionalGeneration` or `LlamaForCausalLM`), parameters frozen, dropout off."""
+    """The transformers model, e.g. a `T5ForConditionalGeneration`, parameters frozen, dropout off."""
     tokenizer: Any
     targets: Mapping[str, torch.nn.Linear]
     """Adapted projections by module name, in the order of `target_shapes`."""
@@ -50,6 +63,27 @@ class Backbone:
     before_answering: Callable[[], None] = _nothing
     """Brings the weights to where answers are generated."""
 
+    @cached_property
+    def traits(self) -> Family:
+        """What its family says of it."""
+        return family_of_type(self.family, {"is_encoder_decoder": self.model.config.is_encoder_decoder})
+
+    @cached_property
+    def window(self) -> float:
+        """How many tokens the layer that looks back least sees, itself among them; without limit in most models."""
+        config = self.model.config.get_text_config()
+        local = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+        return (local and getattr(config, "sliding_window", None)) or math.inf
+
+    @cached_property
+    def accepts(self) -> frozenset[str]:
+        """What the model's forward pass takes by name."""
+        return frozenset(inspect.signature(self.model.forward).parameters)
+
+    def lays_out(self, tokens: int) -> bool:
+        """Whether sequences of so many tokens may be laid out: else masks are as transformers makes them."""
+        return self.traits.laid_out and tokens <= self.window
+
     @property
     def projections(self) -> Mapping[str, StoredProjection] | Mapping[str, torch.nn.Linear]:
         """The weights of `targets` to be read one at a time: from the checkpoint's files where it has some."""
@@ -57,15 +91,24 @@ class Backbone:
 
     @property
     def prompt_embedding(self) -> torch.nn.Module:
-        """The module that embeds prompts: of T5 the encoder's own, which shares its table with the decoder's."""
-        return (self.model.encoder if self.family == "t5" else self.model).get_input_embeddings()
+        """The module that embeds prompts: of an encoder-decoder the encoder's own, which shares its table."""
+        reader = self.model.get_encoder() if self.traits.encoder_decoder else self.model
+        return reader.get_input_embeddings()
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """The frozen input embedding table, (vocabulary, d): all that the router reads."""
+        """The frozen input embedding table, (vocabulary, d): all that the router reads.
+
+        As it is stored: what a model multiplies embeddings by, Gemma by the root of d, is not in it.
+        """
         if self.stored and not self.whole:
             return self.stored.embedding_table.to(self.device)
         return self.model.get_input_embeddings().weight
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embedding itself multiplies vectors of its table by, those of a soft prompt not among them."""
+        return float(getattr(self.prompt_embedding, "embed_scale", 1.0))
 
     @property
     def pad_id(self) -> int:
@@ -87,7 +130,7 @@ class Backbone:
         Raises:
             ConfigError: the architecture has no dropout, and the rate is not 0.
         """
-        if rate and self.family != "t5":
+        if rate and not self.traits.dropout:
             raise ConfigError(
                 f"training.backbone_dropout: found {rate:g}, but {self.family} has no dropout of its own; leave it out"
             )
@@ -133,18 +176,22 @@ def assemble(
     from latent_sweep.backbones.layouts import ATTENTION
 
     set_dropout(model, 0.0)
-    model.set_attn_implementation(ATTENTION)
     model.requires_grad_(False)
     model.eval()
-    family: Family = model.config.model_type
-    targets = {name: model.get_submodule(name) for name in target_shapes(family, model.config.to_dict())}
+    kind, linears = model.config.model_type, linears_of(model)
+    traits = family_of_type(kind, {"is_encoder_decoder": model.config.is_encoder_decoder})
+    if not traits.stacks:
+        forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own
+    if traits.laid_out:
+        model.set_attn_implementation(ATTENTION)
+    targets = {name: model.get_submodule(name) for name in select(kind, traits, linears, settings.targets)}
     tokenizer = load_tokenizer(settings)
     if stored is not None:
         digest = stored.weights_digest
     else:
         digest = digest_of_weights([model.get_input_embeddings().weight, *(t.weight for t in targets.values())])
     return Backbone(
-        family=family,
+        family=kind,
         model=model,
         tokenizer=tokenizer,
         targets=targets,
@@ -159,16 +206,11 @@ def assemble(
 
 def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype) -> Any:
     from safetensors import SafetensorError
-    from transformers import AutoConfig, LlamaForCausalLM, T5ForConditionalGeneration
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
-        if config.model_type not in ("t5", "llama"):
-            raise ConfigError(
-                f"backbone.name: {source!r} is a {config.model_type!r} model; supported families are t5 and llama"
-            )
-        architecture = T5ForConditionalGeneration if config.model_type == "t5" else LlamaForCausalLM
-        return architecture.from_pretrained(source, revision=settings.revision, dtype=dtype)
+        return _class_of(config, source).from_pretrained(source, revision=settings.revision, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"backbone.name: {source!r} could not be loaded from the hub or a folder: {error}\n"
@@ -176,14 +218,26 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
         ) from error
 
 
+def _class_of(config: Any, source: str) -> Any:
+    try:
+        return model_class(config)
+    except ConfigError as error:
+        raise ConfigError(f"backbone.name: {source!r} has {error}") from error
+
+
 def _mapped(folder: Path) -> Any:
     """A model whose weights stay in the page cache, shared by every process that maps the same file."""
     import torch
     from safetensors.torch import load_file
 
+    weights = load_file(folder / WEIGHTS)
     model = empty_model(folder)
-    _, unexpected = model.load_state_dict(load_file(folder / WEIGHTS), strict=False, assign=True)
+    own_head = separate_head(model, weights)
+    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    head = model.get_output_embeddings().weight
     model.tie_weights()
+    if own_head:
+        model.get_output_embeddings().weight = head
     left = [name for name, p in model.named_parameters() if p.device == torch.device("meta")]
     if left or unexpected:
         raise ConfigError(f"{folder}: the cached weights lack {left} or hold unknown {unexpected}; delete the folder")

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from latent_sweep.backbones.architectures import device_of
+from latent_sweep.backbones.families import refusal
 from latent_sweep.backbones.files import checkpoint_file, embedded_folder, tensor_files
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, KnownBackbone, describe, target_shapes
+from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, KnownBackbone, describe
+from latent_sweep.backbones.outlines import outline
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # --- weights without a model -----------------------------------------------------------------------------------------
-
-
-EMBEDDING: Mapping[Family, str] = {"t5": "shared.weight", "llama": "model.embed_tokens.weight"}
-"""The input embedding table's name in a checkpoint; a projection's is its module's name and `.weight`."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
         the model's; then the log says so.
 
     Raises:
-        ConfigError: a local folder is not a T5- or Llama-family checkpoint, or the device is not there.
+        ConfigError: a local folder is no checkpoint of a model that is supported, or the device is not there.
     """
     import torch
 
@@ -100,8 +98,9 @@ def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
     if known is None or not files:
         log.info("%s has no safetensors files here; its weights are read from the loaded model", source)
         return None
-    shapes = target_shapes(known.family, known.config)
-    wanted = [EMBEDDING[known.family], *(f"{name}.weight" for name in shapes)]
+    shapes = known.adapted(settings)
+    # a projection's weight is called by its module's name
+    wanted = [outline(known.family, known.config).embedding, *(f"{name}.weight" for name in shapes)]
     if missing := [name for name in wanted if name not in files]:
         log.info("%s holds no %s in its safetensors files; weights are read from the loaded model", source, missing[0])
         return None
@@ -125,7 +124,7 @@ def _described_by_cache(source: str, revision: str | None) -> KnownBackbone | No
     path = checkpoint_file(source, "config.json", revision)
     config = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     kind = config.get("model_type")
-    return KnownBackbone(kind, source, config) if kind in ("t5", "llama") else None
+    return KnownBackbone(kind, source, config) if isinstance(kind, str) and not refusal(kind, config) else None
 
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> str:

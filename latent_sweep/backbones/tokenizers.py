@@ -98,6 +98,18 @@ def _from_pretrained(source: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"backbone.tokenizer: no tokenizer can be loaded from {source!r}: {error}") from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"backbone.tokenizer: {source!r} has no {TOKENIZER_FILE}, only a tokenizer in Python, which does not say "
+            f"where tokens stand in a text. Convert it: load it with transformers' AutoTokenizer and from_slow=True, "
+            "save it to a folder, and name that"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"backbone.tokenizer: {source!r} has no end-of-sequence token, so nothing would end an answer; name a "
+            "tokenizer that has one, or set its eos_token in a copy of the folder"
+        )
+    return tokenizer

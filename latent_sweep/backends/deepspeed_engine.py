@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latent_sweep.backbones.architectures import device_of, empty_model
+from latent_sweep.backbones.architectures import device_of, empty_model, separate_head
 from latent_sweep.backbones.files import local_folder, tensor_files
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import Backbone, assemble
@@ -159,9 +159,10 @@ class DeepSpeedEngine(Engine):
                 f"run.engine.zero_stage: 3 reads the backbone weight by weight, but {folder} has no safetensors files "
                 "with all weights; convert the checkpoint with transformers' save_pretrained"
             )
-        model = empty_model(folder)
+        model, files = empty_model(folder), tensor_files(str(folder))
+        separate_head(model, _Stored(files))
         _give_large_blocks_back()
-        self._shard(model, tensor_files(str(folder)), getattr(torch, settings.dtype))
+        self._shard(model, files, getattr(torch, settings.dtype))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self._device)
@@ -247,6 +248,22 @@ def _give_large_blocks_back() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries give back by themselves
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
+class _Stored(Mapping[str, Tensor]):
+    """The tensors of files by name, each read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Any]):
+        self._files = files
+
+    def __getitem__(self, name: str) -> Tensor:
+        return stored_weight(self._files[name], name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 class _Holding(nn.Module):

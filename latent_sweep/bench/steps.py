@@ -61,7 +61,11 @@ def tasks(bench: Workbench) -> list[Reading]:
             of_turns = [a / b for a, b in zip(seconds["latent"], seconds[other], strict=True)]
             of_tasks.append(statistics.median(of_turns))
             found.append(Reading.of(f"{name}: latent / {other}", of_turns, "x", note=_run(bench, rows)))
-    limits = {"bare backbone": Target(0.5), "peft + Trainer": Target(0.35)} if bench.backbone.family == "llama" else {}
+    limits = (
+        {"bare backbone": Target(0.5), "peft + Trainer": Target(0.35)}
+        if not bench.backbone.traits.encoder_decoder
+        else {}
+    )
     means = {other: statistics.fmean(of_tasks) for other, of_tasks in ratios.items()}
     return [
         *found,
@@ -153,11 +157,14 @@ class _UsualStep:
 def _utilisation(bench: Workbench, tokens: int, seconds: Sequence[float]) -> list[Reading]:
     """Compare achieved arithmetic on a GPU with a large matrix product: 4 N per token, as no weight gets a gradient.
 
-    N counts the layers' weights, not the embeddings; T5's two halves read different tokens, so it has no row.
+    N counts the layers' weights, not the embeddings and the head. An encoder-decoder's halves read different tokens, so
+    it has no row.
     """
-    if bench.subject.device != "cuda" or bench.backbone.family != "llama":
+    model = bench.backbone.model
+    if bench.subject.device != "cuda" or bench.backbone.traits.encoder_decoder:
         return []
-    weights = sum(p.numel() for p in bench.backbone.model.model.layers.parameters())
+    apart = {id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()}
+    weights = sum(p.numel() for p in model.parameters() if id(p) not in apart)
     achieved = [4 * weights * tokens / s / 1e12 for s in seconds]
     peak = _matrix_product_rate(bench) / 1e12
     return [

@@ -56,8 +56,9 @@ class Config:
 
     model: str
     """A transformers folder with model and tokenizer."""
-    family: str
-    """`llama` or `t5`."""
+    encoder_decoder: bool
+    projections: Sequence[str]
+    """Names of those that get adapters."""
     dtype: str
     device: str
     tasks: Sequence[Task]
@@ -94,7 +95,7 @@ class Config:
 
 def load(config: Config) -> tuple[Any, Any]:
     """Load model and tokenizer."""
-    architecture = AutoModelForSeq2SeqLM if config.family == "t5" else AutoModelForCausalLM
+    architecture = AutoModelForSeq2SeqLM if config.encoder_decoder else AutoModelForCausalLM
     model = architecture.from_pretrained(config.model, dtype=getattr(torch, config.dtype)).to(config.device)
     return model, with_padding(AutoTokenizer.from_pretrained(config.model))
 
@@ -108,20 +109,19 @@ def with_padding(tokenizer: Any) -> Any:
 
 def lora_config(config: Config) -> LoraConfig:
     """LoRA on the projections that the paper adapts."""
-    t5 = config.family == "t5"
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0,
-        target_modules=["q", "v"] if t5 else ["q_proj", "v_proj"],
-        task_type="SEQ_2_SEQ_LM" if t5 else "CAUSAL_LM",
+        target_modules=list(config.projections),
+        task_type="SEQ_2_SEQ_LM" if config.encoder_decoder else "CAUSAL_LM",
     )
 
 
-def features(row: Example, family: str) -> dict[str, list[int]]:
+def features(row: Example, encoder_decoder: bool) -> dict[str, list[int]]:
     """A row as the Trainer's data collator reads it: no loss on the prompt."""
     prompt, target = list(row["prompt_ids"]), list(row["target_ids"])
-    if family == "t5":
+    if encoder_decoder:
         return {"input_ids": prompt, "attention_mask": [1] * len(prompt), "labels": target}
     ids = prompt + target
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100] * len(prompt) + target}
@@ -170,7 +170,7 @@ def trainer_arguments(
     return {
         "model": model,
         "args": arguments,
-        "train_dataset": [features(row, config.family) for row in rows],
+        "train_dataset": [features(row, config.encoder_decoder) for row in rows],
         "data_collator": DataCollatorForSeq2Seq(tokenizer),
     }
 

@@ -164,10 +164,11 @@ class Subject:
     @property
     def rank(self) -> int:
         """The paper's 32, or what a smaller backbone allows."""
-        from latent_sweep.backbones.known import BackboneSettings, describe, target_shapes
+        from latent_sweep.backbones.known import BackboneSettings, describe
 
-        known = describe(BackboneSettings(name=self.backbone))
-        shapes = target_shapes(known.family, known.config).values() if known else ()
+        settings = BackboneSettings(name=self.backbone)
+        known = describe(settings)
+        shapes = known.adapted(settings).values() if known else ()
         return min([32, *(min(shape) for shape in shapes)])
 
 
@@ -351,7 +352,8 @@ class Workbench:
         longest, batch_size = trial.settings.benchmark.max_target_length, trial.settings.training.batch_size
         return Config(
             model=self.model_folder,
-            family=self.backbone.family,
+            encoder_decoder=self.backbone.traits.encoder_decoder,
+            projections=sorted({name.rpartition(".")[2] for name in self.backbone.targets}),
             dtype=self.subject.dtype,
             device=self.subject.device,
             tasks=[

@@ -23,7 +23,8 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, Truncation
@@ -34,6 +35,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Family = Literal["t5", "llama"]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the token ids of a text."""
+
+    ends: bool
+    """Whether prompts end with EOS."""
+    keeps_eos: bool
+    """Whether a target that is too long keeps its EOS."""
+    one_space: bool
+    """Whether tokenizers make one space of a line break."""
+
+
+FRAMES: Mapping[Family, Frame] = {
+    "t5": Frame(ends=True, keeps_eos=True, one_space=True),
+    "llama": Frame(ends=False, keeps_eos=False, one_space=False),
+}
+"""By the paper's two families: encoder-decoders take T5's, other models Llama's."""
 
 LOST: dict[Truncation, str] = {
     "keep_cue": "the end of their input",
@@ -122,8 +142,9 @@ def encode_parts(
     The whole prompt is tokenized at once, so what fits is exactly what the tokenizer makes of the string, and what
     does not fit only loses tokens: the last ones of the input (`keep_cue`), its middle ones (`keep_ends`: as many stay
     of its beginning as of its end, or one more), or the last ones of the prompt (`official`). A token that reaches into
-    the input from the head belongs to the input, one that reaches into the cue to the cue. T5 prompts end with EOS;
-    Llama prompts begin with BOS where the tokenizer itself adds one and `bos` is `auto`, and have no EOS.
+    the input from the head belongs to the input, one that reaches into the cue to the cue. Prompts begin with BOS where
+    the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts end with EOS, Llama
+    prompts do not.
 
     Raises:
         DataError: Head and cue leave no room for the input (not under `official`).
@@ -135,8 +156,9 @@ def encode_parts(
     n_cue = sum(end > input_end for _, end in offsets[n_head:])
     head, kept, cue = ids[:n_head], ids[n_head : len(ids) - n_cue], ids[len(ids) - n_cue :]
 
-    first = [tokenizer.bos_token_id] if family == "llama" and bos == "auto" and _adds_bos(tokenizer) else []
-    last = [tokenizer.eos_token_id] if family == "t5" else []
+    frame = FRAMES[family]
+    first = [tokenizer.bos_token_id] if bos == "auto" and _adds_bos(tokenizer) else []
+    last = [tokenizer.eos_token_id] if frame.ends else []
     room = max_source_length - len(first) - len(last)
     if len(ids) > room and truncation == "official":
         head, kept, cue = head[:room], kept[: max(0, room - n_head)], cue[: max(0, room - n_head - len(kept))]
@@ -162,7 +184,7 @@ def encode_target(text: str, tokenizer: PreTrainedTokenizerBase, family: Family,
     As in the released code, a target that is too long keeps its EOS for T5 and loses it for Llama.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    room = max_target_length - 1 if family == "t5" else max_target_length
+    room = max_target_length - 1 if FRAMES[family].keeps_eos else max_target_length
     return [*ids[:room], tokenizer.eos_token_id][:max_target_length]
 
 

@@ -125,7 +125,7 @@ def _memory(trial: Trial, subject: Subject, peak: int, total: int) -> Finding:
     forecast = predict(trial, subject.sweep.run)
     said = f"{_gib(peak)} of {_gib(total)} of the GPU at most in this step"
     if forecast is None:
-        return ok("memory", f"{said}; the shapes are not known without the hub, so nothing was forecast")
+        return ok("memory", f"{said}; the shapes are not known without the hub or the model, so nothing was forecast")
     expected = f"up to {_gib(forecast.learning)} as forecast, {_gib(forecast.answering)} to answer"
     if peak > forecast.learning + RESERVE:
         advice = "the forecast is too low here: have `training.micro_batch_size` smaller than it says would do"

@@ -160,7 +160,7 @@ class Context:
                     b,
                     backbone.tokenizer,
                     backbone.tokenizer_digest,
-                    backbone.family,
+                    backbone.traits.protocol,
                     WHOLE_PROMPT if whole else b.max_source_length,
                     self.storage.folder / "tokens",
                     carve_validation=carve,

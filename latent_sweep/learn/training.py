@@ -22,7 +22,7 @@ from latent_sweep.adapters.bank import AdapterBank, side_by_side
 from latent_sweep.backbones.batches import Batch, collate, epoch_batches, forward, label_logits
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
-from latent_sweep.errors import NonFiniteLoss
+from latent_sweep.errors import ConfigError, NonFiniteLoss
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.optimizing import Optimizer, Trained, optimizer_of
@@ -154,6 +154,11 @@ def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None
         yield
         return
     model, trained = backbone.model, backbone.model.training
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"training.gradient_checkpointing: transformers' {type(model).__name__} cannot recompute its activations; "
+            "write false, and lower training.micro_batch_size where memory is short"
+        )
     model.train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.disable_input_require_grads()  # only the re-entrant mode needs that, and disabling would leave it there

@@ -87,7 +87,7 @@ def _lead(pack: Pack, members: Members, emit: Emit) -> None:
         say_started(run.files, run.trial, context)
     try:
         if any(len(run.files.rows) < len(pack.tasks) for run in runs):
-            reader = Reader(context.backbone.family, context.backbone.tokenizer.backend_tokenizer)
+            reader = Reader(context.backbone.traits.protocol, context.backbone.tokenizer.backend_tokenizer)
             check_pack(pack, reader, context.storage.folder)
         _learn_and_score(members, emit)
     except Exception as error:  # of all members, such as a backbone that cannot be loaded

@@ -60,7 +60,7 @@ class GpmSettings(Settings):
 
 def released_gpm(family: str) -> dict[str, Any]:
     """Return what the preset `official` fills in: it has the released code's slips, and on Llama its four stretches."""
-    return {"chunks": 1 if family == "t5" else 4, "mask_padding": False, "cross_attention_v": "decoder_state"}
+    return {"chunks": {"t5": 1, "llama": 4}[family], "mask_padding": False, "cross_attention_v": "decoder_state"}
 
 
 def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
@@ -116,11 +116,12 @@ class InputMemory:
         check_rows(task)
         self._gpm, self._design, self._context, self._task = gpm, design, context, task
         targets = context.backbone.targets
-        width = next(iter(targets.values())).in_features
+        widths = [target.in_features for target in targets.values()]
         try:
-            self._blocks = input_blocks(list(targets), width, gpm.chunks, gpm.cross_attention_v == "own_input")
+            self._blocks = input_blocks(list(targets), widths, gpm.chunks, gpm.cross_attention_v == "own_input")
         except ValueError as error:
-            raise ConfigError(f"method.gpm.chunks: {error}; give a divisor of {width}") from error
+            divided = " and ".join(map(str, sorted(set(widths))))
+            raise ConfigError(f"method.gpm.chunks: {error}; give a divisor of {divided}") from error
         self._memory = {block.name: columns(history, block.name, block.length) for block in self._blocks}
         self._columns = [M.shape[1] for M in self._memory.values()]
 

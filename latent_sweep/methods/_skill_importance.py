@@ -50,15 +50,23 @@ class SkillLearner(LoraLearner):
         outputs: m of every projection.
         settings: of the method.
         previous: the newest snapshot; None at the first task, which leaves its pair as it was learned.
+        inputs: of every projection; None where all are as wide as A.
     """
 
     settings: SkillSettings
 
     def __init__(
-        self, branch: Branch, outputs: Sequence[int], settings: SkillSettings, previous: Mapping[str, Tensor] | None
+        self,
+        branch: Branch,
+        outputs: Sequence[int],
+        settings: SkillSettings,
+        previous: Mapping[str, Tensor] | None,
+        inputs: Sequence[int] | None = None,
     ):
         super().__init__(branch, outputs, settings)
         self._previous = previous
+        widest = self.A.shape[-1]
+        self._wider = [widest / n for n in inputs or [widest] * len(self.A)]
         self._smoothed = {name: parameter.detach().new_zeros(parameter.shape) for name, parameter in self._weights()}
         self._spread = {name: average.clone() for name, average in self._smoothed.items()}
 
@@ -74,6 +82,10 @@ class SkillLearner(LoraLearner):
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
         """Scores of the units, (F, M, K), from those of A's (M, r, n) and B's (O, r) weights."""
         raise NotImplementedError
+
+    def wider(self, score_A: Tensor) -> Tensor:
+        """Return by how much A is wider than each projection, (M,): means over it have so many times too many zeros."""
+        return score_A.new_tensor(self._wider)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
         """Return the new values' weight in each unit, (F, M, K), from scores in [0, 1]; the old ones have the rest."""

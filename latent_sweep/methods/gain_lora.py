@@ -83,8 +83,8 @@ class GainLora(BranchMethod):
     @classmethod
     def defaults(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
         """Return the values that the preset says, as far as the variant reads them."""
-        released = settings.preset == "official" and family_of(backbone) == "llama"
-        design = {"design": "random_project" if released else "svd"}
+        released = {"t5": "svd", "llama": "random_project"}[family_of(backbone)]
+        design = {"design": released if settings.preset == "official" else "svd"}
         variant = design if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
         return {**super().defaults(settings, backbone, benchmark), **variant}
 

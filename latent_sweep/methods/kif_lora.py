@@ -55,7 +55,7 @@ class KifLora(LoraMethod):
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> KifLoraLearner:
         """Take the fused pair, to be trained further."""
         previous = history[-1] if history else None
-        return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous)
+        return KifLoraLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
 
 
 class KifLoraLearner(SkillLearner):
@@ -82,7 +82,7 @@ class KifLoraLearner(SkillLearner):
 
     def unit_scores(self, score_A: Tensor, score_B: Tensor) -> Tensor:
         """Average the outer product of a slice's scores, that is: multiply their means."""
-        return (score_A.mean(2) * per_projection(score_B, self.outputs)).unsqueeze(0)
+        return (score_A.mean(2) * self.wider(score_A).unsqueeze(1) * per_projection(score_B, self.outputs)).unsqueeze(0)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
         """Return the softmax over past and present of score / tau."""

@@ -166,7 +166,7 @@ def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: 
 
     A description, the task's name and every label have a vector each, the mean embedding of their tokens. The others
     are embeddings of tokens drawn, with replacement, among the most frequent of the task's rows (of a corpus, in the
-    released code).
+    released code). All are as the model reads them: of Gemma-3, whose embedding scales them, scaled.
     """
     import torch
 
@@ -176,7 +176,8 @@ def first_prompt(task: TaskData, format: RowFormat, backbone: Backbone, length: 
     frequent = [[token] for token, _ in counts.most_common(FREQUENT)]
     drawn = torch.randint(len(frequent), (length - len(said),), generator=task.generator("start")).tolist()
     table = backbone.embedding_table
-    return torch.stack([table[ids].float().mean(0) for ids in [*said, *(frequent[i] for i in drawn)]])
+    scale = backbone.embedding_scale
+    return torch.stack([scale * table[ids].float().mean(0) for ids in [*said, *(frequent[i] for i in drawn)]])
 
 
 class Lfpt5Learner(Learner):

@@ -44,8 +44,7 @@ def o_lora_scripts(family: str, benchmark: str) -> Scripts:
 
     Departures: MNLI's second epoch, and on Llama the first task's learning rate of 1e-3, cannot be said per task here.
     """
-    rate = 1e-3 if family == "t5" else 1e-4
-    training = {"learning_rate": rate, "batch_size": 64, "epochs": 1}
+    training = {"learning_rate": {"t5": 1e-3, "llama": 1e-4}[family], "batch_size": 64, "epochs": 1}
     return Scripts({"rank": 8, "alpha": 32.0, "dropout": 0.1}, training)
 
 
@@ -54,10 +53,11 @@ def gain_lora_scripts(family: str, benchmark: str) -> Scripts:
 
     Departure: they keep the best checkpoint on the dev split, which is their test split; here `training.select` says.
     """
-    long, t5 = benchmark == "long_sequence", family == "t5"
-    epochs = (10 if long else 100) if t5 else (20 if long else 50)
-    training = {"learning_rate": 3e-4 if t5 else 5e-5, "batch_size": 32, "epochs": epochs}
-    method = {"rank": 8 if long and t5 else 4, "alpha": 32.0, "dropout": 0.0, "old_branch_grad": "detach"}
+    long = benchmark == "long_sequence"
+    # learning rate; epochs and rank, on Long Sequence and elsewhere
+    rate, epochs, rank = {"t5": (3e-4, (10, 100), (8, 4)), "llama": (5e-5, (20, 50), (4, 4))}[family]
+    training = {"learning_rate": rate, "batch_size": 32, "epochs": epochs[not long]}
+    method = {"rank": rank[not long], "alpha": 32.0, "dropout": 0.0, "old_branch_grad": "detach"}
     return Scripts(method, training)
 
 
@@ -150,6 +150,13 @@ class LoraMethod(Method):
         from latent_sweep.adapters.lora import outputs_of
 
         return outputs_of(self.context.backbone.targets)
+
+    @property
+    def inputs(self) -> list[int]:
+        """Return the number of inputs of every adapted projection."""
+        from latent_sweep.adapters.lora import inputs_of
+
+        return inputs_of(self.context.backbone.targets)
 
     def fresh(self, task: TaskData) -> Branch:
         """Make a new pair: A drawn, B = 0."""

@@ -64,7 +64,7 @@ class OLora(BranchMethod):
     def official(cls, family: str, benchmark: str) -> Scripts:
         """Return the released schedules for T5 on Long Sequence; other scripts take the defaults."""
         scripts = o_lora_scripts(family, benchmark)
-        scheduled = family == "t5" and benchmark == "long_sequence"
+        scheduled = (family, benchmark) == ("t5", "long_sequence")
         schedules = {"lambda_1": LONG_LAMBDA_1, "lambda_2": LONG_LAMBDA_2} if scheduled else {}
         return Scripts({**scripts.method, **schedules}, scripts.training)
 

@@ -46,10 +46,10 @@ class Tasl(LoraMethod):
     @classmethod
     def official(cls, family: str, benchmark: str) -> Scripts:
         """Return the values of the released scripts, the same for every benchmark."""
-        training = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
+        training: dict[str, Any] = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
-        own = {"batch_size": 8, "weight_decay": 0.01} if family == "t5" else {"batch_size": 128}
-        return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own)
+        own: dict[str, dict[str, Any]] = {"t5": {"batch_size": 8, "weight_decay": 0.01}, "llama": {"batch_size": 128}}
+        return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own[family])
 
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out the settings of the consolidation at the first task, which has nothing to consolidate."""
@@ -59,7 +59,7 @@ class Tasl(LoraMethod):
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> TaslLearner:
         """Take the consolidated pair, to be trained further."""
         previous = history[-1] if history else None
-        return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous)
+        return TaslLearner(self.carried(task, history), self.outputs, self.settings, previous, self.inputs)
 
 
 class TaslLearner(SkillLearner):
@@ -76,7 +76,8 @@ class TaslLearner(SkillLearner):
         """Average over the weights of each matrix."""
         import torch
 
-        return torch.stack([score_A.mean((1, 2)), per_projection(score_B, self.outputs).mean(1)]).unsqueeze(-1)
+        of_A, of_B = score_A.mean((1, 2)) * self.wider(score_A), per_projection(score_B, self.outputs).mean(1)
+        return torch.stack([of_A, of_B]).unsqueeze(-1)
 
     def shares(self, before: Tensor, now: Tensor) -> Tensor:
         """Return `both_share` where important to both; to the past alone: 0; to this task alone: 1; to neither: 1/2."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from latent_sweep.backbones.known import BackboneSettings, describe, target_shapes
+from latent_sweep.backbones.known import BackboneSettings, describe
 from latent_sweep.methods import method_class
 from latent_sweep.results.routing import backbone_digests
 from latent_sweep.results.shown import MOST_SHOWN, UNREADABLE, ShownTrial, finished_trials, first_of_each
@@ -236,10 +236,11 @@ def _of_latent(sweep: SweepFolder, trial: ShownTrial, R: Array, lineage: str) ->
 
     groups = trial.settings()
     settings: Any = method_class(groups["method"]["name"]).settings_class.model_validate(groups["method"])
-    known = describe(BackboneSettings.model_validate(groups["backbone"]))
+    backbone = BackboneSettings.model_validate(groups["backbone"])
+    known = describe(backbone)
     if known is None:
         return "the shapes of its backbone are not known on this machine"
-    names = list(target_shapes(known.family, known.config))
+    names = list(known.adapted(backbone))
     digest, folder = backbone_digests(sweep, lineage)["weights"], sweep.storage.folder / "factors"
     found = stored_singular_values(names, digest, R.shape[-1], folder, settings.svd)
     if found is None:

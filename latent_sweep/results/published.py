@@ -33,7 +33,8 @@ def find_published(settings: Mapping[str, Any], n_tasks: int) -> Published | Non
         n_tasks: how many tasks its stream has.
     """
     order = str(settings.get("benchmark.order"))
-    for row in content()["rows"] if n_tasks == TASKS else ():
+    as_published = n_tasks == TASKS and settings.get("backbone.targets") is None
+    for row in content()["rows"] if as_published else ():
         named = (row["method"], row["backbone"]) == (settings.get("method.name"), settings.get("backbone.name"))
         numbers = {str(number): found for number, found in row["orders"].items()}.get(order)
         wanted = row.get("settings", content()["settings"])

@@ -14,10 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from latent_sweep.backbones.known import BackboneSettings, Family, family_of
+from latent_sweep.backbones.families import Protocol
+from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, row_count
-from latent_sweep.benchmarks.prompts import LOST, PromptParts, definitions, encode_parts, split_prompts
+from latent_sweep.benchmarks.prompts import FRAMES, LOST, PromptParts, definitions, encode_parts, split_prompts
 from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
@@ -193,7 +194,7 @@ def _check_validation(trial: Trial, found: Findings) -> bool:
 class Reader:
     """The reading of texts by a backbone's tokenizer; without one, what can be said all the same."""
 
-    family: Family
+    family: Protocol
     tokenizer: Any
     """Of the package tokenizers, or None. What `encode_parts` asks of transformers' own it is asked for below."""
 
@@ -232,7 +233,7 @@ class Reader:
         if self.tokenizer is not None:
             ids = self(text, add_special_tokens=False)["input_ids"]
             return str(self.tokenizer.decode(ids, skip_special_tokens=True)).lstrip()
-        return " ".join(text.split()) if self.family == "t5" else text.lstrip()
+        return " ".join(text.split()) if FRAMES[self.family].one_space else text.lstrip()
 
     def is_cut(self, text: str, stop: Sequence[str]) -> bool:
         """Whether generation would end before an answer that repeats `text` does, so that its score suffers."""
@@ -403,7 +404,7 @@ def _check_targets(case: Case, found: Findings) -> None:
             _tell(case.name, case, split, problem, spoiled, _stop_advice(case), "stopped_targets", found)
         if case.reader.tokenizer is not None:
             # as `encode_target` cuts what is learned; an answer may have as many tokens as the limit says
-            room = limit - 1 if split == "train" and case.reader.family == "t5" else limit
+            room = limit - 1 if split == "train" and FRAMES[case.reader.family].keeps_eos else limit
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
             advice = "raise it, or shorten them"
@@ -550,7 +551,7 @@ def _check_prompts(case: Case, found: Findings) -> None:
 def _room(case: Case) -> int:
     """Return the number of tokens that a prompt's text may have."""
     b, reader = case.settings, case.reader
-    special = reader.family == "t5" or (b.bos == "auto" and reader.bos_token_id is not None)
+    special = FRAMES[reader.family].ends + (b.bos == "auto" and reader.bos_token_id is not None)
     return b.max_source_length - special
 
 

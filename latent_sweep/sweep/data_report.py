@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
-from latent_sweep.benchmarks.prompts import LOST, split_prompts
+from latent_sweep.benchmarks.prompts import FRAMES, LOST, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, load_benchmark
 from latent_sweep.errors import DataError
 from latent_sweep.metrics import normalise_answer, number_match
@@ -254,11 +254,12 @@ def _lengths(case: Case, split: Split) -> _Lengths:
     rows, reader, settings = case.rows[split], case.reader, case.settings
     parts = split_prompts(case.spec, case.task, split, settings, (row.input for row in rows))
     texts = ["".join(part) for part in parts]
-    around = reader.family == "t5" or reader.bos_token_id is not None
+    frame = FRAMES[reader.family]
+    around = frame.ends + (settings.bos == "auto" and reader.bos_token_id is not None)
     prompts = [len(found.ids) + around for found in reader.tokenizer.encode_batch(texts, add_special_tokens=False)]
     answers = [case.answers(row, split)[0] for row in rows]
     targets = [found.ids for found in reader.tokenizer.encode_batch(answers, add_special_tokens=False)]
-    room = settings.max_target_length - (split == "train" and reader.family == "t5")  # which learns its end, too
+    room = settings.max_target_length - (split == "train" and frame.keeps_eos)  # which learns its end, too
     unknown = reader.tokenizer.token_to_id("<unk>")
     return _Lengths(
         prompts=prompts,

@@ -17,17 +17,19 @@ the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n
 Kept of a Llama block, in bytes per token: 4 (h + 1) for each of two norms, b (2 a + 2 k) for queries and output of the
 attention and its k wide keys and values, 4 H for its normaliser, 3 b f in the MLP. A frozen projection keeps nothing;
 an adapter keeps b r per projection, LoRA its input, b h, too. A T5 block differs in its norms, (4 + b) h in bfloat16,
-its MLP, b f, and in its decoder, where every block keeps keys and values of all prompt tokens; all blocks share a mask,
-b B H S^2 with the position bias in it. LoRA keeps b P besides, its matrices in bfloat16; latent adapters b r o for each
-projection, the product of its left factor and R, and in bfloat16 the left factors in float32. T5's own dropout keeps
-noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each a byte on a GPU and b on a CPU, where attention
-with dropout is not fused and keeps 8 B H S^2. On a CPU attention is learned in float32: 4 stands for b in what it
-keeps. The backward pass of an MLP adds as many numbers as it keeps (T5: twice as many). With gradient checkpointing
-only each block's input is kept, b h, and one block at a time has all of the above.
+its MLP, b f, or 6 b f where a GELU gates it, and in its decoder, where every block keeps keys and values of all prompt
+tokens; all blocks share a mask, b B H S^2 with the position bias in it, or have one each. LoRA keeps b P besides, its
+matrices in bfloat16; latent adapters b r o for each projection, the product of its left factor and R, and in bfloat16
+the left factors in float32. T5's own dropout keeps noise: 2 h in an encoder's block and 3 h in a decoder's, and f, each
+a byte on a GPU and b on a CPU, where attention with dropout is not fused and keeps 8 B H S^2. On a CPU attention is
+learned in float32: 4 stands for b in what it keeps. The backward pass of an MLP adds as many numbers as it keeps (T5:
+twice as many). With gradient checkpointing only each block's input is kept, b h, and one block at a time has all of the
+above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
 Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
-(EWC's Fisher pass, a gate, the SVD, loading); LwF's teacher; and biases, which no named backbone has.
+(EWC's Fisher pass, a gate, the SVD, loading); and LwF's teacher. Blocks of other families differ in their norms alone,
+each of which keeps 4 (k + 1) for the k numbers that it reads; of a family that no table describes nothing is predicted.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, Family, describe, target_shapes
+from latent_sweep.adapters.inputs import input_of
+from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
+from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
 from latent_sweep.methods.capabilities import prompt_read, tasks_learned
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Pack, Trial
@@ -148,7 +151,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     Where checkpointing is `auto`, learning without it is predicted.
 
     Returns:
-        None where only the hub knows the backbone's shapes.
+        None where only the hub knows the backbone's shapes, or no table says what its blocks are made of.
     """
     s, method = trial.settings, trial.method()
     shape = shape_of(s.backbone)
@@ -219,86 +222,75 @@ class Shape:
 
     family: Family
     bytes: int
-    vocabulary: int
-    width: int
-    blocks: int
-    """Of Llama, or of T5's encoder."""
-    decoder_blocks: int
-    """Of T5."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    gated: bool
-    """Whether the MLP multiplies two projections."""
-    tied: bool
-    """Whether the language-model head is the input embedding table."""
-    buckets: int
-    """Of T5's relative positions."""
+    sizes: Sizes
+    parameters: Mapping[int, int]
+    """How many weight tensors there are of each size, in numbers."""
     targets: Mapping[str, tuple[int, int]]
     """Adapted projections, (out, in)."""
 
     @property
-    def attention(self) -> int:
-        """Return the width of all heads together."""
-        return self.heads * self.head_dim
+    def vocabulary(self) -> int:
+        """Return the number of tokens."""
+        return self.sizes["vocabulary"]
 
     @property
-    def parameters(self) -> dict[int, int]:
-        """Count the weight tensors of each size, in numbers."""
-        h, a, k, f = self.width, self.attention, self.kv_heads * self.head_dim, self.inner
-        table, mlp, blocks = self.vocabulary * h, 3 if self.gated else 2, self.blocks + self.decoder_blocks
-        found = [(table, 1 if self.tied else 2), (h * f, mlp * blocks)]
-        if self.family == "llama":
-            found += [(h * a, 2 * blocks), (h * k, 2 * blocks), (h, 2 * blocks + 1)]
-        else:
-            found += [(h * a, 4 * blocks + 4 * self.decoder_blocks), (self.buckets * self.heads, 2)]
-            found += [(h, 2 * self.blocks + 3 * self.decoder_blocks + 2)]
-        sizes: dict[int, int] = {}
-        for size, count in found:
-            sizes[size] = sizes.get(size, 0) + count
-        return sizes
+    def width(self) -> int:
+        """Return the width of what blocks hand on."""
+        return self.sizes["width"]
+
+    @property
+    def heads(self) -> int:
+        """Return the number of queries' heads."""
+        return self.sizes["heads"]
+
+    @property
+    def attention(self) -> int:
+        """Return the width of all heads together."""
+        return self.sizes["queries"]
+
+    @property
+    def keys(self) -> int:
+        """Return the width of all keys together."""
+        return self.sizes["keys"]
+
+    @property
+    def inner(self) -> int:
+        """Return the inner width of the MLP."""
+        return self.sizes["inner"]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections."""
+        return self.sizes.gated
 
     @property
     def parameter_count(self) -> int:
         """Count the numbers in all weights."""
         return sum(size * count for size, count in self.parameters.items())
 
+    @property
+    def inputs(self) -> Mapping[str, int]:
+        """Return the widths of the inputs that adapted projections read: a block's query and value read one."""
+        return {input_of(name): n for name, (_, n) in self.targets.items()}
+
+    @property
+    def attentions(self) -> int:
+        """Count the attentions of all blocks: a decoder's block behind an encoder has two."""
+        return self.sizes["blocks"] + 2 * self.sizes["decoder_blocks"]
+
 
 def shape_of(settings: BackboneSettings) -> Shape | None:
-    """The sizes of a backbone; None where only the hub knows them."""
+    """The sizes of a backbone; None where only the hub knows them, or no table says what its blocks are made of."""
     known = describe(settings)
-    if known is None:
+    if known is None or not known.traits.stacks:
         return None
-    c: Mapping[str, Any] = known.config
-    number = {"bfloat16": 2, "float32": 4}[settings.dtype]
-    tied = c.get("tie_word_embeddings", known.family == "t5" or settings.name == EMBEDDED)
-    common = dict(family=known.family, bytes=number, vocabulary=c["vocab_size"], tied=tied)
-    common["targets"] = target_shapes(known.family, c)
-    if known.family == "t5":
-        return Shape(
-            **common,
-            width=c["d_model"],
-            blocks=c["num_layers"],
-            decoder_blocks=c.get("num_decoder_layers") or c["num_layers"],
-            heads=c["num_heads"],
-            kv_heads=c["num_heads"],
-            head_dim=c["d_kv"],
-            inner=c["d_ff"],
-            gated=c.get("feed_forward_proj", "relu").startswith("gated"),
-            buckets=c.get("relative_attention_num_buckets", 32),
-        )
+    family, found = known.traits, sizes(known.traits, known.config)
     return Shape(
-        **common,
-        width=c["hidden_size"],
-        blocks=c["num_hidden_layers"],
-        decoder_blocks=0,
-        heads=c["num_attention_heads"],
-        kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
-        head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-        inner=c["intermediate_size"],
-        gated=True,
-        buckets=0,
+        family=family,
+        bytes={"bfloat16": 2, "float32": 4}[settings.dtype],
+        sizes=found,
+        parameters=tensor_sizes(family, known.config, found.tied or settings.name == EMBEDDED),
+        targets=known.adapted(settings),
     )
 
 
@@ -359,8 +351,10 @@ class _Adapters:
 
     latent: bool
     input: int
-    """Of an attention's input, per token."""
+    """Of an attention's input, per token, and of other inputs beside it."""
     inner: int
+    """Of the products inside the adapters beside one attention, its own among them, per token."""
+    one: int
     """Of the product inside one adapter, per token."""
     products: int
     """Of what the matrices are made into, whatever the batch."""
@@ -370,7 +364,7 @@ def _adapters(trial: Trial, shape: Shape, trained: int, members: int) -> _Adapte
     method, b = trial.method(), shape.bytes
     latent = method.factored
     if not trained or not method.rank():  # nothing to learn, or a soft prompt
-        return _Adapters(latent, 0, 0, 0)
+        return _Adapters(latent, 0, 0, 0, 0)
     read = 0 if latent else b
     if not method.packable:  # dropout: each of the two projections has an input of its own, and a mask
         read = 2 * (read + 1)
@@ -379,7 +373,9 @@ def _adapters(trial: Trial, shape: Shape, trained: int, members: int) -> _Adapte
         products = members * (b + (4 if b < 4 else 0)) * out
     else:
         products = b * trained if b < 4 else 0
-    return _Adapters(latent, read * shape.width, b * method.rank(), products)
+    one, inputs = b * method.rank(), sum(shape.inputs.values())
+    inner = _share(one * len(shape.targets), shape.attentions)
+    return _Adapters(latent, _share(read * inputs, shape.attentions), inner, one, products)
 
 
 @dataclass(frozen=True)
@@ -402,7 +398,7 @@ class _Stack:
 def _stack(shape: Shape, blocks: int, tokens: int, per_token: int, besides: int = 0, shared: int = 0) -> _Stack:
     """Make a stack that keeps so many bytes per token, the MLP left out, others for the whole batch, and a mask."""
     b, h, f = shape.bytes, shape.width, shape.inner
-    mlp = b * f * (3 if shape.gated else 1)
+    mlp = b * f * shape.sizes.kept
     in_mlp = b * f * (3 if shape.gated else 2)
     in_norm = 4 * 4 * h - mlp  # of float32, when what the MLP kept is gone
     return _Stack(
@@ -425,27 +421,32 @@ def _stacks(
         on_cpu: where attention is computed in float32, and with dropout keeps its probabilities.
     """
     b, a, norm = shape.bytes, shape.attention, _norm(shape)
-    keys, of_attention = shape.kv_heads * shape.head_dim, 4 if on_cpu else b
-    attention = of_attention * (2 * a + 2 * keys) + 4 * shape.heads + adapters.input + 2 * adapters.inner
-    if shape.family == "llama":
-        return [_stack(shape, shape.blocks, rows * (prompt + target), 2 * norm + attention)]
+    keys, of_attention = shape.keys, 4 if on_cpu else b
+    attention = of_attention * (2 * a + 2 * keys) + 4 * shape.heads + adapters.input + adapters.inner
+    if not shape.family.encoder_decoder:
+        (stack,) = shape.family.stacks
+        return [_stack(shape, shape.sizes["blocks"], rows * (prompt + target), _norms(shape, stack) + attention)]
     read, written, heads = rows * prompt, rows * target, of_attention * rows * shape.heads
     mask_of_encoder, mask_across = heads * prompt**2, heads * prompt * target
-    across = read * (2 * of_attention * a + adapters.inner)
+    across = read * (2 * of_attention * a + adapters.one)
     of_block, drawn = noise * shape.inner, 2 * 4 * rows * shape.heads if noise and on_cpu else 0
     across += drawn * target * (prompt + target)
+    of_encoder = drawn * prompt**2
+    if not shape.family.shared_bias:  # every block has a mask of its own, and keeps it
+        of_encoder, across = of_encoder + mask_of_encoder, across + mask_across + heads * target**2
+        mask_of_encoder = mask_across = 0
     return [
         _stack(
             shape,
-            shape.blocks,
+            shape.sizes["blocks"],
             read,
             2 * norm + attention + 2 * noise * shape.width + of_block,
-            drawn * prompt**2,
+            of_encoder,
             mask_of_encoder,
         ),
         _stack(
             shape,
-            shape.decoder_blocks,
+            shape.sizes["decoder_blocks"],
             written,
             3 * norm + 2 * attention + 3 * noise * shape.width + of_block,
             across,
@@ -456,8 +457,18 @@ def _stacks(
 
 def _norm(shape: Shape) -> int:
     """Return bytes per token: the float32 input and its inverse root; T5 keeps the input in its own type as well."""
-    also = shape.bytes if shape.family == "t5" and shape.bytes < 4 else 0
+    also = shape.bytes if shape.family.keeps_input and shape.bytes < 4 else 0
     return (4 + also) * shape.width + 4
+
+
+def _norms(shape: Shape, stack: Stack) -> int:
+    """Return bytes per token of all norms of a causal model's block; those of each head have an inverse root each."""
+    heads = {"query_heads": ("queries", "heads"), "key_heads": ("keys", "kv_heads")}
+    found = 0
+    for norm in stack.norms:
+        wide, roots = heads.get(norm, (norm, ""))
+        found += 4 * shape.sizes[wide] + 4 * (shape.sizes[roots] if roots else 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -517,12 +528,13 @@ def _second_moments(trial: Trial, shape: Shape) -> int:
     if gpm is None:
         return 0
     prompt, target = _longest(trial)
-    tokens = gpm.batch_size * (prompt + target if shape.family == "llama" else prompt)
-    width = shape.width // gpm.chunks
-    of_encoder = shape.family == "t5" and gpm.cross_attention_v == "own_input"  # which the values of all blocks read
-    count = gpm.chunks * (len(shape.targets) // 2 + of_encoder)  # query and value read one input
+    tokens = gpm.batch_size * (prompt if shape.family.encoder_decoder else prompt + target)
+    widths = [n // gpm.chunks for n in shape.inputs.values()]
+    if shape.family.encoder_decoder and gpm.cross_attention_v == "own_input":
+        widths.append(shape.width // gpm.chunks)  # the encoder's output, which the values of all blocks read
+    width, moments = max(widths), 8 * gpm.chunks * sum(width**2 for width in widths)
     reading = tokens * (2 * 8 * width + shape.bytes * (2 * shape.attention + 2 * shape.width))
-    return 8 * count * width**2 + max(reading, 8 * 8 * width**2)
+    return moments + max(reading, 8 * 8 * width**2)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -542,18 +554,20 @@ def _answer(trial: Trial, shape: Shape) -> _Answer:
     b, a, h, tokens = shape.bytes, shape.attention, shape.width, rows * prompt
     in_mlp = tokens * b * ((3 if shape.gated else 2) * shape.inner + 4 * h)
     later = target - 1  # nothing reads the last token
-    if shape.family == "llama":
-        of_token = 2 * b * shape.kv_heads * shape.head_dim * rows  # keys and values of one block
+    if not shape.family.encoder_decoder:
+        of_token = 2 * b * shape.keys * rows  # keys and values of one block
         in_attention, mask = tokens * b * (8 * a + 3 * h), b * rows * prompt**2
         at_first = prompt + min(later, GENERATION_ROOM)
         moments = [
-            _Answer(shape.blocks * of_token * at_first, max(in_mlp, in_attention) + mask),
-            _Answer(shape.blocks * of_token * (prompt + later), of_token * (prompt + later)),  # one block's are copied
+            _Answer(shape.sizes["blocks"] * of_token * at_first, max(in_mlp, in_attention) + mask),
+            _Answer(
+                shape.sizes["blocks"] * of_token * (prompt + later), of_token * (prompt + later)
+            ),  # one block's are copied
         ]
     else:
         of_token = 2 * b * a * rows
         in_attention = tokens * b * (3 * a + 3 * h) + 2 * b * rows * shape.heads * prompt**2
-        cache = shape.decoder_blocks * of_token * (prompt + target)
+        cache = shape.sizes["decoder_blocks"] * of_token * (prompt + target)
         moments = [
             _Answer(0, max(in_mlp, in_attention) + b * shape.heads * prompt**2),
             _Answer(

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from latent_sweep.backbones.identity import backbone_identity, pinned
-from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, target_shapes
+from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count, source_digest
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
@@ -299,19 +299,24 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
             can, for `latent_sweep.learn.packing` to split. Trainings that no forward pass can hold together (another
             method, backbone or task sequence, or dropout) never share a pack.
     """
-    ranks: dict[str, int] = {}
+    ranks: dict[Any, int] = {}
     for trial in trials:
-        name = trial.settings.backbone.name
-        ranks[name] = max(ranks.get(name, 0), trial.method().rank())
+        adapted = _adapted(trial)
+        ranks[adapted] = max(ranks.get(adapted, 0), trial.method().rank())
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.training_id, []).append(trial)
-    members = [Member(tuple(group), ranks[group[0].settings.backbone.name]) for group in groups.values()]
+    members = [Member(tuple(group), ranks[_adapted(group[0])]) for group in groups.values()]
     alike: dict[str, list[Member]] = {}
     for member in members:
         alike.setdefault(_pack_key(member, together), []).append(member)
     size = together if isinstance(together, int) else max(1, len(members))
     return [Pack(tuple(group[i : i + size])) for group in alike.values() for i in range(0, len(group), size)]
+
+
+def _adapted(trial: Trial) -> tuple[str, Any]:
+    """Return a key that is equal for trials that adapt the same projections of one backbone."""
+    return trial.settings.backbone.name, trial.settings.backbone.targets
 
 
 def _pack_key(member: Member, together: int | Sequence[str]) -> str:
@@ -346,7 +351,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
     return TrialSettings(
         method=method,
         router=filled(written.router, RouterSettings, {"mode": kind.mixings[0]}),
-        backbone=pinned(written.backbone),
+        backbone=pinned(in_one_spelling(written.backbone)),
         benchmark=filled(located, BenchmarkSettings, lengths),
         training=filled(written.training, TrainingSettings, own, PROTOCOL[family]),
         evaluation=written.evaluation,
@@ -468,14 +473,14 @@ def trial_faults(trial: Trial) -> list[str]:
         near = difflib.get_close_matches(s.backbone.name, KNOWN, n=1, cutoff=0.8)
         faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
     if known is not None:
-        shapes = target_shapes(known.family, known.config)
+        shapes = known.adapted(s.backbone)
         name, shape = min(shapes.items(), key=lambda item: min(item[1]))
         if trial.method().rank() > min(shape):
             faults.append(
                 f"method.rank: found {trial.method().rank()}; {s.backbone.name}'s {name} is {shape[0]} x {shape[1]}, "
                 f"so at most {min(shape)} is possible"
             )
-        if s.training.backbone_dropout and known.family != "t5":
+        if s.training.backbone_dropout and not known.traits.dropout:
             faults.append(
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
                 "dropout of its own; leave it out"

@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import load, load_file
 
 from latent_sweep.adapters.bank import AdapterBank
-from latent_sweep.backbones.known import KNOWN, BackboneSettings, target_shapes
+from latent_sweep.backbones.families import fused_projection, sizes
+from latent_sweep.backbones.known import KNOWN, BackboneSettings
 from latent_sweep.backbones.loading import Backbone, load_backbone
+from latent_sweep.backbones.outlines import outline
 from latent_sweep.learn import stage
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.events import StageDone, Step
@@ -155,7 +157,8 @@ class MethodConformance:
     @classmethod
     def stages(cls, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
         """Learns single stages."""
-        backbone = load_backbone(BackboneSettings(name=family, dtype="float32", device="cpu"))
+        settings = BackboneSettings.model_validate({**cls.backbone(family), "device": "cpu"})
+        backbone = load_backbone(settings)
         bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
         yield Stages(backbone, bank, tmp_path_factory.mktemp("stages"))
         bank.remove()
@@ -165,12 +168,19 @@ class MethodConformance:
         """A sweep file's content: three tasks of eight rows, two epochs of two steps each."""
         trial = {
             "method": cls.group(),
-            "backbone": {"name": family, "dtype": "float32"},
+            "backbone": cls.backbone(family),
             "benchmark": {"name": "builtin", "tasks": list(TASKS), "train_per_task": 8, "test_per_task": 3},
             "training": {"learning_rate": 0.05, "epochs": 2, "batch_size": 4, "checkpoint_every": 2},
             "router": {"components": 2},
         }
         return {"name": "tiny", "trial": trial, "run": {"tracking": {"uri": "none"}}}
+
+    @classmethod
+    def backbone(cls, family: str) -> dict[str, Any]:
+        """The `backbone:` group of `content`; of a family without query and value of their own, what it adapts."""
+        known = KNOWN[family]
+        fused = fused_projection(known.traits, outline(known.family, known.config).linears)
+        return {"name": family, "dtype": "float32", **({"targets": [fused]} if fused else {})}
 
     @classmethod
     def gently(cls, family: str) -> dict[str, Any]:
@@ -254,7 +264,7 @@ class MethodConformance:
     def test_the_backbone_stays_bit_for_bit(self, finished: Finished, family: str) -> None:
         """The very backbone that was trained on and answered with, against one that was only loaded."""
         (backbone,) = finished.backbones
-        fresh = load_backbone(BackboneSettings(name=family, dtype="float32")).model.state_dict()
+        fresh = load_backbone(BackboneSettings.model_validate(self.backbone(family))).model.state_dict()
         after = backbone.model.state_dict()
         assert after.keys() == fresh.keys()
         assert all(after[name].equal(weight) for name, weight in fresh.items())
@@ -317,9 +327,9 @@ class MethodConformance:
         learns = bool(self.learned_positions(family))
         with pytest.raises(Cut) if learns else contextlib.nullcontext():
             runs.run(runs.packs_of(self.content(family)))
-        config = KNOWN[family].config
-        width = config.get("hidden_size") or config["d_model"]
-        shapes = target_shapes(KNOWN[family].family, config)
+        known = KNOWN[family]
+        width = sizes(known.traits, known.config)["width"]
+        shapes = known.adapted(BackboneSettings.model_validate(self.backbone(family)))
         assert counts == ([self.planned(family).parameter_count(shapes, width)] if learns else [])
 
     def test_two_seeds_side_by_side_end_as_each_alone(

@@ -60,9 +60,42 @@ def test_a_branch_starts_as_a_linear_layer_does_and_changes_nothing(backbone):
     assert float(A.norm(dim=-1).mean()) == pytest.approx(3**-0.5, rel=0.05), "the expected norm of a row"
 
 
-def test_projections_of_different_inputs_are_refused():
-    with pytest.raises(ValueError, match=r"one input width; found \[4, 5\]"):
-        outputs_of({"q": nn.Linear(4, 2), "v": nn.Linear(5, 2)})
+@pytest.mark.parametrize("kind", ["one", "row by row", "folded", "members"])
+def test_projections_of_different_inputs_read_their_own_part_of_A(kind):
+    """The rest of A is zero, gets no gradient, and plays no part: as peft's pair for each projection alone."""
+    torch.manual_seed(0)
+    layers = {"q": nn.Linear(4, 2), "o": nn.Linear(7, 5), "v": nn.Linear(4, 3)}
+    outputs = outputs_of(layers)
+    A, _ = new_branch(layers, 3, torch.Generator().manual_seed(0))
+    assert not A[0, :, 4:].any() and not A[2, :, 4:].any() and A[1, :, 4:].all()
+    assert float(A[0].abs().max()) <= 4**-0.5 and float(A[1].abs().max()) <= 7**-0.5
+    A, B = A.requires_grad_(True), torch.randn(sum(outputs), 3, requires_grad=True)
+    deltas = {
+        "one": lambda: LoraDeltas(A, B, outputs, 1.5),
+        "row by row": lambda: LoraDeltas(A, 1.5 * B, outputs, 1.0, w=torch.ones(2, 3)),
+        "folded": lambda: [DenseDelta(1.5 * b @ a) for a, b in zip(A, B.split(outputs), strict=True)],
+        "members": lambda: LoraDeltas.beside([LoraDeltas(A, B, outputs, 1.5)] * 2, [1, 1]),
+    }[kind]()
+    inputs = {name: torch.randn(2, 6, layer.in_features) for name, layer in layers.items()}
+    bank = AdapterBank(layers)
+    with bank.active(Adaptation(deltas)):
+        found = [layer(inputs[name]) for name, layer in layers.items()]
+    of_A, of_B = torch.autograd.grad(sum(y.square().sum() for y in found), [A, B])
+    bank.remove()
+    own_A = [
+        a.detach()[:, : layer.in_features].requires_grad_(True) for a, layer in zip(A, layers.values(), strict=True)
+    ]
+    own_B = [b.detach().requires_grad_(True) for b in B.split(outputs)]
+    expected = [
+        layer(inputs[name]) + 1.5 * inputs[name] @ a.T @ b.T
+        for (name, layer), a, b in zip(layers.items(), own_A, own_B, strict=True)
+    ]
+    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(sum(y.square().sum() for y in expected), [*own_A, *own_B])
+    for wide, own in zip(of_A, gradients[:3], strict=True):
+        torch.testing.assert_close(wide[:, : own.shape[1]], own, rtol=1e-4, atol=1e-4)
+        assert not wide[:, own.shape[1] :].any()
+    torch.testing.assert_close(of_B, torch.cat(gradients[3:]), rtol=1e-4, atol=1e-4)
 
 
 def test_the_bank_answers_like_the_changed_weights():

@@ -1,14 +1,51 @@
 """Every method through the suite that methods from outside run on themselves; one class of tests for each of them."""
 
+import pytest
 from helpers.methods import OPTIONS
 
+from latent_sweep.backbones.known import KNOWN
 from latent_sweep.methods import METHODS
-from latent_sweep.testing import MethodConformance
+from latent_sweep.testing import FAMILIES, MethodConformance
+
+OTHERS = [name for name in KNOWN if name.startswith("tiny-") and name not in FAMILIES]
+"""Families with which the suite runs among the slow tests."""
+
+
+class _OnEveryFamily(MethodConformance):
+    __test__ = False
+
+    @pytest.fixture(scope="class", params=[*FAMILIES, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
+    @classmethod
+    def family(cls, request):
+        return request.param
+
 
 for _method in METHODS:
     _name = f"Test_{_method}"
-    globals()[_name] = type(_name, (MethodConformance,), {"method": _method, "settings": OPTIONS.get(_method, {})})
+    _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "__test__": True}
+    globals()[_name] = type(_name, (_OnEveryFamily,), _content)
+
+
+class _AllLinear(MethodConformance):
+    """Of projections with different numbers of inputs."""
+
+    __test__ = False
+
+    @pytest.fixture(scope="class", params=[pytest.param("tiny-qwen3", marks=pytest.mark.slow)])
+    @classmethod
+    def family(cls, request):
+        return request.param
+
+    @classmethod
+    def backbone(cls, family):
+        return {**super().backbone(family), "targets": "all-linear"}
+
+
+for _method in METHODS:
+    _name = f"Test_{_method}_all_linear"
+    _content = {"method": _method, "settings": OPTIONS.get(_method, {}), "__test__": True}
+    globals()[_name] = type(_name, (_AllLinear,), _content)
 
 
 def test_every_method_has_its_class_of_tests():
-    assert {each.method for each in MethodConformance.__subclasses__()} >= set(METHODS)
+    assert {each.method for each in _OnEveryFamily.__subclasses__()} >= set(METHODS)

@@ -102,6 +102,7 @@ SETTINGS = {
     "backbone.tokenizer_revision": ("main", NOTHING),
     "backbone.dtype": ("bfloat16", f"{TRAINED} pooled record scatter factors"),
     "backbone.device": ("cpu", NOTHING),
+    "backbone.targets": (["q_proj", "o_proj"], f"{TRAINED} pooled record scatter factors"),
     "benchmark.name": ("{folder}/reworded", PROMPTS),
     "benchmark.order": ("2", PROMPTS),
     "benchmark.tasks": (["left", "right"], PROMPTS),

@@ -1,6 +1,7 @@
 """What a worker needs is predicted; here real steps and answers are run, and every tensor that they make is counted."""
 
 import importlib.util
+import json
 import re
 import weakref
 from collections import Counter
@@ -62,6 +63,24 @@ SHAPES = {
 }
 """Random models beside the named ones: small for every run of the tests, wide and deep with some 30 to 60 M numbers."""
 
+DECODER = {name: value for name, value in LLAMA.items() if name != "initializer_range"} | KNOWN["tiny-olmo2"].config
+DECODER |= {name: LLAMA[name] for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")}
+GEMMA = KNOWN["tiny-gemma3"].config | DECODER
+SHAPES |= {
+    "small-qwen3": KnownBackbone("qwen3", "config", DECODER | {"head_dim": 64}),
+    "small-qwen2": KnownBackbone("qwen2", "config", DECODER),
+    "small-gemma3": KnownBackbone("gemma3_text", "config", GEMMA | {"layer_types": ["full_attention"] * 3}),
+    "small-olmo2": KnownBackbone("olmo2", "config", DECODER),
+    "small-phi4": KnownBackbone("phi3", "config", DECODER),
+    "small-umt5": KnownBackbone("umt5", "config", T5),
+    "small-flan-t5": KnownBackbone(
+        "t5", "config", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    ),
+}
+
+TARGETS = {"tiny-phi4": ["qkv_proj"], "small-phi4": ["qkv_proj"]}
+"""Of backbones whose query, key and value are one projection."""
+
 
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch):
@@ -74,7 +93,8 @@ def trial_of(backbone="small-llama", dtype="float32", method="latent_lora", prom
     (trial,) = expand(
         parse_sweep(
             tiny(
-                trial__backbone={"name": backbone, "dtype": dtype, "device": "cpu"},
+                trial__backbone=({"name": backbone} if isinstance(backbone, str) else backbone)
+                | {"dtype": dtype, "device": "cpu"},
                 trial__method=method if isinstance(method, dict) else {"name": method, "rank": 8},
                 trial__benchmark={"name": "builtin", "tasks": ["mood"], "max_source_length": prompt}
                 | {"max_target_length": target, "train_per_task": 32},
@@ -102,9 +122,10 @@ def test_weights_are_counted_exactly(name):
     config = {**KNOWN[name].config, **({"tie_word_embeddings": True} if name == EMBEDDED else {})}
     with torch.device("meta"):
         model = random_model(KNOWN[name].family, config, torch.bfloat16)
-    shape = shape_of(BackboneSettings(name=name))
+    shape = shape_of(BackboneSettings(name=name, targets=TARGETS.get(name)))
     assert shape.parameters == Counter(p.numel() for p in model.parameters())
-    assert predict(trial_of(name, "bfloat16"), RunSettings()).weights == 2 * shape.parameter_count
+    trial = trial_of({"name": name, "targets": TARGETS.get(name)}, "bfloat16")
+    assert predict(trial, RunSettings()).weights == 2 * shape.parameter_count
 
 
 def test_a_random_model_of_the_embedded_shapes_has_a_head_of_its_own():
@@ -118,6 +139,8 @@ def test_a_folder_says_what_its_checkpoint_is(tmp_path):
 
     config = dict(T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=2)
     T5Config(**config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"  # where transformers writes that the head is tied, whatever it was told
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
     with torch.device("meta"):
         model = random_model("t5", config, torch.bfloat16)
     shape = shape_of(BackboneSettings(name=str(tmp_path)))
@@ -132,8 +155,8 @@ def test_a_backbone_that_only_the_hub_knows_is_not_predicted():
 
 
 @cache
-def backbone_of(name, dtype):
-    return load_backbone(BackboneSettings(name=name, dtype=dtype, device="cpu"))
+def backbone_of(name, dtype, targets=None):
+    return load_backbone(BackboneSettings(name=name, dtype=dtype, device="cpu", targets=targets))
 
 
 def live_bytes(known):
@@ -183,7 +206,7 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
     from latent_sweep.methods.protocol import MethodContext
 
     s = trial.settings
-    backbone = backbone_of(s.backbone.name, s.backbone.dtype)
+    backbone = backbone_of(s.backbone.name, s.backbone.dtype, s.backbone.targets)
     bank = bank_of(backbone)
     rows = rows_of(s.training.batch_size, *limits(trial))
     settings = s.training.model_copy(update={"epochs": steps})
@@ -233,6 +256,23 @@ def limits(trial):
 def test_a_step_takes_what_was_predicted(name, method, dtype, checkpointing, tmp_path):
     trial = trial_of(name, dtype, method, trial__training__gradient_checkpointing=checkpointing)
     assert predicted_steps(trial) == pytest.approx(measured_steps(trial, tmp_path), rel=0.1)
+
+
+OTHERS = [name for name in SHAPES if name.startswith("small-") and name not in ("small-llama", "small-t5")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(("method", "dtype"), [("latent_lora", "bfloat16"), ("seq_lora", "float32")])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [*((name, TARGETS.get(name)) for name in OTHERS), ("small-llama", "all-linear"), ("small-llama", ["o_proj"])],
+)
+def test_a_step_of_another_family_takes_what_was_predicted(name, targets, method, dtype, checkpointing, tmp_path):
+    backbone = {"name": name, "targets": targets}
+    trial = trial_of(backbone, dtype, method, trial__training__gradient_checkpointing=checkpointing)
+    predicted, measured = predicted_steps(trial), measured_steps(trial, tmp_path)
+    assert 0.95 * measured < predicted < 1.2 * measured
 
 
 @pytest.mark.parametrize(

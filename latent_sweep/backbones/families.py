@@ -1,0 +1,410 @@
+"""Families of backbones as data, by transformers' `model_type`: how each reads, what its layers are, how it attends.
+
+A family that stands here is planned without torch, and its memory is forecast: all shapes follow from its configuration
+and the tables below. Any other causal model or encoder-decoder of transformers runs by what all of them have in common
+(`Family()`): masks as transformers makes them, and shapes from the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from latent_sweep.errors import ConfigError
+
+Protocol = Literal["t5", "llama"]
+"""The two families of the paper: whose protocol, presets and prompts a backbone takes."""
+
+Shapes = Mapping[str, tuple[int, int]]
+"""Linear projections by module name, (out, in), in the order of the model's modules."""
+
+ALL_LINEAR = "all-linear"
+"""Every linear projection but the output head, as peft means it."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear projection of a block."""
+
+    name: str
+    outputs: str
+    inputs: str
+    """Names of sizes, see `sizes`."""
+    bias: str | bool = False
+    """Whether it has one, or the setting of the configuration that says so."""
+    gated: bool | None = None
+    """Whether it is there only where the MLP is gated, or only where it is not; None is always."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal blocks one after another."""
+
+    prefix: str
+    count: str
+    """Name of the size that counts them."""
+    projections: tuple[Projection, ...]
+    norms: tuple[str, ...]
+    """Sizes of a block's norms; of `query_heads` and `key_heads` the weight is of one head, whatever the heads."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What backbones of one `model_type` have in common."""
+
+    encoder_decoder: bool = False
+    """Whether an encoder reads the prompt, both ways and padded behind, and a decoder writes; else one model does both,
+    and where it answers, prompts are padded in front."""
+    query_and_value: tuple[str, ...] = ("q_proj", "v_proj")
+    """Names of what the paper adapts."""
+    fused: str = ""
+    """Name of the one projection that is query, key and value, where there is none for each."""
+    laid_out: bool = False
+    """Whether attention is plain enough for `latent_sweep.backbones.layouts`: within a sliding window, if it has one,
+    every token sees all before it, and its scores are no other than the dot products of query and key with, at most, a
+    position bias."""
+    shared_bias: bool = False
+    """Whether all blocks share the first one's position bias."""
+    dropout: float = 0.0
+    """Rate of the architecture's own dropout where the configuration names none; 0 is for one without dropout."""
+    stacks: tuple[Stack, ...] = ()
+    """Empty where nothing but the model itself says what is in it."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the configuration calls a size, where it is not as in `NAMES`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a configuration that leaves it out means."""
+    buckets_in: Literal["", "first", "every"] = ""
+    """Which blocks of a stack have a table of relative positions."""
+    embedding: str = "model.embed_tokens.weight"
+    """The input embedding table in a checkpoint. Methods and the router read it as it is stored: Gemma's, which the
+    model multiplies by the root of its width, without that factor."""
+    keeps_input: bool = False
+    """Whether norms keep their input for the backward pass in its own type too."""
+
+    @property
+    def protocol(self) -> Protocol:
+        """The paper's family of the same kind."""
+        return "t5" if self.encoder_decoder else "llama"
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+NAMES: Mapping[str, str] = {
+    "width": "hidden_size",
+    "inner": "intermediate_size",
+    "blocks": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head": "head_dim",
+}
+
+
+def _attention(bias: str | bool = False, out_bias: str | bool = False) -> tuple[Projection, ...]:
+    return (
+        Projection("self_attn.q_proj", "queries", "width", bias),
+        Projection("self_attn.k_proj", "keys", "width", bias),
+        Projection("self_attn.v_proj", "keys", "width", bias),
+        Projection("self_attn.o_proj", "width", "queries", out_bias),
+    )
+
+
+def _gated(bias: str | bool = False) -> tuple[Projection, ...]:
+    return (
+        Projection("mlp.gate_proj", "inner", "width", bias),
+        Projection("mlp.up_proj", "inner", "width", bias),
+        Projection("mlp.down_proj", "width", "inner", bias),
+    )
+
+
+def _decoder(*projections: Projection, norms: tuple[str, ...] = ("width", "width")) -> tuple[Stack, ...]:
+    return (Stack("model.layers", "blocks", projections, norms),)
+
+
+_PLAIN = _decoder(*_attention(), *_gated())
+_BIASED = _decoder(*_attention("attention_bias", "attention_bias"), *_gated("mlp_bias"))
+_BY_HEAD = ("width", "width", "query_heads", "key_heads")
+_FOUR = ("width", "width", "width", "width")
+
+_FUSED = _decoder(
+    Projection("self_attn.o_proj", "width", "queries"),
+    Projection("self_attn.qkv_proj", "queries_and_keys", "width"),
+    Projection("mlp.gate_up_proj", "both_inner", "width"),
+    Projection("mlp.down_proj", "width", "inner"),
+)
+
+
+def _t5_block(prefix: str, count: str, cross: bool) -> Stack:
+    def attention(place: str) -> tuple[Projection, ...]:
+        shapes = {"q": ("queries", "width"), "k": ("queries", "width"), "v": ("queries", "width")}
+        shapes["o"] = "width", "queries"
+        return tuple(Projection(f"{place}.{name}", *shape) for name, shape in shapes.items())
+
+    mlp = f"layer.{2 if cross else 1}.DenseReluDense"
+    projections = attention("layer.0.SelfAttention")
+    projections += attention("layer.1.EncDecAttention") if cross else ()
+    projections += (
+        Projection(f"{mlp}.wi", "inner", "width", gated=False),
+        Projection(f"{mlp}.wi_0", "inner", "width", gated=True),
+        Projection(f"{mlp}.wi_1", "inner", "width", gated=True),
+        Projection(f"{mlp}.wo", "width", "inner"),
+    )
+    return Stack(prefix, count, projections, ("width",) * (3 if cross else 2))
+
+
+def _t5(feed_forward: str, shared_bias: bool = True) -> Family:
+    return Family(
+        encoder_decoder=True,
+        query_and_value=("q", "v"),
+        laid_out=True,
+        shared_bias=shared_bias,
+        dropout=0.1,  # of every published T5
+        stacks=(
+            _t5_block("encoder.block", "blocks", cross=False),
+            _t5_block("decoder.block", "decoder_blocks", cross=True),
+        ),
+        names={"width": "d_model", "inner": "d_ff", "blocks": "num_layers", "heads": "num_heads", "head": "d_kv"},
+        defaults={"feed_forward_proj": feed_forward, "relative_attention_num_buckets": 32, "tie_word_embeddings": True},
+        buckets_in="first" if shared_bias else "every",
+        embedding="shared.weight",
+        keeps_input=True,
+    )
+
+
+def _llama(stacks: tuple[Stack, ...], laid_out: bool = True, fused: str = "", **defaults: Any) -> Family:
+    return Family(laid_out=laid_out, stacks=stacks, fused=fused, defaults={"tie_word_embeddings": False, **defaults})
+
+
+FAMILIES: Mapping[str, Family] = {
+    "t5": _t5("relu"),
+    "mt5": _t5("gated-gelu"),
+    "umt5": _t5("gated-gelu", shared_bias=False),
+    "llama": _llama(_BIASED),
+    "mistral": _llama(_PLAIN),
+    "qwen2": _llama(_decoder(*_attention(bias=True), *_gated())),
+    "qwen3": _llama(_decoder(*_attention("attention_bias", "attention_bias"), *_gated(), norms=_BY_HEAD), head_dim=128),
+    "gemma": _llama(
+        _decoder(*_attention("attention_bias", "attention_bias"), *_gated()), head_dim=256, tie_word_embeddings=True
+    ),
+    # its scores are capped before the softmax, which no fused attention knows: transformers' own computes it
+    "gemma2": _llama(
+        _decoder(*_attention("attention_bias", "attention_bias"), *_gated(), norms=_FOUR),
+        laid_out=False,
+        head_dim=256,
+        tie_word_embeddings=True,
+    ),
+    "gemma3_text": _llama(
+        _decoder(
+            *_attention("attention_bias", "attention_bias"), *_gated(), norms=(*_FOUR, "query_heads", "key_heads")
+        ),
+        head_dim=256,
+        tie_word_embeddings=True,
+    ),
+    "olmo2": _llama(
+        _decoder(
+            *_attention("attention_bias", "attention_bias"), *_gated(), norms=("width", "width", "queries", "keys")
+        )
+    ),
+    "olmo3": _llama(
+        _decoder(
+            *_attention("attention_bias", "attention_bias"), *_gated(), norms=("width", "width", "queries", "keys")
+        )
+    ),
+    "phi3": _llama(_FUSED, fused="qkv_proj"),
+    "granite": _llama(_BIASED),
+    "smollm3": _llama(_BIASED, tie_word_embeddings=True),
+}
+"""By `model_type`; what `tests/backbones/test_families.py` compares with transformers' own models."""
+
+OTHER_QUERIES_AND_VALUES: Sequence[tuple[str, ...]] = (("q_proj", "v_proj"), ("q", "v"), ("query", "value"))
+"""What query and value are called in models of families that do not stand here; the first that a model has."""
+
+OTHER_FUSED: Sequence[str] = ("query_key_value", "qkv_proj", "Wqkv", "c_attn", "wqkv")
+"""What query, key and value are called there where they are one projection."""
+
+STATE_SPACE = frozenset(
+    {"mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "zamba", "zamba2", "bamba", "recurrent_gemma", "xlstm"}
+)
+"""Families that answer from a state, not from keys and values: nothing here pads or shares a state."""
+
+
+ENCODERS = frozenset(
+    {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"}
+    | {"rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)
+"""Families that read both ways, and write only where their configuration says that they decode."""
+
+
+def family_of_type(model_type: str, config: Mapping[str, Any]) -> Family:
+    """The family of a configuration; what all have in common where none stands in the table."""
+    known = FAMILIES.get(model_type)
+    return Family(encoder_decoder=bool(config.get("is_encoder_decoder"))) if known is None else known
+
+
+def refusal(model_type: str, config: Mapping[str, Any]) -> str:
+    """Say why a configuration's backbone cannot be used, as far as the configuration tells; nothing where it can."""
+    if parts := [name for name in ("text_config", "vision_config", "audio_config", "thinker_config") if name in config]:
+        return f"it is made of several models ({', '.join(parts)}); give a checkpoint of text alone"
+    if model_type in ENCODERS and not config.get("is_decoder"):
+        return "it does not write text"
+    if config.get("use_bidirectional_attention"):
+        return "its tokens see those after themselves"
+    if model_type in STATE_SPACE:
+        return "it answers from a state instead of keys and values"
+    return ""
+
+
+# --- shapes by formula -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a configuration by one name each, whatever its family calls them."""
+
+    values: Mapping[str, int]
+    gated: bool
+    """Whether the MLP multiplies two projections."""
+    kept: int
+    """How many numbers of the inner width an MLP keeps per token for its backward pass."""
+    tied: bool
+    """Whether the language-model head is the input embedding table."""
+    buckets: int
+    """Of relative positions."""
+
+    def __getitem__(self, name: str) -> int:
+        """Return the size of this name."""
+        return self.values[name]
+
+
+def sizes(family: Family, config: Mapping[str, Any]) -> Sizes:
+    """Read the sizes that a family's shapes follow from.
+
+    Raises:
+        KeyError, TypeError, ZeroDivisionError: the configuration lacks a size, or holds something else for one.
+    """
+    config = {**family.defaults, **config}
+    called = {**NAMES, **family.names}
+    width, heads = config[called["width"]], config[called["heads"]]
+    head = config.get(called["head"]) or width // heads
+    kv_heads = config.get(called["kv_heads"]) or heads
+    blocks, inner = config[called["blocks"]], config.get(called["inner"]) or 0
+    feed_forward = str(config.get("feed_forward_proj", "gated"))
+    values = {
+        "width": width,
+        "inner": inner,
+        "both_inner": 2 * inner,
+        "blocks": blocks,
+        "decoder_blocks": (config.get("num_decoder_layers") or blocks) if family.encoder_decoder else 0,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head": head,
+        "queries": heads * head,
+        "keys": kv_heads * head,
+        "queries_and_keys": (heads + 2 * kv_heads) * head,
+        "vocabulary": config.get("vocab_size") or 0,
+    }
+    return Sizes(
+        values,
+        gated=feed_forward.startswith("gated"),
+        # T5's gated GELU is made of single operations in transformers; other activations are one
+        kept=6 if feed_forward == "gated-gelu" else 3 if feed_forward.startswith("gated") else 1,
+        tied=bool(config["tie_word_embeddings"]),
+        buckets=config.get("relative_attention_num_buckets") or 0,
+    )
+
+
+def linear_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Names and shapes (out, in) of all linear projections but the head, by the family's tables.
+
+    With grouped-query attention v_proj is narrower (Llama-3-8B: 1024 x 4096).
+    """
+    found = {}
+    size = sizes(family, config)
+    for stack in family.stacks:
+        for block in range(size[stack.count]):
+            for projection in stack.projections:
+                if projection.gated in (None, size.gated):
+                    name = f"{stack.prefix}.{block}.{projection.name}"
+                    found[name] = size[projection.outputs], size[projection.inputs]
+    return found
+
+
+def tensor_sizes(family: Family, config: Mapping[str, Any], tied: bool) -> dict[int, int]:
+    """Count the weight tensors of each size, in numbers, by the family's tables."""
+    size, given = sizes(family, config), {**family.defaults, **config}
+    found: dict[int, int] = {}
+
+    def add(numbers: int, count: int) -> None:
+        if numbers and count:
+            found[numbers] = found.get(numbers, 0) + count
+
+    add(size["vocabulary"] * size["width"], 1 if tied else 2)
+    for stack in family.stacks:
+        blocks = size[stack.count]
+        for projection in stack.projections:
+            if projection.gated in (None, size.gated):
+                add(size[projection.outputs] * size[projection.inputs], blocks)
+                biased = given.get(projection.bias) if isinstance(projection.bias, str) else projection.bias
+                add(size[projection.outputs], blocks if biased else 0)
+        for norm in stack.norms:
+            add(size["head"] if norm in ("query_heads", "key_heads") else size[norm], blocks)
+        add(size["width"], 1)  # the norm behind the stack
+        add(size.buckets * size["heads"], {"": 0, "first": 1, "every": blocks}[family.buckets_in])
+    return found
+
+
+# --- which of them are adapted ---------------------------------------------------------------------------------------
+
+
+def select(
+    model_type: str, family: Family, linears: Shapes, targets: Sequence[str] | str | None
+) -> dict[str, tuple[int, int]]:
+    """Choose the adapted projections out of a model's linear ones.
+
+    Args:
+        linears: all but the output head.
+        targets: `backbone.targets`: names, or ends of names, as peft takes them; `all-linear`; None for the query and
+            the value of every attention block (T5: encoder self-, decoder self- and decoder cross-attention, 144
+            modules in T5-Large; appendix "Model architectures").
+
+    Raises:
+        ConfigError: the model has no such projections.
+    """
+    if targets == ALL_LINEAR:
+        return dict(linears)
+    wanted = default_targets(family, linears) if targets is None else tuple(targets)
+    missing = [name for name in wanted if not any(_is_named(path, name) for path in linears)]
+    if not missing and wanted:
+        return {path: shape for path, shape in linears.items() if any(_is_named(path, name) for name in wanted)}
+    there = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linears)) or "none at all"
+    if targets is not None:
+        raise ConfigError(
+            f"backbone.targets: found {', '.join(missing)}; the linear projections of this {model_type} model are "
+            f"{there}. Name some of these, or write `targets: {ALL_LINEAR}`"
+        )
+    fused = fused_projection(family, linears)
+    advice = f"write `targets: [{fused}]` to adapt that projection as a whole" if fused else "name some of them"
+    why = f"they are one projection, {fused}" if fused else "nothing here knows what they are called"
+    raise ConfigError(
+        f"backbone.targets: left out, which means query and value, but this {model_type} model has no linear "
+        f"projections for them alone: {why}. Its linear projections are {there}; {advice}"
+    )
+
+
+def default_targets(family: Family, linears: Shapes) -> tuple[str, ...]:
+    """Names of query and value in a model; none where they are no linear projections of their own."""
+    known = [family.query_and_value] if family.stacks else OTHER_QUERIES_AND_VALUES
+    for names in known:
+        if all(any(_is_named(path, name) for path in linears) for name in names):
+            return names
+    return ()
+
+
+def fused_projection(family: Family, linears: Shapes) -> str:
+    """The name of the one projection that is query, key and value; empty where there is none."""
+    named = [family.fused] if family.fused else OTHER_FUSED
+    return next((name for name in named if any(_is_named(path, name) for path in linears)), "")
+
+
+def _is_named(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")

@@ -1,0 +1,495 @@
+"""Every family against plain transformers: logits, answers and gradients, however rows are laid out."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from helpers.peft_models import peft_model
+from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
+from helpers.sweeps import tiny
+from helpers.tiny import bank_of, random_rows
+from peft import LoraConfig, LoraModel
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import CONFIG_MAPPING
+
+from latent_sweep.adapters.bank import Adaptation, side_by_side
+from latent_sweep.adapters.lora import LoraDeltas, inputs_of, new_branch, outputs_of
+from latent_sweep.backbones import batches
+from latent_sweep.backbones.architectures import random_model
+from latent_sweep.backbones.batches import collate, label_logits, read_padded
+from latent_sweep.backbones.families import FAMILIES, default_targets, linear_shapes, sizes
+from latent_sweep.backbones.generation import generate
+from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone, describe, in_one_spelling
+from latent_sweep.backbones.layouts import Padded, Shared
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.outlines import linears_of, model_class, model_config, outline
+from latent_sweep.errors import ConfigError
+from latent_sweep.learn.training import recomputing
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.memory import shape_of
+from latent_sweep.sweep.plan import expand
+
+LLAMA = {name: value for name, value in KNOWN["tiny-qwen3"].config.items() if name != "head_dim"}
+OTHERS = {
+    # families with tables, that no known name has
+    "qwen2": {},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "attn_logit_softcapping": 1.0},
+    "olmo3": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"attention_multiplier": 0.1, "logits_scaling": 3.0, "residual_multiplier": 0.7},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    # families without: masks as transformers makes them
+    "stablelm": {},
+    "cohere2": {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": {},
+    "mixtral": {"num_local_experts": 4},
+    "opt": {"ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "falcon": {"new_decoder_architecture": False, "alibi": True, "parallel_attn": False},
+    "bloom": {"n_layer": 2, "n_head": 4},
+}
+"""By `model_type`: what its configuration has besides `LLAMA`'s."""
+FUSED = {"tiny-phi4": ["qkv_proj"]}
+FUSED |= {f"tiny-{family}": ["query_key_value"] for family in ("gpt_neox", "falcon", "bloom")}
+NEW = [name for name in KNOWN if name.startswith("tiny-") and name not in ("tiny-llama", "tiny-t5")]
+NAMES = [*NEW, *(f"tiny-{family}" for family in OTHERS), "tiny-mt5", "tiny-bart"]
+WINDOWED = ("tiny-mistral", "tiny-gemma3", "tiny-olmo3", "tiny-cohere2", "tiny-gemma2")
+EACH = [name if name in NEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+"""Those with known names in the default selection, the others with the slow tests."""
+TABLES = [name for name in NAMES if name not in {f"tiny-{f}" for f in OTHERS if f not in FAMILIES} | {"tiny-bart"}]
+LONGEST = 10
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    for family, more in OTHERS.items():
+        monkeypatch.setitem(KNOWN, f"tiny-{family}", KnownBackbone(family, "config", {**LLAMA, **more}))
+    monkeypatch.setitem(KNOWN, "tiny-mt5", dataclasses.replace(KNOWN["tiny-flan-t5"], family="mt5"))
+    sides = {
+        f"{side}_{name}": count
+        for side in ("encoder", "decoder")
+        for name, count in {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()
+    }
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None)
+    bart = {"d_model": 32, "vocab_size": 260, "max_position_embeddings": 128, "init_std": 0.2, "dropout": 0.0}
+    bart |= {"is_encoder_decoder": True, **sides, **ids}
+    monkeypatch.setitem(KNOWN, "tiny-bart", KnownBackbone("bart", "config", bart))
+    for name in WINDOWED:
+        config = KNOWN[name].config | {"sliding_window": 16}
+        monkeypatch.setitem(KNOWN, name, dataclasses.replace(KNOWN[name], config=config))
+
+
+def settings_of(name, **more):
+    return BackboneSettings(name=name, dtype="float32", device="cpu", **{"targets": FUSED.get(name), **more})
+
+
+def plain(name):
+    """The same weights in transformers' own model, with its own attention."""
+    return random_model(KNOWN[name].family, KNOWN[name].config, torch.float32).eval()
+
+
+def instructed(count, seed=0, longest=4):
+    """Rows that begin alike; all of them fit a window of 16 tokens."""
+    rows = random_rows(count, seed=seed, shortest=2, longest=longest, targets=3)
+    return [{**row, "prompt_ids": [20, 21, 22, 23, 24, *row["prompt_ids"]]} for row in rows]
+
+
+def expected_logits(model, rows):
+    """Logits of all targets, row by row without any padding."""
+    found = []
+    for row in rows:
+        prompt, target = list(row["prompt_ids"]), list(row["target_ids"])
+        if model.config.is_encoder_decoder:
+            said = [model.config.decoder_start_token_id, *target[:-1]]
+            found.append(model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([said])).logits[0])
+        else:
+            logits = model(input_ids=torch.tensor([prompt + target])).logits[0]
+            found.append(logits[len(prompt) - 1 : -1])
+    return torch.cat(found)
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name, monkeypatch):
+    """Padded, sharing what rows begin with, of several members, and longer than a window."""
+    monkeypatch.setattr(batches, "WORTHWHILE", 100.0)
+    backbone, model = load_backbone(settings_of(name)), plain(name)
+    members, long = [instructed(3), instructed(2, seed=1)], random_rows(3, seed=2, shortest=20, longest=30, targets=4)
+    laid_out = backbone.traits.laid_out
+    with torch.no_grad():
+        expected = expected_logits(model, [row for rows in members for row in rows])
+        for alike, kind in ((False, Padded), (True, Shared)):
+            batch = collate(members, backbone, alike)
+            assert_same_to_rounding(label_logits(backbone, batch), expected, PASS)
+            if not backbone.traits.encoder_decoder:
+                assert isinstance(batch.inputs.get("layout"), kind if laid_out else type(None))
+        batch = collate([long], backbone, alike=True)
+        assert_same_to_rounding(label_logits(backbone, batch), expected_logits(model, long), PASS)
+    assert (backbone.window == 16) == (name in WINDOWED)
+    if name in WINDOWED:
+        assert "layout" not in batch.inputs
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "tiny-gemma2"])
+def test_a_window_would_be_overlooked_by_a_layout(name, monkeypatch):
+    """Otherwise the test above would say nothing of long sequences."""
+    monkeypatch.setattr(type(load_backbone(settings_of(name))), "lays_out", lambda backbone, tokens: True)
+    backbone, long = load_backbone(settings_of(name)), random_rows(3, seed=2, shortest=20, longest=30, targets=4)
+    backbone.model.set_attn_implementation("laid_out")
+    with torch.no_grad():
+        found, expected = label_logits(backbone, collate([long], backbone)), expected_logits(plain(name), long)
+    assert float((found - expected).abs().max()) > 100 * PASS * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_answers_are_those_of_transformers(name):
+    """Within a window and beyond it, with prompts of different lengths, alone and behind a shared prefix."""
+    backbone, model = load_backbone(settings_of(name)), plain(name)
+    bank = bank_of(backbone)
+    short = [row["prompt_ids"] for row in instructed(4, longest=3)]
+    long = [row["prompt_ids"] for row in random_rows(3, seed=2, shortest=12, longest=24)]
+    for prompts, longest, shared in ((short, 4, 0), (short, 4, 5), (long, LONGEST, 0)):
+        found = generate(
+            backbone, bank, prompts, Adaptation(), longest, shared=0 if model.config.is_encoder_decoder else shared
+        )
+        for prompt, answer in zip(prompts, found, strict=True):
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=longest,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=0,
+                eos_token_id=2,
+            )[0].tolist()
+            own = out[1:] if model.config.is_encoder_decoder else out[len(prompt) :]
+            assert answer == (own[: own.index(2)] if 2 in own else own)
+    bank.remove()
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"], ids=["query and value", "all"])
+@pytest.mark.parametrize("name", EACH)
+def test_gradients_are_those_of_pefts_lora(name, targets):
+    """Of every projection, of padded rows, and of two members side by side."""
+    backbone = load_backbone(settings_of(name, **({} if targets is None else {"targets": targets})))
+    outputs, rows = outputs_of(backbone.targets), instructed(3)
+    source = torch.Generator().manual_seed(0)
+    A, _ = new_branch(backbone.targets, 3, source)
+    B = 0.1 * torch.randn(sum(outputs), 3, generator=source)
+    bank = bank_of(backbone)
+
+    def gradients(members, alike):
+        leaves = [(A.clone().requires_grad_(True), B.clone().requires_grad_(True)) for _ in members]
+        batch = collate(members, backbone, alike)
+        both = side_by_side([Adaptation(LoraDeltas(a, b, outputs, 2.0)) for a, b in leaves], batch.counts)
+        with bank.active(both):
+            loss = cross_entropy(label_logits(backbone, batch), batch.labels, reduction="sum")
+        return loss, torch.autograd.grad(loss, [leaf for pair in leaves for leaf in pair])
+
+    loss, (of_A, of_B) = gradients([rows], False)
+    _, shared = gradients([rows], True)
+    _, packed = gradients([rows, rows], False)
+    bank.remove()
+
+    peft = dataclasses.replace(backbone, model=plain(name))
+    peft_targets = {path: peft.model.get_submodule(path) for path in backbone.targets}
+    narrow = [a[:, :n] for a, n in zip(A, inputs_of(peft_targets), strict=True)]
+    model = peft_model(dataclasses.replace(peft, targets=peft_targets), (NarrowRows(narrow, A.shape), B), alpha=6.0)
+    logits = expected_logits(model.model, rows)
+    labels = torch.tensor([token for row in rows for token in row["target_ids"]])
+    theirs = cross_entropy(logits, labels, reduction="sum")
+    theirs.backward()
+    assert_same_to_rounding(loss, theirs, GRADIENT)
+    layers = [model.model.get_submodule(path) for path in backbone.targets]
+    expected_A = torch.zeros_like(A)
+    for own, layer in zip(expected_A, layers, strict=True):
+        gradient = layer.lora_A["default"].weight.grad
+        own[:, : gradient.shape[1]] = gradient
+    expected_B = torch.cat([layer.lora_B["default"].weight.grad for layer in layers])
+    for found in ((of_A, of_B), shared, packed[:2], packed[2:]):
+        assert_same_to_rounding(found[0], expected_A, GRADIENT)
+        assert_same_to_rounding(found[1], expected_B, GRADIENT)
+    assert float(expected_A.abs().max()) > 0
+
+
+class NarrowRows(list):
+    """Down-projections of different widths, in place of one tensor."""
+
+    def __init__(self, rows, shape):
+        super().__init__(rows)
+        self.shape = shape
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-falcon", "tiny-bloom", "tiny-bart", "tiny-umt5"])
+def test_padding_in_front_is_read_as_trainers_do(name):
+    """Whether a model takes positions or counts by its mask."""
+    backbone = load_backbone(settings_of(name))
+    bank, rows, seen = bank_of(backbone), instructed(3), []
+    first = next(iter(backbone.targets.values()))
+    handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        read_padded(backbone, rows, Adaptation(), bank, lambda source, decoder: torch.no_grad())
+    handle.remove()
+    bank.remove()
+    assert seen[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_mode_gives_the_same_logits(name):
+    """Gradient checkpointing trains in training mode: no dropout may wake up there, wherever a model keeps its rate."""
+    config = KNOWN[name].config
+    rates = ("attention_dropout", "hidden_dropout", "resid_pdrop", "dropout", "residual_dropout", "encoder_layerdrop")
+    wet = dict.fromkeys(rates, 0.5) | {"dropout_rate": 0.5}
+    KNOWN[name] = dataclasses.replace(KNOWN[name], config={**config, **wet})
+    backbone, rows = load_backbone(settings_of(name)), instructed(2)
+    with torch.no_grad():
+        expected = expected_logits(plain(name), rows)
+        backbone.model.train()
+        for _ in range(2):
+            assert_same_to_rounding(label_logits(backbone, collate([rows], backbone)), expected, PASS)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gemma3", "tiny-mistral", "tiny-olmo2", "tiny-umt5", "tiny-gemma2", "tiny-mixtral"]
+)
+def test_recomputed_activations_give_the_same_gradients(name):
+    """Beyond a window, too."""
+    backbone = load_backbone(settings_of(name))
+    outputs, rows = outputs_of(backbone.targets), random_rows(3, seed=2, shortest=12, longest=20)
+    A, _ = new_branch(backbone.targets, 3, torch.Generator().manual_seed(0))
+    B = 0.1 * torch.randn(sum(outputs), 3, generator=torch.Generator().manual_seed(1))
+    bank, found = bank_of(backbone), []
+    for again in (False, True):
+        leaves = A.clone().requires_grad_(True), B.clone().requires_grad_(True)
+        batch = collate([rows], backbone)
+        settings = TrainingSettings(learning_rate=0.1, batch_size=3, epochs=1, gradient_checkpointing=again)
+        with recomputing(backbone, settings), bank.active(Adaptation(LoraDeltas(*leaves, outputs, 2.0))):
+            loss = cross_entropy(label_logits(backbone, batch), batch.labels)
+            found.append(torch.autograd.grad(loss, leaves))
+    bank.remove()
+    for one, other in zip(*found, strict=True):
+        assert_same_to_rounding(one, other, GRADIENT)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def empty(name):
+    found = model_config(KNOWN[name].family, KNOWN[name].config)
+    with torch.device("meta"):
+        return model_class(found)(found)
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.one_machine
+def test_shapes_by_table_are_the_models_own(name):
+    known = KNOWN[name]
+    model = random_model(known.family, known.config, torch.float32)
+    assert list(linear_shapes(known.traits, known.config).items()) == list(linears_of(model).items())
+    tables = outline(known.family, known.config)
+    assert model.get_parameter(tables.embedding) is model.get_input_embeddings().weight
+    counted = {}
+    for parameter in model.parameters():
+        counted[parameter.numel()] = counted.get(parameter.numel(), 0) + 1
+    assert shape_of(settings_of(name)).parameters == counted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_machine
+def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
+    own = model_config(family, {})
+    for name, value in FAMILIES[family].defaults.items():
+        assert getattr(own, name) == value
+    assert FAMILIES[family].encoder_decoder == own.is_encoder_decoder
+    dropped = getattr(own, "dropout_rate", getattr(own, "attention_dropout", 0.0))
+    assert FAMILIES[family].dropout == dropped
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_adapts_query_and_value_or_says_that_they_are_fused(family):
+    traits, config = FAMILIES[family], {}
+    if traits.encoder_decoder:
+        config = KNOWN["tiny-t5"].config
+    linears = linear_shapes(traits, {**LLAMA, **config})
+    assert bool(default_targets(traits, linears)) != bool(traits.fused)
+    assert sizes(traits, {**LLAMA, **config})["width"] == 32
+
+
+def test_a_family_without_a_table_is_not_forecast():
+    assert describe(settings_of("tiny-opt")).adapted(settings_of("tiny-opt"))
+    assert shape_of(settings_of("tiny-opt")) is None
+
+
+# --- what is adapted -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "found"),
+    [
+        ("tiny-llama", ["q_proj", "o_proj"], ["self_attn.q_proj", "self_attn.o_proj"]),
+        ("tiny-llama", ["mlp.up_proj"], ["mlp.up_proj"]),
+        ("tiny-umt5", ["EncDecAttention.k"], ["layer.1.EncDecAttention.k"]),
+    ],
+)
+def test_names_are_taken_as_peft_takes_them(name, targets, found):
+    known, settings = KNOWN[name], settings_of(name, targets=targets)
+    last = [path.split(".", 3)[3] for path in known.adapted(settings)]
+    assert list(dict.fromkeys(last)) == found
+    assert list(load_backbone(settings).targets) == list(known.adapted(settings))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-phi4", "tiny-flan-t5", "tiny-opt", "tiny-bloom"])
+def test_all_linear_is_pefts(name):
+    theirs = LoraModel(plain(name), LoraConfig(r=2, target_modules="all-linear"), "default")
+    adapted = {path.removeprefix("model.") for path, m in theirs.named_modules() if hasattr(m, "lora_A")}
+    assert set(load_backbone(settings_of(name, targets="all-linear")).targets) == adapted
+    assert set(KNOWN[name].adapted(settings_of(name, targets="all-linear"))) == adapted
+
+
+def test_one_choice_has_one_spelling():
+    def spelled(*targets, name="tiny-llama"):
+        return in_one_spelling(settings_of(name, targets=targets)).targets
+
+    assert spelled("v_proj", "q_proj") is None
+    assert spelled("self_attn.q_proj", "v_proj") is None
+    assert spelled("o_proj", "q_proj", "o_proj") == ("o_proj", "q_proj")
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert spelled(*every) == "all-linear"
+    assert spelled("qkv_proj", name="tiny-phi4") == ("qkv_proj",)
+
+
+def test_query_and_value_by_name_are_the_same_trial_as_the_default():
+    def planned(targets):
+        (trial,) = expand(parse_sweep(tiny(search={}, trial__backbone__targets=targets), "sweep.yaml"))
+        return trial.trial_id, trial.training_id, trial.lineages(), trial.settings.backbone
+
+    default, named, others = planned(None), planned(["v_proj", "q_proj"]), planned(["q_proj", "o_proj"])
+    assert named == default
+    assert not {*default[:2], *default[2]} & {*others[:2], *others[2]}
+    assert others[:3] == planned(["self_attn.o_proj", "q_proj"])[:3] != planned("all-linear")[:3]
+
+
+@pytest.mark.parametrize("targets", ["q_proj", [], [3], 3, [""]])
+def test_targets_that_are_no_list_of_names_are_refused_where_they_stand(targets):
+    with pytest.raises(ConfigError, match=r"trial\.backbone\.targets: .*a list of names such as \[q_proj, v_proj\]"):
+        parse_sweep(tiny(trial__backbone__targets=targets), "sweep.yaml")
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+def test_a_fused_projection_is_adapted_by_its_name_alone(name):
+    (target,) = FUSED[name]
+    expected = rf"one projection, {target}.*write `targets: \[{target}\]`"
+    with pytest.raises(ConfigError, match=expected):
+        KNOWN[name].adapted(settings_of(name, targets=None))
+    with pytest.raises(ConfigError, match=expected):
+        load_backbone(settings_of(name, targets=None))
+
+
+def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(
+        ConfigError, match=r"found q_prj; the linear projections of this llama model are q_proj, k_proj"
+    ):
+        in_one_spelling(settings_of("tiny-llama", targets=["q_prj"]))
+    with pytest.raises(ConfigError, match=r"found embed_tokens"):
+        load_backbone(settings_of("tiny-llama", targets=["embed_tokens"]))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mamba"}, "answers from a state"),
+        (
+            {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            "answers from a state",
+        ),
+        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "made of several models .*text alone"),
+        ({"model_type": "roberta"}, "does not write text"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "see those after themselves"),
+        ({"model_type": "clip"}, "does not write text"),
+        ({"model_type": "no-such-model"}, "which transformers .* does not know"),
+        ({"model_type": "llama", "hidden_size": 32}, "sizes such as hidden_size or d_model are missing"),
+        ({"model_type": "opt", "num_attention_heads": "four"}, "takes no such configuration"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, config, words):
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"config\.json.*{words}"):
+        describe(BackboneSettings(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [("gemma3", "several models"), ("mamba", "answers from a state"), ("bert", "does not write")]
+)
+def test_what_a_hub_turns_out_to_have_is_refused_before_its_weights_are_read(family, words):
+    with pytest.raises(ConfigError, match=rf"model_type '{family}'; supported are .*{words}"):
+        model_class(CONFIG_MAPPING[family]())
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    backbone = load_backbone(settings_of("tiny-llama"))
+    backbone.model.save_pretrained(tmp_path)
+    backbone.tokenizer.eos_token = None
+    backbone.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: .* has no end-of-sequence token"):
+        load_backbone(settings_of(str(tmp_path)))
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny-flan-t5", "tiny-gemma3", "tiny-qwen3", "tiny-phi4", "tiny-opt"])
+def test_a_folder_and_its_files_give_the_same_backbone(name, tmp_path, monkeypatch):
+    """Weights are read from the files by the methods, and mapped where a GPU is to have them; a head stays its own."""
+    from latent_sweep.backbones.files import local_folder
+    from latent_sweep.backbones.loading import _mapped
+
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    drawn, rows = load_backbone(settings_of(name)), instructed(2)
+    folder = local_folder(settings_of(name))
+    drawn.tokenizer.save_pretrained(folder)
+    loaded = load_backbone(settings_of(str(folder), targets=FUSED.get(name)))
+    mapped = dataclasses.replace(drawn, model=_mapped(folder).eval())
+    mapped.model.set_attn_implementation(drawn.model.config._attn_implementation)
+    assert (loaded.weights_digest, list(loaded.targets)) == (drawn.weights_digest, list(drawn.targets))
+    assert loaded.stored is not None
+    assert loaded.stored.weights_digest == drawn.weights_digest
+    with torch.no_grad():
+        expected = label_logits(drawn, collate([rows], drawn))
+        for found in (loaded, mapped):
+            assert torch.equal(label_logits(found, collate([rows], found)), expected)
+    tied = loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
+    assert tied == (name not in ("tiny-flan-t5",))
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma", "tiny-gemma3", "tiny-granite", "tiny-bart"])
+def test_a_soft_prompt_of_tokens_is_those_tokens(name):
+    """Wherever a model scales its embeddings: in the embedding itself, or behind it."""
+    if name == "tiny-bart":
+        KNOWN[name] = dataclasses.replace(KNOWN[name], config={**KNOWN[name].config, "scale_embedding": True})
+    backbone = load_backbone(settings_of(name))
+    bank, (row,) = bank_of(backbone), instructed(1)
+    prompt = backbone.embedding_scale * backbone.embedding_table[row["prompt_ids"][:3]]
+    virtual = {**row, "prompt_ids": [-1, -2, -3, *row["prompt_ids"][3:]]}
+    with torch.no_grad():
+        expected = label_logits(backbone, collate([[row]], backbone))
+        with bank.active(Adaptation(prompt=prompt)):
+            assert_same_to_rounding(label_logits(backbone, collate([[virtual]], backbone)), expected, PASS)
+    bank.remove()
+
+
+def test_the_router_reads_gemmas_table_without_its_scale():
+    backbone = load_backbone(settings_of("tiny-gemma3"))
+    ids = torch.tensor([[5, 6]])
+    assert isinstance(backbone.prompt_embedding, nn.Module)
+    with torch.no_grad():
+        scaled = backbone.prompt_embedding(ids)[0]
+    assert_same_to_rounding(scaled, backbone.embedding_table[ids[0]] * 32**0.5)
