@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from latent_sweep.benchmarks import builtin
+from latent_sweep.benchmarks.chat import Chat, chat_of
 from latent_sweep.benchmarks.dataset_folders import is_intact, locked, write_folder
 from latent_sweep.benchmarks.hub import hub_split, values_digest
 from latent_sweep.benchmarks.mapping import RecordReader, SourceSpec
@@ -181,12 +182,14 @@ def tokenised(
 
     Raises:
         DataError: The data is missing or malformed, or other than `source` says.
+        ConfigError: `settings.chat` asks for a chat template that the tokenizer does not have.
         StoreError: The cache cannot be written.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
     max_target_length = settings.max_target_length or spec.max_target_length
     data = data_digest(spec, task, split, settings, carve_validation, source)
-    target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length)
+    chat = chat_of(tokenizer) if settings.chat else None
+    target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length, chat)
     with committing(target), locked(target):
         if not is_intact(target, "token cache"):
             rows = load_rows(spec, task, split, settings, carve_validation, source)
@@ -197,11 +200,12 @@ def tokenised(
                 max_source_length=max_source_length,
                 truncation=settings.truncation,
                 bos=settings.bos,
+                chat=chat,
             )
             parts = split_prompts(spec, task, split, settings, (row.input for row in rows))
             prompts = [encode(part) for part in parts]
             full = [part for part, ids in zip(parts, prompts, strict=True) if sum(map(len, ids)) == max_source_length]
-            if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos) for part in full):
+            if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos, chat) for part in full):
                 limit = (
                     f"benchmark.max_source_length = {max_source_length:,} tokens and lose {LOST[settings.truncation]}"
                 )
@@ -211,7 +215,7 @@ def tokenised(
                 "id": [row.id for row in rows],
                 "prompt_ids": [ids.head + ids.input + ids.cue for ids in prompts],
                 "input_ids": [ids.input for ids in prompts],
-                "target_ids": [encode_target(row.target, tokenizer, family, max_target_length) for row in rows],
+                "target_ids": [encode_target(row.target, tokenizer, family, max_target_length, chat) for row in rows],
                 "references": [list(row.references) for row in rows],
             }
             _write(columns, target)
@@ -225,6 +229,7 @@ def tokens_name(
     family: Family,
     longest_source: int,
     longest_target: int,
+    chat: Chat | None = None,
 ) -> str:
     """The name of a cache of token ids: a hash of all that they depend on.
 
@@ -240,6 +245,8 @@ def tokens_name(
         "truncation": settings.truncation,
         "bos": settings.bos,
     }
+    if chat is not None:
+        content["chat"] = chat.digest
     return content_hash(content)
 
 

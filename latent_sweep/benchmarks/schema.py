@@ -17,7 +17,16 @@ from latent_sweep.benchmarks.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
 from latent_sweep.metrics import check_metric
 from latent_sweep.security import quoted
-from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, local_path, read_yaml
+from latent_sweep.settings import (
+    FROM_PRESET,
+    INFERENCE_ONLY,
+    LEFT_OUT_AT_DEFAULT,
+    NOT_IDENTITY,
+    PathText,
+    Settings,
+    local_path,
+    read_yaml,
+)
 
 Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
@@ -185,6 +194,9 @@ class BenchmarkSettings(Settings):
     stays, or, as in the released code, whatever comes last (`official`). The paper says nothing of it."""
     bos: Literal["auto", "off"] = "auto"
     """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
+    chat: bool = Field(False, json_schema_extra=LEFT_OUT_AT_DEFAULT)
+    """Prompts are messages of a user, inside the chat template of the backbone's tokenizer, and answers end as an
+    assistant's do. Then `bos` says nothing: templates write their own."""
     drop_unlabelled: bool = Field(False, json_schema_extra=INFERENCE_ONLY)
     """Leave out test rows of accuracy tasks whose answer holds no letter or digit (131 rows of MNLI)."""
     references: Literal["single_first", "max_over_refs"] = Field("single_first", json_schema_extra=INFERENCE_ONLY)

@@ -16,6 +16,7 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.benchmarks.chat import chat_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, load_rows, tokenised
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import ConfigError
@@ -88,7 +89,10 @@ class Context:
         if self.engine.group.leads:
             self.engine.group.order("load")
         with self.doing("loading the backbone"):
-            return self.engine.load(settings)
+            backbone = self.engine.load(settings)
+        if self.trial.settings.benchmark.chat:
+            return self.engine.end_answers_with(chat_of(backbone.tokenizer).end)
+        return backbone
 
     @cached_property
     def bank(self) -> AdapterBank:

@@ -17,8 +17,17 @@ from typing import Any, NamedTuple
 from latent_sweep.backbones.families import Protocol
 from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
+from latent_sweep.benchmarks.chat import Chat
 from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, row_count
-from latent_sweep.benchmarks.prompts import FRAMES, LOST, PromptParts, definitions, encode_parts, split_prompts
+from latent_sweep.benchmarks.prompts import (
+    FRAMES,
+    LOST,
+    PromptParts,
+    definitions,
+    encode_parts,
+    in_chat,
+    split_prompts,
+)
 from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
@@ -197,6 +206,8 @@ class Reader:
     family: Protocol
     tokenizer: Any
     """Of the package tokenizers, or None. What `encode_parts` asks of transformers' own it is asked for below."""
+    chat: Chat | None = None
+    """The chat template that prompts stand in; only transformers' own tokenizers have one."""
 
     eos_token_id = 0
     """Any: ids are only counted."""
@@ -305,6 +316,8 @@ class Case:
             "stop": list(self.spec.stop),
             "lengths": [b.max_source_length, b.max_target_length, b.truncation, b.bos, b.references],
         }
+        if self.reader.chat is not None:
+            content["chat"] = self.reader.chat.digest
         return content_hash(content)
 
 
@@ -324,12 +337,16 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
         backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
         known = tasks.setdefault((settings, backbone), {})
         known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
-    readers = {b: reader or reader_of(b) for b in {b: None for _, b in tasks}}
-    alone = len({backbone.name for backbone in readers}) == 1
+    # a chat template is read by transformers alone, so with one tokens are counted by the trials
+    readers = {
+        (b, chat): reader or (Reader(family_of(b.name), None) if chat else reader_of(b))
+        for b, chat in {(b, settings.chat): None for settings, b in tasks}
+    }
+    alone = len({backbone.name for backbone, _ in readers}) == 1
     for (settings, backbone), found in tasks.items():
         for task, trial in found.values():
             sources: dict[str, str | None] = {split: trial.source(task, split) for split in SPLITS}
-            yield Case(trial.spec, sources, settings, task, backbone.name, readers[backbone], alone)
+            yield Case(trial.spec, sources, settings, task, backbone.name, readers[backbone, settings.chat], alone)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -525,7 +542,7 @@ def _check_definition(case: Case, found: Findings) -> None:
 def _encoded(case: Case, parts: PromptParts) -> Any:
     b, reader = case.settings, case.reader
     tokenizer: Any = reader
-    return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos)
+    return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos, reader.chat)
 
 
 def _check_prompts(case: Case, found: Findings) -> None:
@@ -551,14 +568,18 @@ def _check_prompts(case: Case, found: Findings) -> None:
 def _room(case: Case) -> int:
     """Return the number of tokens that a prompt's text may have."""
     b, reader = case.settings, case.reader
+    if reader.chat is not None:
+        return b.max_source_length
     special = FRAMES[reader.family].ends + (b.bos == "auto" and reader.bos_token_id is not None)
     return b.max_source_length - special
 
 
 def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
     """Yield the prompts that may not fit: a token has a byte at least."""
+    chat = case.reader.chat
     for parts in split_prompts(case.spec, case.task, split, case.settings, (row.input for row in case.rows[split])):
-        if len("".join(parts).encode()) >= _room(case):
+        whole = "".join(parts if chat is None else in_chat(parts, chat))
+        if len(whole.encode()) >= _room(case):
             yield parts
 
 

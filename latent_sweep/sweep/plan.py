@@ -145,6 +145,7 @@ class Trial:
             "max_target_length": s.benchmark.max_target_length,
             "truncation": s.benchmark.truncation,
             "bos": s.benchmark.bos,
+            **({"chat": True} if s.benchmark.chat else {}),  # which template: the tokenizer's, that `backbone` names
             "seed": s.seed,
         }
         contents: list[dict[str, Any]] = []

@@ -26,6 +26,7 @@ from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.benchmarks import schema
+from latent_sweep.benchmarks.chat import Chat
 from latent_sweep.benchmarks.loaders import data_digest, tokens_name
 from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.learn.evaluation import AnswerBatch, answers_name
@@ -114,6 +115,7 @@ SETTINGS = {
     "benchmark.max_target_length": (5, PROMPTS),
     "benchmark.truncation": ("keep_ends", PROMPTS),
     "benchmark.bos": ("off", PROMPTS),
+    "benchmark.chat": (True, PROMPTS),
     "benchmark.drop_unlabelled": (True, TESTED),
     "benchmark.references": ("max_over_refs", SCORED),
     "benchmark.classification_metric": ("rouge_l", SCORED),
@@ -261,8 +263,9 @@ class Subject:
 
         def tokens(position, split, whole=False):
             longest = 1 << 20 if whole else b.max_source_length
+            chat = Chat("user: ", "assistant: ", 2, strips=False) if b.chat else None
             return tokens_name(
-                data(position, split), b, backbone.tokenizer_digest, "llama", longest, b.max_target_length
+                data(position, split), b, backbone.tokenizer_digest, "llama", longest, b.max_target_length, chat
             )
 
         def tokenised(position, split):
