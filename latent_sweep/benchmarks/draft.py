@@ -29,6 +29,8 @@ LABEL_WORDS = 4
 """Words up to which an answer may be a label."""
 SHARE = 0.95
 """Share of a task's targets that `max_target_length` fits."""
+MARGIN = 8
+"""Tokens added to it, for the end and since numbers and rare words have more tokens than are estimated."""
 MOST_FILES = 2000
 """Files that are looked through; a folder with more is none of a benchmark."""
 
@@ -146,10 +148,9 @@ def _tasks(folder: Path, home: Path, left_over: list[Path]) -> Iterator[_Found]:
                 groups.setdefault((path.parent, rest), {}).setdefault(split, []).append(path)
                 break
     for (parent, rest), splits in groups.items():
-        other = next((split for split in _OTHERS if split in splits), None)
-        if "train" in splits and other is not None:
+        if "train" in splits and len(splits) > 1:
             name = parent.parent.name if parent.name == "data" else parent.name  # as the hub lays out its data sets
-            yield _pair(parent, rest or name, splits["train"], splits[other], other, home)
+            yield _pair(parent, rest or name, splits, home)
         else:
             left_over += [path for paths in splits.values() for path in paths]
 
@@ -180,41 +181,60 @@ def _definition(content: Mapping[str, Any]) -> str:
     return str(told[0] if isinstance(told, list) and told else told or "").strip()
 
 
-def _pair(parent: Path, name: str, train: list[Path], test: list[Path], other: str, home: Path) -> _Found:
+def _pair(parent: Path, name: str, splits: Mapping[str, list[Path]], home: Path) -> _Found:
     """The task of a pair of files, or of shards; without a source where the folder's own layout has them."""
-    source: dict[str, Any] = {"train": _relatives(train, home), "test": _relatives(test, home)}
-    own = [
-        path for path in (*train, *test) if path.name in {f"{s}{k}" for s in ("train", "test") for k in SUFFIXES[:2]}
-    ]
+    train = splits["train"]
     first = read_records(train[0])
     place, record = next(first.each, ("", None))
     if not isinstance(record, dict):
         raise DataError(f"{train[0]}, {place or 'row 1'}: expected a row with columns.")
-    mapping, remarks = _guessed(record, first.classes)
-    found = _Found(name, None, source | mapping, remarks=remarks)
+    mapping, remarks = _guessed(train[0], record, first.classes)
+    found = _Found(name, None, None, remarks=remarks)
+    others = [split for split in _OTHERS if split in splits]
+    other = next((split for split in others if _has_answers(splits[split][0], mapping)), others[0])
+    test = splits[other]
     if other != "test":
-        found.remarks.append(f"test rows are those of `{other}`: no file is called test")
+        why = "those of `test` have no answers" if "test" in others else "no file is called test"
+        found.remarks.append(f"test rows are those of `{other}`: {why}")
+    own = [
+        path for path in (*train, *test) if path.name in {f"{s}{k}" for s in ("train", "test") for k in SUFFIXES[:2]}
+    ]
     if len(own) == len(train) + len(test) == 2 and not mapping:
-        found.folder, found.source = parent, None
+        found.folder = parent
+    else:
+        found.source = {"train": _relatives(train, home), "test": _relatives(test, home), **mapping}
     if train[0].suffix == ".json" and isinstance(content := read_json(train[0]), dict):
         found.instruction = _definition(content)
     return found
 
 
-def _guessed(record: Mapping[str, Any], classes: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+def _has_answers(path: Path, mapping: Mapping[str, str]) -> bool:
+    """Whether the first row of a file can be read: of many data sets the test rows have no answers."""
+    opened = read_records(path)
+    reader = RecordReader(SourceSpec.model_validate({"train": "train", "test": "test", **mapping}), opened.classes)
+    place, record = next(opened.each, ("", None))
+    try:
+        return record is not None and row_of(f"{path}, {place}", record, "", reader) is not None
+    except DataError:
+        return False
+
+
+def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Templates over the columns of a record, with remarks; none where rows are recognised without them."""
     if any(key in record and isinstance(record.get(answer), (str, list)) for key, answer in TEXT_COLUMNS.items()):
         return {}, []
-    lowered = {column.lower(): column for column in record}
-    texts = [column for column, value in record.items() if isinstance(value, str) and not NO_TEXT.fullmatch(column)]
+    told = f"{path}: found the columns {', '.join(map(repr, record))}"
+    usable = [column for column in record if not re.search(r"[{}\[\]!:]", column)]  # what a template can name
+    lowered = {column.lower(): column for column in usable}
+    texts = [column for column in usable if isinstance(record[column], str) and not NO_TEXT.fullmatch(column)]
     answer = next((lowered[name] for name in ANSWERS if name in lowered), None)
     answer = answer or (min(texts, key=lambda column: len(record[column])) if len(texts) > 1 else None)
     if answer is None:
-        raise ConfigError(f"found the columns {', '.join(map(repr, record))}; none of them can be told for the answer")
+        raise ConfigError(f"{told}; none of them can be told for the answer")
     named = next((names for names in INPUTS if all(n in lowered and lowered[n] != answer for n in names)), None)
     inputs = [lowered[name] for name in named] if named else [column for column in texts if column != answer]
     if not inputs:
-        raise ConfigError(f"found the columns {', '.join(map(repr, record))}; none of them is text beside {answer!r}")
+        raise ConfigError(f"{told}; none of them is text beside {answer!r}")
     value = record[answer]
     deep = f"{answer}[text]" if isinstance(value, dict) and "text" in value else answer
     template = "\n".join(f"{{{column}}}" for column in inputs)
@@ -331,9 +351,9 @@ def _text(found: Sequence[_Found], seen: Sequence[_Seen], home: Path) -> str:
     else:
         lines.append(r'stop: ["\n"]  # an answer ends at a line break: no target has one')
     lines += [
-        f"# Fits {SHARE:.0%} of the targets of every task, with one token for the end. Tokens are estimated: the",
-        "# larger of UTF-8 bytes / 4 and words.",
-        f"max_target_length: {longest + 1}",
+        f"# Fits {SHARE:.0%} of the targets of every task. Tokens are estimated, as the larger of UTF-8 bytes / 4 and",
+        f"# words, and {MARGIN} more; `latent-sweep benchmark check` counts them with a backbone's own tokenizer.",
+        f"max_target_length: {longest + MARGIN}",
         "tasks:",
     ]
     for task, of in zip(found, seen, strict=True):

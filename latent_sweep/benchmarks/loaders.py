@@ -472,6 +472,8 @@ def _rows_of(paths: Iterable[Path], task: TaskSpec, split: Split) -> Iterator[tu
         reader = None if source is None else RecordReader(source, found.classes)
         for place, record in found.each:
             position += 1
+            if source is not None and source.kind == "superni" and not place.startswith("Instances["):
+                raise DataError(f"{path}: is no task file of Super-NaturalInstructions; expected one with `Instances`.")
             if not _is_of(source, position, split):
                 continue
             row = row_of(f"{path}, {place}", record, _row_id(task, split, position), reader)

@@ -6,6 +6,7 @@ holds objects or lists; `{{` and `}}` are braces. Nothing else of Python's forma
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Mapping
@@ -83,7 +84,7 @@ class SourceSpec(Settings):
     `label`, or `prompt` and `answer`."""
     output: str | None = None
     """Template of the answer; a single column that is a list of strings gives several references."""
-    names: dict[str, Annotated[tuple[str, ...], Field(strict=False)]] = Field(default_factory=dict)
+    names: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)
     """Names of a column's whole numbers, from 0; columns of class labels have their own."""
     where: dict[str, Texts] = Field(default_factory=dict)
     """Only rows whose column has this value, or one of these; numbers are compared as they are written."""
@@ -201,7 +202,8 @@ class RecordReader:
 
     def _text(self, where: str, record: Mapping[str, Any], column: str, path: tuple[str, ...]) -> str:
         value = self._value(where, record, column, path)
-        if value is None or isinstance(value, (list, dict, bytes)):
+        missing = isinstance(value, float) and not math.isfinite(value)  # as pandas writes what is not there
+        if value is None or missing or isinstance(value, (list, dict, bytes)):
             place = column + "".join(f"[{key}]" for key in path)
             advice = "name one of its parts, as in {" + place + "[0]}" if isinstance(value, (list, dict)) else None
             advice = advice or "expected text or a number; correct the row, or leave it out with `where`"

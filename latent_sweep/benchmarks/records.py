@@ -183,21 +183,26 @@ def kind_of(value: Any) -> str:
 
 
 def _separated(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each row of a CSV file under the names in its first line; every cell is text."""
+    """Each row of a CSV file under the names in its first line; every cell is text.
+
+    A column without a name, as pandas writes its index, is passed over.
+    """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KiB a cell
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
             names = next(reader, [])
-            if not names or "" in names or len(set(names)) < len(names):
-                found = ", ".join(map(repr, names))
-                raise DataError(f"{path}, line 1: expected a name for each column, each once; found {found:.200}.")
+            named = [name for name in names if name]
+            if not named or len(set(named)) < len(named):
+                told = ", ".join(map(repr, names))
+                raise DataError(f"{path}, line 1: expected a name for each column, each once; found {told:.200}.")
             for cells in reader:
                 if cells and len(cells) != len(names):
                     place = f"{path}, line {reader.line_num}"
                     raise DataError(f"{place}: found {len(cells)} cells; expected {len(names)}, as in the first line.")
                 if cells:
-                    yield f"line {reader.line_num}", dict(zip(names, cells, strict=True))
+                    found = {name: cell for name, cell in zip(names, cells, strict=True) if name}
+                    yield f"line {reader.line_num}", found
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num}: not CSV that can be read: {error}.") from error
         except UnicodeDecodeError as error:

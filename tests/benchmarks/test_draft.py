@@ -62,7 +62,7 @@ def test_trace(tmp_path: Path, capsys: Any) -> None:
     assert {task.source for task in spec.tasks} == {None}
     assert spec.stop == ()
     assert "# No `stop` string: targets of MeetingBank have line breaks" in text
-    assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 1
+    assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 8
     assert "# 24 training and 24 test rows; inputs of 3 / 3 / 3 words" in text
 
 
@@ -74,7 +74,7 @@ def test_the_layout_of_sapt_with_its_definitions(tmp_path: Path, capsys: Any) ->
     assert found["task1_good"].instruction == "Is it: good?"
     assert found["task1_good"].folder == "data/task1_good"
     assert found["task1_good"].labels == ("no", "yes")
-    assert (spec.stop, spec.max_target_length) == (("\n",), 2)
+    assert (spec.stop, spec.max_target_length) == (("\n",), 9)
 
 
 def test_task_files_of_super_natural_instructions(tmp_path: Path, capsys: Any) -> None:
@@ -98,6 +98,8 @@ def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "glue" / "data").mkdir(parents=True)
     for name in ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"):
         labelled.to_parquet(str(tmp_path / "glue" / "data" / f"{name}.parquet"))
+    hidden = labelled.map(lambda row: {"label": -1})
+    hidden.to_parquet(str(tmp_path / "glue" / "data" / "test-00000-of-00001.parquet"))
     DatasetDict(train=labelled, test=labelled).save_to_disk(str(tmp_path / "saved"))
     nli = "".join(f'"p, {i}",h {i},{i % 2}\n' for i in range(30))
     for split in ("train", "test"):
@@ -119,7 +121,8 @@ def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
     assert found["glue"].labels == found["saved"].labels == ("bad", "good")
     assert sources["glue"] is not None and len(sources["glue"].train) == 2
     assert found["nli"].labels == ("0", "1")
-    assert "test rows are those of `validation`: no file is called test" in text
+    assert "test rows are those of `validation`: those of `test` have no answers" in text
+    assert "test rows are those of `dev`: no file is called test" in text
     assert "# Not used, since no file of train or of test belongs to it: lonely_train.csv" in text
     assert spec.stop == ("\n",)
 

@@ -108,6 +108,11 @@ def test_a_cell_of_a_csv_file_is_the_text_that_stands_there(tmp_path: Path) -> N
     assert [(row.input, row.target) for row in found] == [("1", "01"), ("a\nb", "NA"), ("", "null")]
 
 
+def test_a_column_without_a_name_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(",input,output\n0,a,b\n")
+    assert [(row.input, row.target) for row in read(tmp_path, {"train": "a.csv", "test": "a.csv"})] == [("a", "b")]
+
+
 def test_class_labels_have_the_names_of_their_data(tmp_path: Path) -> None:
     features = Features({"text": Value("string"), "label": ClassLabel(names=["red", "blue"])})
     saved = Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, -1]}, features=features)
@@ -122,6 +127,13 @@ def test_class_labels_have_the_names_of_their_data(tmp_path: Path) -> None:
     write(tmp_path / "a.json", [{"text": "a", "label": 2}])
     with pytest.raises(DataError, match=r"column `label` is 2; expected a whole number from 0 to 1"):
         read(tmp_path, {"train": "a.json", "test": "a.json", **MAPPED, "input": "{text}"})
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_value_that_is_missing_is_no_text(tmp_path: Path, value: float | None) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "label": value}))
+    with pytest.raises(DataError, match=r"line 1: column `label` is .*; expected text or a number"):
+        read(tmp_path, {"train": "a.jsonl", "test": "a.jsonl", "input": "{text}", "output": "{label}"})
 
 
 def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
@@ -212,6 +224,9 @@ def test_a_task_of_super_natural_instructions_is_cut_from_its_file(tmp_path: Pat
         assert [row.id for row in test] == [f"task1-{i}" for i in range(first)]
         assert [row.id for row in train] == [f"task1-{i}" for i in range(first, 130)]
         assert train[0] == Row(f"task1-{first}", f"in {first}", (f"out {first}", "other"))
+    write(tmp_path / "rows.json", [{"input": "a", "output": "b"}])
+    with pytest.raises(DataError, match=r"rows\.json: is no task file of Super-NaturalInstructions"):
+        read(tmp_path, {"superni": "rows.json"})
     with pytest.raises(DataError, match=r"found no rows.* The first 130 instances are test rows"):
         read(tmp_path, {"superni": "task1.json", "test": 130})
 

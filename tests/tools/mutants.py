@@ -1101,6 +1101,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "benchmarks::test_digest_names_the_rows_and_the_texts",
     ),
     _mutant(
+        "benchmarks/loaders.py",
+        "test instances are learned from",
+        'return (position < source.test_instances) == (split == "test")',
+        "return True",
+        "sources::test_a_task_of_super_natural_instructions_is_cut_from_its_file",
+    ),
+    _mutant(
+        "benchmarks/loaders.py",
+        "other templates have the same digest",
+        "return content_hash([found, decides], length=64) if decides else found",
+        "return found",
+        "sources::test_a_digest_names_the_content_and_what_is_taken_of_it",
+    ),
+    _mutant(
+        "benchmarks/mapping.py",
+        "any row fits that has one of the values asked for",
+        "return all(\n            text_of(",
+        "return any(\n            text_of(",
+        "sources::test_every_kind_of_file_gives_the_same_rows",
+    ),
+    _mutant(
         "benchmarks/rows.py",
         "training always takes the first reference",
         'int.from_bytes(digest[:8], "big") % len(self.references)',
@@ -1153,7 +1174,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "benchmarks/prompts.py",
         "targets end without EOS",
-        "[*ids[:room], tokenizer.eos_token_id][:max_target_length]",
+        "[*ids[:room], end][:max_target_length]",
         "[*ids[:room]][:max_target_length]",
         "benchmarks::test_target_ends_with_eos_and_is_cut",
     ),
