@@ -60,7 +60,10 @@ def _of_empty_model(model_type: str, config: str) -> Outline:
     found = model_config(model_type, json.loads(config))
     with torch.device("meta"):
         model = model_class(found)(found)
-    return Outline(linears_of(model), embedding_name(model))
+    linears = linears_of(model)
+    if not linears:
+        raise ConfigError(f"model_type {model_type!r}; {SUPPORTED}; none of its projections is an nn.Linear")
+    return Outline(linears, embedding_name(model))
 
 
 def model_config(model_type: str, config: Mapping[str, Any]) -> Any:

@@ -414,6 +414,7 @@ def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
         ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "made of several models .*text alone"),
         ({"model_type": "roberta"}, "does not write text"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "see those after themselves"),
+        ({"model_type": "gpt2"}, "none of its projections is an nn.Linear"),
         ({"model_type": "clip"}, "does not write text"),
         ({"model_type": "no-such-model"}, "which transformers .* does not know"),
         ({"model_type": "llama", "hidden_size": 32}, "sizes such as hidden_size or d_model are missing"),
