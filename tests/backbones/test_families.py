@@ -28,9 +28,10 @@ from latent_sweep.backbones.outlines import linears_of, model_class, model_confi
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.training import recomputing
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.forecast import _memory_lines
+from latent_sweep.sweep.groups import RunSettings, TrainingSettings
 from latent_sweep.sweep.memory import shape_of
-from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.plan import expand, pack
 
 LLAMA = {name: value for name, value in KNOWN["tiny-qwen3"].config.items() if name != "head_dim"}
 OTHERS = {
@@ -324,6 +325,11 @@ def test_a_family_adapts_query_and_value_or_says_that_they_are_fused(family):
 def test_a_family_without_a_table_is_not_forecast():
     assert describe(settings_of("tiny-opt")).adapted(settings_of("tiny-opt"))
     assert shape_of(settings_of("tiny-opt")) is None
+    trials = expand(
+        parse_sweep(tiny(search={}, trial__backbone={"name": "tiny-opt", "dtype": "float32"}), "sweep.yaml")
+    )
+    lines = _memory_lines(pack(trials), RunSettings())
+    assert lines == ["  memory is not forecast on tiny-opt: what blocks of the family opt keep is not known here"]
 
 
 # --- what is adapted -------------------------------------------------------------------------------------------------
