@@ -7,19 +7,19 @@ import sys
 from collections.abc import Callable, Sequence
 
 from latent_sweep import __version__
-from latent_sweep.commands import completion, machine, results, starting, storage, sweeps, tracking
+from latent_sweep.commands import benchmarks, completion, machine, results, starting, storage, sweeps, tracking
 from latent_sweep.run import carry_out
 
-CHAPTERS = (starting, sweeps, results, storage, machine, tracking)
+CHAPTERS = (starting, benchmarks, sweeps, results, storage, machine, tracking)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Returns:
-        0 if all went well, 1 if a trial failed, `doctor` found a fault, `rescore` a score that is not that of its
-        answers or cannot be computed again, or `verify` a difference (with `--repair`: one that is left, for the next
-        run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
+        0 if all went well, 1 if a trial failed, `doctor` or `benchmark check` found a fault, `rescore` a score that is
+        not that of its answers or cannot be computed again, or `verify` a difference (with `--repair`: one that is
+        left, for the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
     """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.carry_out

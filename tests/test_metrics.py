@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from latent_sweep.metrics import Metric, ScoreMatrix, exact_match, normalise_answer, rouge_1, rouge_l, score_rows
+from latent_sweep.errors import ConfigError
+from latent_sweep.metrics import (
+    METRICS,
+    Metric,
+    RefsPolicy,
+    ScoreMatrix,
+    bleu,
+    chrf,
+    edit_similarity,
+    exact_match,
+    metric_source,
+    normalise_answer,
+    number_match,
+    reads_input,
+    rouge_1,
+    rouge_l,
+    sari,
+    score_rows,
+    token_f1,
+)
 
 MATRIX = ScoreMatrix(tasks=("a", "b", "c"), rows=((0.9,), (0.5, 0.8), (0.7, 0.9, 0.6)))
 
@@ -183,3 +205,177 @@ def test_malformed_json_is_refused(text: str) -> None:
 def test_empty_matrix_has_no_performance() -> None:
     with pytest.raises(ValueError, match="no rows yet"):
         ScoreMatrix(("a",), ()).average_performance()
+
+
+# --- metrics of answers against what defines them --------------------------------------------------------------------
+
+PHRASES = [
+    "",
+    "the cat",
+    "A cat sat on the mat.",
+    "a  Cat, sat on THE mat!",
+    "the dog sat on a log",
+    "x = 3;",
+    "x = 4 ;  return x",
+    "Ein Hund bellt, zwei Hunde bellen.",
+    "an apple a day keeps the doctor away",
+]
+PAIRS = [(prediction, reference) for prediction in PHRASES for reference in PHRASES if reference]
+
+
+def squad_f1(gold: str, predicted: str) -> float:
+    """`compute_f1` of SQuAD 2.0's official script, typed anew from its definition."""
+    import collections
+    import re
+    import string
+
+    def normalised(text: str) -> list[str]:
+        text = "".join(ch for ch in text.lower() if ch not in set(string.punctuation))
+        return " ".join(re.compile(r"\b(a|an|the)\b", re.UNICODE).sub(" ", text).split()).split()
+
+    gold_tokens, predicted_tokens = normalised(gold), normalised(predicted)
+    common = collections.Counter(gold_tokens) & collections.Counter(predicted_tokens)
+    same = sum(common.values())
+    if len(gold_tokens) == 0 or len(predicted_tokens) == 0:
+        return int(gold_tokens == predicted_tokens)
+    if same == 0:
+        return 0
+    precision, recall = 1.0 * same / len(predicted_tokens), 1.0 * same / len(gold_tokens)
+    return (2 * precision * recall) / (precision + recall)
+
+
+def test_token_f1_is_that_of_squad() -> None:
+    for prediction, reference in PAIRS:
+        assert token_f1(prediction, [reference]) == pytest.approx(squad_f1(reference, prediction))
+    assert token_f1("the cat", ["dog", "a cat", "cat food"]) == 1.0
+    assert token_f1("cat food today", ["cat"]) == pytest.approx(2 * (1 / 3) / (1 / 3 + 1))
+
+
+def test_edit_similarity_by_its_definition() -> None:
+    import rapidfuzz.distance
+
+    for prediction, reference in PAIRS:
+        edits = rapidfuzz.distance.Indel.distance(prediction, reference)
+        expected = 1 - edits / (len(prediction) + len(reference))
+        assert edit_similarity(prediction, [reference]) == pytest.approx(expected)
+    assert edit_similarity("abc", ["xyz", "abd"]) == pytest.approx(1 - 2 / 6)
+
+
+def test_bleu_and_chrf_are_those_of_sacrebleu() -> None:
+    import sacrebleu
+
+    for prediction, reference in PAIRS:
+        for references in ([reference], [reference, "the cat sat"]):
+            expected = sacrebleu.sentence_bleu(prediction, references, use_effective_order=True).score
+            assert bleu(prediction, references) == pytest.approx(expected / 100)
+            assert chrf(prediction, references) == pytest.approx(
+                sacrebleu.sentence_chrf(prediction, references).score / 100
+            )
+    assert bleu("the cat", ["the cat"]) == chrf("the cat", ["the cat"]) == 1.0  # of no n-gram of four
+
+
+def test_sari_gives_the_published_numbers() -> None:
+    """The worked example of Xu et al.'s SARI.py."""
+    source = "About 95 species are currently accepted ."
+    references = [
+        "About 95 species are currently known .",
+        "About 95 species are now accepted .",
+        "95 species are now accepted .",
+    ]
+    for answer, expected in (
+        ("About 95 you now get in .", 0.2682782411698074),
+        ("About 95 species are now agreed .", 0.5889995423074248),
+        ("About 95 species are currently agreed .", 0.5071608864657479),
+    ):
+        assert sari(answer, references, source) == pytest.approx(expected, rel=1e-12)
+        policies: tuple[RefsPolicy, ...] = ("max_over_refs", "single_first")
+        found, first = (score_rows("sari", [answer], [references], p, [source]).item() for p in policies)
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert first == sari(answer, references[:1], source)
+    assert sari("", ["x"], "") >= 0.0
+    with pytest.raises(ValueError, match="metric sari reads inputs; expected those of 1 rows"):
+        score_rows("sari", ["a"], [["a"]], "single_first")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        ("The answer is 1,234.50.", "1234.5", 1.0),
+        ("first 3, then 72", "#### 72", 1.0),
+        ("-3", "3", 0.0),
+        ("5-3", "3", 1.0),
+        ("= \u22123", "-3", 1.0),
+        ("1,2,3", "3", 1.0),
+        ("1,2345", "12345", 0.0),
+        ("0.50", ".5", 1.0),
+        ("10%", "10", 1.0),
+        ("none", "none", 0.0),
+        ("", "0", 0.0),
+        ("1" * 40, "1" * 39 + "2", 0.0),
+    ],
+)
+def test_number_match(prediction: str, reference: str, expected: float) -> None:
+    assert number_match(prediction, [reference]) == expected
+
+
+def test_every_metric_is_a_fraction_and_one_where_all_is_right() -> None:
+    for name in METRICS:
+        inputs = ["keep 7 cats , dogs and 12 mice now"]
+        right = "dogs and 12 mice now indeed"
+        assert score_rows(name, [right], [[right]], "single_first", inputs)[0] == pytest.approx(1.0), name
+        for prediction, reference in PAIRS:
+            assert 0 <= score_rows(name, [prediction], [[reference]], "max_over_refs", inputs)[0] <= 1, name
+        assert reads_input(name) == (name == "sari")
+
+
+OUTSIDE = """
+def contains(prediction, references):
+    return float(any(reference in prediction for reference in references))
+
+def grew(prediction, references, text):
+    return float(len(prediction) > len(text))
+
+def wide(prediction, references):
+    return 12
+
+def broken(prediction, references):
+    return 1 / len(prediction)
+
+def one(prediction):
+    return 1.0
+
+NUMBER = 1
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with functions; its name is another in every test, since Python imports a name once."""
+    module = f"scores_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield module
+    sys.modules.pop(module, None)
+
+
+def test_a_metric_from_outside(outside: str, tmp_path: Path) -> None:
+    found = score_rows(f"{outside}:contains", ["abc", "d"], [["b"], ["b"]], "single_first")
+    assert found.tolist() == [1.0, 0.0]
+    assert score_rows(f"{outside}:grew", ["ab", "c"], [["x"], ["x"]], "single_first", ["a", "b"]).tolist() == [1.0, 0.0]
+    assert metric_source("accuracy") is None
+    digest = metric_source(f"{outside}:contains")
+    (tmp_path / f"{outside}.py").write_text(OUTSIDE + "# changed\n")
+    assert metric_source(f"{outside}:contains") not in (digest, None)
+    for name, said in (
+        ("wide", "gave 12.0 for the answer ''; expected a fraction from 0 to 1"),
+        ("broken", "failed on the answer '': ZeroDivisionError"),
+        ("one", "expected a function of the prediction, its references"),
+        ("NUMBER", "has no function NUMBER"),
+        ("absent", "has no function absent"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            score_rows(f"{outside}:{name}", [""], [["a"]], "single_first")
+    with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
+        score_rows("no_such_module:f", [""], [["a"]], "single_first")
+    with pytest.raises(ConfigError, match=r"found 'blue' \(did you mean 'bleu'\?\); expected accuracy, rouge_l"):
+        score_rows("blue", [""], [["a"]], "single_first")

@@ -106,7 +106,7 @@ def test_every_link_leads_somewhere(name):
 
 
 ELSEWHERE = {
-    *("benchmark.yaml", "dev.json", "test.json"),  # of one's own
+    *("benchmark.yaml", "dev.json", "eval.json", "test.json"),  # of one's own
     *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json"),
     *("latent_sweep/benchmarks/x.yaml", "latent_sweep/methods/x.py", "tests/methods/test_x.py"),  # by a recipe
 }

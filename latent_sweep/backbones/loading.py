@@ -63,6 +63,9 @@ class Backbone:
     before_answering: Callable[[], None] = _nothing
     """Brings the weights to where answers are generated."""
 
+    answer_end: int | None = None
+    """The token that ends an answer where that is not EOS: a chat template's end of a turn."""
+
     @cached_property
     def traits(self) -> Family:
         """What its family says of it."""
@@ -119,7 +122,7 @@ class Backbone:
     @property
     def eos_id(self) -> int:
         """The token that ends an answer."""
-        return self.tokenizer.eos_token_id
+        return self.tokenizer.eos_token_id if self.answer_end is None else self.answer_end
 
     @contextmanager
     def dropout(self, rate: float) -> Iterator[None]:

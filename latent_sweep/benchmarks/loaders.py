@@ -3,28 +3,26 @@
 Data lies in the layout of the public continual-learning repositories, `<folder>/<task>/train.json` and `test.json`:
 an object with `Instances`, or a plain list, of `{input, output}` or `{sentence, label}`; or the same objects one a
 line in `train.jsonl` and `test.jsonl`. Their `dev.json` is a copy of `test.json` and never read: validation rows are
-taken out of the training rows.
+taken out of the training rows. Rows of `{prompt, answer}`, as TRACE has them, are read too, and a task whose data looks
+otherwise says so in its `source` (`mapping.py`, `records.py`, `hub.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import heapq
 import logging
 import os
-import re
-import shutil
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from filelock import FileLock
-
 from latent_sweep.benchmarks import builtin
+from latent_sweep.benchmarks.chat import Chat, chat_of
+from latent_sweep.benchmarks.dataset_folders import is_intact, locked, write_folder
+from latent_sweep.benchmarks.hub import hub_split, values_digest
+from latent_sweep.benchmarks.mapping import RecordReader, SourceSpec
 from latent_sweep.benchmarks.prompts import (
     LOST,
     Family,
@@ -34,10 +32,11 @@ from latent_sweep.benchmarks.prompts import (
     is_cut,
     split_prompts,
 )
+from latent_sweep.benchmarks.records import files_digest, files_state, read_records
+from latent_sweep.benchmarks.rows import Row, check_labels, is_labelled, row_of
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
-from latent_sweep.security import quoted, redact
-from latent_sweep.settings import canonical_json, content_hash, local_path, read_regular
+from latent_sweep.settings import content_hash, local_path
 from latent_sweep.store import versions
 from latent_sweep.store.files import committing
 
@@ -54,23 +53,6 @@ logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT = 1 << 20
 """A limit in tokens that no prompt reaches."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One example of a task."""
-
-    id: str
-    """The file's own id, or task, split and position where it has none."""
-    input: str
-    references: tuple[str, ...]
-    """Every accepted answer, at least one. Scoring with `single_first` reads the first one."""
-
-    @property
-    def target(self) -> str:
-        """The answer to train on: one reference, chosen by a hash of the row's id, so the same in every trial."""
-        digest = hashlib.sha256(self.id.encode()).digest()
-        return self.references[int.from_bytes(digest[:8], "big") % len(self.references)]
 
 
 def load_rows(
@@ -95,10 +77,17 @@ def load_rows(
             and the row.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
-    rows = _source_rows(spec, task, split, settings, source)
-    ranked = sorted(rows, key=lambda row: hashlib.sha256(f"{settings.subset_seed}/{row.id}".encode()).digest())
-    kept = {row.id for row in ranked[_selection(len(rows), task, split, settings, carve_validation)]}
-    return [row for row in rows if row.id in kept]
+    total = 0
+
+    def ranked() -> Iterator[tuple[bytes, int, Row]]:
+        nonlocal total
+        for total, row in enumerate(_source_rows(spec, task, split, settings, source), start=1):
+            yield hashlib.sha256(f"{settings.subset_seed}/{row.id}".encode()).digest(), total, row
+
+    limit = _limit(split, settings)  # of data larger than memory only the subset is ever held
+    permuted = sorted(ranked()) if limit is None else heapq.nsmallest(limit, ranked())
+    kept = permuted[_selection(total, task, split, settings, carve_validation)]
+    return [row for _, _, row in sorted(kept, key=lambda entry: entry[1])]
 
 
 def row_count(
@@ -123,8 +112,8 @@ def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
     split, _ = _scored(split, settings)
     if spec.layout == "builtin":
         return content_hash(_generated(task, split))
-    path = _find_file(spec, task, split, settings)
-    return None if path is None else _file_digest(path, _file_state(path))
+    paths = _find_files(spec, task, split, settings)
+    return None if paths is None else _known_digest(tuple(paths), files_state(paths), task.source)
 
 
 def data_digest(
@@ -147,7 +136,7 @@ def data_digest(
     source = source or source_digest(spec, task, split, settings)
     if source is None:
         raise MissingData(_not_at_hand(spec, task, split, settings))
-    limit = settings.test_per_task if split == "test" else settings.train_per_task
+    limit = _limit(split, settings)
     carved = split == "validation" or (split == "train" and carve_validation)
     content = {
         "source": source,
@@ -193,14 +182,16 @@ def tokenised(
 
     Raises:
         DataError: The data is missing or malformed, or other than `source` says.
+        ConfigError: `settings.chat` asks for a chat template that the tokenizer does not have.
         StoreError: The cache cannot be written.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
     max_target_length = settings.max_target_length or spec.max_target_length
     data = data_digest(spec, task, split, settings, carve_validation, source)
-    target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length)
-    with committing(target), _locked(target):
-        if not _is_intact(target):
+    chat = chat_of(tokenizer) if settings.chat else None
+    target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length, chat)
+    with committing(target), locked(target):
+        if not is_intact(target, "token cache"):
             rows = load_rows(spec, task, split, settings, carve_validation, source)
             encode = partial(
                 encode_parts,
@@ -209,11 +200,12 @@ def tokenised(
                 max_source_length=max_source_length,
                 truncation=settings.truncation,
                 bos=settings.bos,
+                chat=chat,
             )
             parts = split_prompts(spec, task, split, settings, (row.input for row in rows))
             prompts = [encode(part) for part in parts]
             full = [part for part, ids in zip(parts, prompts, strict=True) if sum(map(len, ids)) == max_source_length]
-            if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos) for part in full):
+            if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos, chat) for part in full):
                 limit = (
                     f"benchmark.max_source_length = {max_source_length:,} tokens and lose {LOST[settings.truncation]}"
                 )
@@ -223,7 +215,7 @@ def tokenised(
                 "id": [row.id for row in rows],
                 "prompt_ids": [ids.head + ids.input + ids.cue for ids in prompts],
                 "input_ids": [ids.input for ids in prompts],
-                "target_ids": [encode_target(row.target, tokenizer, family, max_target_length) for row in rows],
+                "target_ids": [encode_target(row.target, tokenizer, family, max_target_length, chat) for row in rows],
                 "references": [list(row.references) for row in rows],
             }
             _write(columns, target)
@@ -237,6 +229,7 @@ def tokens_name(
     family: Family,
     longest_source: int,
     longest_target: int,
+    chat: Chat | None = None,
 ) -> str:
     """The name of a cache of token ids: a hash of all that they depend on.
 
@@ -252,6 +245,8 @@ def tokens_name(
         "truncation": settings.truncation,
         "bos": settings.bos,
     }
+    if chat is not None:
+        content["chat"] = chat.digest
     return content_hash(content)
 
 
@@ -286,15 +281,29 @@ def _find_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: Benc
     return found[0] if found else None
 
 
-def _data_file(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> Path:
-    path = _find_file(spec, task, split, settings)
-    if path is None:
-        raise MissingData(_not_at_hand(spec, task, split, settings))
-    return path
+def _find_files(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> list[Path] | None:
+    """The files and folders that hold a split, or None where one of them is not at hand."""
+    if task.source is None:
+        found = _find_file(spec, task, split, settings)
+        return None if found is None else [found]
+    paths = _source_paths(task.source, split)
+    return paths if all(path.exists() for path in paths) else None
+
+
+def _source_paths(source: SourceSpec, split: Split) -> list[Path]:
+    """The files and folders that a source names for a split; a hub's is loaded where it is not on this machine."""
+    if source.kind == "hub":
+        return [hub_split(source, source.split.test if split == "test" else source.split.train)]
+    if source.superni is not None:
+        return [Path(source.superni)]
+    return list(map(Path, source.test if split == "test" and not isinstance(source.test, int) else source.train))
 
 
 def _not_at_hand(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> str:
     root = data_folder(spec, settings)
+    if task.source is not None:
+        missing = next(path for path in _source_paths(task.source, split) if not path.exists())
+        return f"Looked for {missing}: there is no such file. Correct the `source` of task {task.name!r} in {root}."
     if root is None:
         found, root = "no data folder is set", Path("CL_Benchmark") / spec.folder
     else:
@@ -321,28 +330,36 @@ def _scored(split: Split, settings: BenchmarkSettings, carve_validation: bool = 
 
 def _source_rows(
     spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, source: str | None = None
-) -> list[Row]:
-    """All rows that a split may take, in the order of the file."""
+) -> Iterator[Row]:
+    """All rows that a split may take, in the order of the data, one after the other."""
     if spec.layout == "builtin":
         pairs = _generated(task, split)
         _check_source(f"built-in task {task.name!r}, {split}", content_hash(pairs), source)
-        return [Row(_row_id(task, split, i), text, (answer,)) for i, (text, answer) in enumerate(pairs)]
-    rows = _read_rows(_data_file(spec, task, split, settings), task, split, _own_labels(spec, task), source)
-    return [row for row in rows if _is_labelled(row)] if _drops_unlabelled(task, split, settings) else rows
+        yield from (Row(_row_id(task, split, i), text, (answer,)) for i, (text, answer) in enumerate(pairs))
+        return
+    paths = _find_files(spec, task, split, settings)
+    if paths is None:
+        raise MissingData(_not_at_hand(spec, task, split, settings))
+    rows = _read_rows(paths, task, split, _own_labels(spec, task), source)
+    yield from filter(is_labelled, rows) if _drops_unlabelled(task, split, settings) else rows
 
 
 def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> int:
-    """Count the rows that `_source_rows` gives, or take the published number where the file is not at hand."""
+    """Count the rows that `_source_rows` gives, or take the published number where the data is not at hand."""
     if spec.layout == "builtin":
         return len(_generated(task, split))
-    path = _find_file(spec, task, split, settings)
-    if path is not None:
-        counts = _count_rows(path, _file_state(path), task, split, _own_labels(spec, task))
+    paths = _find_files(spec, task, split, settings)
+    if paths is not None:
+        counts = _count_rows(tuple(paths), files_state(paths), task, split, _own_labels(spec, task))
         return counts.labelled if _drops_unlabelled(task, split, settings) else counts.all
     published = task.test_rows if split == "test" else task.train_rows
     if published is None:
         raise MissingData(_not_at_hand(spec, task, split, settings))
     return published
+
+
+def _limit(split: Split, settings: BenchmarkSettings) -> int | None:
+    return settings.test_per_task if split == "test" else settings.train_per_task
 
 
 def _check_source(where: str, found: str, planned: str | None) -> None:
@@ -373,10 +390,6 @@ def _drops_unlabelled(task: TaskSpec, split: Split, settings: BenchmarkSettings)
     return settings.drop_unlabelled and split == "test" and task.metric == "accuracy"
 
 
-def _is_labelled(row: Row) -> bool:
-    return any(character.isalnum() for reference in row.references for character in reference)
-
-
 def _generated(task: TaskSpec, split: Split) -> list[tuple[str, str]]:
     if task.name not in builtin.GENERATORS:
         known = ", ".join(builtin.GENERATORS)
@@ -396,124 +409,96 @@ class _Counts(NamedTuple):
     labelled: int
 
 
-def _file_state(path: Path) -> tuple[int, int]:
-    """Return what changes when a file is written again; part of the key of what is remembered about it."""
-    state = path.stat()
-    return state.st_size, state.st_mtime_ns
-
-
 @cache
-def _file_digest(path: Path, state: tuple[int, int]) -> str:
-    try:
-        return hashlib.sha256(read_regular(path)).hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+def _known_digest(paths: tuple[Path, ...], state: tuple[tuple[str, int, int], ...], source: SourceSpec | None) -> str:
+    return _digest(paths, source)
+
+
+def _digest(paths: Iterable[Path], source: SourceSpec | None) -> str:
+    """Digest what lies there and what is taken of it; a file that is taken as it is has its own."""
+    (first, *_) = paths = list(paths)
+    found = values_digest(first) if source is not None and source.kind == "hub" else files_digest(paths)
+    decides = source.decides() if source is not None else {}
+    return content_hash([found, decides], length=64) if decides else found
 
 
 @cache
 def _count_rows(
-    path: Path, state: tuple[int, int], task: TaskSpec, split: Split, labels: tuple[str, ...] | None
+    paths: tuple[Path, ...],
+    state: tuple[tuple[str, int, int], ...],
+    task: TaskSpec,
+    split: Split,
+    labels: tuple[str, ...] | None,
 ) -> _Counts:
-    rows = _read_rows(path, task, split, labels)
-    return _Counts(len(rows), sum(map(_is_labelled, rows)))
+    count = labelled = 0
+    for row in _read_rows(paths, task, split, labels):
+        count, labelled = count + 1, labelled + is_labelled(row)
+    return _Counts(count, labelled)
 
 
 def _read_rows(
-    path: Path, task: TaskSpec, split: Split, labels: tuple[str, ...] | None, source: str | None = None
-) -> list[Row]:
-    """The checked rows of a file; at least one, with ids that differ, and no answer beside `labels`."""
-    rows: list[Row] = []
+    paths: Iterable[Path], task: TaskSpec, split: Split, labels: tuple[str, ...] | None, planned: str | None = None
+) -> Iterator[Row]:
+    """Read the checked rows of files: at least one, with ids that differ, and no answer beside `labels`."""
+    paths = list(paths)
+    said, state = ", ".join(map(str, paths)), files_state(paths)
+    if planned is not None:
+        _check_source(said, _digest(paths, task.source), planned)
     places: dict[str, str] = {}
-    for position, (place, record) in enumerate(_read_records(path, source)):
-        row = _check_row(f"{path}, {place}", record, _row_id(task, split, position))
+    count = 0
+    for path, place, row, has_own_id in _rows_of(paths, task, split):
         if labels is not None:
-            _check_labels(f"{path}, {place}", row, labels)
-        if row.id in places:
-            raise DataError(f"{path}, {place}: id {row.id!r} is also that of {places[row.id]}; expected unique ids.")
-        places[row.id] = place
-        rows.append(row)
-    if not rows:
-        raise DataError(f"{path}: found no rows; expected at least one row for split {split!r}.")
-    return rows
+            check_labels(f"{path}, {place}", row, labels)
+        if has_own_id:  # ids by position differ, and of data larger than memory no list of them is kept
+            here = place if len(paths) == 1 else f"{path}, {place}"
+            if row.id in places:
+                raise DataError(
+                    f"{path}, {place}: id {row.id!r} is also that of {places[row.id]}; expected unique ids."
+                )
+            places[row.id] = here
+        count += 1
+        yield row
+    if not count:
+        raise DataError(_no_rows(said, task, split))
+    if files_state(paths) != state:
+        raise DataError(f"{said}: was written again while it was read. Run the same command again.")
 
 
-def _read_records(path: Path, source: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Each record of a file with its place in it."""
-    try:
-        content = read_regular(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-    if source is not None:
-        _check_source(str(path), hashlib.sha256(content).hexdigest(), source)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8; save the file in UTF-8.") from error
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                yield f"line {number}", _parse_json(path, line, first_line=number)
-        return
-    content = _parse_json(path, text)
-    place = ""
-    if isinstance(content, _Repeating):
-        raise DataError(f"{path}: {content.fault}")
-    if isinstance(content, dict) and "Instances" in content:
-        content, place = content["Instances"], "Instances"
-    if not isinstance(content, list):
-        raise DataError(f"{path}: found {_kind(content)}; expected a list of rows, or an object with `Instances`.")
-    for position, record in enumerate(content):
-        yield f"{place}[{position}]", record
+def _rows_of(paths: Iterable[Path], task: TaskSpec, split: Split) -> Iterator[tuple[Path, str, Row, bool]]:
+    """Yield the rows that a task takes of files, each with its place and whether it has an id of its own."""
+    source, position, taken = task.source, -1, 0
+    for path in paths:
+        found = read_records(path, None if source is None else source.columns())
+        reader = None if source is None else RecordReader(source, found.classes)
+        for place, record in found.each:
+            position += 1
+            if not _is_of(source, position, split):
+                continue
+            row = row_of(f"{path}, {place}", record, _row_id(task, split, position), reader)
+            if row is None:
+                continue
+            yield path, place, row, (reader is None or reader.recognises) and "id" in record
+            taken += 1
+            if source is not None and taken == source.limit:
+                return
 
 
-def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise DataError(f"{path}, line {line}, column {error.colno}: not valid JSON: {error.msg}.") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
-        raise DataError(f"{path}: not JSON that can be read: {error}.") from error
+def _is_of(source: SourceSpec | None, position: int, split: Split) -> bool:
+    """Whether the record at this place, from 0, is of this split: two splits are cut from one file of SuperNI."""
+    if source is None or source.kind != "superni":
+        return True
+    return (position < source.test_instances) == (split == "test")
 
 
-class _Repeating(dict[str, Any]):
-    """A JSON object with a key that appears twice: the first value would be lost without a word."""
-
-    fault = ""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
+def _no_rows(said: str, task: TaskSpec, split: Split) -> str:
+    found = f"{said}: found no rows; expected at least one row for split {split!r}."
+    if task.source is None:
         return found
-    repeating = _Repeating(found)
-    twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-    repeating.fault = f"key {twice!r:.60} appears twice; expected each key once. Correct the file."
-    return repeating
-
-
-def _check_row(where: str, record: Any, default_id: str) -> Row:
-    if isinstance(record, _Repeating):
-        raise DataError(f"{where}: {record.fault}")
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: found {_kind(record)}; expected an object with `input` and `output`.")
-    text_key, answer_key = ("sentence", "label") if "sentence" in record else ("input", "output")
-    missing = [key for key in (text_key, answer_key) if key not in record]
-    if missing:
-        raise DataError(f"{where}: `{'` and `'.join(missing)}` missing; found the keys {sorted(record)}.")
-    text, answer, row_id = record[text_key], record[answer_key], record.get("id", default_id)
-    if not isinstance(text, str):
-        raise DataError(f"{where}: `{text_key}` is {_kind(text)}; expected a string.")
-    references = answer if isinstance(answer, list) else [answer]
-    if not references or not all(isinstance(reference, str) for reference in references):
-        raise DataError(
-            f"{where}: `{answer_key}` is {_kind(answer)}: {quoted(answer, 60)}; expected a string or strings."
-        )
-    if type(row_id) not in (str, int):
-        raise DataError(f"{where}: `id` is {_kind(row_id)}; expected a string or a whole number.")
-    if any(_HALF_PAIR.search(part) for part in (str(row_id), text, *references)):
-        raise DataError(f"{where}: found half of a surrogate pair, which UTF-8 cannot hold; expected whole characters.")
-    return Row(str(row_id), text, tuple(references))
+    if task.source.where:
+        return f"{found} Does any fit `where` of task {task.name!r}?"
+    if task.source.kind == "superni":
+        return f"{found} The first {task.source.test_instances} instances are test rows, and the others training rows."
+    return found
 
 
 def _own_labels(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...] | None:
@@ -521,91 +506,19 @@ def _own_labels(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...] | None:
     return task.labels if spec.layout == "folder" else None
 
 
-def _check_labels(where: str, row: Row, labels: tuple[str, ...]) -> None:
-    unknown = [reference for reference in row.references if reference not in labels]
-    if unknown and _is_labelled(row):
-        known = redact(", ".join(map(repr, labels)))
-        raise DataError(
-            f"{where}: the answer {quoted(unknown[0], 60)} is none of the task's labels: {known:.200}. "
-            "Correct the row, or `labels` in the benchmark's file."
-        )
-
-
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
 # The cache of token ids ----------------------------------------------------------------------------------------------
-
-_DIGESTS = "sha256.json"
 
 
 def _write(columns: dict[str, list[Any]], target: Path) -> None:
-    """Writes columns as a dataset folder with the digests of its files; the rename at the end commits it."""
     from datasets import Dataset, Features, List, Value
 
     ids = List(Value("int32"))
     kinds = {"prompt_ids": ids, "input_ids": ids, "target_ids": ids, "references": List(Value("string"))}
     features = Features({"id": Value("string"), **kinds})
-    partial = target.with_suffix(".partial")
-    _remove(partial)
-    with _no_progress_bars():
-        Dataset.from_dict(columns, features=features).save_to_disk(str(partial))
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(partial.iterdir())}
-    (partial / _DIGESTS).write_text(canonical_json(digests), encoding="utf-8")
-    partial.rename(target)
-
-
-def _is_intact(target: Path) -> bool:
-    """Whether a cache folder is complete and unchanged; a damaged one is reported and set aside."""
-    if not target.exists():
-        return False
-    try:
-        digests = json.loads((target / _DIGESTS).read_text(encoding="utf-8"))
-        found = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in digests}
-        if found and found == digests:
-            return True
-    except (OSError, ValueError, TypeError):
-        pass
-    damaged = target.with_suffix(".damaged")
-    logger.warning("The token cache %s is damaged; it is set aside as %s and built again.", target, damaged.name)
-    _remove(damaged)
-    target.rename(damaged)
-    return False
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):
-        yield
+    write_folder(Dataset.from_dict(columns, features=features), target)
 
 
 def _open(target: Path) -> Dataset:
     from datasets import load_from_disk
 
     return load_from_disk(str(target), keep_in_memory=False)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bars()

@@ -34,6 +34,8 @@ from latent_sweep.security import quoted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from latent_sweep.benchmarks.chat import Chat
+
 Family = Literal["t5", "llama"]
 
 
@@ -116,6 +118,16 @@ def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str
     return PromptParts(head, text, "\nOutput: ")
 
 
+def in_chat(parts: PromptParts, chat: Chat) -> PromptParts:
+    """The same prompt as a user's message: the template belongs to what surrounds the input."""
+    head, text, cue = parts
+    if chat.strips:  # what the message begins with, wherever it begins
+        head = head.lstrip()
+        text = text if head else text.lstrip()
+        cue = cue if head or text else cue.lstrip()
+    return PromptParts(chat.before + head, text, cue.rstrip() + chat.after)
+
+
 def encode_prompt(
     parts: PromptParts,
     tokenizer: PreTrainedTokenizerBase,
@@ -123,9 +135,10 @@ def encode_prompt(
     max_source_length: int,
     truncation: Truncation = "keep_cue",
     bos: Literal["auto", "off"] = "auto",
+    chat: Chat | None = None,
 ) -> list[int]:
     """The token ids of a prompt, at most `max_source_length` of them; see `encode_parts`."""
-    head, kept, cue = encode_parts(parts, tokenizer, family, max_source_length, truncation, bos)
+    head, kept, cue = encode_parts(parts, tokenizer, family, max_source_length, truncation, bos, chat)
     return head + kept + cue
 
 
@@ -136,6 +149,7 @@ def encode_parts(
     max_source_length: int,
     truncation: Truncation = "keep_cue",
     bos: Literal["auto", "off"] = "auto",
+    chat: Chat | None = None,
 ) -> PromptIds:
     """The token ids of a prompt by part, at most `max_source_length` in all.
 
@@ -144,11 +158,13 @@ def encode_parts(
     of its beginning as of its end, or one more), or the last ones of the prompt (`official`). A token that reaches into
     the input from the head belongs to the input, one that reaches into the cue to the cue. Prompts begin with BOS where
     the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts end with EOS, Llama
-    prompts do not.
+    prompts do not. Inside a chat template they have the special tokens that it writes, and no others.
 
     Raises:
         DataError: Head and cue leave no room for the input (not under `official`).
     """
+    if chat is not None:
+        parts = in_chat(parts, chat)
     encoding = tokenizer("".join(parts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
     input_start, input_end = len(parts.head), len(parts.head) + len(parts.input)
@@ -156,9 +172,8 @@ def encode_parts(
     n_cue = sum(end > input_end for _, end in offsets[n_head:])
     head, kept, cue = ids[:n_head], ids[n_head : len(ids) - n_cue], ids[len(ids) - n_cue :]
 
-    frame = FRAMES[family]
-    first = [tokenizer.bos_token_id] if bos == "auto" and _adds_bos(tokenizer) else []
-    last = [tokenizer.eos_token_id] if frame.ends else []
+    first = [tokenizer.bos_token_id] if chat is None and bos == "auto" and _adds_bos(tokenizer) else []
+    last = [tokenizer.eos_token_id] if chat is None and FRAMES[family].ends else []
     room = max_source_length - len(first) - len(last)
     if len(ids) > room and truncation == "official":
         head, kept, cue = head[:room], kept[: max(0, room - n_head)], cue[: max(0, room - n_head - len(kept))]
@@ -173,19 +188,27 @@ def is_cut(
     family: Family,
     max_source_length: int,
     bos: Literal["auto", "off"] = "auto",
+    chat: Chat | None = None,
 ) -> bool:
     """Whether a prompt has more than `max_source_length` tokens, so that `encode_parts` leaves some out."""
-    return len(encode_prompt(parts, tokenizer, family, sys.maxsize, bos=bos)) > max_source_length
+    return len(encode_prompt(parts, tokenizer, family, sys.maxsize, bos=bos, chat=chat)) > max_source_length
 
 
-def encode_target(text: str, tokenizer: PreTrainedTokenizerBase, family: Family, max_target_length: int) -> list[int]:
-    """The token ids of a target and EOS, at most `max_target_length` in all.
+def encode_target(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    family: Family,
+    max_target_length: int,
+    chat: Chat | None = None,
+) -> list[int]:
+    """The token ids of a target and what ends it, EOS or a chat template's end, at most `max_target_length` in all.
 
     As in the released code, a target that is too long keeps its EOS for T5 and loses it for Llama.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     room = max_target_length - 1 if FRAMES[family].keeps_eos else max_target_length
-    return [*ids[:room], tokenizer.eos_token_id][:max_target_length]
+    end = tokenizer.eos_token_id if chat is None else chat.end
+    return [*ids[:room], end][:max_target_length]
 
 
 def _cut(ids: list[int], room: int, truncation: Truncation) -> list[int]:

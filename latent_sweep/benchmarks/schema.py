@@ -10,14 +10,30 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
+from latent_sweep.benchmarks.hub import pinned
+from latent_sweep.benchmarks.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
+from latent_sweep.metrics import check_metric
 from latent_sweep.security import quoted
-from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, PathText, Settings, local_path, read_yaml
+from latent_sweep.settings import (
+    FROM_PRESET,
+    INFERENCE_ONLY,
+    LEFT_OUT_AT_DEFAULT,
+    NOT_IDENTITY,
+    PathText,
+    Settings,
+    local_path,
+    read_yaml,
+)
 
-Metric = Literal["accuracy", "rouge_l"]
+Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
+
+Allowance = Literal["stopped_targets", "long_targets", "empty_answers", "shared_inputs"]
+"""What would spoil scores without a word, and may be meant: targets that hold a stop string, or are too long to be
+answered, answers without a letter or digit, and test inputs that are training inputs too."""
 
 Truncation = Literal["keep_cue", "keep_ends", "official"]
 
@@ -40,7 +56,8 @@ class TaskSpec(Settings):
     category: str = ""
     """Kind of task, e.g. `summarization`."""
     metric: Metric
-    """How a prediction is scored: exact match after normalisation, or Rouge-L F-measure."""
+    """How a prediction is scored: `accuracy` (exact match after normalisation), `rouge_l`, `rouge_1`, `token_f1`,
+    `edit_similarity`, `bleu`, `chrf`, `sari`, `number_match`, or `package.module:function` from outside."""
     instruction: str = ""
     """Text that precedes every input, the task's definition; may be empty."""
     paraphrases: Strings = ()
@@ -49,6 +66,11 @@ class TaskSpec(Settings):
     """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
     folder: PathText = ""
     """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
+    allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
+    """What is a warning in this task and would be a fault: `stopped_targets`, `long_targets`, `empty_answers`,
+    `shared_inputs`; for whoever knows of it and means it."""
+    source: SourceSpec | None = None
+    """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
     train_rows: int | None = Field(None, ge=1)
     """Published number of training rows; read only where the data is not at hand."""
     test_rows: int | None = Field(None, ge=1)
@@ -122,6 +144,9 @@ class BenchmarkSpec(Settings):
     @model_validator(mode="after")
     def _check_names(self) -> BenchmarkSpec:
         names = [task.name for task in self.tasks]
+        sourced = [task.name for task in self.tasks if task.source is not None]
+        if sourced and self.layout != "folder":
+            raise ValueError(f"task {sourced[0]!r} has a `source`, but `layout` is {self.layout!r}; leave it out")
         faults = [] if names else ["`tasks` is empty; list at least one task"]
         faults += [f"task {name!r} is listed twice" for name in _repeated(names)]
         if not self.orders:
@@ -169,6 +194,9 @@ class BenchmarkSettings(Settings):
     stays, or, as in the released code, whatever comes last (`official`). The paper says nothing of it."""
     bos: Literal["auto", "off"] = "auto"
     """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
+    chat: bool = Field(False, json_schema_extra=LEFT_OUT_AT_DEFAULT)
+    """Prompts are messages of a user, inside the chat template of the backbone's tokenizer, and answers end as an
+    assistant's do. Then `bos` says nothing: templates write their own."""
     drop_unlabelled: bool = Field(False, json_schema_extra=INFERENCE_ONLY)
     """Leave out test rows of accuracy tasks whose answer holds no letter or digit (131 rows of MNLI)."""
     references: Literal["single_first", "max_over_refs"] = Field("single_first", json_schema_extra=INFERENCE_ONLY)
@@ -203,8 +231,26 @@ def load_benchmark(name: str) -> BenchmarkSpec:
     path = _benchmark_file(name)
     spec = _parse(path)
     if spec.layout == "folder":
-        spec = spec.model_copy(update={"folder": str((path.parent / spec.folder).resolve())})
+        tasks = tuple(_located(task, path.parent) for task in spec.tasks)
+        spec = spec.model_copy(update={"folder": str((path.parent / spec.folder).resolve()), "tasks": tasks})
     return spec
+
+
+def _located(task: TaskSpec, folder: Path) -> TaskSpec:
+    """The task with files of its source as whole paths, and with the commit of a hub data set."""
+    source = task.source
+    if source is None:
+        return task
+
+    def whole(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str((folder / local_path(path)).resolve()) for path in paths)
+
+    update: dict[str, Any] = {"train": whole(source.train)}
+    if not isinstance(source.test, int):
+        update["test"] = whole(source.test)
+    if source.superni is not None:
+        (update["superni"],) = whole((source.superni,))
+    return task.model_copy(update={"source": pinned(source.model_copy(update=update))})
 
 
 def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:

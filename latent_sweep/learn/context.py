@@ -16,7 +16,8 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, tokenised
+from latent_sweep.benchmarks.chat import chat_of
+from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, load_rows, tokenised
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.engine import Engine
@@ -88,7 +89,10 @@ class Context:
         if self.engine.group.leads:
             self.engine.group.order("load")
         with self.doing("loading the backbone"):
-            return self.engine.load(settings)
+            backbone = self.engine.load(settings)
+        if self.trial.settings.benchmark.chat:
+            return self.engine.end_answers_with(chat_of(backbone.tokenizer).end)
+        return backbone
 
     @cached_property
     def bank(self) -> AdapterBank:
@@ -167,6 +171,12 @@ class Context:
                     source=trial.source(task, split),
                 )
         return self._tokens[key]
+
+    def inputs(self, trial: Trial, position: int) -> list[str]:
+        """The inputs of a trial's test rows as texts, which the tokenised rows do not hold."""
+        task = trial.tasks[position]
+        source = trial.source(task, "test")
+        return [row.input for row in load_rows(trial.spec, task, "test", trial.settings.benchmark, source=source)]
 
     def mixer(self, trial: Trial, gates: Gates) -> Mixer:
         """Make the mixer that weighs a trial's snapshots.

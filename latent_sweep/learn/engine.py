@@ -6,6 +6,7 @@ training's identity, and what one has checkpointed another goes on from.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.identity import backbone_identity
@@ -58,6 +59,11 @@ class Engine:
             forget_backbone()  # first: there may be no room for two
             _kept[key] = load_backbone(settings)
         self._backbone = _kept[key]
+        return self._backbone
+
+    def end_answers_with(self, token: int) -> Backbone:
+        """Have answers of the backbone end with another token than EOS, until it is loaded again."""
+        self._backbone = replace(self.backbone, answer_end=token)
         return self._backbone
 
     def facts(self) -> dict[str, Any]:

@@ -154,7 +154,13 @@ class Evaluator:
         self.passes = passes
 
     def score(
-        self, history: Sequence[Snapshot], weights: Array, rows: Any, metric: Metric, definitions: int = 1
+        self,
+        history: Sequence[Snapshot],
+        weights: Array,
+        rows: Any,
+        metric: Metric,
+        definitions: int = 1,
+        inputs: Sequence[str] | None = None,
     ) -> TaskScore:
         """Score one task.
 
@@ -163,6 +169,7 @@ class Evaluator:
             weights: (rows, snapshots).
             rows: tokenised test rows.
             definitions: how many definitions the prompts take in turn.
+            inputs: the rows' inputs, for a metric that reads them.
         """
         prompts = [prompt_read(self.method, ids) for ids in rows["prompt_ids"]]
         parts: list[list[int]] = []
@@ -179,7 +186,7 @@ class Evaluator:
             for row, text in zip(part, texts, strict=True):
                 answers[row] = text
         references = [list(refs) for refs in rows["references"]]
-        scores = score_rows(metric, answers, references, self.references)
+        scores = score_rows(metric, answers, references, self.references, inputs)
         predictions = [
             {"id": row_id, "prediction": answer, "references": refs, "score": float(score), "weights": _nonzero(mix)}
             for row_id, answer, refs, score, mix in zip(rows["id"], answers, references, scores, weights, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary,
 from latent_sweep.methods import source_of
 from latent_sweep.methods.capabilities import facts_of, tasks_learned
 from latent_sweep.methods.protocol import Method, TaskData
+from latent_sweep.metrics import metric_source
 from latent_sweep.settings import content_hash
 from latent_sweep.store.failures import failure_kind, let_go
 from latent_sweep.store.folders import SweepFolder
@@ -58,7 +59,8 @@ class MemberRun:
         self.snapshots: list[Snapshot] = []
         self.failure: Exception | None = None
         self.step: int | None = None
-        self._code_is_planned = False
+        self._checked: set[str] = set()
+        """Methods and metrics from outside whose code is what was planned."""
 
     @property
     def method(self) -> Method:
@@ -71,20 +73,23 @@ class MemberRun:
         Raises:
             ConfigError: the code of a method from outside is not what it was when the sweep was planned.
         """
-        if not self._code_is_planned:
-            self._check_code(trial)
+        self._check_code(trial)
         return self.context.method(trial.settings.method, self.member.largest_rank)
 
     def _check_code(self, trial: Trial) -> None:
-        """Hold the method's code against the plan, once: what is imported stays as it is, whatever the file says."""
+        """Hold code from outside against the plan, once: what is imported stays as it is, whatever the file says."""
         name = trial.settings.method.name
-        if (found := source_of(name)) != trial.method_source:
-            raise ConfigError(
-                f"method.name: the code of {name} on {socket.gethostname()} has the digest {found}; the sweep was "
-                f"planned with {trial.method_source}. Nothing was learned or scored with it. Have all nodes see the "
-                "same code, or end the sweep and start it again to plan it with what is there now."
-            )
-        self._code_is_planned = True
+        method: tuple[str, str, str | None, Callable[[str], str | None]]
+        method = ("method.name", name, trial.method_source, source_of)
+        metrics = [("metric", metric, digest, metric_source) for metric, digest in trial.metric_sources.items()]
+        for what, name, digest, source in (method, *metrics):
+            if name not in self._checked and (found := source(name)) != digest:
+                raise ConfigError(
+                    f"{what}: the code of {name} on {socket.gethostname()} has the digest {found}; the sweep was "
+                    f"planned with {digest}. Nothing was learned or scored with it. Have all nodes see the "
+                    "same code, or end the sweep and start it again to plan it with what is there now."
+                )
+            self._checked.add(name)
 
     def training(self, position: int, on_step: Progress) -> TaskTraining:
         """Make the training of the task at this position."""

@@ -17,6 +17,7 @@ from latent_sweep.learn.journaling import say_stage
 from latent_sweep.learn.member import MemberRun, Members, TrialRun
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
 from latent_sweep.methods.capabilities import Gated
+from latent_sweep.metrics import reads_input
 from latent_sweep.store.failures import during
 from latent_sweep.store.snapshots import Snapshot
 
@@ -144,7 +145,9 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             task = trial.tasks[j]
             rows = context.tokens(trial, j, "test")
             wordings = len(definitions(task, "test", s.benchmark))
-            result = evaluator.score(member.snapshots, weights[j], rows, scoring_metric(s.benchmark, task), wordings)
+            metric = scoring_metric(s.benchmark, task)
+            inputs = context.inputs(trial, j) if reads_input(metric) else None
+            result = evaluator.score(member.snapshots, weights[j], rows, metric, wordings, inputs)
             predictions[task.name] = result.predictions
             row.append(result.score)
             if result.rouge_1 is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from latent_sweep.benchmarks.chat import chat_of
 from latent_sweep.errors import StoreError
 from latent_sweep.learn.context import Context
 from latent_sweep.learn.engine import Engine, forget_backbone
@@ -87,7 +88,9 @@ def _lead(pack: Pack, members: Members, emit: Emit) -> None:
         say_started(run.files, run.trial, context)
     try:
         if any(len(run.files.rows) < len(pack.tasks) for run in runs):
-            reader = Reader(context.backbone.traits.protocol, context.backbone.tokenizer.backend_tokenizer)
+            backbone = context.backbone
+            chat = chat_of(backbone.tokenizer) if context.trial.settings.benchmark.chat else None
+            reader = Reader(backbone.traits.protocol, backbone.tokenizer.backend_tokenizer, chat)
             check_pack(pack, reader, context.storage.folder)
         _learn_and_score(members, emit)
     except Exception as error:  # of all members, such as a backbone that cannot be loaded

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from latent_sweep.benchmarks.loaders import load_rows
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, scoring_metric
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, score_rows
+from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, reads_input, score_rows
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.settings import parse_yaml
 from latent_sweep.store.answers import Answer, Answers, kept_answers
@@ -198,6 +198,8 @@ class _Rescoring:
                 )
             elif (metrics := event.get("scored_by")) is None:
                 left_out.append(f"stage {seen}: an earlier version scored it, and does not say by which metrics")
+            elif problem := self._unscorable({task: metrics[task] for task in answers}):
+                left_out.append(f"stage {seen}: {problem}")
             else:
                 found = self._cells(event, answers, metrics)
                 cells += found
@@ -218,6 +220,27 @@ class _Rescoring:
             yield event, kept.get(event["tasks_seen"])
         yield self.told[-1], kept.get(len(self.told), self.newest)
 
+    def _unscorable(self, metrics: Mapping[str, Metric]) -> str | None:
+        """Say why answers cannot be scored here: their metric is not here, or it reads inputs and those are not."""
+        try:
+            for task, metric in metrics.items():
+                if reads_input(metric):
+                    self._inputs(task)
+        except (ConfigError, DataError) as error:
+            return str(error)
+        return None
+
+    def _inputs(self, task: str) -> list[str]:
+        """The inputs of a task's rows, which are not kept beside the answers.
+
+        Raises:
+            ConfigError, DataError: the benchmark's data is not at hand, or has other rows.
+        """
+        rows = _benchmark_rows(self.settings, task)
+        if rows.ids != self.ids[task]:
+            raise DataError(f"task {task}: its metric reads inputs, and the benchmark's data has other rows")
+        return rows.inputs
+
     def _cells(self, event: Event, answers: Answers, metrics: Mapping[str, Metric]) -> list[Cell]:
         """Score one stage's answers."""
         seen = event["tasks_seen"]
@@ -235,7 +258,9 @@ class _Rescoring:
         if new := [key for key in keys if key not in self.known]:
             policy: RefsPolicy = self.settings.references
             references = [self.references[task][row] for _, row, _ in new]
-            scores = score_rows(metric, [prediction for *_, prediction in new], references, policy)
+            inputs = self._inputs(task) if reads_input(metric) else None
+            texts = None if inputs is None else [inputs[row] for _, row, _ in new]
+            scores = score_rows(metric, [prediction for *_, prediction in new], references, policy, texts)
             self.known |= dict(zip(new, map(float, scores), strict=True))
         return [self.known[key] for key in keys]
 
@@ -255,7 +280,7 @@ class _Rescoring:
         metrics = self.told[-1].get("scored_by") or {}
         for task in self.tasks:
             try:
-                ids, references, metric = _benchmark_rows(self.settings, task)
+                ids, _, references, metric = _benchmark_rows(self.settings, task)
             except (ConfigError, DataError) as error:
                 self.notes.append(f"references of {task} were not held against the benchmark's data: {error}")
                 continue
@@ -267,9 +292,16 @@ class _Rescoring:
                 yield f"task {task}: {other} of {len(ids)} rows have other references than in the benchmark's data"
 
 
+class _BenchmarkRows(NamedTuple):
+    ids: list[str]
+    inputs: list[str]
+    references: list[list[str]]
+    metric: Metric
+
+
 @lru_cache
-def _benchmark_rows(settings: BenchmarkSettings, task: str) -> tuple[list[str], list[list[str]], Metric]:
-    """Ids and references of a task's test rows, and its metric, as the benchmark has them on this machine.
+def _benchmark_rows(settings: BenchmarkSettings, task: str) -> _BenchmarkRows:
+    """A task's test rows, and its metric, as the benchmark has them on this machine.
 
     Raises:
         ConfigError: the benchmark, or a task of this name, is not there.
@@ -280,7 +312,12 @@ def _benchmark_rows(settings: BenchmarkSettings, task: str) -> tuple[list[str], 
     if found is None:
         raise ConfigError(f"benchmark {spec.name} has no task {task}")
     rows = load_rows(spec, found, "test", settings)
-    return [row.id for row in rows], [list(row.references) for row in rows], scoring_metric(settings, found)
+    return _BenchmarkRows(
+        [row.id for row in rows],
+        [row.input for row in rows],
+        [list(row.references) for row in rows],
+        scoring_metric(settings, found),
+    )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ DECODING = 4
 SCORING = 3
 """Of how snapshots are weighed, and answers scored: part of rows."""
 
-LIBRARIES = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "rouge-score")
+LIBRARIES = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "rouge-score", "rapidfuzz", "sacrebleu")
 """What can move a result in its last digits, and with them a decision that hangs on a near tie."""
 
 

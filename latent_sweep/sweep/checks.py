@@ -17,9 +17,19 @@ from typing import Any, NamedTuple
 from latent_sweep.backbones.families import Protocol
 from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
-from latent_sweep.benchmarks.loaders import Row, data_digest, data_folder, load_rows, row_count
-from latent_sweep.benchmarks.prompts import FRAMES, LOST, PromptParts, definitions, encode_parts, split_prompts
-from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
+from latent_sweep.benchmarks.chat import Chat
+from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, row_count
+from latent_sweep.benchmarks.prompts import (
+    FRAMES,
+    LOST,
+    PromptParts,
+    definitions,
+    encode_parts,
+    in_chat,
+    split_prompts,
+)
+from latent_sweep.benchmarks.rows import Row
+from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.metrics import normalise_answer
 from latent_sweep.settings import canonical_json, content_hash
@@ -32,7 +42,10 @@ log = logging.getLogger(__name__)
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
 
-CHECKS_VERSION = 1
+SPOILED_SHARE = 0.05
+"""More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
+
+CHECKS_VERSION = 2
 """Raised when `check_pack` would find something else in the same rows."""
 
 
@@ -83,7 +96,7 @@ def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = Non
     for case in _cases(trials):
         if case.reader.tokenizer is None:
             unread[case.backbone] = None
-        if _check_rows(case, found) and folder is not None:
+        if check_rows(case, found) and folder is not None:
             counted.append(case.key)
     if found.faults:
         raise fault_report(sweep.source, list(found.faults))
@@ -109,6 +122,7 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
     for case in _cases(pack.trials, reader):
         if not _marker(case.key, folder).exists():
             _check_targets(case, found)
+            _check_empty(case, found)
             _check_room(case, found)
             counted.append(case.key)
     for warning in found.warnings:
@@ -192,6 +206,8 @@ class Reader:
     family: Protocol
     tokenizer: Any
     """Of the package tokenizers, or None. What `encode_parts` asks of transformers' own it is asked for below."""
+    chat: Chat | None = None
+    """The chat template that prompts stand in; only transformers' own tokenizers have one."""
 
     eos_token_id = 0
     """Any: ids are only counted."""
@@ -246,19 +262,16 @@ class Reader:
 class Case:
     """A task's rows as one backbone reads them, under one set of settings."""
 
-    trial: Trial
-    """The first that reads them."""
+    spec: BenchmarkSpec
+    """The benchmark, as it was planned."""
+    sources: Mapping[str, str | None]
+    """`source_digest` of the rows by split, then; none where they are taken as they are."""
     settings: BenchmarkSettings
     task: TaskSpec
     backbone: str
     reader: Reader
     alone: bool
     """Whether messages need not name the backbone."""
-
-    @property
-    def spec(self) -> BenchmarkSpec:
-        """The benchmark, as it was planned."""
-        return self.trial.spec
 
     @property
     def name(self) -> str:
@@ -274,7 +287,7 @@ class Case:
     def rows(self) -> Mapping[str, list[Row]]:
         """The rows that trials read, by split."""
         return {
-            split: load_rows(self.spec, self.task, split, self.settings, source=self.trial.source(self.task, split))
+            split: load_rows(self.spec, self.task, split, self.settings, source=self.sources.get(split))
             for split in SPLITS
         }
 
@@ -296,15 +309,15 @@ class Case:
         b = self.settings
         content = {
             "version": CHECKS_VERSION,
-            "data": [
-                data_digest(self.spec, self.task, split, b, source=self.trial.source(self.task, split))
-                for split in SPLITS
-            ],
+            "data": [data_digest(self.spec, self.task, split, b, source=self.sources.get(split)) for split in SPLITS],
+            "allow": sorted(self.task.allow),
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
             "stop": list(self.spec.stop),
             "lengths": [b.max_source_length, b.max_target_length, b.truncation, b.bos, b.references],
         }
+        if self.reader.chat is not None:
+            content["chat"] = self.reader.chat.digest
         return content_hash(content)
 
 
@@ -324,28 +337,34 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
         backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
         known = tasks.setdefault((settings, backbone), {})
         known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
-    readers = {b: reader or reader_of(b) for b in {b: None for _, b in tasks}}
-    alone = len({backbone.name for backbone in readers}) == 1
+    # a chat template is read by transformers alone, so with one tokens are counted by the trials
+    readers = {
+        (b, chat): reader or (Reader(family_of(b.name), None) if chat else reader_of(b))
+        for b, chat in {(b, settings.chat): None for settings, b in tasks}
+    }
+    alone = len({backbone.name for backbone, _ in readers}) == 1
     for (settings, backbone), found in tasks.items():
         for task, trial in found.values():
-            yield Case(trial, settings, task, backbone.name, readers[backbone], alone)
+            sources: dict[str, str | None] = {split: trial.source(task, split) for split in SPLITS}
+            yield Case(trial.spec, sources, settings, task, backbone.name, readers[backbone, settings.chat], alone)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _check_rows(case: Case, found: Findings) -> bool:
+def check_rows(case: Case, found: Findings) -> bool:
     """Look at all rows of a case; returns whether they were there, and a tokenizer to read them with."""
     try:
         _check_numbers(case, found)
     except DataError as error:
         # published rows may be there on the machines that run it, as the plan says; a user's lie beside their file
-        if not isinstance(error, MissingData) or case.spec.layout == "folder":
+        if not isinstance(error, MissingData) or _is_own(case):
             found.fault(str(error))
         return False
     _check_shared(case, found)
     _check_definition(case, found)
     _check_targets(case, found)
+    _check_empty(case, found)
     if case.reader.tokenizer is None:
         return False
     _check_room(case, found)
@@ -381,8 +400,13 @@ def _check_shared(case: Case, found: Findings) -> None:
             f"{case.name}, task {case.task.name}: test and training rows are the same{_place(case)}; expected test "
             "rows that are not trained on"
         )
+        return
+    count, problem = f"{shared:,} of {len(test):,}", "test inputs are training inputs too"
+    if _is_fault(case, shared, len(test), "shared_inputs"):
+        advice = _permission(case, f"leave them out of one of the two{_place(case)}", "shared_inputs")
+        found.fault(f"{case.name}, task {case.task.name}: {count} {problem}; {advice}")
     else:
-        found.warn(f"{case.name}: test inputs are training inputs too", case.task.name, f"{shared:,} of {len(test):,}")
+        found.warn(f"{case.name}: {problem}", case.task.name, count)
 
 
 def _check_targets(case: Case, found: Findings) -> None:
@@ -394,13 +418,25 @@ def _check_targets(case: Case, found: Findings) -> None:
             spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, case.spec.stop))
             marks = canonical_json(case.spec.stop)
             problem = f"hold one of the stop strings {marks}, where an answer ends"
-            _tell(case.name, case.task, case.kind(split), problem, spoiled, _stop_advice(case), found)
+            _tell(case.name, case, split, problem, spoiled, _stop_advice(case), "stopped_targets", found)
         if case.reader.tokenizer is not None:
             # as `encode_target` cuts what is learned; an answer may have as many tokens as the limit says
             room = limit - 1 if split == "train" and FRAMES[case.reader.family].keeps_eos else limit
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
-            _tell(case.name_read, case.task, case.kind(split), problem, spoiled, "raise it, or shorten them", found)
+            advice = "raise it, or shorten them"
+            _tell(case.name_read, case, split, problem, spoiled, advice, "long_targets", found)
+
+
+def _check_empty(case: Case, found: Findings) -> None:
+    """Find answers of which nothing is compared: an empty prediction is equal to them."""
+    for split in SPLITS:
+        spoiled = _spoiled(case, case.rows[split], split, lambda text: not normalise_answer(text))
+        advice = f"give them an answer, or leave the rows out{_place(case)}"
+        if case.task.metric == "accuracy" and split == "test":
+            advice = f"leave them out by benchmark.drop_unlabelled: true, or {advice}"
+        problem = "hold no letter or digit, so that an empty answer counts as equal"
+        _tell(case.name, case, split, problem, spoiled, advice, "empty_answers", found)
 
 
 class _Spoiled(NamedTuple):
@@ -417,22 +453,55 @@ def _spoiled(case: Case, rows: Sequence[Row], split: str, is_spoiled: Any) -> _S
     return _Spoiled(len(found), len(rows), found[0] if found else "")
 
 
-def _tell(name: str, task: TaskSpec, kind: str, problem: str, spoiled: _Spoiled, advice: str, found: Findings) -> None:
-    """Note a fault where all rows are spoiled, a warning where some are."""
+def _tell(
+    name: str,
+    case: Case,
+    split: str,
+    problem: str,
+    spoiled: _Spoiled,
+    advice: str,
+    allowance: Allowance,
+    found: Findings,
+) -> None:
+    """Note a fault where all rows are spoiled, or too many for a mistake in a few of them, else a warning."""
+    if not spoiled.rows:
+        return
+    kind, task = case.kind(split), case.task.name
     example = f"{spoiled.example[:60]!r}{' ...' if len(spoiled.example) > 60 else ''}"
-    if spoiled.rows == spoiled.of:
-        found.fault(f"{name}, task {task.name}: all {spoiled.of:,} {kind} targets {problem}, e.g. {example}; {advice}")
-    elif spoiled.rows:
-        count = f"{spoiled.rows:,} of {spoiled.of:,} {kind}"
-        found.warn(f"{name}: targets {problem}", task.name, count, example)
+    if _is_fault(case, spoiled.rows, spoiled.of, allowance):
+        share = "all" if spoiled.rows == spoiled.of else f"{spoiled.rows:,} of"
+        advice = _permission(case, advice, allowance)
+        found.fault(f"{name}, task {task}: {share} {spoiled.of:,} {kind} targets {problem}, e.g. {example}; {advice}")
+    else:
+        found.warn(f"{name}: targets {problem}", task, f"{spoiled.rows:,} of {spoiled.of:,} {kind}", example)
+
+
+def _is_fault(case: Case, rows: int, of: int, allowance: Allowance) -> bool:
+    """Whether so many spoiled rows are a fault, where the benchmark's file does not permit them.
+
+    Long targets are none as long as there are others: in published tasks up to a fifth of them are cut.
+    """
+    most = of - 1 if allowance == "long_targets" else min(of - 1, SPOILED_SHARE * of)
+    return rows > most and allowance not in case.task.allow
+
+
+def _permission(case: Case, advice: str, allowance: Allowance) -> str:
+    """Add to an advice, for a benchmark of one's own, how to say that what was found is meant."""
+    return f"{advice}; or, if it is meant, add `allow: [{allowance}]` to the task" if _is_own(case) else advice
+
+
+def _is_own(case: Case) -> bool:
+    return case.spec.layout == "folder"
 
 
 def _stop_advice(case: Case) -> str:
-    where = f"{case.settings.name}" if case.spec.layout == "folder" else "the benchmark's file"
+    where = f"{case.settings.name}" if _is_own(case) else "the benchmark's file"
     return f"change `stop` in {where}, or the targets{_place(case)}"
 
 
 def _place(case: Case) -> str:
+    if case.task.source is not None:
+        return " in its `source`"
     folder = data_folder(case.spec, case.settings)
     return f" in {folder / case.task.folder}" if folder else ""
 
@@ -473,7 +542,7 @@ def _check_definition(case: Case, found: Findings) -> None:
 def _encoded(case: Case, parts: PromptParts) -> Any:
     b, reader = case.settings, case.reader
     tokenizer: Any = reader
-    return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos)
+    return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos, reader.chat)
 
 
 def _check_prompts(case: Case, found: Findings) -> None:
@@ -499,14 +568,18 @@ def _check_prompts(case: Case, found: Findings) -> None:
 def _room(case: Case) -> int:
     """Return the number of tokens that a prompt's text may have."""
     b, reader = case.settings, case.reader
+    if reader.chat is not None:
+        return b.max_source_length
     special = FRAMES[reader.family].ends + (b.bos == "auto" and reader.bos_token_id is not None)
     return b.max_source_length - special
 
 
 def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
     """Yield the prompts that may not fit: a token has a byte at least."""
+    chat = case.reader.chat
     for parts in split_prompts(case.spec, case.task, split, case.settings, (row.input for row in case.rows[split])):
-        if len("".join(parts).encode()) >= _room(case):
+        whole = "".join(parts if chat is None else in_chat(parts, chat))
+        if len(whole.encode()) >= _room(case):
             yield parts
 
 

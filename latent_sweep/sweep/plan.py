@@ -43,6 +43,7 @@ from latent_sweep.labels import label, short_names
 from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method, MethodSettings
+from latent_sweep.metrics import metric_source
 from latent_sweep.router import RouterSettings
 from latent_sweep.settings import content_hash, filled, local_path
 from latent_sweep.store import versions
@@ -87,6 +88,8 @@ class Trial:
     """What the backbone was then, see `backbone_identity`."""
     method_source: str | None
     """What the code of a method from outside was then, see `source_of`."""
+    metric_sources: Mapping[str, str]
+    """What the code of each metric from outside was then, see `metric_source`."""
     sources: Mapping[tuple[str, str], str | None]
     """`source_digest` of the data then, by task and split (`train` or `test`); None where it was not at hand."""
 
@@ -142,6 +145,7 @@ class Trial:
             "max_target_length": s.benchmark.max_target_length,
             "truncation": s.benchmark.truncation,
             "bos": s.benchmark.bos,
+            **({"chat": True} if s.benchmark.chat else {}),  # which template: the tokenizer's, that `backbone` names
             "seed": s.seed,
         }
         contents: list[dict[str, Any]] = []
@@ -163,10 +167,11 @@ class Trial:
         """Return what identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
         s = self.settings
         lineages = self.lineages()
-        tests = [
-            [self.data_digest_of(task, "test"), scoring_metric(s.benchmark, task), s.benchmark.references]
-            for task in self.tasks
-        ]
+        tests = []
+        for task in self.tasks:
+            metric = scoring_metric(s.benchmark, task)
+            code = [self.metric_sources[metric]] if metric in self.metric_sources else []
+            tests.append([self.data_digest_of(task, "test"), metric, s.benchmark.references, *code])
         common = {
             "decoding": versions.DECODING,
             "scoring": versions.SCORING,
@@ -413,8 +418,14 @@ def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
     # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
+    if sources := {task.name: decides for task in tasks if task.source and (decides := task.source.decides())}:
+        named["sources"] = sources
     scored: dict[str, Any] = {"stop": list(spec.stop)}
-    scored["metrics"] = [scoring_metric(settings.benchmark, task) for task in tasks]
+    metrics = [scoring_metric(settings.benchmark, task) for task in tasks]
+    scored["metrics"] = metrics
+    metric_sources = {metric: digest for metric in metrics if (digest := metric_source(metric))}
+    if metric_sources:
+        scored["metric_sources"] = metric_sources
     if settings.benchmark.prompts.definition == "paraphrase":
         scored["paraphrases"] = [list(task.paraphrases) for task in tasks]
     training = {
@@ -443,6 +454,7 @@ def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
         spec=spec,
         backbone=backbone,
         method_source=source,
+        metric_sources=metric_sources,
         sources={(t.name, split): source_digest(spec, t, split, settings.benchmark) for t in tasks for split in SPLITS},
     )
 

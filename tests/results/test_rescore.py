@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 
 import pytest
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write, write_benchmark
@@ -206,6 +207,47 @@ def test_a_running_trial_is_left_out(copy, capsys):
     journal_at(first.path / "journal.jsonl").append("started", attempt=2, node="n", versions={}, hardware={})
     assert main(["rescore", str(copy.path)]) == 1
     assert "not scored again: the trial is running" in capsys.readouterr().out
+
+
+METRIC = """
+def longer(prediction, references, text):
+    return float(len(prediction) > len(references[0]))
+"""
+
+
+def test_metrics_that_read_inputs_or_come_from_outside(tmp_path, monkeypatch, capsys):
+    """The inputs are looked up in the benchmark's data; without it, or the metric, nothing is said to be equal."""
+    from latent_sweep.benchmarks.schema import load_benchmark
+    from latent_sweep.results.rescore import _benchmark_rows
+
+    module = f"metric_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(METRIC)
+    monkeypatch.chdir(tmp_path)
+    own = write_benchmark(tmp_path / "own")
+    spec = own / "benchmark.yaml"
+    left, right = spec.read_text().split("metric: accuracy", 1)
+    spec.write_text(f"{left}metric: sari{right.replace('accuracy', f'{module}:longer')}")
+    assert main(["run", write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={})), "--local"]) == 0
+    folder = sweep_folder(tmp_path)
+    (found,) = rescore(folder)
+    assert found.equal and not found.notes
+    assert {cell.task for cell in found.cells} == {"left", "right"}
+    assert any(0 < cell.recomputed < 1 for cell in found.cells)
+
+    def look_again():
+        load_benchmark.cache_clear()
+        _benchmark_rows.cache_clear()
+        (again,) = rescore(folder)
+        return again
+
+    rows = json.loads((own / "left" / "test.json").read_text())
+    (own / "left" / "test.json").write_text(json.dumps(rows[1:]))
+    assert "task left: its metric reads inputs, and the benchmark's data has other rows" in look_again().left_out[0]
+    (own / "left" / "test.json").write_text(json.dumps(rows))
+    assert look_again().equal
+    (tmp_path / f"{module}.py").unlink()
+    monkeypatch.delitem(sys.modules, module)
+    assert f"{module} cannot be imported" in look_again().left_out[-1]
 
 
 def test_rouge_over_several_references_and_data_that_is_away(tmp_path, capsys):

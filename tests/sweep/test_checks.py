@@ -17,6 +17,7 @@ from helpers.tiny import load_tiny
 from latent_sweep.backbones.generation import answer_text
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer, tokenizer_at_hand
+from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import exact_match
@@ -46,6 +47,7 @@ def describe(own: Path, **changes: Any) -> None:
     for key, value in changes.items():
         (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
     (own / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    load_benchmark.cache_clear()
 
 
 @pytest.fixture
@@ -138,26 +140,48 @@ def test_a_task_whose_targets_all_hold_a_stop_string_is_a_fault(own: Path, tmp_p
         example = f"'a\\nb{'c' * 57}' ..."
         assert capsys.readouterr().err.splitlines()[1:] == [
             '  - benchmark own, task right: all 5 training targets hold one of the stop strings ["\\n","#"], where an '
-            f"answer ends, e.g. {example}; change `stop` in {own}, or the targets in {own / 'right'}"
+            f"answer ends, e.g. {example}; change `stop` in {own}, or the targets in {own / 'right'}; or, if it is "
+            "meant, add `allow: [stopped_targets]` to the task"
         ]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["own", "sweep.yaml"]
 
 
 def test_some_targets_that_hold_a_stop_string_are_counted_by_task(own: Path) -> None:
     describe(own, stop=["\n"])
-    put(own, "left", "train", rows("left", "train", ["a\nb", "ax", "a\nc", "bx"]))
-    put(own, "left", "test", rows("left", "test", ["ax", "b\nc"]))
-    put(own, "right", "test", rows("right", "test", ["ax", "ax", "b\nc"]))
+    put(own, "left", "train", rows("left", "train", ["a\nb", "a\nc", *["ax", "bx"] * 19]))
+    put(own, "left", "test", rows("left", "test", [*["ax"] * 19, "b\nc"]))
+    put(own, "right", "test", rows("right", "test", [*["ax"] * 29, "b\nc"]))
     assert said_of(own) == [
         'warning: benchmark own: targets hold one of the stop strings ["\\n"], where an answer ends: '
-        "left 2 of 4 training, 1 of 2 test; right 1 of 3 test; e.g. 'a\\nb'"
+        "left 2 of 40 training, 1 of 20 test; right 1 of 30 test; e.g. 'a\\nb'"
     ]
+
+
+def test_more_than_a_few_targets_that_hold_a_stop_string_are_a_fault(own: Path) -> None:
+    """A sweep on such targets once ended at 0.8 % without a word."""
+    describe(own, stop=["\n"])
+    put(own, "left", "train", rows("left", "train", ["a\nb", "a\nc", *["ax", "bx"] * 18]))
+    message = faults_of(own)
+    assert "task left: 2 of 38 training targets hold one of the stop strings" in message
+    assert "if it is meant, add `allow: [stopped_targets]` to the task" in message
+    describe(own, task_allow=["stopped_targets"])
+    assert said_of(own)[0].endswith("left 2 of 38 training; e.g. 'a\\nb'")
+
+
+def test_answers_of_which_nothing_is_compared(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", ["-", *["ax"] * 9]))
+    message = faults_of(own)
+    assert "task left: 1 of 10 test targets hold no letter or digit" in message
+    assert "leave them out by benchmark.drop_unlabelled: true" in message
+    assert said_of(own, {"drop_unlabelled": True}) == []
+    describe(own, task_allow=["empty_answers"])
+    assert said_of(own)[0].endswith("left 1 of 10 test; e.g. '-'")
 
 
 def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
     describe(own, stop=["\n"])
-    put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], ["bx"]]))
-    assert "left 1 of 2 test" in said_of(own)[0]
+    put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], *[["bx"]] * 19]))
+    assert "left 1 of 20 test" in said_of(own)[0]
     assert said_of(own, {"references": "max_over_refs"}) == []
 
 
@@ -179,6 +203,8 @@ def test_targets_that_are_all_cut_are_a_fault(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", ["abcde", "abcdef"]))
     message = "task left: all 2 test targets are longer than benchmark.max_target_length = 4 tokens, where they are cut"
     assert f"{message}, e.g. 'abcde'; raise it, or shorten them" in faults_of(own)
+    describe(own, task_allow=["long_targets"])
+    assert said_of(own)[0].endswith("left 2 of 2 test; e.g. 'abcde'")
 
 
 def test_prompts_that_are_cut_are_counted(own: Path) -> None:
@@ -365,8 +391,14 @@ def test_test_rows_that_are_the_training_rows_are_a_fault(own: Path) -> None:
 def test_test_inputs_that_were_trained_on_are_counted(own: Path) -> None:
     content = rows("left", "some", ["ax", "bx", "ax", "bx"])
     put(own, "left", "train", content)
-    put(own, "left", "test", [*content[:2], {"input": "another", "output": "ax"}])
-    assert said_of(own) == ["warning: benchmark own: test inputs are training inputs too: left 2 of 3"]
+    others = rows("left", "other", ["ax"] * 19)
+    put(own, "left", "test", [content[0], *others])
+    assert said_of(own) == ["warning: benchmark own: test inputs are training inputs too: left 1 of 20"]
+    put(own, "left", "test", [*content[:2], *others])
+    message = faults_of(own)
+    assert "task left: 2 of 21 test inputs are training inputs too; leave them out of one of the two" in message
+    describe(own, task_allow=["shared_inputs"])
+    assert said_of(own) == ["warning: benchmark own: test inputs are training inputs too: left 2 of 21"]
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

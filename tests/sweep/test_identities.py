@@ -26,6 +26,7 @@ from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.benchmarks import schema
+from latent_sweep.benchmarks.chat import Chat
 from latent_sweep.benchmarks.loaders import data_digest, tokens_name
 from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.learn.evaluation import AnswerBatch, answers_name
@@ -114,6 +115,7 @@ SETTINGS = {
     "benchmark.max_target_length": (5, PROMPTS),
     "benchmark.truncation": ("keep_ends", PROMPTS),
     "benchmark.bos": ("off", PROMPTS),
+    "benchmark.chat": (True, PROMPTS),
     "benchmark.drop_unlabelled": (True, TESTED),
     "benchmark.references": ("max_over_refs", SCORED),
     "benchmark.classification_metric": ("rouge_l", SCORED),
@@ -176,11 +178,13 @@ TASK = {
     "name": ("first", PROMPTS),
     "title": ("A title", NOTHING),
     "category": ("kind", NOTHING),
-    "metric": ("rouge_l", SCORED),
+    "metric": ("rouge_l", SCORED),  # and of one from outside its code, see below
     "instruction": ("Say it.", PROMPTS),
     "paraphrases": (["In yet other words."], NOTHING),  # unless test prompts read them
     "labels": (["ax", "bx"], NOTHING),  # a row with another answer is refused
     "folder": ("elsewhere", NOTHING),
+    "allow": (["long_targets"], NOTHING),  # rows are refused or they are not
+    "source": ({"train": "left/train.json", "test": "left/test.json"}, NOTHING),  # the same files, by their names
     "train_rows": (7, NOTHING),
     "test_rows": (7, NOTHING),
 }
@@ -228,6 +232,8 @@ OUTSIDE = {
     "numpy": NOTHING,  # journaled, and a table says where it was not the same for all its trials
     "datasets": NOTHING,
     "rouge-score": NOTHING,
+    "rapidfuzz": NOTHING,
+    "sacrebleu": NOTHING,
     "latent-sweep": NOTHING,
 }
 """What a result reads beside settings."""
@@ -257,8 +263,9 @@ class Subject:
 
         def tokens(position, split, whole=False):
             longest = 1 << 20 if whole else b.max_source_length
+            chat = Chat("user: ", "assistant: ", 2, strips=False) if b.chat else None
             return tokens_name(
-                data(position, split), b, backbone.tokenizer_digest, "llama", longest, b.max_target_length
+                data(position, split), b, backbone.tokenizer_digest, "llama", longest, b.max_target_length, chat
             )
 
         def tokenised(position, split):
@@ -450,6 +457,17 @@ def test_a_field_of_a_task_changes_what_reads_it(subject, name):
     if name == "folder":
         (folder / "left").rename(folder / "elsewhere")
     assert differing(before, subject.identities()) == set(expected.split())
+
+
+def test_the_code_of_a_metric_from_outside_changes_scores_alone(subject, monkeypatch):
+    module = f"scores_{subject.folder.parent.name}".replace("-", "_")
+    code = "def score(prediction, references):\n    return 1.0\n"
+    (subject.folder / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(subject.folder))
+    rewrite_benchmark(subject.folder / "benchmark", lambda c: c["tasks"][0].update(metric=f"{module}:score"))
+    before = subject.identities()
+    (subject.folder / f"{module}.py").write_text(code + "# another\n")
+    assert differing(before, subject.identities()) == set(SCORED.split())
 
 
 def test_a_paraphrase_changes_what_reads_it(subject):

@@ -97,6 +97,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "metrics.py",
+        "SARI counts what is added once for each way to say it",
+        "added, addable = c.keys() - s.keys(), r.keys() - s.keys()",
+        "added, addable = c.keys(), r.keys()",
+        "metrics::test_sari_gives_the_published_numbers",
+    ),
+    _mutant(
+        "metrics.py",
+        "the first number of an answer counts",
+        "Decimal(found[-1]",
+        "Decimal(found[0]",
+        "metrics::test_number_match",
+    ),
+    _mutant(
+        "metrics.py",
         "the policies of references are swapped",
         'last = 1 if refs_policy == "single_first"',
         'last = 1 if refs_policy != "single_first"',
@@ -1087,7 +1101,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "benchmarks::test_digest_names_the_rows_and_the_texts",
     ),
     _mutant(
-        "benchmarks/loaders.py",
+        "benchmarks/rows.py",
         "training always takes the first reference",
         'int.from_bytes(digest[:8], "big") % len(self.references)',
         "0",

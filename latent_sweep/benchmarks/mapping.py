@@ -1,0 +1,273 @@
+"""Where a task's rows come from, if not from its folder, and how a record of any data becomes a row: strict data.
+
+A template is text with columns in braces, `"{premise}\\n{hypothesis}"`. `{answers[text][0]}` goes into a column that
+holds objects or lists; `{{` and `}}` are braces. Nothing else of Python's format language is there.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from latent_sweep.errors import DataError
+from latent_sweep.security import quoted
+from latent_sweep.settings import NOT_IDENTITY, PathText, Settings, canonical_json
+
+SUPERNI_TEST = 100
+"""Instances that are test rows where a file does not say: the first ones, as in Super-NaturalInstructions."""
+
+TEXT_COLUMNS: Mapping[str, str] = {"sentence": "label", "prompt": "answer", "input": "output"}
+"""The columns of rows that need no mapping, input -> output: of Long Sequence, of TRACE, and of all others."""
+
+
+def _paths(value: Any) -> Any:
+    """Make a list of paths of a single one."""
+    return (value,) if isinstance(value, str) else value
+
+
+def _paths_or_count(value: Any) -> Any:
+    if type(value) is int:
+        return value
+    paths = _paths(value)
+    if isinstance(paths, (list, tuple)) and all(isinstance(path, str) for path in paths):
+        return tuple(paths)
+    raise ValueError(f"found {quoted(value)}; expected a path, a list of paths or, beside `superni`, a number of rows")
+
+
+def _texts(value: Any) -> Any:
+    """Make a tuple of texts of a value, or of a list of values, as they are compared."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not values or not all(isinstance(entry, (str, int, float, bool)) for entry in values):
+        raise ValueError(f"found {quoted(value)}; expected a value, or a list of values")
+    return tuple(text_of(entry) for entry in values)
+
+
+Paths = Annotated[tuple[PathText, ...], BeforeValidator(_paths), Field(strict=False)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+
+
+class SplitNames(Settings):
+    """The splits of a hub data set that are read."""
+
+    train: str = Field("train", min_length=1)
+    """The split of the training rows."""
+    test: str = Field("test", min_length=1)
+    """The split of the test rows; of many data sets only `validation` has answers."""
+
+
+class SourceSpec(Settings):
+    """Where the rows of a task come from, and which columns are read how; every path is relative to the file."""
+
+    train: Paths = Field((), json_schema_extra=NOT_IDENTITY)
+    """Files of the training rows, one or a list: .json, .jsonl, .csv, .tsv, .parquet, .arrow or a folder that
+    `Dataset.save_to_disk` has written."""
+    test: Annotated[tuple[str, ...] | int, BeforeValidator(_paths_or_count)] = Field((), json_schema_extra=NOT_IDENTITY)
+    """Files of the test rows; beside `superni` how many rows, the first ones, are test rows (100)."""
+    superni: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
+    """A task file of Super-NaturalInstructions: its first `Instances` are test rows, and the others training rows."""
+    hub: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")
+    """A data set of the hub, `org/name`."""
+    config: str | None = Field(None, min_length=1)
+    """Its configuration, where it has several."""
+    revision: str | None = Field(None, min_length=1)
+    """Its branch, tag or commit; a branch or tag becomes a commit when a sweep is planned."""
+    split: SplitNames = SplitNames()
+    """The splits that are read of it."""
+    input: str | None = None
+    """Template of the input over the columns; left out, rows are recognised by `input` and `output`, or `sentence` and
+    `label`, or `prompt` and `answer`."""
+    output: str | None = None
+    """Template of the answer; a single column that is a list of strings gives several references."""
+    names: dict[str, Annotated[tuple[str, ...], Field(strict=False)]] = Field(default_factory=dict)
+    """Names of a column's whole numbers, from 0; columns of class labels have their own."""
+    where: dict[str, Texts] = Field(default_factory=dict)
+    """Only rows whose column has this value, or one of these; numbers are compared as they are written."""
+    limit: int | None = Field(None, ge=1)
+    """At most so many rows of each split: the first ones that `where` lets through."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> SourceSpec:
+        kinds = [name for name, given in (("hub", self.hub), ("superni", self.superni), ("train", self.train)) if given]
+        if len(kinds) != 1:
+            found = f"found {' and '.join(f'`{kind}`' for kind in kinds)}" if kinds else "found none of them"
+            raise ValueError(f"expected `train` and `test` files, or `hub`, or `superni`; {found}")
+        if self.hub is None and (beside := {"config", "revision", "split"} & self.model_fields_set):
+            raise ValueError(f"`{min(beside)}` is of a hub data set; add `hub`, or leave it out")
+        if self.kind == "files" and (isinstance(self.test, int) or not self.test):
+            raise ValueError("`train` names files; expected `test` to name the files of the test rows")
+        if self.kind == "hub" and "test" in self.model_fields_set:
+            raise ValueError("a hub data set has `split: {train: ..., test: ...}` in the place of `test`")
+        counted = isinstance(self.test, int) and self.test >= 1
+        if self.kind == "superni" and "test" in self.model_fields_set and not counted:
+            raise ValueError("beside `superni`, `test` is a number of rows, 1 or more")
+        if (self.input is None) != (self.output is None):
+            raise ValueError("`input` and `output` go together; add the other one")
+        for template in (self.input, self.output):
+            if template is not None:
+                _fields(template)
+        return self
+
+    def __hash__(self) -> int:
+        """Of the content: tables by name are no part of a hash of their own."""
+        return hash(canonical_json(self.model_dump(mode="json")))
+
+    @property
+    def kind(self) -> Literal["files", "hub", "superni"]:
+        """Return what kind of source it is."""
+        return "hub" if self.hub is not None else "superni" if self.superni is not None else "files"
+
+    @property
+    def test_instances(self) -> int:
+        """How many rows of a `superni` file are test rows."""
+        return self.test if isinstance(self.test, int) else SUPERNI_TEST
+
+    def decides(self) -> dict[str, Any]:
+        """What decides the rows beside the content of files; empty where that alone does."""
+        found = {name: value for name, value in self.identity().items() if value not in (None, {}, [])}
+        if self.kind != "hub":
+            del found["split"]
+        return found | ({"superni_test": self.test_instances} if self.kind == "superni" else {})
+
+    def columns(self) -> frozenset[str] | None:
+        """The columns that rows are made of; None where rows are recognised by their columns."""
+        if self.input is None or self.output is None:
+            return None
+        read = {column for template in (self.input, self.output) for _, column, _ in _fields(template) if column}
+        return frozenset(read | set(self.where))
+
+
+class RecordReader:
+    """Makes records into inputs and references, as a source says; one for all records of a file.
+
+    Args:
+        classes: names of the whole numbers of columns of class labels, as the data has them.
+    """
+
+    def __init__(self, source: SourceSpec, classes: Mapping[str, tuple[str, ...]]):
+        self.source = source
+        self.classes = {**classes, **source.names}
+
+    @property
+    def recognises(self) -> bool:
+        """Whether rows are recognised by the names of their columns."""
+        return self.source.input is None
+
+    def named(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Put names in the place of a record's classes.
+
+        Raises:
+            DataError: a class has no name.
+        """
+        return {c: self._named(where, c, value) if c in self.classes else value for c, value in record.items()}
+
+    def fits(self, where: str, record: Mapping[str, Any]) -> bool:
+        """Whether a record is one of those that are read.
+
+        Raises:
+            DataError: `where` names a column that there is none of.
+        """
+        return all(
+            text_of(self._value(where, record, column, ())) in wanted for column, wanted in self.source.where.items()
+        )
+
+    def mapped(self, where: str, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+        """Input and references of a record; None where the source has no templates.
+
+        Raises:
+            DataError: a template asks for a column that is not there, or holds something that is no text.
+        """
+        if self.source.input is None or self.source.output is None:
+            return None
+        fields = _fields(self.source.output)
+        if len(fields) == 1 and not fields[0][0] and fields[0][1] is not None:
+            value = self._value(where, record, fields[0][1], fields[0][2])
+            if isinstance(value, list):
+                if not value or not all(isinstance(entry, str) for entry in value):
+                    found = quoted(value, 60)
+                    raise DataError(f"{where}: `output` is {found}; expected a string, or a list with strings.")
+                return self._filled(where, record, self.source.input), tuple(value)
+        return self._filled(where, record, self.source.input), (self._filled(where, record, self.source.output),)
+
+    def _filled(self, where: str, record: Mapping[str, Any], template: str) -> str:
+        return "".join(
+            text + ("" if column is None else self._text(where, record, column, path))
+            for text, column, path in _fields(template)
+        )
+
+    def _text(self, where: str, record: Mapping[str, Any], column: str, path: tuple[str, ...]) -> str:
+        value = self._value(where, record, column, path)
+        if value is None or isinstance(value, (list, dict, bytes)):
+            place = column + "".join(f"[{key}]" for key in path)
+            advice = "name one of its parts, as in {" + place + "[0]}" if isinstance(value, (list, dict)) else None
+            advice = advice or "expected text or a number; correct the row, or leave it out with `where`"
+            raise DataError(f"{where}: column `{place}` is {quoted(value, 60)}; {advice}.")
+        return text_of(value)
+
+    def _value(self, where: str, record: Mapping[str, Any], column: str, path: tuple[str, ...]) -> Any:
+        if column not in record:
+            columns = ", ".join(map(repr, record))
+            raise DataError(f"{where}: there is no column {quoted(column)}; found the columns {columns:.300}.")
+        value = record[column]
+        if column in self.classes:
+            value = self._named(where, column, value)
+        for key in path:
+            try:
+                value = value[key] if isinstance(value, dict) else value[int(key)]
+            except (KeyError, IndexError, ValueError, TypeError):
+                raise DataError(
+                    f"{where}: column `{column}` has no part [{key}]; found {quoted(record[column], 60)}."
+                ) from None
+        return value
+
+    def _named(self, where: str, column: str, value: Any) -> Any:
+        """Return the name of a class; None where a row has none, as of the value -1."""
+        if isinstance(value, list):
+            return [self._named(where, column, entry) for entry in value]
+        names = self.classes[column]
+        number = int(value) if re.fullmatch(r"-?\d{1,9}", str(value)) else None
+        if value is None or number == -1:
+            return None
+        if number is None or not 0 <= number < len(names):
+            raise DataError(
+                f"{where}: column `{column}` is {quoted(value, 60)}; expected a whole number from 0 to "
+                f"{len(names) - 1}, since it has {len(names)} names."
+            )
+        return names[number]
+
+
+def text_of(value: Any) -> str:
+    """A value as text: a truth value as in JSON, a number as Python writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_PART = re.compile(r"\[([^\[\]]+)\]")
+
+
+@lru_cache(maxsize=256)
+def _fields(template: str) -> list[tuple[str, str | None, tuple[str, ...]]]:
+    """The parts of a template: text, and the column behind it with the way into it; None at the end of the text.
+
+    Raises:
+        ValueError: it is not a template.
+    """
+    found: list[tuple[str, str | None, tuple[str, ...]]] = []
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{quoted(template)} is no template: {error}; write {{{{ for a brace") from error
+    for text, name, spec, conversion in parts:
+        if name is None:
+            found.append((text, None, ()))
+            continue
+        column, bracket, rest = name.partition("[")
+        if spec or conversion or not column or (bracket and not re.fullmatch(f"(?:{_PART.pattern})+", bracket + rest)):
+            raise ValueError(
+                f"{quoted(template)} is no template; expected columns as in {{question}} or {{answers[0]}}"
+            )
+        found.append((text, column, tuple(_PART.findall(bracket + rest))))
+    return found

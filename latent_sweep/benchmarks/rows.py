@@ -1,0 +1,105 @@
+"""One row of a task: what a record is by the names of its columns or by templates, and what is checked of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from latent_sweep.benchmarks.mapping import TEXT_COLUMNS, RecordReader
+from latent_sweep.benchmarks.records import Repeating, kind_of
+from latent_sweep.errors import DataError
+from latent_sweep.security import quoted, redact
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example of a task."""
+
+    id: str
+    """The file's own id, or task, split and position where it has none."""
+    input: str
+    references: tuple[str, ...]
+    """Every accepted answer, at least one. Scoring with `single_first` reads the first one."""
+
+    @property
+    def target(self) -> str:
+        """The answer to train on: one reference, chosen by a hash of the row's id, so the same in every trial."""
+        digest = hashlib.sha256(self.id.encode()).digest()
+        return self.references[int.from_bytes(digest[:8], "big") % len(self.references)]
+
+
+def row_of(where: str, record: Any, default_id: str, reader: RecordReader | None) -> Row | None:
+    """The row that a record is; None where it is none of those that are read.
+
+    Args:
+        where: place of the record, for errors.
+        default_id: of a row that has none of its own.
+        reader: reads records as a source says; None where the task has none.
+
+    Raises:
+        DataError: the record is not a row.
+    """
+    if isinstance(record, Repeating):
+        raise DataError(f"{where}: {record.fault}")
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: found {kind_of(record)}; expected an object with `input` and `output`.")
+    if reader is None:
+        return _recognised(where, record, default_id)
+    if not reader.fits(where, record):
+        return None
+    mapped = reader.mapped(where, record)
+    if mapped is None:
+        return _recognised(where, reader.named(where, record), default_id)
+    return _whole_characters(where, Row(default_id, *mapped))
+
+
+def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
+    """The row that a record is by the names of its columns."""
+    text_key = next((key for key, value in TEXT_COLUMNS.items() if key in record and value in record), "")
+    text_key = text_key or ("sentence" if "sentence" in record else "input")
+    answer_key = TEXT_COLUMNS[text_key]
+    missing = [key for key in (text_key, answer_key) if key not in record]
+    if missing:
+        raise DataError(f"{where}: `{'` and `'.join(missing)}` missing; found the keys {sorted(record)}.")
+    text, answer, row_id = record[text_key], record[answer_key], record.get("id", default_id)
+    if not isinstance(text, str):
+        raise DataError(f"{where}: `{text_key}` is {kind_of(text)}; expected a string.")
+    references = answer if isinstance(answer, list) else [answer]
+    if not references or not all(isinstance(reference, str) for reference in references):
+        raise DataError(
+            f"{where}: `{answer_key}` is {kind_of(answer)}: {quoted(answer, 60)}; expected a string or strings."
+        )
+    if type(row_id) not in (str, int):
+        raise DataError(f"{where}: `id` is {kind_of(row_id)}; expected a string or a whole number.")
+    return _whole_characters(where, Row(str(row_id), text, tuple(references)))
+
+
+def _whole_characters(where: str, row: Row) -> Row:
+    if any(_HALF_PAIR.search(part) for part in (row.id, row.input, *row.references)):
+        raise DataError(f"{where}: found half of a surrogate pair, which UTF-8 cannot hold; expected whole characters.")
+    return row
+
+
+def is_labelled(row: Row) -> bool:
+    """Whether a row's answers hold a letter or a digit."""
+    return any(character.isalnum() for reference in row.references for character in reference)
+
+
+def check_labels(where: str, row: Row, labels: tuple[str, ...]) -> None:
+    """Hold a row's answers against the labels of its task.
+
+    Raises:
+        DataError: one is none of them.
+    """
+    unknown = [reference for reference in row.references if reference not in labels]
+    if unknown and is_labelled(row):
+        known = redact(", ".join(map(repr, labels)))
+        raise DataError(
+            f"{where}: the answer {quoted(unknown[0], 60)} is none of the task's labels: {known:.200}. "
+            "Correct the row, or `labels` in the benchmark's file."
+        )

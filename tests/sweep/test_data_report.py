@@ -1,0 +1,159 @@
+"""`benchmark check`: what is said of a benchmark's rows, by counts that were made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.sweeps import write_benchmark
+
+from latent_sweep.benchmarks.schema import load_benchmark
+from latent_sweep.cli import main
+from latent_sweep.sweep.data_report import examine_benchmark, near_duplicates
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A benchmark of two tasks with 24 training and 6 test rows each, in which nothing is wrong."""
+    load_benchmark.cache_clear()
+    return write_benchmark(tmp_path / "own")
+
+
+def put(own: Path, split: str, content: list[tuple[str, Any]]) -> None:
+    rows = [{"input": text, "output": answer} for text, answer in content]
+    (own / "left" / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def describe(own: Path, **changes: Any) -> None:
+    content = yaml.safe_load((own / "benchmark.yaml").read_text())
+    for key, value in changes.items():
+        (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
+    (own / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    load_benchmark.cache_clear()
+
+
+def similarity(one: str, other: str) -> float:
+    """Jaccard similarity of sets of three words, by its definition."""
+    sets = []
+    for text in (one, other):
+        words = text.lower().split()
+        sets.append({" ".join(words[i : i + 3]) for i in range(len(words) - 2)} or {" ".join(words)})
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def test_near_duplicates_are_those_that_comparing_all_with_all_finds() -> None:
+    source = random.Random(0)
+    words = [f"w{i}" for i in range(12)]
+    texts = [" ".join(source.choices(words, k=source.randint(3, 30))) for _ in range(60)]
+    for text in list(texts):  # with a word changed, or one more
+        changed = text.split()
+        changed[source.randrange(len(changed))] = "other"
+        texts += [" ".join(changed), f"{text} {source.choice(words)}"]
+    texts = list(dict.fromkeys(texts))
+    expected = {
+        (i, j) for i, j in itertools.combinations(range(len(texts)), 2) if similarity(texts[i], texts[j]) >= 0.8
+    }
+    assert len(expected) > 20
+    assert set(near_duplicates(texts)) == expected
+
+
+def test_texts_that_differ_in_case_or_blanks_are_near_and_equal_ones_are_not() -> None:
+    assert near_duplicates(["One  two three four", "one two three four", "One  two three four", "", " "]) == [(0, 1)]
+
+
+def test_a_benchmark_in_which_nothing_is_wrong(own: Path, capsys: Any) -> None:
+    # inputs that differ in a number alone, out of five words, are none that are nearly the same
+    assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "benchmark own as tiny-llama reads it: prompts of 1,024 tokens, answers of 4"
+    assert lines[2:7] == [
+        "left (accuracy)",
+        "  train 24 rows, 2 different answers",
+        "  train answers: 'ax' 12, 'bx' 12",
+        # a byte is a token: 20 of `train row 10 of left` and nine of the cue
+        "  train tokens (median / 95 % / longest): prompts 29 / 29 / 29, targets 2 / 2 / 2; 1.0 characters a token",
+        "  test  6 rows, 2 different answers",
+    ]
+    assert lines[-1] == "0 faults, 1 warnings"  # bytes are few characters
+
+
+def test_everything_is_counted(own: Path, capsys: Any) -> None:
+    long = "a long story that goes on and on until nobody listens any more"
+    train = [(long, "ax"), (f"{long} now", "bx"), ("same", "ax"), ("same", "-"), ("x" * 1100, "abcdefgh")]
+    put(own, "train", [*train, *((f"row {i}", "ax") for i in range(95))])
+    put(own, "test", [(f"{long} again", "ax"), ("same", "a\nb"), *((f"other {i}", "ax") for i in range(38))])
+    describe(own, stop=["\n"])
+    report = examine_benchmark(str(own), "tiny-llama")
+    left = report.tasks[0]
+    of_train, of_test = left.splits["train"], left.splits["test"]
+    assert (of_train.rows, of_train.repeated, of_train.alike, of_train.empty) == (100, 1, 1, 1)
+    assert (of_train.cut, of_train.long, of_train.unknown) == (1, 1, 0)
+    assert of_train.labels == {"ax": 97, "bx": 1, "-": 1, "abcdefgh": 1}
+    assert (of_test.rows, left.shared, left.alike) == (40, 1, 1)
+    assert of_train.targets is not None and (of_train.targets.median, of_train.targets.longest) == (2, 8)
+    assert report.faults == ()
+    told = "\n".join(report.warnings)
+    for warning in (
+        'targets hold one of the stop strings ["\\n"], where an answer ends: left 1 of 40 test',
+        "test inputs are training inputs too: left 1 of 40",
+        "test inputs are nearly training inputs: left 1 of 40",
+        "inputs stand there twice: left 1 of 100 training",
+        "inputs are nearly those of other rows: left 1 of 100 training",
+        "hold no letter or digit, so that an empty answer counts as equal: left 1 of 100 training",
+        "targets are longer than benchmark.max_target_length = 4 tokens, where they are cut: left 1 of 100 training",
+        "prompts are longer than benchmark.max_source_length = 1,024 tokens",
+        "nearly all answers are one: left 'ax' 97% of training",
+    ):
+        assert warning in told, warning
+    assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"][0]["splits"]["train"]["rows"] == 100
+
+
+def test_what_would_spoil_scores_is_a_fault_that_names_what_mends_it(own: Path, capsys: Any) -> None:
+    put(own, "test", [(f"other {i}", "a\nb" if i < 4 else "ax") for i in range(40)])
+    describe(own, stop=["\n"])
+    assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 1
+    printed = capsys.readouterr().out
+    assert "fault: benchmark own, task left: 4 of 40 test targets hold one of the stop strings" in printed
+    assert "change `stop`" in printed and "allow: [stopped_targets]" in printed
+    describe(own, task_allow=["stopped_targets"])
+    assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 0
+    describe(own, task_labels=["ax", "bx"])
+    assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 1
+    assert "is none of the task's labels" in capsys.readouterr().out
+
+
+def test_an_answer_that_its_metric_cannot_score(own: Path) -> None:
+    put(own, "test", [("a", "7"), ("b", "seven")])
+    describe(own, task_metric="number_match")
+    told = "\n".join(examine_benchmark(str(own), "tiny-llama").warnings)
+    assert "answers hold no number, and number_match gives 0: left 1 test" in told
+
+
+def test_without_a_tokenizer_no_token_is_counted(own: Path) -> None:
+    report = examine_benchmark(str(own), "nobody/has-this")
+    assert report.tasks[0].splits["train"].prompts is None
+    assert "the tokenizer of nobody/has-this is not on this machine" in report.warnings[-1]
+
+
+REAL_DATA = pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="no LATENT_SWEEP_DATA")
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks"),
+    [
+        ("builtin", 8),
+        pytest.param("superni", 15, marks=[REAL_DATA, pytest.mark.slow]),
+        pytest.param("long_sequence", 15, marks=[REAL_DATA, pytest.mark.slow]),
+    ],
+)
+def test_no_packaged_benchmark_has_a_fault(name: str, tasks: int) -> None:
+    """The share from which spoiled rows are a fault was chosen so; lengths, which are none, are not counted here."""
+    report = examine_benchmark(name, "nobody/has-this")
+    assert (report.faults, len(report.tasks)) == ((), tasks)
