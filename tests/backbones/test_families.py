@@ -425,6 +425,7 @@ def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
         ({"model_type": "no-such-model"}, "which transformers .* does not know"),
         ({"model_type": "llama", "hidden_size": 32}, "sizes such as hidden_size or d_model are missing"),
         ({"model_type": "opt", "num_attention_heads": "four"}, "takes no such configuration"),
+        ({"model_type": "opt", "num_attention_heads": 7}, "makes no model with this configuration"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, config, words):
@@ -439,6 +440,13 @@ def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, conf
 def test_what_a_hub_turns_out_to_have_is_refused_before_its_weights_are_read(family, words):
     with pytest.raises(ConfigError, match=rf"model_type '{family}'; supported are .*{words}"):
         model_class(CONFIG_MAPPING[family]())
+
+
+def test_a_decoder_that_starts_from_nothing_is_refused():
+    config = {**KNOWN["tiny-bart"].config, "decoder_start_token_id": None}
+    KNOWN["tiny-bart"] = dataclasses.replace(KNOWN["tiny-bart"], config=config)
+    with pytest.raises(ConfigError, match="has no decoder_start_token_id"):
+        load_backbone(settings_of("tiny-bart"))
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
