@@ -185,6 +185,11 @@ def assemble(
     traits = family_of_type(kind, {"is_encoder_decoder": model.config.is_encoder_decoder})
     if not traits.stacks:
         forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own
+    if traits.encoder_decoder and model.config.decoder_start_token_id is None:
+        raise ConfigError(
+            f"backbone.name: the configuration of {settings.name} has no decoder_start_token_id, so nothing says what "
+            "an answer starts from; set it in the config.json of a copy, as its model card says"
+        )
     if traits.laid_out:
         model.set_attn_implementation(ATTENTION)
     targets = {name: model.get_submodule(name) for name in select(kind, traits, linears, settings.targets)}

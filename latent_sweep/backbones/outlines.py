@@ -58,9 +58,19 @@ def _of_empty_model(model_type: str, config: str) -> Outline:
     import torch
 
     found = model_config(model_type, json.loads(config))
-    with torch.device("meta"):
-        model = model_class(found)(found)
-    return Outline(linears_of(model), embedding_name(model))
+    architecture = model_class(found)
+    try:
+        with torch.device("meta"):
+            model = architecture(found)
+    except Exception as error:  # whatever sizes that do not fit together raise
+        raise ConfigError(
+            f"model_type {model_type!r}, of which transformers makes no model with this configuration: {error!r}; copy "
+            "the checkpoint's config.json again"
+        ) from error
+    linears = linears_of(model)
+    if not linears:
+        raise ConfigError(f"model_type {model_type!r}; {SUPPORTED}; none of its projections is an nn.Linear")
+    return Outline(linears, embedding_name(model))
 
 
 def model_config(model_type: str, config: Mapping[str, Any]) -> Any:

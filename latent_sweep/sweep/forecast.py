@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from latent_sweep.backbones.known import describe
 from latent_sweep.benchmarks.loaders import load_rows, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.errors import MissingData, StoreError
@@ -371,6 +372,7 @@ def common_values(trials: Sequence[Trial]) -> dict[str, Any]:
 def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
     """Tell how much a worker needs at most on every backbone; warn where its accelerator does not have that."""
     found: dict[str, list[tuple[Memory, int]]] = {}
+    untold: dict[str, None] = {}
     for pack in packs:
         members = 1 if run.pack == "auto" else len(pack.members)  # how many it takes together is measured first
         for member in pack.members:
@@ -378,7 +380,10 @@ def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
             memory, prompt = _predicted(member.trials[0], run, members), s.benchmark.max_source_length
             if memory is not None and prompt is not None:
                 found.setdefault(f"{s.backbone.name} ({s.backbone.dtype})", []).append((memory, prompt))
-    lines = []
+            elif (known := describe(s.backbone)) is not None:
+                reason = f"what blocks of the family {known.family} keep is not known here"
+                untold[f"  memory is not forecast on {s.backbone.name}: {reason}"] = None
+    lines = list(untold)
     for name, needs in found.items():
         memory, prompt = max(needs, key=lambda need: need[0].peak)
         backbone = f", on {name}" if len(found) > 1 else ""

@@ -28,9 +28,10 @@ from latent_sweep.backbones.outlines import linears_of, model_class, model_confi
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.training import recomputing
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.forecast import _memory_lines
+from latent_sweep.sweep.groups import RunSettings, TrainingSettings
 from latent_sweep.sweep.memory import shape_of
-from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.plan import expand, pack
 
 LLAMA = {name: value for name, value in KNOWN["tiny-qwen3"].config.items() if name != "head_dim"}
 OTHERS = {
@@ -324,6 +325,11 @@ def test_a_family_adapts_query_and_value_or_says_that_they_are_fused(family):
 def test_a_family_without_a_table_is_not_forecast():
     assert describe(settings_of("tiny-opt")).adapted(settings_of("tiny-opt"))
     assert shape_of(settings_of("tiny-opt")) is None
+    trials = expand(
+        parse_sweep(tiny(search={}, trial__backbone={"name": "tiny-opt", "dtype": "float32"}), "sweep.yaml")
+    )
+    lines = _memory_lines(pack(trials), RunSettings())
+    assert lines == ["  memory is not forecast on tiny-opt: what blocks of the family opt keep is not known here"]
 
 
 # --- what is adapted -------------------------------------------------------------------------------------------------
@@ -414,10 +420,12 @@ def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
         ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "made of several models .*text alone"),
         ({"model_type": "roberta"}, "does not write text"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "see those after themselves"),
+        ({"model_type": "gpt2"}, "none of its projections is an nn.Linear"),
         ({"model_type": "clip"}, "does not write text"),
         ({"model_type": "no-such-model"}, "which transformers .* does not know"),
         ({"model_type": "llama", "hidden_size": 32}, "sizes such as hidden_size or d_model are missing"),
         ({"model_type": "opt", "num_attention_heads": "four"}, "takes no such configuration"),
+        ({"model_type": "opt", "num_attention_heads": 7}, "makes no model with this configuration"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, config, words):
@@ -432,6 +440,13 @@ def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, conf
 def test_what_a_hub_turns_out_to_have_is_refused_before_its_weights_are_read(family, words):
     with pytest.raises(ConfigError, match=rf"model_type '{family}'; supported are .*{words}"):
         model_class(CONFIG_MAPPING[family]())
+
+
+def test_a_decoder_that_starts_from_nothing_is_refused():
+    config = {**KNOWN["tiny-bart"].config, "decoder_start_token_id": None}
+    KNOWN["tiny-bart"] = dataclasses.replace(KNOWN["tiny-bart"], config=config)
+    with pytest.raises(ConfigError, match="has no decoder_start_token_id"):
+        load_backbone(settings_of("tiny-bart"))
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):

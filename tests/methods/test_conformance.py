@@ -40,6 +40,18 @@ class _AllLinear(MethodConformance):
     def backbone(cls, family):
         return {**super().backbone(family), "targets": "all-linear"}
 
+    def test_the_parameter_count_is_what_is_trained(self, new_runs, family, monkeypatch):
+        """But for the zeros that make every A as wide as the widest, which nothing reads and no gradient reaches."""
+        kind = type(self.planned(family))
+        count = kind.parameter_count
+
+        def with_zeros(method, shapes, width):
+            widest = max(n for _, n in shapes.values())
+            return count(method, {name: (m, widest) for name, (m, _) in shapes.items()}, width)
+
+        monkeypatch.setattr(kind, "parameter_count", with_zeros)
+        super().test_the_parameter_count_is_what_is_trained(new_runs, family, monkeypatch)
+
 
 for _method in METHODS:
     _name = f"Test_{_method}_all_linear"
