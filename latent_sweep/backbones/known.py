@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from latent_sweep.backbones.families import (
 )
 from latent_sweep.backbones.outlines import SUPPORTED, outline
 from latent_sweep.errors import ConfigError
-from latent_sweep.settings import LEFT_OUT_AT_DEFAULT, PathText, Settings, local_path
+from latent_sweep.settings import LEFT_OUT_AT_DEFAULT, PathText, Settings, canonical_json, local_path
 
 EMBEDDED = "smollm2-135m"
 """SmolLM2-135M-Instruct, quantised to Q4_1 by its package and made floats again: not the published weights."""
@@ -263,7 +264,14 @@ def target_shapes(
     Raises:
         ConfigError: the model has no such projections.
     """
-    return select(family, family_of_type(family, config), outline(family, config).linears, targets)
+    names = tuple(targets) if targets is not None and not isinstance(targets, str) else targets
+    return dict(_target_shapes(family, canonical_json(dict(config)), names))
+
+
+@lru_cache(maxsize=256)  # thousands of trials are planned with the same ones
+def _target_shapes(family: str, config: str, targets: Sequence[str] | str | None) -> Shapes:
+    content = json.loads(config)
+    return select(family, family_of_type(family, content), outline(family, content).linears, targets)
 
 
 def in_one_spelling(settings: BackboneSettings) -> BackboneSettings:

@@ -13,7 +13,9 @@ import hashlib
 import heapq
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,6 +55,33 @@ logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT = 1 << 20
 """A limit in tokens that no prompt reaches."""
+
+
+_look: ContextVar[dict[Any, tuple[BenchmarkSpec, Any]] | None] = ContextVar("look", default=None)
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Look for the files of each task once within the block: thousands of trials are planned with the same ones."""
+    if _look.get() is not None:
+        yield
+        return
+    token = _look.set({})
+    try:
+        yield
+    finally:
+        _look.reset(token)
+
+
+def _once(what: Any, spec: BenchmarkSpec, find: Callable[[], Any]) -> Any:
+    """Return what was found before within `one_look`, or is found now; `what` tells it apart within a benchmark."""
+    known = _look.get()
+    if known is None:
+        return find()
+    key = (id(spec), what)
+    if key not in known:
+        known[key] = spec, find()  # with the benchmark, whose place in memory another would get once it is gone
+    return known[key][1]
 
 
 def load_rows(
@@ -109,11 +138,16 @@ def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
 
     A sweep takes it once, when it is planned, and readers hold what they read against it.
     """
-    split, _ = _scored(split, settings)
-    if spec.layout == "builtin":
-        return content_hash(_generated(task, split))
-    paths = _find_files(spec, task, split, settings)
-    return None if paths is None else _known_digest(tuple(paths), files_state(paths), task.source)
+    scored, _ = _scored(split, settings)
+
+    def find() -> str | None:
+        if spec.layout == "builtin":
+            return content_hash(_generated(task, scored))
+        paths = _find_files(spec, task, scored, settings)
+        return None if paths is None else _known_digest(tuple(paths), files_state(paths), task.source)
+
+    found: str | None = _once(("digest", task.name, scored, settings.data_dir), spec, find)
+    return found
 
 
 def data_digest(
@@ -346,16 +380,22 @@ def _source_rows(
 
 def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings) -> int:
     """Count the rows that `_source_rows` gives, or take the published number where the data is not at hand."""
-    if spec.layout == "builtin":
-        return len(_generated(task, split))
-    paths = _find_files(spec, task, split, settings)
-    if paths is not None:
-        counts = _count_rows(tuple(paths), files_state(paths), task, split, _own_labels(spec, task))
-        return counts.labelled if _drops_unlabelled(task, split, settings) else counts.all
-    published = task.test_rows if split == "test" else task.train_rows
-    if published is None:
-        raise MissingData(_not_at_hand(spec, task, split, settings))
-    return published
+    drops = _drops_unlabelled(task, split, settings)
+
+    def find() -> int:
+        if spec.layout == "builtin":
+            return len(_generated(task, split))
+        paths = _find_files(spec, task, split, settings)
+        if paths is not None:
+            counts = _count_rows(tuple(paths), files_state(paths), task, split, _own_labels(spec, task))
+            return counts.labelled if drops else counts.all
+        published = task.test_rows if split == "test" else task.train_rows
+        if published is None:
+            raise MissingData(_not_at_hand(spec, task, split, settings))
+        return published
+
+    count: int = _once(("count", task.name, split, settings.data_dir, drops), spec, find)
+    return count
 
 
 def _limit(split: Split, settings: BenchmarkSettings) -> int | None:

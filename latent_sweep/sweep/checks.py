@@ -18,7 +18,7 @@ from latent_sweep.backbones.families import Protocol
 from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.benchmarks.chat import Chat
-from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, row_count
+from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, one_look, row_count
 from latent_sweep.benchmarks.prompts import (
     FRAMES,
     LOST,
@@ -78,6 +78,7 @@ class Findings:
         return f"warning: {topic}: {counts}{f'; e.g. {example}' if example else ''}"
 
 
+@one_look()
 def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = None) -> list[str]:
     """List the remarks on a sweep before it runs, one line each: warnings, and what could not be checked yet.
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from latent_sweep.backbones.known import describe
-from latent_sweep.benchmarks.loaders import load_rows, row_count
+from latent_sweep.benchmarks.loaders import load_rows, one_look, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
@@ -81,6 +81,7 @@ class Estimate:
     """Why reuse is unknown."""
 
 
+@one_look()
 def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
     """Count what a sweep would learn and answer, with what is already there.
 

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
-from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, row_count, source_digest
+from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, one_look, row_count, source_digest
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
@@ -255,6 +255,7 @@ def _routing_versions(mode: str) -> list[int] | None:
     return [versions.RECORDS] if mode == "lexical" else None
 
 
+@one_look()
 def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | None = None) -> list[Trial]:
     """Every trial of a sweep: grid x random draws, defaults resolved, equal trials collapsed into one.
 

@@ -8,12 +8,16 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, tiny, write, write_benchmark
 from pydantic import model_validator
 
+from latent_sweep.benchmarks import loaders
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.forecast import estimate
 from latent_sweep.sweep.plan import expand, pack
 
 SWEEPS = sorted((Path(__file__).parents[2] / "sweeps").glob("*.yaml"))
@@ -404,3 +408,24 @@ def test_plan_imports_none_of_the_heavy_packages(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "4 trials" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_files_are_looked_for_as_often_for_many_trials_as_for_few(tmp_path, monkeypatch):
+    """And again by the next plan: what was edited since is seen."""
+    looks = []
+    find = loaders._find_files
+    monkeypatch.setattr(loaders, "_find_files", lambda *what: looks.append(what) or find(*what))
+    place = write_benchmark(tmp_path / "own")
+
+    def planned(seeds):
+        looks.clear()
+        content = tiny(trial__benchmark={"name": str(place)}, search={"seed": list(range(seeds))})
+        trials = trials_of(content)
+        estimate(trials, SweepFolder(Storage(tmp_path / "runs"), "tiny"))
+        return len(looks), trials[0].lineages()
+
+    few, lineages = planned(2)
+    assert planned(20) == (few, lineages) and few > 0
+    rows = place / "left" / "train.json"
+    rows.write_text(rows.read_text().replace("row 0", "row zero"))
+    assert planned(2)[1] != lineages
