@@ -16,7 +16,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the processes of the tests share what Python has compiled, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow portability faults mutants chaos launches reference lint types check clean
+.PHONY: setup quickstart test test-slow conformance portability faults mutants chaos launches reference lint types check clean
 
 setup: $(STAMP)
 
@@ -39,7 +39,11 @@ test: $(STAMP)
 
 # two at a time: most start clusters, servers and workers of their own
 test-slow: $(STAMP)
-	$(PYTEST) -m slow -n 2 $(BY_FILE)
+	$(PYTEST) -m "slow and not exhaustive" -n 2 $(BY_FILE)
+
+# every method on every family of backbones, as tiny random models
+conformance: $(STAMP)
+	$(PYTEST) -m "slow or not slow" -n 2 $(BY_FILE) tests/methods/test_conformance.py
 
 # the numeric tests as other processors would round, two machines at a time
 portability: $(STAMP)

@@ -248,14 +248,14 @@ def test_logs_and_tracebacks_are_redacted(tmp_path):
     """In a process of its own: logging is set up once."""
     script = (
         "import logging, sys\n"
-        "from latent_sweep import cli\n"
+        "from latent_sweep import cli\nfrom latent_sweep.commands import sweeps\n"
         "def command(options):\n"
         "    try:\n"
         "        raise OSError('no route to http://me:hunter22@host')\n"
         "    except OSError:\n"
         "        logging.getLogger('x').exception('pack failed with s3cret-token')\n"
         "    raise RuntimeError('s3cret-token is not valid')\n"
-        "cli._settings = command\n"
+        "sweeps._settings = command\n"
         "sys.exit(cli.main(['settings']))\n"
     )
     environment = {"SOME_TOKEN": "s3cret-token", "PATH": "/usr/bin", "HOME": str(tmp_path)}

@@ -16,6 +16,9 @@ EACH_ADAPTER = ("latent_lora", "inc_lora", "gain_lora", "lfpt5")
 TOGETHER = "test_two_seeds_side_by_side_end_as_each_alone"
 WHOLE_TRAININGS = ("test_another_seed_is_another_training", "test_micro_batches_add_up", TOGETHER)
 """What runs whole trainings of its own: the second family with the slow tests."""
+EACH_DEMAND = ("latent_lora", "gain_lora", "lfpt5", "lwf", "ewc", "tasl")
+"""Methods that ask different things of a backbone: factors of its weights, inputs of its projections and embeddings for
+a gate, a soft prompt, its answers as a teacher's, gradients of rows, gradients of steps. The others ask as they do."""
 OF_ONE_FAMILY = (
     "test_every_setting_has_another_value",
     "test_a_stage_reads_what_it_declares",
@@ -36,6 +39,8 @@ def pytest_collection_modifyitems(config, items):
         other_cut = cut and suite.method != FIRST and cut not in SECOND_FAMILY_CUTS
         if family != FAMILIES[0] and (other_cut or item.originalname in OF_ONE_FAMILY):
             left_out.append(item)
+        elif family not in FAMILIES and suite.method not in EACH_DEMAND:
+            item.add_marker(pytest.mark.exhaustive)
         elif is_slow(suite.method, family, item.originalname, cut):
             item.add_marker(pytest.mark.slow)
         if not (item.originalname == TOGETHER and suite.method in EACH_ADAPTER):

@@ -8,7 +8,8 @@ from latent_sweep.methods import METHODS
 from latent_sweep.testing import FAMILIES, MethodConformance
 
 OTHERS = [name for name in KNOWN if name.startswith("tiny-") and name not in FAMILIES]
-"""Families with which the suite runs among the slow tests."""
+"""Families with which the suite runs among the slow tests: with methods that ask different things of a backbone, and
+with all of them in `make conformance`."""
 
 
 class _OnEveryFamily(MethodConformance):
