@@ -120,7 +120,8 @@ class BenchmarkReport:
             lines += _counted({"test inputs that are trained on": task.shared, "nearly so": task.alike}, "  test  ")
         lines.append("")
         lines += [f"fault: {fault}" for fault in self.faults] + list(self.warnings)
-        lines.append(f"{len(self.faults)} faults, {len(self.warnings)} warnings")
+        counts = {"fault": len(self.faults), "warning": len(self.warnings)}
+        lines.append(", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items()))
         return lines
 
     def _split_lines(self, split: SplitReport) -> Iterable[str]:

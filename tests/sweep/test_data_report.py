@@ -80,7 +80,7 @@ def test_a_benchmark_in_which_nothing_is_wrong(own: Path, capsys: Any) -> None:
         "  train tokens (median / 95 % / longest): prompts 29 / 29 / 29, targets 2 / 2 / 2; 1.0 characters a token",
         "  test  6 rows, 2 different answers",
     ]
-    assert lines[-1] == "0 faults, 1 warnings"  # bytes are few characters
+    assert lines[-1] == "0 faults, 1 warning"  # bytes are few characters
 
 
 def test_everything_is_counted(own: Path, capsys: Any) -> None:
