@@ -179,8 +179,12 @@ _KINDS = {
 }
 
 
-def read_regular(path: Path, most: int = -1) -> bytes:
-    """Read a file, or its first bytes. Anything else is refused before it is opened: a pipe would be waited for.
+def read_regular(path: Path, most: int = -1, offset: int = 0) -> bytes:
+    """Read a file, or some of its bytes. Anything else is refused before it is opened: a pipe would be waited for.
+
+    Args:
+        most: bytes to read; -1 is to its end.
+        offset: where to begin, in bytes.
 
     Raises:
         OSError: it is no regular file, or cannot be read; `strerror` says which.
@@ -189,6 +193,7 @@ def read_regular(path: Path, most: int = -1) -> bytes:
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"expected a file, found {_KINDS.get(kind, 'something else')}", str(path))
     with path.open("rb") as file:
+        file.seek(offset)
         return file.read(most)
 
 

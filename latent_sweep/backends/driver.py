@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +19,10 @@ from latent_sweep.security import printable
 from latent_sweep.settings import canonical_json, content_hash, yaml_text
 from latent_sweep.store.files import read_file
 from latent_sweep.store.folders import SweepFolder, driving
+from latent_sweep.store.following import following, forget_the_old, requests_told
 from latent_sweep.store.journal import status
 from latent_sweep.store.sealed import sealed_json
-from latent_sweep.store.storage import JOURNAL, Storage, following, open_storage
+from latent_sweep.store.storage import JOURNAL, Storage, open_storage
 from latent_sweep.sweep.checks import check_sweep
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
 from latent_sweep.sweep.forecast import describe_plan, describe_tuning
@@ -134,6 +137,7 @@ def _run_trials(
     _tell(describe_plan(sweep, trials, packs, storage, warnings))
     with driving(folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(folder.path)
+        forget_the_old(storage, folder.path)
         if not how.replace:
             check_name(sweep, trials, folder)
         if chosen:
@@ -151,6 +155,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.results.screen import Following, screen_for
     from latent_sweep.results.summaries import summarise
 
+    began = time.time()
     folder = write_sweep(sweep, trials, storage)
     todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
@@ -164,7 +169,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         thread.start()
         try:
             if todo:
-                with Following(folder, screen), following(storage, folder.path):
+                others = following(storage, folder.path) if not how.local else nullcontext()
+                with Following(folder, screen), others:
                     if how.local:
                         say_driving(folder, "loading PyTorch")
                         from latent_sweep.backends.local import run_here
@@ -185,6 +191,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         _tell(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
+        sent = sorted(requests_told(folder.path, began).items())
+        _tell(f"requests  {', '.join(f'{count:,} {kind}' for kind, count in sent)}: of this run, its workers' included")
     if link := mirror.link():
         _tell(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)

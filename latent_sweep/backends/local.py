@@ -42,32 +42,32 @@ def run_here(
         packs = [part for p, size in zip(packs, sizes, strict=True) for part in split(p, size, slots=1)]
     launched = journal_lengths(packs, sweep)
     for p in packs:
-        progress = ProgressWriter(sweep, p)
+        with ProgressWriter(sweep, p) as progress:
 
-        def emit(event: Begun | Step | StageDone, progress: ProgressWriter = progress) -> None:
-            if not isinstance(event, StageDone):
-                progress.write(event)
+            def emit(event: Begun | Step | StageDone, progress: ProgressWriter = progress) -> None:
+                if not isinstance(event, StageDone):
+                    progress.write(event)
 
-        left, tried = still_to_try(p, sweep, launched, run), None
-        while left is not None and left != tried:  # tried again as it was, it would fail again
-            try:
-                found = decided(left, run, free_memory)
-                run_pack(found, sweep, emit, engine=engine_of(run.engine), keep_answers=run.keep_answers)
-                break
-            except LatentSweepError as error:
-                log.error("pack %s failed: %s", p.pack_id, error)
-                let_go(error)
-            except Exception as error:
-                log.exception("pack %s failed", p.pack_id)
-                if failure_kind(error) == "device_lost":
-                    say_lost(left, sweep, "worker_died", str(error))
-                    raise DeviceLost(
-                        f"this process has lost its GPU, and CUDA refuses it all further work: {error}\nRun the same "
-                        "command again: it goes on where this one ended. If it happens again at the same place, run it "
-                        "with CUDA_LAUNCH_BLOCKING=1 to see which operation it is"
-                    ) from None
-                let_go(error)  # or the next try would find the backbone and activations of this one in its way
-            left, tried = still_to_try(p, sweep, launched, run), left
+            left, tried = still_to_try(p, sweep, launched, run), None
+            while left is not None and left != tried:  # tried again as it was, it would fail again
+                try:
+                    found = decided(left, run, free_memory)
+                    run_pack(found, sweep, emit, engine=engine_of(run.engine), keep_answers=run.keep_answers)
+                    break
+                except LatentSweepError as error:
+                    log.error("pack %s failed: %s", p.pack_id, error)
+                    let_go(error)
+                except Exception as error:
+                    log.exception("pack %s failed", p.pack_id)
+                    if failure_kind(error) == "device_lost":
+                        say_lost(left, sweep, "worker_died", str(error))
+                        raise DeviceLost(
+                            f"this process has lost its GPU, and CUDA refuses it all further work: {error}\nRun the "
+                            "same command again: it goes on where this one ended. If it happens again at the same "
+                            "place, run it with CUDA_LAUNCH_BLOCKING=1 to see which operation it is"
+                        ) from None
+                    let_go(error)  # or the next try would find the backbone and activations of this one in its way
+                left, tried = still_to_try(p, sweep, launched, run), left
         if fail_fast and has_failed(p, sweep, launched, run):
             tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,24 +54,25 @@ def run_part(
     from latent_sweep.results.progress import ProgressWriter
 
     progress = ProgressWriter(sweep, pack, group.size)
-    if group.leads:
-        progress.write(Begun("starting"))
+    with progress if group.leads else nullcontext():
+        if group.leads:
+            progress.write(Begun("starting"))
 
-    # not at the top: who only watches a group needs no torch; and not before that was said: loading it takes seconds
-    from latent_sweep.backbones.architectures import free_memory
-    from latent_sweep.backends.engines import engine_of
-    from latent_sweep.learn.trial import run_pack
-    from latent_sweep.sweep.memory import decided
+        # not at the top: who only watches a group needs no torch; nor before that was said: loading it takes seconds
+        from latent_sweep.backbones.architectures import free_memory
+        from latent_sweep.backends.engines import engine_of
+        from latent_sweep.learn.trial import run_pack
+        from latent_sweep.sweep.memory import decided
 
-    def emit(event: Begun | Step | StageDone) -> None:
-        if isinstance(event, StageDone):
-            report(event.measures())
-        else:
-            progress.write(event)
+        def emit(event: Begun | Step | StageDone) -> None:
+            if isinstance(event, StageDone):
+                report(event.measures())
+            else:
+                progress.write(event)
 
-    engine = engine_of(run.engine, group)
-    pack = decided(pack, run, lambda backbone: group.first(partial(free_memory, backbone)))
-    run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine, run.keep_answers)
+        engine = engine_of(run.engine, group)
+        pack = decided(pack, run, lambda backbone: group.first(partial(free_memory, backbone)))
+        run_pack(pack, sweep, emit, max(1, int(run.resources.cpus)), engine, run.keep_answers)
 
 
 def lost_errors() -> tuple[type[Exception], ...]:

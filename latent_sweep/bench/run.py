@@ -20,6 +20,7 @@ from latent_sweep.bench.processes import memory, start, sweep, threads
 from latent_sweep.bench.rows import Reading, Report, Table, line_of
 from latent_sweep.bench.shards import shards
 from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step, tasks
+from latent_sweep.bench.store import store
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
@@ -40,6 +41,7 @@ PARTS: Mapping[str, Callable[[Workbench], list[Reading]]] = {
     "threads": threads,
     "memory": memory,
     "sweep": sweep,
+    "store": store,
 }
 
 ON_REQUEST: Mapping[str, Callable[[Workbench], list[Reading]]] = {"tasks": tasks, "methods": methods, "shards": shards}
@@ -65,7 +67,7 @@ def run_bench(
         dtypes: every part runs with the first, `step` with each; none is the device's usual type.
         only: names of parts; none is all of `PARTS`.
         quick: little of everything: shows that it runs, measures nothing well.
-        storage: where the profile lies.
+        storage: where the profile lies; `store` measures it.
         tell: told what is being measured.
 
     Raises:
@@ -85,7 +87,7 @@ def run_bench(
     tables = []
     for dtype in dtypes:
         with TemporaryDirectory(prefix="latent-sweep-bench-") as folder:
-            bench = Workbench(Subject(backbone, dtype, device, benchmark, folder, quick))
+            bench = Workbench(Subject(backbone, dtype, device, benchmark, folder, quick, storage.place))
             for name in names if dtype == dtypes[0] else [name for name in names if name == "step"]:
                 measure = {**PARTS, **ON_REQUEST}[name]
                 what = (measure.__doc__ or "").strip()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from latent_sweep.settings import as_written
 from latent_sweep.store.failures import give_memory_back
-from latent_sweep.store.storage import Storage
+from latent_sweep.store.storage import DEFAULT_PLACE, Storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,6 +134,8 @@ class Subject:
     folder: str
     """For everything that is written meanwhile."""
     quick: bool
+    place: str = DEFAULT_PLACE
+    """The storage that is measured itself."""
 
     @property
     def sizes(self) -> Sizes:

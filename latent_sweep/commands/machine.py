@@ -54,7 +54,11 @@ def add(commands: Commands) -> None:
     )
     bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
     add_json(bench)
-    bench.add_argument("--storage", default="runs", help="folder for the profile that `plan` reads; default: runs")
+    bench.add_argument(
+        "--storage",
+        default="runs",
+        help="for the profile that `plan` reads, and for what `store` measures; default: runs",
+    )
 
 
 def _doctor(options: argparse.Namespace) -> int:

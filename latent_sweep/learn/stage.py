@@ -43,7 +43,8 @@ def learn_missing(members: Members, position: int, emit: Emit) -> Learned:
                 members.context.order("learn", position, missing)
             for lineage, (snapshot, summary) in learn_together(members, position, missing, emit).items():
                 store.append(snapshot)
-                store.checkpoint(lineage).remove()
+                if (checkpoint := store.checkpoint(lineage)).path.exists():  # loaded or saved here, if there was one
+                    checkpoint.remove()
                 found[lineage], learned[lineage] = snapshot, summary
         for member in members.going(position):
             if len(member.snapshots) == position and member.lineages[position] in found:

@@ -20,7 +20,8 @@ from latent_sweep.results.lines import (
     stages_text,
     time_left_text,
 )
-from latent_sweep.results.state import Running, SweepState, TrialState
+from latent_sweep.results.state import Running, SweepState
+from latent_sweep.results.trial_states import TrialState
 from latent_sweep.security import printable
 
 if TYPE_CHECKING:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from latent_sweep.results.state import ENDED, Running, Stage, SweepState, TimeLeft, TrialState
+from latent_sweep.results.state import Running, SweepState
+from latent_sweep.results.trial_states import ENDED, Stage, TimeLeft, TrialState
 
 
 def news(before: SweepState, now: SweepState) -> Iterator[str]:
     """Tell what has happened between two looks: a line for every stage that is done and every trial that has ended."""
-    earlier = {trial.trial_id: trial for trial in before.trials}
-    for trial in now.trials:
-        known = earlier[trial.trial_id]
+    for known, trial in zip(before.trials, now.trials, strict=True):
+        if trial is known:
+            continue
         for stage in trial.stages[len(known.stages) :]:
             yield f"{trial.name}: {_stage(stage, trial)}"
         if trial.status in ENDED and trial.changed != known.changed:

@@ -21,7 +21,7 @@ from latent_sweep.results.lines import duration, news, summary
 from latent_sweep.results.state import SweepState, SweepWatch, current
 from latent_sweep.security import printable, redact
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.storage import FOLLOWING_SECONDS
+from latent_sweep.store.following import FOLLOWING_SECONDS, Follower
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,6 +122,8 @@ def watch(sweep: SweepFolder) -> None:
         while True:
             here = current(sweep)
             if seen is None or here.name != seen.name:
+                sweep.storage.pull(here.path)
+                follower = Follower(sweep.storage, here.path)
                 seen, reel, until = here, Reel(SweepWatch(here), screen), time.monotonic()
             state = reel.look()
             if state.driver is not None:
@@ -129,7 +131,7 @@ def watch(sweep: SweepFolder) -> None:
             elif time.monotonic() >= until:
                 return
             time.sleep(FOLLOWING_SECONDS if sweep.storage.is_remote else LOOK_SECONDS)
-            sweep.storage.pull(sweep.path)
+            follower.follow()
 
 
 # --- plain lines -----------------------------------------------------------------------------------------------------

@@ -6,76 +6,29 @@ from files, so that it can be looked at from anywhere; looking changes nothing.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
-from latent_sweep.results.progress import DRIVER, FOLDER
+from latent_sweep.results.progress import DRIVING, WORKING
+from latent_sweep.results.trial_states import ENDED, Tally, TimeLeft, TrialState, advanced
+from latent_sweep.store.files import read_json_or_nothing
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since, driver_of
-from latent_sweep.store.journal import Event, Status, stages, status
+from latent_sweep.store.journal import START, Place, Status
+from latent_sweep.store.telling import FOLDER, telling_of, told_journals
 from latent_sweep.sweep.tuning import tuning_name
 
+ROUND = 60
+"""Looks within which the journals of all trials are looked at, whoever tells of them."""
+
 Course = Literal["not started", "running", "interrupted", "ended"]
-
-ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
-ENOUGH = 3
-"""Learned stages from which on the time left is estimated."""
-DEVIATIONS = 2.0
-"""Standard deviations on either side of the time left."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A task that a trial has learned and scored."""
-
-    task: str
-    tasks_seen: int
-    reused: bool
-    """Whether its snapshot was in the store."""
-    seconds_train: float
-    AP: float
-    FM: float
-    time: float
-    """When it was done, in Unix seconds."""
-
-
-@dataclass(frozen=True)
-class TrialState:
-    """Where a trial stands, by its journal."""
-
-    trial_id: str
-    name: str
-    """Its settings that vary, for people."""
-    n_tasks: int
-    status: Status
-    stages: tuple[Stage, ...]
-    at_work: tuple[tuple[float, float], ...]
-    """From when to when workers were at work on it, in Unix seconds; an attempt that was cut: to its last event."""
-    message: str | None
-    """Why it has failed or was stopped."""
-    kind: str | None
-    """Of its failure."""
-    task: str | None
-    """At which it has failed."""
-    idle: bool
-    """Whether its worker has failed or was lost, and no other has taken it up."""
-    changed: float
-    """When its last event was told; 0 where there is none."""
-
-    @property
-    def tasks_done(self) -> int:
-        """Tasks that need no more work: of a trial that was stopped or has finished, all."""
-        return self.n_tasks if self.status in ("finished", "stopped") else len(self.stages)
 
 
 @dataclass(frozen=True)
@@ -105,15 +58,6 @@ class Running:
 
 
 @dataclass(frozen=True)
-class TimeLeft:
-    """Seconds until all trials have ended, with the range that they are expected in."""
-
-    seconds: float
-    shortest: float
-    longest: float
-
-
-@dataclass(frozen=True)
 class SweepState:
     """Where a sweep stands."""
 
@@ -134,83 +78,38 @@ class SweepState:
     trials: tuple[TrialState, ...]
     running: tuple[Running, ...]
 
+    counts: dict[Status, int]
+    """Trials by status, as far as there are some."""
+    tasks: int
+    """Tasks of all trials."""
+    tasks_done: int
+    """Tasks that need no more work."""
+    learned: int
+    """Stages that were learned for this sweep."""
+    reused: int
+    """Stages whose snapshot was in the store."""
+    failed: tuple[TrialState, ...]
+    """The trials that have failed."""
+    best: TrialState | None
+    """The trial with the highest AP so far, of those that have seen the most tasks: AP falls with their number."""
+    seconds_at_work: float
+    """How long workers were at work, at least one of them: pauses between runs do not count."""
+    left: TimeLeft | None
+    """How long it still takes, by the stages learned since its driver began; None where too little is known."""
+
     @property
     def course(self) -> Course:
         """Whether it has begun, goes on, or is over; interrupted: trials have not ended, and nobody drives it."""
         if self.driver is not None:
             return "running"
-        if all(trial.status in ENDED for trial in self.trials):
+        if sum(self.counts.get(status, 0) for status in ENDED) == len(self.trials):
             return "ended"
-        return "interrupted" if any(trial.changed for trial in self.trials) else "not started"
-
-    @cached_property
-    def counts(self) -> dict[Status, int]:
-        """Trials by status, as far as there are some."""
-        found = Counter(trial.status for trial in self.trials)
-        order: tuple[Status, ...] = ("finished", "stopped", "failed", "running", "pending")
-        return {status: found[status] for status in order if found[status]}
+        return "not started" if self.counts.get("pending") == len(self.trials) else "interrupted"
 
     @property
     def trials_done(self) -> int:
         """Trials that have finished or were stopped early."""
-        return sum(trial.status in ("finished", "stopped") for trial in self.trials)
-
-    @property
-    def tasks(self) -> int:
-        """Tasks of all trials."""
-        return sum(trial.n_tasks for trial in self.trials)
-
-    @property
-    def tasks_done(self) -> int:
-        """Tasks that need no more work."""
-        return sum(trial.tasks_done for trial in self.trials)
-
-    @property
-    def learned(self) -> int:
-        """Stages that were learned for this sweep."""
-        return sum(not stage.reused for trial in self.trials for stage in trial.stages)
-
-    @property
-    def reused(self) -> int:
-        """Stages whose snapshot was in the store."""
-        return sum(stage.reused for trial in self.trials for stage in trial.stages)
-
-    @property
-    def failed(self) -> list[TrialState]:
-        """The trials that have failed."""
-        return [trial for trial in self.trials if trial.status == "failed"]
-
-    @property
-    def best(self) -> TrialState | None:
-        """The trial with the highest AP so far, of those that have seen the most tasks: AP falls with their number."""
-        begun = [trial for trial in self.trials if trial.stages]
-        return max(begun, key=lambda trial: (len(trial.stages), trial.stages[-1].AP), default=None)
-
-    @property
-    def seconds_at_work(self) -> float:
-        """How long workers were at work, at least one of them: pauses between runs do not count."""
-        spans = sorted(span for trial in self.trials for span in trial.at_work)
-        total, until = 0.0, float("-inf")
-        for begin, end in spans:
-            total += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        return total
-
-    @cached_property
-    def left(self) -> TimeLeft | None:
-        """How long it still takes, by the stages learned since its driver began; None where too little is known.
-
-        Trials that have failed are tried again by another run, and count as done.
-        """
-        if self.driver is None:
-            return None
-        told = [(stage.time, stage.reused) for trial in self.trials for stage in trial.stages]
-        ends = sorted(end for end in told if end[0] >= self.since)
-        begun = [begin for trial in self.trials for begin, _ in trial.at_work if begin >= self.since]
-        points = [(min(begun, default=self.since), False), *ends]
-        gaps = [end - before for (before, _), (end, reused) in itertools.pairwise(points) if not reused]
-        remaining = sum(trial.n_tasks - trial.tasks_done for trial in self.trials if trial.status not in ENDED)
-        return time_left(gaps, remaining, self.time - ends[-1][0]) if ends else None
+        return self.counts.get("finished", 0) + self.counts.get("stopped", 0)
 
     def record(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -246,30 +145,6 @@ class SweepState:
         }
 
 
-def time_left(gaps: Sequence[float], remaining: int, waited: float) -> TimeLeft | None:
-    """Estimate how long the remaining stages take, from the times between the ends of those before them.
-
-    Stages end one after another, however many workers there are. With n gaps of mean m and standard deviation s, the
-    remaining R take R m; were gaps drawn independently, that sum would deviate by s sqrt(R), and R times the mean of n
-    by s R / sqrt(n). The range is two standard deviations of both together on either side, s sqrt(R + R^2 / n). Later
-    stages answer for more tasks, which the spread holds in part.
-
-    Args:
-        gaps: seconds before the end of each stage that was learned, since the end before it.
-        remaining: stages.
-        waited: seconds since the last end; they are off what is left.
-
-    Returns:
-        None for fewer than `ENOUGH` gaps, and where nothing remains.
-    """
-    if len(gaps) < ENOUGH or not remaining:
-        return None
-    mean, spread = statistics.fmean(gaps), statistics.stdev(gaps)
-    around = DEVIATIONS * spread * math.sqrt(remaining + remaining**2 / len(gaps))
-    found = [max(0.0, remaining * mean + shift - waited) for shift in (0.0, -around, around)]
-    return TimeLeft(*found)
-
-
 def current(sweep: SweepFolder) -> SweepFolder:
     """Return the sweep, or the one with its candidates: where that is being run, or is all that there is."""
     tuning = SweepFolder(sweep.storage, tuning_name(sweep.name))
@@ -281,7 +156,10 @@ def current(sweep: SweepFolder) -> SweepFolder:
 
 
 class SweepWatch:
-    """Looks at a sweep again and again, and reads only the journals that have changed since.
+    """Looks at a sweep again and again, and reads only what journals have more than before.
+
+    Of a sweep that is driven, it looks at those journals that somebody tells of; at each look also at some of the
+    others, so that what nobody could tell of any more is seen within `ROUND` looks.
 
     Args:
         drives: whether this process drives the sweep.
@@ -290,8 +168,13 @@ class SweepWatch:
     def __init__(self, sweep: SweepFolder, drives: bool = False):
         self.sweep = sweep
         self._drives, self._began = drives, time.time()
-        self._names = short_names(sweep.axes)
-        self._known: dict[str, tuple[tuple[int, int], TrialState]] = {}
+        self._trials: list[TrialFolder] = []
+        self._numbers: dict[str, int] = {}
+        self._known: list[tuple[_Version, Place]] = []
+        self._tally = Tally([])
+        self._driven: float | None = None
+        self._told: dict[Path, tuple[_Version, dict[str, Any]]] = {}
+        self._round = 0
 
     def look(self) -> SweepState:
         """Return where the sweep stands now.
@@ -300,45 +183,128 @@ class SweepWatch:
             StoreError: a journal is damaged, or the object store that tells who drives the sweep cannot be reached.
         """
         since = self._began if self._drives else driven_since(self.sweep)  # first: a journal tells its end before
-        trials = tuple(map(self._trial, self.sweep))
-        told = [] if since is None else [content for content in self._told() if content["time"] >= since]
-        driving = _read(self.sweep.path / FOLDER / DRIVER) if since is not None else {}
-        if driving and driving["time"] < max((content["time"] for content in told), default=since or 0.0):
-            driving = {}  # an earlier driver's, or workers have told of more since
+        told = self._read_told()
+        if not self._trials:
+            self._begin()
+        everything = since is None or since != self._driven
+        for number in range(len(self._trials)) if everything else self._moved(told):
+            self._look_at(number)
+        self._driven = since
+        self._tally.since(since or 0.0)
+        now, tally = time.time(), self._tally
+        working, driving = ([], {}) if since is None else _said(told, since)
         return SweepState(
             name=self.sweep.name,
             place=str(self.sweep.path),
             tuning_of=self.sweep.tuning_of,
-            time=time.time(),
+            time=now,
             driver=None if since is None else "this process" if self._drives else driver_of(self.sweep),
             since=since or 0.0,
             driving=str(driving["doing"]) if "doing" in driving else None,
             driving_since=driving.get("time", 0.0),
-            trials=trials,
-            running=_workers(told, trials),
+            trials=tuple(tally.trials),
+            running=_workers(working, tally.trials, self._numbers),
+            counts=tally.counts,
+            tasks=tally.tasks,
+            tasks_done=tally.tasks_done,
+            learned=tally.learned,
+            reused=tally.reused,
+            failed=tally.failed,
+            best=tally.best,
+            seconds_at_work=tally.seconds_at_work,
+            left=None if since is None else tally.left(now),
         )
 
-    def _trial(self, trial: TrialFolder) -> TrialState:
+    def _begin(self) -> None:
+        names = short_names(self.sweep.axes)
+
+        def pending(trial: TrialFolder) -> TrialState:
+            name = label({names[path]: value for path, value in trial.values.items()}) or trial.trial_id
+            return TrialState(trial.trial_id, name, trial.n_tasks)
+
+        self._trials = list(self.sweep)
+        self._numbers = {trial.trial_id: number for number, trial in enumerate(self._trials)}
+        self._known = [(_NOTHING, START)] * len(self._trials)
+        self._tally = Tally(map(pending, self._trials))
+
+    def _moved(self, told: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Numbers of the trials whose journals somebody tells of, and of those whose turn it is."""
+        written = set(telling_of(self.sweep.path).written()).union(*map(told_journals, told))
+        self._round = (self._round + 1) % ROUND
+        turn = range(self._round, len(self._trials), ROUND)
+        return [*(self._numbers[trial_id] for trial_id in written if trial_id in self._numbers), *turn]
+
+    def _look_at(self, number: int) -> None:
+        """Read what the journal of a trial has more than before."""
+        trial, (known, place) = self._trials[number], self._known[number]
+        version = _version(trial.journal.path)
+        if version == known:
+            return
+        state = self._tally.trials[number]
         try:
-            stat = trial.journal.path.stat()
-            version = stat.st_size, stat.st_mtime_ns
-        except OSError:
-            version = 0, 0
-        known = self._known.get(trial.trial_id)
-        if known is None or known[0] != version:
-            name = label({self._names[path]: value for path, value in trial.values.items()}) or trial.trial_id
-            known = self._known[trial.trial_id] = version, _trial_state(trial, name)
-        return known[1]
+            if version.size < place.offset:
+                raise StoreError(f"{trial.journal.path}: shorter than before")
+            events, place = trial.journal.read_on(place)
+        except StoreError:  # another journal lies there now, or this one is damaged
+            state = TrialState(state.trial_id, state.name, state.n_tasks)
+            events, place = trial.journal.read_on(START)
+        self._known[number] = version, place
+        self._tally.advance(number, advanced(state, events))
 
-    def _told(self) -> list[dict[str, Any]]:
-        """What workers say they do, the newest first."""
-        paths = [path for path in sorted((self.sweep.path / FOLDER).glob("*.json")) if path.name != DRIVER]
-        return sorted((content for path in paths if (content := _read(path))), key=lambda content: -content["time"])
+    def _read_told(self) -> list[dict[str, Any]]:
+        """What the processes of the sweep tell."""
+        paths = sorted((self.sweep.path / FOLDER).glob("*.json"))
+        found = {}
+        for path in paths:
+            version = _version(path)
+            known = self._told.get(path)
+            if known is None or known[0] != version:
+                known = version, read_json_or_nothing(path)
+            found[path] = known
+        self._told = found
+        return [content for _, content in found.values() if isinstance(content, dict)]
 
 
-def _workers(told: Sequence[Mapping[str, Any]], trials: Sequence[TrialState]) -> tuple[Running, ...]:
+class _Version(NamedTuple):
+    """Tells whether a file has changed."""
+
+    size: int
+    mtime_ns: int
+
+
+_NOTHING = _Version(0, 0)
+
+
+def _version(path: Path) -> _Version:
+    try:
+        found = path.stat()
+    except OSError:
+        return _NOTHING
+    return _Version(found.st_size, found.st_mtime_ns)
+
+
+def _said(told: Sequence[Mapping[str, Any]], since: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What workers say they do, the newest first, and what the driver says; both since it began."""
+
+    def said(part: str) -> list[dict[str, Any]]:
+        found = []
+        for content in told:
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # not as we write it: for display only
+                one = {"host": content["host"], "pid": content["pid"]} | content[part]
+                found.append(one | {"time": _moment(one["time"])})
+        return sorted((one for one in found if one["time"] >= since), key=lambda one: -one["time"])
+
+    working, driving = said(WORKING), said(DRIVING)
+    newest = working[0]["time"] if working else since
+    return working, driving[0] if driving and driving[0]["time"] >= newest else {}
+
+
+def _workers(
+    told: Sequence[Mapping[str, Any]], trials: Sequence[TrialState], numbers: Mapping[str, int]
+) -> tuple[Running, ...]:
     """What each worker does that has trials left, by their names; of two that tell of one trial, the newer one."""
-    left = {trial.trial_id: trial for trial in trials if trial.status not in ("finished", "stopped")}
+    named = [trials[numbers[i]] for content in told for i in _strings(content.get("trials")) if i in numbers]
+    left = {trial.trial_id: trial for trial in named if trial.status not in ("finished", "stopped")}
     found = []
     for content in told:
         with suppress(KeyError, TypeError, ValueError, OverflowError):  # not as we write it: for display only
@@ -382,50 +348,13 @@ def _running(content: Mapping[str, Any], left: Mapping[str, TrialState]) -> Runn
     )
 
 
+def _strings(found: Any) -> list[str]:
+    """The texts in what should be a list of them."""
+    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+
+
 def _moment(seconds: Any) -> float:
     """Check a Unix time that is read from a file that nothing seals."""
     if not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
         raise ValueError(f"found {seconds!r}; expected Unix seconds")
     return float(seconds)
-
-
-def _trial_state(trial: TrialFolder, name: str) -> TrialState:
-    events = trial.events()
-    last = events[-1] if events else {}
-    found = status(events)
-    failed = last if found == "failed" else {}
-    return TrialState(
-        trial_id=trial.trial_id,
-        name=name,
-        n_tasks=trial.n_tasks,
-        status=found,
-        stages=tuple(map(_stage, stages(events))),
-        at_work=tuple(_spans(events)),
-        message=failed.get("message") or (last.get("reason") if found == "stopped" else None),
-        kind=failed.get("kind"),
-        task=failed.get("task"),
-        idle=last.get("event") in ("failed", "lost"),
-        changed=last.get("time", 0.0),
-    )
-
-
-def _stage(event: Event) -> Stage:
-    m = event["metrics"]
-    seconds = m.get("seconds_train", 0.0)
-    return Stage(event["task"], event["tasks_seen"], event["reused"], seconds, m["AP"], m["FM"], event["time"])
-
-
-def _spans(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """From when to when each attempt has told something."""
-    starts = [number for number, event in enumerate(events) if event["event"] == "started"]
-    for start, end in itertools.pairwise([*starts, len(events)]):
-        yield events[start]["time"], events[end - 1]["time"]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read what somebody says they do, and when they said so; empty where it cannot be read: it is for display only."""
-    try:
-        content = json.loads(path.read_bytes())
-        return content | {"time": _moment(content["time"])}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return {}

@@ -4,18 +4,16 @@ the whole new one; each says what to do when it fails.
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from latent_sweep.errors import StoreError
 from latent_sweep.settings import local_path, read_regular
-
-if TYPE_CHECKING:
-    pass
 
 
 def private_folder(folder: Path) -> None:
@@ -83,14 +81,14 @@ def committing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_file(path: Path) -> bytes:
-    """Read the file; nothing where there is none.
+def read_file(path: Path, offset: int = 0) -> bytes:
+    """Read the file from a byte on; nothing where there is none.
 
     Raises:
         StoreError: something else lies there, or it cannot be read.
     """
     try:
-        return read_regular(path)
+        return read_regular(path, offset=offset)
     except FileNotFoundError:
         return b""
     except OSError as error:
@@ -98,6 +96,14 @@ def read_file(path: Path) -> bytes:
             f"{path}: cannot be read: {error.strerror or error}. Move away what is there, or mend it, and run the same "
             "command again."
         ) from error
+
+
+def read_json_or_nothing(path: Path) -> Any:
+    """Read what is for display only; None where it cannot be read."""
+    try:
+        return json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def modified(path: Path) -> int:

@@ -29,11 +29,12 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from latent_sweep.errors import StoreError
 from latent_sweep.store.files import committing, read_file
 from latent_sweep.store.storage import Storage
+from latent_sweep.store.telling import telling_of
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,18 @@ _STATUS_AFTER: Mapping[str, Status] = {
     "lost": "running",
     "stopped": "stopped",
 }
+
+
+class Place(NamedTuple):
+    """Where reading a journal has ended."""
+
+    offset: int
+    """In bytes."""
+    seq: int
+    """Of the next event."""
+
+
+START = Place(0, 0)
 
 
 class Journal:
@@ -86,7 +99,9 @@ class Journal:
                 os.fsync(file.fileno())
             if not earlier:
                 _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
+            size = self.path.stat().st_size
         self._storage.push(self.path)
+        telling_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, event)
         return json.loads(line)
 
     def read(self) -> list[Event]:
@@ -97,10 +112,20 @@ class Journal:
         Raises:
             StoreError: any other line is not as it was written, or stands elsewhere; the message names file and line.
         """
-        return [self._parse(number, line) for number, line in enumerate(self._whole_lines().split(b"\n")[:-1])]
+        return self.read_on(START)[0]
 
-    def _whole_lines(self) -> bytes:
-        content = read_file(self.path)
+    def read_on(self, place: Place) -> tuple[list[Event], Place]:
+        """Return the events after a place where reading ended before, and where it ends now.
+
+        Raises:
+            StoreError: as `read`; also where the journal has become shorter since.
+        """
+        content = self._whole_lines(place.offset)
+        events = [self._parse(place.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
+        return events, Place(place.offset + len(content), place.seq + len(events))
+
+    def _whole_lines(self, offset: int = 0) -> bytes:
+        content = read_file(self.path, offset)
         return content[: content.rfind(b"\n") + 1]
 
     def _parse(self, seq: int, line: bytes) -> Event:

@@ -5,22 +5,55 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from latent_sweep.errors import StoreError
 from latent_sweep.security import has_credentials, quoted
 
 if TYPE_CHECKING:
-    from pyarrow.fs import FileInfo, FileSystem
+    from pyarrow.fs import FileSystem
 
 SCHEMES = ("s3", "gs", "gcs")
 """Object stores that pyarrow reaches by itself."""
-_AHEAD: dict[str, float] = {}
-"""Seconds that an object store's clock is ahead of this node's, by URI."""
+
+RequestKind = Literal["put", "get", "head", "list", "delete"]
+LIST_PAGE = 1000
+"""Objects that one request lists."""
+PART_BYTES = 10 * 2**20
+"""An object from this size on is put in parts, with a request before them and one after."""
+
+_REQUESTS: dict[str, Counter[RequestKind]] = {}
+"""Requests of this process, by URI and kind."""
+_CLOCKS: dict[str, float] = {}
+"""What an object store's clock shows, less what `elapsed` does, by URI: no change of this node's clock counts."""
+
+
+class ObjectFacts(NamedTuple):
+    """The size and the time of an object."""
+
+    size: int
+    """In bytes."""
+    mtime_ns: int
+    """When it was put, by the object store's clock, in nanoseconds since 1970; S3 tells whole seconds."""
+
+
+def elapsed() -> float:
+    """Seconds since some moment: nobody sets this clock, and it goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def requests() -> Mapping[RequestKind, int]:
+    """Return how many requests this process has sent to object stores, by kind."""
+    found: Counter[RequestKind] = Counter()
+    for counted in _REQUESTS.values():
+        found.update(counted)
+    return found
 
 
 class Bucket:
@@ -32,51 +65,94 @@ class Bucket:
     def __init__(self, uri: str):
         self._uri = uri
         self._filesystem, self._root = _connect(uri)
+        self._count = _REQUESTS.setdefault(uri, Counter())
 
     def put(self, key: str, content: bytes) -> None:
-        """Write an object, or replace it."""
+        """Write an object, or replace it: one request."""
+        parts = -(-len(content) // PART_BYTES)
+        self._count["put"] += parts + 2 if parts > 1 else 1
         with self._talking(key), self._filesystem.open_output_stream(self._path(key)) as stream:
             stream.write(content)
 
     def get(self, key: str) -> bytes | None:
-        """An object's content, or None where there is none."""
-        with self._talking(key):
-            try:
-                with self._filesystem.open_input_file(self._path(key)) as stream:
-                    return stream.read()
-            except FileNotFoundError:
-                return None
+        """An object's content, or None where there is none: as many requests as `read`."""
+        found = self._open(key, content=True)
+        return None if found is None else found[0]
 
-    def info(self, key: str) -> FileInfo | None:
-        """An object's size and time, or None where there is none."""
+    def read(self, key: str) -> tuple[bytes, ObjectFacts] | None:
+        """An object's content, size and time: two requests or, where there is none, one."""
+        found = self._open(key, content=True)
+        if found is None:
+            return None
+        content, facts = found
+        return None if (facts := facts or self.info(key)) is None else (content, facts)
+
+    def info(self, key: str) -> ObjectFacts | None:
+        """An object's size and time, or None where there is none: one request.
+
+        What pyarrow offers for it sends a second one where there is no object, to see whether there is a folder.
+        """
+        opened = self._open(key, content=False)
+        if opened is None or opened[1] is not None:
+            return opened and opened[1]
         with self._talking(key):
             (found,) = self._filesystem.get_file_info([self._path(key)])
-        return found if found.is_file else None
+        return ObjectFacts(found.size, self._whole(found.mtime_ns)) if found.is_file else None
 
-    def list(self, prefix: str) -> dict[str, FileInfo]:
-        """Size and time of every object below a prefix, by key."""
+    def list(self, prefix: str) -> dict[str, ObjectFacts]:
+        """Size and time of every object below a prefix, by key: a request for each `LIST_PAGE` of them."""
         from pyarrow.fs import FileSelector
 
         with self._talking(prefix):
             selector = FileSelector(self._path(prefix), recursive=True, allow_not_found=True)
             found = self._filesystem.get_file_info(selector)
-        return {info.path[len(self._root) + 1 :]: info for info in found if info.is_file}
+        self._count["list"] += max(1, -(-len(found) // LIST_PAGE))
+        files = (info for info in found if info.is_file)
+        return {info.path[len(self._root) + 1 :]: ObjectFacts(info.size, self._whole(info.mtime_ns)) for info in files}
 
     def delete(self, key: str) -> None:
-        """Delete an object, if there is one."""
-        with self._talking(key), suppress(FileNotFoundError):
-            self._filesystem.delete_file(self._path(key))
+        """Delete an object, if there is one: three requests, since pyarrow keeps its folder; or one."""
+        self._count["head"] += 1
+        with self._talking(key):
+            try:
+                self._filesystem.delete_file(self._path(key))
+            except FileNotFoundError:
+                return
+        self._count["delete"] += 1
+        self._count["put"] += 1
 
     def now(self) -> float:
         """Seconds since 1970 by the object store's clock."""
-        if self._uri not in _AHEAD:
+        if self._uri not in _CLOCKS:
             key = f".preflight/clock-{uuid.uuid4().hex}"
-            began = time.time()
             self.put(key, b"")
-            info = self.info(key)
+            self.set_clock(key)
             self.delete(key)
-            _AHEAD[self._uri] = info.mtime_ns / 1e9 - began if info is not None else 0.0
-        return time.time() + _AHEAD[self._uri]
+        return _CLOCKS.get(self._uri, time.time() - elapsed()) + elapsed()
+
+    def set_clock(self, key: str) -> None:
+        """Learn what the object store's clock shows from an object that was put just now."""
+        if self._uri not in _CLOCKS and (info := self.info(key)) is not None:
+            _CLOCKS[self._uri] = info.mtime_ns / 1e9 - elapsed()
+
+    def _open(self, key: str, content: bool) -> tuple[bytes, ObjectFacts | None] | None:
+        """An object's content, where it is wanted, and what opening it has told of it; None where there is none."""
+        self._count["head"] += 1
+        with self._talking(key):
+            try:
+                with self._filesystem.open_input_stream(self._path(key)) as stream:
+                    told = stream.metadata()
+                    self._count["get"] += content
+                    found = stream.read() if content else b""
+            except FileNotFoundError:
+                return None
+        if "Last-Modified" not in told:
+            return found, None
+        return found, ObjectFacts(int(told["Content-Length"]), _nanoseconds(told["Last-Modified"].decode()))
+
+    def _whole(self, nanoseconds: int) -> int:
+        """The time of an object as `info` tells it: of some S3 servers, lists alone tell parts of seconds."""
+        return nanoseconds - nanoseconds % 1_000_000_000 if self._filesystem.type_name == "s3" else nanoseconds
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
@@ -100,13 +176,29 @@ def _connect(uri: str) -> tuple[FileSystem, str]:
     from pyarrow.fs import FileSystem
 
     try:
-        filesystem, root = FileSystem.from_uri(uri)
+        try:
+            filesystem, root = FileSystem.from_uri(_with_short_puts(uri))
+        except ArrowInvalid:  # an option that this pyarrow does not know: of ours, or of the URI's
+            filesystem, root = FileSystem.from_uri(uri)
     except (ArrowInvalid, OSError, ImportError) as error:
         raise StoreError(
             f"{uri}: pyarrow cannot open it: {error}. Check the URI and its options, and that the environment has the "
             "credentials."
         ) from error
     return filesystem, root.rstrip("/")
+
+
+def _with_short_puts(uri: str) -> str:
+    """Have S3 objects that are small be put by one request instead of three."""
+    if urlsplit(uri).scheme != "s3" or "allow_delayed_open=" in uri:
+        return uri
+    return f"{uri}{'&' if '?' in uri else '?'}allow_delayed_open=true"
+
+
+def _nanoseconds(told: str) -> int:
+    """Read the time of an object, such as 2026-01-31T12:00:00Z."""
+    moment = datetime.strptime(told, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    return int(moment.timestamp()) * 1_000_000_000
 
 
 def uri_faults(uri: str) -> list[str]:

@@ -50,7 +50,7 @@ class SnapshotStore:
         self.folder, self._storage = storage.folder / "snapshots", storage
 
     def __contains__(self, lineage: str) -> bool:
-        """Whether the snapshot was committed; its digest is checked when it is read."""
+        """Whether the snapshot was committed: its facts are written last. Its digest is checked when it is read."""
         return self._storage.holds(self._facts_path(lineage)) and self._storage.holds(self.path(lineage))
 
     def path(self, lineage: str) -> Path:
@@ -65,12 +65,12 @@ class SnapshotStore:
         if snapshot.lineage in self:
             return
         content = _tensor_bytes(snapshot.tensors)
-        self._storage.write(self.path(snapshot.lineage), content)
+        self._storage.write_once(self.path(snapshot.lineage), content)
         digest = hashlib.sha256(content).hexdigest()
         # the second rename commits: without this file the snapshot does not exist
         facts = {"lineage": snapshot.lineage, "sha256": digest, "facts": snapshot.facts}
         facts |= {"facts_sha256": _facts_digest(snapshot.facts)}
-        self._storage.write(self._facts_path(snapshot.lineage), json_bytes(facts))
+        self._storage.write_once(self._facts_path(snapshot.lineage), json_bytes(facts))
 
     def get(self, lineage: str) -> Snapshot | None:
         """Return a committed snapshot, or None where there is none; a damaged one is set aside and counts as none."""

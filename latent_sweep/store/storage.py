@@ -9,30 +9,26 @@ A put to an object store is atomic, as a rename in a folder is; commits of sever
 
 from __future__ import annotations
 
+import fcntl
 import json
-import logging
+import os
 import shutil
 import socket
 import stat
-import threading
 import uuid
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.settings import content_hash, local_path
-from latent_sweep.store.files import cache_folder, modified, private_folder, read_file, stamp, write_file
-from latent_sweep.store.leases import FileLease, Lease, ObjectLease
-from latent_sweep.store.objects import Bucket, uri_faults
-
-if TYPE_CHECKING:
-    from pyarrow.fs import FileInfo
-
-log = logging.getLogger(__name__)
+from latent_sweep.store.files import cache_folder, committing, modified, private_folder, read_file, stamp, write_file
+from latent_sweep.store.leases import FileLease, Lease, ObjectLease, Presence
+from latent_sweep.store.objects import Bucket, ObjectFacts, uri_faults
+from latent_sweep.store.telling import FOLDER, telling_of
 
 NODE_LOCAL = frozenset({"tokens", "factors", "embeddings", "router", "predictions", "profiles"})
 """Caches directly below a storage that stay on their node: cheaper to make again than to fetch, with equal results."""
@@ -46,9 +42,9 @@ DEFAULT_PLACE = "runs"
 """Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
 that of a folder with another name is the umask's and its administrator's."""
 
-FOLLOWING_SECONDS = 5.0
-"""How often a driver looks for what its workers have pushed."""
 _CONNECTIONS = 16
+_PRESENCES: dict[tuple[int, Path], Presence] = {}
+"""Of this process, by process id and working folder."""
 
 
 def json_bytes(content: Any) -> bytes:
@@ -101,6 +97,23 @@ class Storage:
         write_file(path, content)
         self.push(path)
 
+    def write_once(self, path: Path, content: bytes | bytearray) -> None:
+        """Do as `write` for a file that never changes: nobody will ask which of two is newer.
+
+        Raises:
+            StoreError: as `write`.
+        """
+        self.write(path, content)
+
+    def write_together(self, files: Mapping[Path, bytes]) -> None:
+        """Do as `write` for files below one folder, in no certain order.
+
+        Raises:
+            StoreError: as `write`; some may have been written.
+        """
+        for path, content in files.items():
+            self.write(path, content)
+
     def push(self, path: Path) -> None:
         """Bring a file that was written here to where all nodes read it."""
 
@@ -140,9 +153,27 @@ class Storage:
         """Remove a file here and where all nodes read it; it need not be there."""
         path.unlink(missing_ok=True)
 
+    def bring_told(self, sweep_folder: Path) -> None:
+        """Bring here what other processes tell of a sweep (`telling.py`)."""
+
+    def bring_journal(self, path: Path) -> None:
+        """Bring a journal here, unless the one here continues it. For those who only read it."""
+
     def lease(self, path: Path) -> Lease:
         """Return the lease of this name; it guards against processes on all nodes."""
         return FileLease(path)
+
+    def tell(self, sweep_folder: Path, at_once: bool = True) -> None:
+        """Write what this process tells of a sweep.
+
+        Args:
+            at_once: where files have to be pushed, whether this one is before its time.
+
+        Raises:
+            StoreError: as `write`.
+        """
+        telling = telling_of(sweep_folder)
+        write_file(sweep_folder / FOLDER / telling.name, telling.content())
 
 
 class ObjectStorage(Storage):
@@ -163,6 +194,28 @@ class ObjectStorage(Storage):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the working folder: another node has another one."""
         return ObjectStorage, (self.place,)
+
+    def write_once(self, path: Path, content: bytes | bytearray) -> None:
+        """Do as `write` for a file that never changes: nobody will ask which of two is newer."""
+        write_file(path, content)
+        if self._shared(path):
+            self._bucket.put(self._key(path), path.read_bytes())
+
+    def write_together(self, files: Mapping[Path, bytes]) -> None:
+        """Do as `write` for files below one folder, in no certain order."""
+        for path, content in files.items():
+            write_file(path, content)
+        shared = [path for path in files if self._shared(path)]
+        if len(shared) < 2:
+            for path in shared:
+                self.push(path)
+            return
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            list(pool.map(self._bucket.put, map(self._key, shared), map(files.__getitem__, shared)))
+        there = self._list(Path(os.path.commonpath([path.parent for path in shared])))
+        for path in shared:
+            if path in there:
+                stamp(path, there[path].mtime_ns)
 
     def push(self, path: Path) -> None:
         """Put a file that was written here; nothing where it is not shared."""
@@ -224,9 +277,33 @@ class ObjectStorage(Storage):
 
     def lease(self, path: Path) -> Lease:
         """Return the lease of this name; it guards against processes on all nodes."""
-        return ObjectLease(self._bucket, self._key(path))
+        return ObjectLease(self._bucket, self._key(path), self._presence)
 
-    def _bring(self, path: Path, info: FileInfo | None) -> None:
+    def tell(self, sweep_folder: Path, at_once: bool = True) -> None:
+        """Write what this process tells of a sweep; it is put at once, or with the next sign that the process lives."""
+        super().tell(sweep_folder)
+        self._presence.tell(self._key(sweep_folder), at_once)
+
+    def bring_told(self, sweep_folder: Path) -> None:
+        """Bring here what other processes tell of a sweep, as far as it is newer."""
+        for path in self._newer(sweep_folder / FOLDER, lambda path: True):
+            if (found := self._bucket.read(self._key(path))) is not None:
+                write_file(path, found[0], found[1].mtime_ns)
+
+    def bring_journal(self, path: Path) -> None:
+        """Bring a journal here, unless the one here continues it. For those who only read it."""
+        if (found := self._bucket.read(self._key(path))) is not None:
+            self._take_journal(path, *found)
+
+    @property
+    def _presence(self) -> Presence:
+        """What shows other nodes that this process lives, one for all storages of this working folder."""
+        mine = os.getpid(), self.folder
+        if mine not in _PRESENCES:
+            _PRESENCES[mine] = Presence(self._bucket, lambda folder: telling_of(self.folder / folder))
+        return _PRESENCES[mine]
+
+    def _bring(self, path: Path, info: ObjectFacts | None) -> None:
         """Make this file the newer one of both, here and there."""
         if info is None:
             if path.is_file():
@@ -238,22 +315,32 @@ class ObjectStorage(Storage):
         elif modified(path) > info.mtime_ns:
             self.push(path)
 
-    def _bring_journal(self, path: Path, info: FileInfo) -> None:
+    def _bring_journal(self, path: Path, info: ObjectFacts) -> None:
         if path.is_file() and (path.stat().st_size, modified(path)) == (info.size, info.mtime_ns):
             return
         self._take_journal(path, self._get(path), info)
         if path.stat().st_size > info.size:
             self.push(path)  # written here, and the node or the network failed before it was pushed
 
-    def _take_journal(self, path: Path, there: bytes, info: FileInfo) -> None:
+    def _take_journal(self, path: Path, there: bytes, info: ObjectFacts) -> None:
         """Put a journal in place, unless the one here is the same or continues it."""
-        here = read_file(path)
-        if here == there:
-            stamp(path, info.mtime_ns)
-        elif not here.startswith(there):
+        if not path.is_file():
             write_file(path, there, info.mtime_ns)
+            return
+        with committing(path), path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # a worker on this node may append to it
+            here = read_file(path)
+            if here.startswith(there) and here != there:
+                return
+            if there.startswith(here):
+                file.write(there[len(here) :])
+                file.flush()
+                os.fsync(file.fileno())
+                stamp(path, info.mtime_ns)
+            else:
+                write_file(path, there, info.mtime_ns)
 
-    def _fetch(self, path: Path, info: FileInfo) -> None:
+    def _fetch(self, path: Path, info: ObjectFacts) -> None:
         write_file(path, self._get(path), info.mtime_ns)
 
     def _get(self, path: Path) -> bytes:
@@ -262,11 +349,11 @@ class ObjectStorage(Storage):
             raise StoreError(f"object store, {self._key(path)}: removed by somebody else while it was being fetched")
         return content
 
-    def _newer(self, folder: Path, wanted: Callable[[Path], bool]) -> dict[Path, FileInfo]:
+    def _newer(self, folder: Path, wanted: Callable[[Path], bool]) -> dict[Path, ObjectFacts]:
         """The objects of this kind below a folder that are newer than the files here."""
         return {path: info for path, info in self._list(folder).items() if wanted(path) and _behind(path, info)}
 
-    def _list(self, folder: Path) -> dict[Path, FileInfo]:
+    def _list(self, folder: Path) -> dict[Path, ObjectFacts]:
         """List what the object store has below a folder, by its path here."""
         files = {self.folder / key: info for key, info in self._bucket.list(self._key(folder)).items()}
         return {path: info for path, info in files.items() if self._shared(path)}
@@ -324,42 +411,13 @@ def _working_folder(uri: str, cache: Path) -> Path:
     return folder
 
 
-def _behind(path: Path, info: FileInfo) -> bool:
+def _behind(path: Path, info: ObjectFacts) -> bool:
     """Whether the object is newer than the file. Times of objects are whole seconds, so sizes are compared too."""
     here = modified(path)
     return info.mtime_ns > here or (info.mtime_ns == here and info.size != path.stat().st_size)
 
 
-# --- drivers and nodes -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def following(storage: Storage, folder: Path) -> Iterator[None]:
-    """Have what other nodes push below `folder` arrive here every few seconds within the block; the rest at its end.
-
-    Raises:
-        StoreError: at its end the object store cannot be reached. Before that it is logged and tried again.
-    """
-    if not storage.is_remote:
-        yield
-        return
-    stopping = threading.Event()
-
-    def follow() -> None:
-        while not stopping.wait(FOLLOWING_SECONDS):
-            try:
-                storage.pull(folder)
-            except StoreError as error:
-                log.warning("what workers have done could not be fetched and is tried again: %s", error)
-
-    thread = threading.Thread(target=follow, name="following", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
-        storage.pull(folder)
+# --- nodes ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -227,6 +227,14 @@ def test_an_unknown_part_is_refused_with_the_nearest(capsys):
     assert "--only: found 'stepp'; did you mean 'step'?" in capsys.readouterr().err
 
 
+def test_what_is_kept_is_timed_where_it_is_kept_and_nothing_of_it_stays(capsys, tmp_path):
+    report, _ = bench(capsys, tmp_path, "--only", "store")
+    (table,) = report["tables"]
+    assert {row["unit"] for row in table["rows"]} == {"ms"}
+    assert all(row["value"] > 0 for row in table["rows"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_parts_that_take_long_run_only_where_they_are_named(capsys):
     from latent_sweep.bench.run import ON_REQUEST, PARTS
 

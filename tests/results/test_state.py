@@ -22,7 +22,9 @@ from latent_sweep.results.drawing import draw
 from latent_sweep.results.lines import news, status_lines, summary
 from latent_sweep.results.progress import ProgressWriter, say_driving
 from latent_sweep.results.screen import Lines, Reel
-from latent_sweep.results.state import SweepWatch, current, time_left
+from latent_sweep.results.state import SweepWatch, current
+from latent_sweep.results.trial_states import time_left
+from latent_sweep.store import telling
 from latent_sweep.store.folders import driven_since, driving
 from latent_sweep.store.journal import Journal
 
@@ -41,6 +43,12 @@ def sweep(tmp_path):
 
 def look(sweep, **how):
     return SweepWatch(sweep, **how).look()
+
+
+def another_process(monkeypatch):
+    """From here on, what is told is told by another process."""
+    monkeypatch.setattr(telling, "_TELLINGS", {})
+    monkeypatch.setattr(telling, "_NAMES", {})
 
 
 def drawn(state, width, height=24):
@@ -122,10 +130,11 @@ def test_a_worker_counts_while_its_trials_go_on_and_its_driver_lives(sweep):
     assert (state.driver, state.running, state.course) == (None, (), "interrupted")
 
 
-def test_of_two_workers_that_speak_of_one_trial_the_newer_counts(sweep):
+def test_of_two_workers_that_speak_of_one_trial_the_newer_counts(sweep, monkeypatch):
     first, second, *_ = sweep
     with driving(sweep, refuse):
         ProgressWriter(sweep, PackOf(first, second)).write(Begun("answering", 0))
+        another_process(monkeypatch)
         ProgressWriter(sweep, PackOf(second)).write(Begun("preparing", 0))
         assert [(worker.trials, worker.doing) for worker in look(sweep).running] == [
             (("K=1 seed=0",), "answering"),
@@ -250,19 +259,25 @@ def test_stages_that_all_take_the_same_have_no_range():
 
 def test_only_journals_that_have_changed_are_read_again(sweep, monkeypatch):
     read = []
-    whole = Journal.read
-    monkeypatch.setattr(Journal, "read", lambda self: read.append(self.path.parent.name) or whole(self))
+    read_on = Journal.read_on
+    monkeypatch.setattr(
+        Journal, "read_on", lambda self, at: read.append((self.path.parent.name, at)) or read_on(self, at)
+    )
     watch = SweepWatch(sweep)
     watch.look()
-    assert sorted(read) == sorted(trial.trial_id for trial in sweep)
-    read.clear()
-    watch.look()
-    assert read == []
+    assert read == [], "there are none"
     _, second, *_ = sweep
     start(second)
+    end = second.journal.path.stat().st_size
     read.clear()
     assert watch.look().counts == {"running": 1, "pending": 3}
-    assert read == [second.trial_id]
+    assert read == [(second.trial_id, (0, 0))]
+    learn(second, 1, 0.5)
+    read.clear()
+    assert watch.look().tasks_done == 1
+    assert read == [(second.trial_id, (end, 1))], "what was read is not read again"
+    assert watch.look().tasks_done == 1
+    assert len(read) == 1
 
 
 def test_a_damaged_journal_is_an_error_and_no_picture(sweep, capsys):
@@ -317,7 +332,7 @@ def test_lines_about_what_runs_come_when_something_else_begins(sweep):
 
 
 @pytest.mark.parametrize(("width", "height"), list(itertools.product((100, 60), (16, 12))))
-def test_no_line_of_the_screen_is_wider_than_the_terminal_and_none_is_wrapped(tmp_path, width, height):
+def test_no_line_of_the_screen_is_wider_than_the_terminal_and_none_is_wrapped(tmp_path, monkeypatch, width, height):
     names = ["[red]" + "a rather long name of a method from outside " * 2, "[/]", "[bold]b[/bold]\x1b[2J"]
     sweep = write_sweep(tmp_path, {"method.name": names, "seed": [0, 1, 2, 3, 4, 5]})
     trials = list(sweep)
@@ -326,6 +341,7 @@ def test_no_line_of_the_screen_is_wider_than_the_terminal_and_none_is_wrapped(tm
         trial.journal.append("failed", kind="error", message="[green]no " * 40, task=None, step=None)
     with driving(sweep, refuse):
         for trial in trials[6:]:
+            another_process(monkeypatch)
             ProgressWriter(sweep, PackOf(trial)).write(Step(0, "learning", 3, 40, {"task": 0.5}, "t"))
         state = look(sweep)
     lines = drawn(state, width, height)

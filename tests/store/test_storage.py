@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -303,7 +304,12 @@ def test_appends_from_two_sides_do_not_tear_a_journal(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     """Leases that are renewed often, and that expire no sooner than a busy machine renews them."""
-    for name, seconds in (("EXPIRY_SECONDS", 10.0), ("RENEWAL_SECONDS", 0.1), ("SETTLING_SECONDS", 0.1)):
+    for name, seconds in (
+        ("EXPIRY_SECONDS", 10.0),
+        ("RENEWAL_SECONDS", 0.1),
+        ("LOOK_SECONDS", 0.1),
+        ("SETTLING_SECONDS", 0.1),
+    ):
         monkeypatch.setattr(leases, name, seconds)
 
 
@@ -335,34 +341,70 @@ def test_where_a_sweep_stands_is_seen_from_another_node(node, quick, capsys):
     first, _ = sweep
     start_trial(first)
     with driving(sweep, pytest.fail):
-        ProgressWriter(sweep, PackOf(first)).write(Begun("tokenising", 0))
+        ProgressWriter(sweep, PackOf(first)).write(Begun("starting"))
         node("b")
         assert main(["status", f"{URI}/lambda"]) == 0
         printed = capsys.readouterr().out
         assert f"running, driven by process {os.getpid()} on " in printed
-        assert "now       seed=0: tokenising sentiment, task 1 of 3 (" in printed
+        assert "now       seed=0: starting (" in printed
     assert main(["status", f"{URI}/lambda", "--watch"]) == 0
     assert "interrupted" in capsys.readouterr().out
 
 
-def test_a_lease_is_renewed_before_it_expires(node, monkeypatch):
-    assert leases.EXPIRY_SECONDS > 5 * leases.RENEWAL_SECONDS
-    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.02)
-    monkeypatch.setattr(leases, "SETTLING_SECONDS", 0.02)
+def test_a_process_that_holds_leases_shows_that_it_lives_once_for_all_of_them(node, bucket, quick, monkeypatch):
+    assert leases.EXPIRY_SECONDS >= 4 * leases.RENEWAL_SECONDS
     place, renewed = node("a"), threading.Semaphore(0)
-    lease = place.lease(place.folder / "x.lock")
-    put = lease._put
-    lease._put = lambda: (put(), renewed.release())
-    assert lease.take()
-    taken = lease._bucket.info(lease._key).mtime_ns
-    for _ in range(4):  # written when it is taken, and again and again
+    held_at_once = [place.lease(place.folder / "tiny" / "locks" / f"{name}.lock") for name in "xyz"]
+    assert all(lease.take() for lease in held_at_once)
+    put = Bucket.put
+    monkeypatch.setattr(Bucket, "put", lambda self, key, content: (put(self, key, content), renewed.release()))
+    bucket.clear()
+    for _ in range(4):
         assert renewed.acquire(timeout=PATIENCE)
-    assert lease._bucket.info(lease._key).mtime_ns > taken
-    lease.release()
+    (key,) = set(bucket)
+    assert key.startswith("tiny/progress/"), "the leases themselves are not written again"
+    for lease in held_at_once:
+        lease.release()
+
+
+def test_a_lease_of_a_process_of_this_host_that_has_ended_is_free_at_once(node, bucket, tmp_path):
+    place = node("a")
+    lease = place.lease(place.folder / "tiny" / "locks" / "x.lock")
+    assert lease.take()
+    written = tmp_path / "bucket" / "tiny" / "locks" / "x.lock"
+    mine = json.loads(written.read_text())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    heir = place.lease(place.folder / "tiny" / "locks" / "x.lock")
+    others = {"host": {"boot": "another"}, "container": {"namespace": "another"}, "nobody knows": {"boot": None}}
+    for changed in others.values():
+        write_file(written, json.dumps(mine | {"pid": ended.pid} | changed).encode())
+        assert not heir.take(), "nothing is known here of what runs elsewhere"
+    write_file(written, json.dumps(mine | {"pid": ended.pid}).encode())
+    assert heir.held_since() is None
+    assert heir.take()
+    heir.release()
+    write_file(written, json.dumps(mine | {"started": mine["started"] - 1}).encode())  # its number was given again
+    assert heir.take()
+    heir.release()
+
+
+def test_who_waits_is_told_until_when_the_lease_holds(node, quick, monkeypatch):
+    place, told = node("a"), []
+    path = place.folder / "tiny" / "locks" / "x.lock"
+    dead = place.lease(path)
+    assert dead.take()
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 3600.0)
+    until = place.lease(path).held_until()
+    assert 3500 < until - time.time() <= 3601
+    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(until))
+    with held(place.lease(path), lambda holder: (told.append(holder), dead.release())):
+        assert re.fullmatch(rf"process .*, until {moment}:\d\d unless that shows again that it lives", told[0])
+    assert FileLease(place.folder / "y.lock").held_until() is None
 
 
 def test_work_under_a_lease_never_overlaps(place):
-    path, inside, most = place.folder / "x.lock", [], []
+    path, inside, most = place.folder / "tiny" / "x.lock", [], []
 
     def work():
         with held(place.lease(path), lambda holder: None):
@@ -381,23 +423,28 @@ def test_work_under_a_lease_never_overlaps(place):
 
 def test_a_lease_whose_holder_is_silent_is_taken_over(node, quick, monkeypatch):
     place = node("a")
-    dead, heir = (place.lease(place.folder / "x.lock") for _ in range(2))
+    path = place.folder / "tiny" / "locks" / "x.lock"
+    dead = place.lease(path)
     assert isinstance(dead, ObjectLease)
-    dead._renew = lambda: None
+    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 3600.0)
     assert dead.take()
+    other = node("b")
+    heir, third = (other.lease(other.folder / "tiny" / "locks" / "x.lock") for _ in range(2))
     assert not heir.take()
     monkeypatch.setattr(leases, "EXPIRY_SECONDS", 0.5)
     assert heir.take(wait=True)
-    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 10.0)
     dead.release()  # it wakes up, and leaves the lease to its heir
-    assert not place.lease(place.folder / "x.lock").take()
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 3600.0)
+    assert not third.take()
     heir.release()
+    assert third.take()
+    third.release()
 
 
 def test_a_lease_that_nobody_can_read_expires_too(node, quick, tmp_path, monkeypatch):
     place = node("a")
-    write_file(tmp_path / "bucket" / "x.lock", b"\xff{")
-    lease = place.lease(place.folder / "x.lock")
+    write_file(tmp_path / "bucket" / "tiny" / "x.lock", b"\xff{")
+    lease = place.lease(place.folder / "tiny" / "x.lock")
     assert not lease.take()
     assert lease.holder() == "another process"
     monkeypatch.setattr(leases, "EXPIRY_SECONDS", 0.5)
@@ -622,9 +669,8 @@ def test_a_run_killed_on_one_node_goes_on_on_another(s3, tmp_path, on_node, plai
         process.communicate()
     shutil.rmtree(tmp_path / "cache" / "first")  # with everything that it knew
     on_node("second")
-    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 10.0)
     assert main(["run", path, "--local"]) == 0
-    assert "tiny is being run by process" in capsys.readouterr().out  # until its lease expires
+    assert "is being run by" not in capsys.readouterr().out, "its process was of this host, and is seen to have ended"
     assert everything(uri) == plain
     for trial in journals(uri):
         assert [e["event"] for e in trial.events()] == ["started", "stage", "started", "stage", "finished"]

@@ -1,0 +1,76 @@
+"""What it costs to keep what is computed, where sweeps keep it: milliseconds and, of an object store, requests."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from latent_sweep.bench.rows import Reading
+from latent_sweep.bench.workbench import Workbench
+from latent_sweep.store.journal import Journal
+from latent_sweep.store.objects import requests
+from latent_sweep.store.storage import PROBES, Storage, open_storage
+
+SMALL, LARGE = b"x" * 4096, b"x" * 2**20
+"""About a task's predictions, and about a small adapter."""
+FILES = 5
+"""That a stage leaves behind, of a trial with some tasks."""
+
+
+def store(bench: Workbench) -> list[Reading]:
+    """Files, events and leases where sweeps lie (`--storage`), with the requests that each takes."""
+    storage = open_storage(bench.subject.place)
+    storage.make()
+    folder = storage.folder / PROBES / f"bench-{uuid.uuid4().hex}"
+    turns = 1 if bench.subject.quick else 9
+    try:
+        return [_timed(name, operation, turns) for name, operation in _operations(storage, folder).items()]
+    finally:
+        for path in storage.files(folder):
+            storage.remove(path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _operations(storage: Storage, folder: Path) -> dict[str, Callable[[], object]]:
+    """What is measured, by name; each does the same at every call."""
+    journal = Journal(storage, folder / "trials" / "trial" / "journal.jsonl")
+    fetched = folder / "fetched" / "file"
+    storage.write(fetched, SMALL)
+
+    def fetch() -> None:
+        if storage.is_remote:
+            fetched.unlink()
+        storage.sync(fetched)
+        fetched.read_bytes()
+
+    def lease() -> None:
+        mine = storage.lease(folder / "locks" / f"{uuid.uuid4().hex}.lock")
+        mine.take()
+        mine.release()
+
+    return {
+        "a file of 4 KiB": lambda: storage.write(folder / "file", SMALL),
+        f"{FILES} files of 4 KiB": lambda: storage.write_together(
+            {folder / "together" / str(number): SMALL for number in range(FILES)}
+        ),
+        "a file of 1 MiB that never changes": lambda: storage.write_once(folder / uuid.uuid4().hex, LARGE),
+        "reading a file that another node wrote": fetch,
+        "an event in a journal": lambda: journal.append("started", attempt=1),
+        "a lease, taken and given up": lease,
+    }
+
+
+def _timed(name: str, operation: Callable[[], object], turns: int) -> Reading:
+    operation()  # connections are made, and the clock of an object store is asked for
+    before, seconds = Counter(requests()), []
+    for _ in range(turns):
+        began = time.perf_counter()
+        operation()
+        seconds.append(1000 * (time.perf_counter() - began))
+    sent = Counter(requests()) - before
+    each = ", ".join(f"{count / turns:g} {kind}" for kind, count in sorted(sent.items()))
+    return Reading.of(name, seconds, "ms", note=each)
