@@ -136,7 +136,7 @@ def _forget_what_has_ended() -> None:
         def step(self) -> None:
             super().step()
             if ended := self._stopped_trials | self._failed_trials:
-                self._trials = [trial for trial in self._trials if trial not in ended]
+                self._trials: list[Any] = [trial for trial in self._trials if trial not in ended]
                 for known in (self._live_trials, self._trials_to_cache, self._stopped_trials, self._failed_trials):
                     known.difference_update(ended)
 
@@ -206,7 +206,8 @@ def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, asked: str, run: 
     # who stops trials early judges them by what they report, and nobody else asks: each report costs the driver
     # milliseconds, and a worker waits for its answer
     report = tune.report if run.scheduler.name == "asha" else _report_nothing
-    _run_work(*ray.get(config["work"]), sweep, asked, run, report)
+    pack, launched = ray.get(config["work"])
+    _run_work(pack, launched, sweep, asked, run, report)
 
 
 def _report_nothing(measures: Mapping[str, float]) -> None:
@@ -252,7 +253,7 @@ def _run_work(
 def _bring_journals(pack: Pack, sweep: SweepFolder) -> None:
     """Have the journals of a pack's trials here as they are where all nodes read them."""
     for trial in pack.trials:
-        sweep.storage.sync(sweep.journal(trial.trial_id).path)
+        sweep.storage.bring_journal(sweep.journal(trial.trial_id).path)
 
 
 def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
