@@ -59,51 +59,60 @@ import os
 import sys
 
 if any("default_worker.py" in argument for argument in sys.orig_argv):
+    import importlib.util
     import random
 
-    from latent_sweep.learn import evaluation, stage, trial
-    from latent_sweep.learn.training import TrainingSummary
+    class Arrival:  # not at the start: Ray gives a worker a minute to appear, and torch takes long on a busy machine
+        def find_spec(self, name, path=None, target=None):
+            if name != "latent_sweep.learn.trial":
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), imitate(module))
+            return spec
 
+    sys.meta_path.insert(0, Arrival())
     chance = float(os.environ["SCALE_FAILURES"])
+    known = {}
 
     def drawn(*parts):
         return random.Random("/".join(map(str, parts)))
 
-    def train_pack(trainings, engine, bank):
-        outcomes = []
-        for training in trainings:
-            lineage = training.checkpoint.path.stem
-            if "happened" in globals():
-                happened("steps", f"{lineage} 0 1")
-            loss = {"task": drawn("loss", lineage).random()}
-            fails = drawn("failure", lineage).random() < chance
-            outcomes.append(RuntimeError("an imitated failure") if fails else TrainingSummary(1, loss, loss, 0.0, 1))
-        return outcomes
+    def imitate(trial):
+        from latent_sweep.learn import evaluation, stage
+        from latent_sweep.learn.training import TrainingSummary
 
-    known = {}
+        def train_pack(trainings, engine, bank):
+            outcomes = []
+            for training in trainings:
+                lineage = training.checkpoint.path.stem
+                if "happened" in globals():
+                    happened("steps", f"{lineage} 0 1")
+                loss = {"task": drawn("loss", lineage).random()}
+                fails = drawn("failure", lineage).random() < chance
+                done = TrainingSummary(1, loss, loss, 0.0, 1)
+                outcomes.append(RuntimeError("an imitated failure") if fails else done)
+            return outcomes
 
-    def score(self, history, weights, rows, metric, definitions=1, inputs=None):
-        if rows._fingerprint not in known:  # of every trial the same
-            known[rows._fingerprint] = list(rows["id"]), [list(references) for references in rows["references"]]
-        ids, references = known[rows._fingerprint]
-        source = drawn("answers", history[-1].lineage, ids[0])
-        scores = [float(source.randint(0, 1)) for _ in ids]
-        predictions = [
-            {"id": row, "prediction": told[0] if score else "", "references": told, "score": score, "weights": {}}
-            for row, told, score in zip(ids, references, scores, strict=True)
-        ]
-        return evaluation.TaskScore(sum(scores) / len(scores), predictions, len(ids), None)
+        def score(self, history, weights, rows, metric, definitions=1, inputs=None):
+            if rows._fingerprint not in known:  # of every trial the same
+                known[rows._fingerprint] = list(rows["id"]), [list(told) for told in rows["references"]]
+            ids, references = known[rows._fingerprint]
+            source = drawn("answers", history[-1].lineage, ids[0])
+            scores = [float(source.randint(0, 1)) for _ in ids]
+            predictions = [
+                {"id": row, "prediction": told[0] if score else "", "references": told, "score": score, "weights": {}}
+                for row, told, score in zip(ids, references, scores, strict=True)
+            ]
+            return evaluation.TaskScore(sum(scores) / len(scores), predictions, len(ids), None)
 
-    def ending(real):
-        def say(*arguments):
+        def say_finished(*arguments, real=trial.say_finished):
             real(*arguments)
             with open(os.environ["SCALE_ENDED"], "ab") as file:
                 file.write(b".")
 
-        return say
-
-    stage.train_pack, evaluation.Evaluator.score = train_pack, score
-    trial.say_finished = ending(trial.say_finished)
+        stage.train_pack, evaluation.Evaluator.score, trial.say_finished = train_pack, score, say_finished
 """
 """What each worker imports at its start, as `sitecustomize`."""
 

@@ -1,0 +1,76 @@
+"""The imitated cluster: what it counts, and that its trials end as real ones do. More, and kills: `make scale`."""
+
+import io
+from collections import Counter
+
+import psutil
+import pytest
+from tools import scale
+
+
+def test_a_seed_always_means_the_same_kills():
+    kills = scale.planned(7, 30, scale.TARGETS)
+    assert scale.planned(7, 30, scale.TARGETS) == kills != scale.planned(8, 30, scale.TARGETS)
+    assert set(Counter(kill.target for kill in kills).values()) == {7, 8}
+    assert {kill.target for kill in scale.planned(7, 30, scale.TARGETS[:-1])} == {"worker", "driver", "node"}
+
+
+def asked(application, method, question="", content=b""):
+    """What a WSGI application answers: the status and the body."""
+    told = []
+    environment = {
+        "REQUEST_METHOD": method,
+        "QUERY_STRING": question,
+        "CONTENT_LENGTH": str(len(content)),
+        "wsgi.input": io.BytesIO(content),
+    }
+    body = b"".join(application(environment, lambda code, headers, *more: told.append(code)))
+    return told[0], body
+
+
+def test_requests_are_counted_by_kind_and_refused_as_often_as_asked():
+    watched = scale.Watched()
+
+    def store(environment, respond):
+        respond("200 OK", [("Content-Length", "2")])
+        return [b"ok"]
+
+    application = watched.around(store)
+    assert asked(application, "PUT", content=b"12345") == ("200 OK", b"ok")
+    assert asked(application, "GET", "list-type=2&prefix=a") == ("200 OK", b"ok")
+    assert asked(application, "GET") == ("200 OK", b"ok")
+    watched.refused = 2
+    assert [asked(application, "GET")[0] for _ in range(3)] == ["503 Slow Down"] * 2 + ["200 OK"]
+    assert watched.requests == {"PUT": 1, "LIST": 1, "GET": 4, "bytes in": 5, "bytes out": 8}
+
+
+def test_growth_is_what_the_last_trials_cost_beside_those_in_the_middle():
+    meter = scale.Meter(driver=psutil.Process().pid)
+    meter.course = [(ended, 0.1 * ended + 0.01 * ended**2, 2.0 * ended) for ended in range(31)]
+    (middle, _), (last, clock) = meter.between(1 / 3, 2 / 3), meter.between(2 / 3, 1)
+    assert middle == pytest.approx(0.1 + 0.01 * (20**2 - 10**2) / 10)
+    assert last == pytest.approx(0.1 + 0.01 * (30**2 - 20**2) / 10)
+    assert clock == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_imitated_trials_run_through_all_of_it(tmp_path):
+    """With a chance of failure so high that some fail, and others come to their end."""
+    imitation = scale.Imitation(tmp_path / "sweep", trials=30, pack=2, failures=0.3)
+    cost = scale.measured(imitation, workers=2, requests=Counter())
+    assert set(cost.ends) == {"finished", "failed"}
+    assert imitation.ended() == cost.ends["finished"]
+    assert all(cost.meter.spent(kind) > 0 for kind in ("driver", "worker", "ray"))
+    assert f"{cost.ends['finished']} finished" in cost.row()
+    sweep = imitation.sweep()
+    packs = {event["pid"] for trial in sweep for event in trial.events() if event["event"] == "started"}
+    assert len(packs) == 2, "a worker goes on to its next pack"
+    assert not list((sweep.path / "ray").glob("*/result.json")), "Tune writes nothing that journals tell"
+    (state,) = (sweep.path / "ray").glob("experiment_state-*.json")
+    assert imitation.path and state.stat().st_size < 100_000, "Tune forgets what has ended"
+
+
+@pytest.mark.slow
+def test_a_struck_cluster_ends_as_if_it_had_not_been(capsys):
+    assert scale.main(["--seed", "3", "--kills", "3", "--trials", "8", "--workers", "2"]) == 0, capsys.readouterr().out
+    assert "every promise was kept" in capsys.readouterr().out
