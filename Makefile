@@ -16,7 +16,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the processes of the tests share what Python has compiled, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow conformance portability faults mutants chaos launches reference lint types check clean
+.PHONY: setup quickstart test test-slow conformance portability faults mutants chaos scale launches reference lint types check clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,10 @@ mutants: $(STAMP)
 # kills a sweep thirty times at random, seeded, and compares what it ends with; e.g. CHAOS="--seed 7 --kills 100"
 chaos: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)chaos $(CHAOS)
+
+# drives imitated trials through everything but the learning; e.g. SCALE="--trials 1000 10000" or SCALE="--kills 100"
+scale: $(STAMP)
+	OMP_NUM_THREADS=1 $(TOOL)scale $(SCALE)
 
 # counts what a training step asks of a GPU, with an imitation of one
 launches: $(STAMP)

@@ -137,6 +137,8 @@ def _forget_what_has_ended() -> None:
             super().step()
             if ended := self._stopped_trials | self._failed_trials:
                 self._trials: list[Any] = [trial for trial in self._trials if trial not in ended]
+                for trial in ended:
+                    self._trial_metadata.pop(trial.trial_id, None)
                 for known in (self._live_trials, self._trials_to_cache, self._stopped_trials, self._failed_trials):
                     known.difference_update(ended)
 
