@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from latent_sweep.store.files import read_file
 from latent_sweep.store.folders import SweepFolder, driving
 from latent_sweep.store.following import following, forget_the_old, requests_told
 from latent_sweep.store.journal import status
+from latent_sweep.store.objects import requests
 from latent_sweep.store.sealed import sealed_json
 from latent_sweep.store.storage import JOURNAL, Storage, open_storage
 from latent_sweep.sweep.checks import check_sweep
@@ -155,7 +157,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.results.screen import Following, screen_for
     from latent_sweep.results.summaries import summarise
 
-    began = time.time()
+    began, sent_before = time.time(), Counter(requests())
     folder = write_sweep(sweep, trials, storage)
     todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
@@ -191,8 +193,9 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         _tell(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
-        sent = sorted(requests_told(folder.path, began).items())
-        _tell(f"requests  {', '.join(f'{count:,} {kind}' for kind, count in sent)}: of this run, its workers' included")
+        sent = Counter(requests()) - sent_before + requests_told(folder.path, began)
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
+        _tell(f"requests  {counts}: of this run, its workers' included")
     if link := mirror.link():
         _tell(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)

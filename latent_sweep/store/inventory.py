@@ -11,7 +11,6 @@ import re
 import shutil
 import tarfile
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -103,7 +102,7 @@ class Inventory:
     """
 
     def __init__(self, storage: Storage):
-        self.storage, self.time = storage, time.time()
+        self.storage = storage
         self.files: Mapping[Path, FileFacts] = storage.files(storage.folder)
         self.sweeps = sweeps_in(storage, self.files)
 
@@ -157,9 +156,9 @@ def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> lis
         StoreError: what a sweep refers to cannot be read, so that nothing can be said of snapshots.
     """
     referred = frozenset().union(*inventory.references.values())
-    found = []
+    found, now = [], inventory.storage.now()
     for path, facts in sorted(inventory.files.items()):
-        age = inventory.time - facts.modified
+        age = now - facts.modified
         kind = _kind(path.relative_to(inventory.storage.folder), referred, inventory.files)
         if kind is not None and (caches or kind != "caches") and age >= max(keep_days * DAY, AT_WORK):
             found.append(Garbage(path, kind, facts.size))
