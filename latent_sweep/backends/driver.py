@@ -133,6 +133,7 @@ def _run_trials(
     chosen: Sequence[Chosen] = (),
 ) -> int:
     """Run trials as a sweep of their own, once nobody else drives it."""
+    began, sent_before = time.time(), Counter(requests())
     packs = pack(trials, sweep.run.pack)
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
@@ -146,7 +147,12 @@ def _run_trials(
             storage.write(folder.path / TUNING, tuning_content(sweep, chosen))
         elif (folder.path / TUNING).exists():  # of an earlier sweep of this name
             storage.remove(folder.path / TUNING)
-        return _drive(sweep, trials, packs, storage, how)
+        left = _drive(sweep, trials, packs, storage, how)
+        if storage.is_remote:
+            sent = Counter(requests()) - sent_before + requests_told(folder.path, began)
+            counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
+            _tell(f"requests  {counts}: of this run, its workers' included")
+        return left
 
 
 def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, how: _How) -> int:
@@ -157,7 +163,6 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.results.screen import Following, screen_for
     from latent_sweep.results.summaries import summarise
 
-    began, sent_before = time.time(), Counter(requests())
     folder = write_sweep(sweep, trials, storage)
     todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
@@ -193,9 +198,6 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         _tell(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
-        sent = Counter(requests()) - sent_before + requests_told(folder.path, began)
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
-        _tell(f"requests  {counts}: of this run, its workers' included")
     if link := mirror.link():
         _tell(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)

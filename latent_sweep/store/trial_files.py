@@ -35,6 +35,7 @@ from latent_sweep.store.answers import (
     newest_answers,
     stage_of,
 )
+from latent_sweep.store.files import read_file
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import Event, mending, stages, status
 from latent_sweep.store.sealed import set_aside
@@ -276,7 +277,7 @@ class TrialFiles:
         if lost:
             del self.rows[min(lost) - 1 :]
         elif SCORES in names:
-            self._write_scores()
+            self._write({SCORES: self._scores()})
 
     def _stage_of(self, damage: Damage) -> int:
         """Return the tasks seen at the stage whose answers are damaged; 0 for any other file."""
@@ -294,18 +295,18 @@ class TrialFiles:
             predictions: by task; each answer becomes a line with one JSON object. Those of the row before are replaced.
             keep_answers: `all` also writes a file of this row's own, with the answers that the row before did not give.
         """
-        self._files = {}
+        files = {}
         if keep_answers == "all":
             before = newest_answers(self.folder, stages(self.journal.read())[: len(self.rows)])
             found = {
                 t: [Answer(line["prediction"], line["score"]) for line in lines] for t, lines in predictions.items()
             }
-            self._files |= self._write(answers_file(len(self.rows) + 1), changes(found, before))
+            files[answers_file(len(self.rows) + 1)] = changes(found, before)
         for task, answers in predictions.items():
             lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-            self._files |= self._write(f"{PREDICTIONS}/{task}.jsonl", lines.encode())
+            files[f"{PREDICTIONS}/{task}.jsonl"] = lines.encode()
         self.rows.append(tuple(row))
-        self._files |= self._write_scores()
+        self._files = self._write(files | {SCORES: self._scores()})
 
     def tell(self, lineage: str, reused: bool, metrics: Mapping[str, float], how: Mapping[str, Any]) -> None:
         """Tell the journal of the newest row. One that is made again as it was has been told.
@@ -329,21 +330,22 @@ class TrialFiles:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, and close the journal."""
-        self.journal.append("finished", metrics=result["metrics"], files=self._write(RESULT, json_bytes(result)))
+        self.journal.append("finished", metrics=result["metrics"], files=self._write({RESULT: json_bytes(result)}))
 
     def stop_again(self) -> None:
         """Close the journal of a trial that was stopped for good, and of which something was made again."""
         assert self.stop is not None
         self.journal.append("stopped", tasks_seen=self.stop["tasks_seen"], reason=self.stop["reason"])
 
-    def _write_scores(self) -> dict[str, str]:
+    def _scores(self) -> bytes:
         keys = list(self.keys[: len(self.rows)])
-        content = {"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys}
-        return self._write(SCORES, json_bytes(content))
+        return json_bytes({"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys})
 
-    def _write(self, name: str, content: bytes) -> dict[str, str]:
-        self._storage.write(self.folder / name, content)
-        return {name: _digest(content)}
+    def _write(self, files: Mapping[str, bytes]) -> dict[str, str]:
+        """Write files, as far as they are not there as they are to be; return the digests of all."""
+        paths = {self.folder / name: content for name, content in files.items()}
+        self._storage.write_together({path: content for path, content in paths.items() if read_file(path) != content})
+        return {name: _digest(content) for name, content in files.items()}
 
 
 def _digest(content: bytes) -> str:
