@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -69,20 +69,6 @@ def lineages_of(sweep: SweepFolder) -> frozenset[str]:
     return frozenset(found)
 
 
-def with_candidates(sweep: SweepFolder, sweeps: Iterable[SweepFolder]) -> list[SweepFolder]:
-    """Return a sweep, and before it those whose trials are its candidates."""
-    return [*(other for other in sweeps if readable(other) and other.tuning_of == sweep.name), sweep]
-
-
-def readable(sweep: SweepFolder) -> bool:
-    """Whether what a sweep refers to can be read."""
-    try:
-        lineages_of(sweep)
-    except StoreError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Size:
     """Bytes that a sweep takes."""
@@ -116,10 +102,35 @@ class Inventory:
         """
         return {sweep.name: lineages_of(sweep) for sweep in self.sweeps}
 
+    @cached_property
+    def readable(self) -> Mapping[str, frozenset[str]]:
+        """The same of those sweeps that can be read: enough for whoever deletes nothing."""
+        found = {}
+        for sweep in self.sweeps:
+            with suppress(StoreError):
+                found[sweep.name] = lineages_of(sweep)
+        return found
+
+    def with_candidates(self, name: str) -> list[SweepFolder]:
+        """Return the sweep of this name, and before it those whose trials are its candidates.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        by_name = {sweep.name: sweep for sweep in self.sweeps}
+        if name not in by_name:
+            known = ", ".join(by_name) or "none"
+            raise ConfigError(f"{self.storage.place}: found no sweep {name!r}; there are: {known}")
+        return [*(by_name[other] for other in self.readable if by_name[other].tuning_of == name), by_name[name]]
+
     def size(self, sweep: SweepFolder) -> Size:
-        """Add up what a sweep takes."""
-        others = [found for name, found in self.references.items() if name != sweep.name]
-        mine = self.references[sweep.name]
+        """Add up what a sweep takes; sweeps that cannot be read count as sharing nothing with it.
+
+        Raises:
+            StoreError: what it refers to cannot be read.
+        """
+        others = [found for name, found in self.readable.items() if name != sweep.name]
+        mine = lineages_of(sweep)
         shared = mine & frozenset().union(*others)
         own = sum(facts.size for path, facts in self.files.items() if path.is_relative_to(sweep.path))
         return Size(own, self.snapshot_bytes(mine - shared), self.snapshot_bytes(shared))
@@ -263,10 +274,9 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
         ConfigError: there is no such sweep, or it is being run.
         StoreError: what a sweep refers to cannot be read.
     """
-    sweep = named(inventory, name)
-    sweeps = with_candidates(sweep, inventory.sweeps)
-    going = {one.name for one in sweeps}
-    mine = frozenset().union(*(inventory.references[name] for name in going))
+    sweeps = inventory.with_candidates(name)
+    going = {sweep.name for sweep in sweeps}
+    mine = frozenset().union(*(inventory.references[one] for one in going))
     others = frozenset().union(*(found for other, found in inventory.references.items() if other not in going))
     files = {p: facts for p, facts in inventory.files.items() if any(p.is_relative_to(one.path) for one in sweeps)}
     for path in files:  # its driver's, and those of workers that may have outlived their driver
@@ -277,19 +287,6 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
     snapshots = {p: f for p, f in inventory.files.items() if p.parent in shared_folders and p.stem in alone}
     kept = sum(inventory.storage.folder / SNAPSHOTS / f"{one}.json" in inventory.files for one in mine & others)
     return Deletion(sweeps, files, snapshots, kept)
-
-
-def named(inventory: Inventory, name: str) -> SweepFolder:
-    """Return the sweep of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for sweep in inventory.sweeps:
-        if sweep.name == name:
-            return sweep
-    known = ", ".join(sweep.name for sweep in inventory.sweeps) or "none"
-    raise ConfigError(f"{inventory.storage.place}: found no sweep {name!r}; there are: {known}")
 
 
 def delete(storage: Storage, going: Deletion) -> None:
@@ -354,13 +351,13 @@ def copy_sweep(source: Storage, name: str, place: str) -> Copied:
         StoreError: one of both places cannot be read or written.
     """
     inventory = Inventory(source)
-    sweeps = with_candidates(named(inventory, name), inventory.sweeps)
+    sweeps = inventory.with_candidates(name)
     for sweep in sweeps:
         source.pull(sweep.path)
     # journals speak of files that were written before them: they are read first and written last
     journals = {t.journal.path: t.journal.path.read_bytes() for s in sweeps for t in s if t.journal.path.exists()}
     marks = {sweep.path / SWEEP_FILE: (sweep.path / SWEEP_FILE).read_bytes() for sweep in sweeps}
-    files = list(_to_copy(inventory, sweeps))
+    files = list(_to_copy(source, sweeps))
     if is_archive(place):
         return _archive(source, sweeps, files, journals | marks, Path(place))
     target = open_storage(place)
@@ -386,19 +383,18 @@ def copy_sweep(source: Storage, name: str, place: str) -> Copied:
     return Copied([sweep.name for sweep in sweeps], len(files) + len(journals) + len(marks), size)
 
 
-def _to_copy(inventory: Inventory, sweeps: Sequence[SweepFolder]) -> Iterator[Path]:
+def _to_copy(source: Storage, sweeps: Sequence[SweepFolder]) -> Iterator[Path]:
     """Yield the files that sweeps need, present here then; journals and what makes a folder a sweep are not among them.
 
     Snapshots are whole when their facts are there, which come after the tensors.
     """
-    source = inventory.storage
     for sweep in sweeps:
         for path in sorted(path for path in sweep.path.rglob("*") if path.is_file()):
             name = path.relative_to(sweep.path)
             left = name.parts[0] == LOCKS or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
             if not left and path.suffix not in (".damaged", ".lock"):
                 yield path
-    for lineage in sorted(frozenset().union(*(inventory.references[sweep.name] for sweep in sweeps))):
+    for lineage in sorted(frozenset().union(*map(lineages_of, sweeps))):
         tensors, facts = (source.folder / SNAPSHOTS / f"{lineage}{suffix}" for suffix in (".safetensors", ".json"))
         if source.share(facts) and source.share(tensors):
             yield from (tensors, facts)

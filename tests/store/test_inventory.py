@@ -105,6 +105,11 @@ def test_list_goes_on_where_a_sweep_is_damaged(place, capsys):
     assert main(["list", str(place)]) == 0
     printed = capsys.readouterr().out
     assert "damaged" in printed and "does not check against its digest" in printed
+    assert main(["list", str(place), "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert "fault" in one and "fault" not in two, "the other one can be read"
+    files = [path for path in (place / "snapshots").iterdir() if path.stem in lineages_of(open_sweep(place / "two"))]
+    assert two["bytes_snapshots"] == sum(path.stat().st_size for path in files if path.suffix != ".lock")
     assert main(["gc", str(place), "--delete", "--keep-days", "0"]) == 2, "what it refers to is not known"
 
 
@@ -290,6 +295,13 @@ def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
     seeds = {trial.trial_id: trial.params["seed"] for trial in open_sweep(f"{target}/one")}
     assert {name: text for name, text in results(open_sweep(f"{target}/one")).items() if name in kept} == kept
     assert len(learned) == 6 and sorted(seeds.values()) == [0, 1, 2], "four were learned before the copy was taken"
+
+
+def test_a_sweep_is_copied_whatever_another_one_is_like(place, tmp_path):
+    (place / "two" / "sweep.json").write_text("{}")
+    assert main(["cp", str(place / "one"), str(tmp_path / "there")]) == 0
+    assert verify_disk(open_sweep(tmp_path / "there" / "one")).faults == []
+    assert main(["delete", str(place / "one"), "--yes"]) == 2, "what else refers to its snapshots is not known"
 
 
 def test_a_copy_to_an_object_store_and_back(place, node, tmp_path, capsys):
