@@ -223,7 +223,7 @@ def _delete(options: argparse.Namespace) -> int:
     if not options.yes and not _agreed(sweep.name):
         print("nothing was deleted")
         return 1
-    delete(sweep.storage, going)
+    delete(inventory, going)
     print(printable(f"deleted {sweep.name}; its runs in MLflow stay, `mlflow experiments delete` deletes them"))
     return 0
 

@@ -209,11 +209,7 @@ def collect(inventory: Inventory, found: Sequence[Garbage]) -> list[Garbage]:
     for one in found:
         if one.kind == "snapshots":
             by_lineage.setdefault(one.path.stem, []).append(one)
-    if _sweep_files(Inventory(storage)) != _sweep_files(inventory):
-        raise StoreError(
-            f"{storage.place}: a sweep was written while its files were looked at; nothing was deleted. Run the same "
-            "command again"
-        )
+    _check_unwritten(inventory)
 
     def delete(one: Garbage) -> list[Garbage]:
         with committing(one.path):
@@ -238,8 +234,21 @@ def collect(inventory: Inventory, found: Sequence[Garbage]) -> list[Garbage]:
     return [one for files in deleted for one in files]
 
 
-def _sweep_files(inventory: Inventory) -> Mapping[Path, FileFacts]:
-    return {sweep.path: inventory.files[sweep.path / SWEEP_FILE] for sweep in inventory.sweeps}
+def _check_unwritten(inventory: Inventory) -> None:
+    """Check that no sweep was written since the inventory was taken: it may refer to what is to be deleted.
+
+    Raises:
+        StoreError: one was.
+    """
+    then, now = (
+        {sweep.path: one.files[sweep.path / SWEEP_FILE] for sweep in one.sweeps}
+        for one in (inventory, Inventory(inventory.storage))
+    )
+    if then != now:
+        raise StoreError(
+            f"{inventory.storage.place}: a sweep was written while its files were looked at; nothing was deleted. Run "
+            "the same command again"
+        )
 
 
 def _remove_empty(folders: Iterable[Path], root: Path) -> None:
@@ -289,24 +298,26 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
     return Deletion(sweeps, files, snapshots, kept)
 
 
-def delete(storage: Storage, going: Deletion) -> None:
+def delete(inventory: Inventory, going: Deletion) -> None:
     """Delete a sweep: its `sweep.json` first, so that what is left of a deletion that was cut is no sweep.
 
     Raises:
         ConfigError: it is being run by now.
-        StoreError: the storage cannot be written.
+        StoreError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
     """
+    storage = inventory.storage
+    locks = {path for path in going.files if path.parent.name == LOCKS}
     with ExitStack() as stack:
         for sweep in going.sweeps:
             stack.enter_context(_undriven(sweep))
-            storage.remove(sweep.path / SWEEP_FILE)
-        for path in (*going.snapshots, *going.files):
-            if path.parent.name != LOCKS:
+        _check_unwritten(inventory)
+        marks = [sweep.path / SWEEP_FILE for sweep in going.sweeps]
+        for path in dict.fromkeys((*marks, *going.snapshots, *going.files)):
+            if path not in locks:
                 storage.remove(path)
+    for path in locks:
+        storage.remove(path)
     for sweep in going.sweeps:
-        for path in going.files:
-            if path.parent.name == LOCKS:
-                storage.remove(path)
         shutil.rmtree(sweep.path, ignore_errors=True)
 
 

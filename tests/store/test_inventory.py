@@ -15,7 +15,7 @@ from latent_sweep.backends.verify import verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.store.folders import driving, open_sweep
-from latent_sweep.store.inventory import Inventory, collect, deletion, garbage, lineages_of
+from latent_sweep.store.inventory import Inventory, collect, delete, deletion, garbage, lineages_of
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage
 
@@ -260,6 +260,18 @@ def test_a_sweep_that_is_being_run_is_not_deleted(place, capsys):
     finally:
         worker.release()
     assert main(["delete", str(place / "one"), "--yes"]) == 0
+
+
+def test_nothing_is_deleted_where_another_sweep_was_written_meanwhile(ran, place):
+    """It may refer to the very snapshots that nobody else did when it was asked whether to delete."""
+    shutil.rmtree(place / "two")
+    inventory = Inventory(Storage(place))
+    going = deletion(inventory, "one")
+    shutil.copytree(ran / "two", place / "two")
+    before = snapshots(place)
+    with pytest.raises(StoreError, match="nothing was deleted"):
+        delete(inventory, going)
+    assert snapshots(place) == before and open_sweep(place / "one").exists
 
 
 def test_candidates_go_with_their_sweep(tmp_path):
