@@ -22,13 +22,13 @@ from typing import Literal, NamedTuple
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.store.files import committing
-from latent_sweep.store.folders import SweepFolder, driving
+from latent_sweep.store.folders import LOCKS, SWEEP_FILE, SweepFolder, driving
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import JOURNAL, NODE_LOCAL, PROBES, FileFacts, Storage, open_storage
 
 Kind = Literal["snapshots", "checkpoints", "damaged", "partial files", "probes", "caches"]
 
-CHECKPOINTS, SNAPSHOTS, SWEEP_FILE, LOCKS = "checkpoints", "snapshots", "sweep.json", "locks"
+CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
 CACHES = NODE_LOCAL - {"profiles"}
 """Folders of what is made again when it is needed; profiles are measurements, and small."""
 
@@ -426,7 +426,7 @@ def _archive(
         try:
             with tarfile.open(partial, mode) as tar:  # type: ignore[call-overload]  # the modes are those of a table
                 for path in (*files, *last):
-                    content = last.get(path) or path.read_bytes()
+                    content = last[path] if path in last else path.read_bytes()
                     entry = tarfile.TarInfo(path.relative_to(source.folder).as_posix())
                     entry.size, entry.mtime, entry.mode = len(content), int(path.stat().st_mtime), 0o644
                     tar.addfile(entry, io.BytesIO(content))
