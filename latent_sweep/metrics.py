@@ -196,7 +196,10 @@ def reads_input(name: Metric) -> bool:
 
 def _arguments(function: Callable[..., float]) -> int:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(function).parameters.values()
+    try:
+        found = inspect.signature(function).parameters.values()
+    except ValueError:  # of some that are written in C nothing tells
+        return 0
     return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in found)
 
 
