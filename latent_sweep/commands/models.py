@@ -112,8 +112,9 @@ def _export(options: argparse.Namespace) -> int:
     kind, folder = _target(options.to)
     if options.task is not None and kind != "merged":
         raise ConfigError(f"--task {options.task}: only --to merged takes one adapter; leave it out with --to {kind}")
-    if options.uri is not None and kind != "mlflow":
-        raise ConfigError(f"--uri {redact(options.uri)}: only --to mlflow has a tracker; leave it out with --to {kind}")
+    if kind != "mlflow" and (options.uri is not None or options.allow_insecure):
+        given = "--allow-insecure" if options.uri is None else f"--uri {redact(options.uri)}"
+        raise ConfigError(f"{given}: only --to mlflow has a tracker; leave it out with --to {kind}")
     if kind == "mlflow":
         written = _into_mlflow(options)
     else:
