@@ -358,7 +358,8 @@ def copy_sweep(source: Storage, name: str, place: str) -> Copied:
         place: a folder, the URI of an object store, or the path of an archive, which is one storage in a file.
 
     Raises:
-        ConfigError: there is no such sweep, or there is one of this name where it is to go.
+        ConfigError: there is no such sweep; or there is another one of this name where it is to go, or the same one,
+            which has gone on since.
         StoreError: one of both places cannot be read or written.
     """
     inventory = Inventory(source)
@@ -372,26 +373,31 @@ def copy_sweep(source: Storage, name: str, place: str) -> Copied:
     if is_archive(place):
         return _archive(source, sweeps, files, journals | marks, Path(place))
     target = open_storage(place)
-    for sweep in sweeps:
-        there = SweepFolder(target, sweep.name)
-        target.sync(there.path / SWEEP_FILE)
-        if there.exists and (there.path / SWEEP_FILE).read_bytes() != marks[sweep.path / SWEEP_FILE]:
-            raise ConfigError(
-                f"{there.path}: there is a sweep {sweep.name} already, and it is another one; delete it "
-                f"(latent-sweep delete), or copy into another storage"
-            )
+    placed = {path: target.folder / path.relative_to(source.folder) for path in (*files, *journals, *marks)}
+    if target.folder == source.folder:
+        raise ConfigError(f"{place}: is the storage that sweep {name} lies in; expected another one, or an archive")
+    for path, content in marks.items():
+        if target.sync(placed[path]) and placed[path].read_bytes() != content:
+            found = f"there is a sweep {path.parent.name} already, and it is another one"
+            raise ConfigError(f"{placed[path].parent}: {found}; {_ELSEWHERE}")
+    for path, content in journals.items():
+        if target.sync(placed[path]) and not content.startswith(placed[path].read_bytes()):
+            sweep_path = target.folder / path.relative_to(source.folder).parts[0]
+            raise ConfigError(f"{sweep_path}: the sweep has gone on there since it was copied; {_ELSEWHERE}")
     target.make()
     size = 0
     for path in files:
-        there_path = target.folder / path.relative_to(source.folder)
         content = path.read_bytes()
         size += len(content)
-        if not target.sync(there_path) or there_path.read_bytes() != content:
-            target.write(there_path, content)
+        if not target.sync(placed[path]) or placed[path].read_bytes() != content:
+            target.write(placed[path], content)
     for path, content in (journals | marks).items():
-        target.write(target.folder / path.relative_to(source.folder), content)
+        target.write(placed[path], content)
         size += len(content)
-    return Copied([sweep.name for sweep in sweeps], len(files) + len(journals) + len(marks), size)
+    return Copied([sweep.name for sweep in sweeps], len(placed), size)
+
+
+_ELSEWHERE = "delete it (latent-sweep delete), or copy into another storage"
 
 
 def _to_copy(source: Storage, sweeps: Sequence[SweepFolder]) -> Iterator[Path]:

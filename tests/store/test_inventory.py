@@ -353,6 +353,23 @@ def test_a_copy_never_replaces_another_sweep(ran, place, tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_copy_is_never_taken_back_to_an_earlier_state(place, tmp_path, capsys):
+    """It was copied before its end, and went on where it was copied to."""
+    target = tmp_path / "there"
+    assert main(["cp", str(place / "one"), str(target)]) == 0
+    trial = next(iter(open_sweep(place / "one")))
+    *lines, _ = trial.journal.path.read_bytes().splitlines(keepends=True)
+    trial.journal.path.write_bytes(b"".join(lines))
+    before = results(open_sweep(target / "one"))
+    assert main(["cp", str(place / "one"), str(target)]) == 2
+    assert "has gone on there since it was copied; delete it" in capsys.readouterr().err
+    assert results(open_sweep(target / "one")) == before and verify_disk(open_sweep(target / "one")).faults == []
+    assert main(["cp", str(target / "one"), str(place)]) == 0, "what has gone on may be copied back"
+    assert verify_disk(open_sweep(place / "one")).faults == []
+    assert main(["cp", str(place / "one"), str(place)]) == 2
+    assert "is the storage that sweep one lies in" in capsys.readouterr().err
+
+
 def test_a_copy_that_was_cut_is_no_sweep_and_goes_on(place, tmp_path):
     target = tmp_path / "there"
     assert main(["cp", str(place / "one"), str(target)]) == 0
