@@ -401,7 +401,7 @@ def numeric_axes(summary: Summary) -> list[str]:
     found = []
     for axis in summary.axes:
         values = [one.values[axis] for one in summary.configurations if one.values[axis] is not None]
-        if len(set(values)) > 1 and all(type(value) in (int, float) for value in values):
+        if all(type(value) in (int, float) for value in values) and len(set(values)) > 1:
             found.append(axis)
     return found
 

@@ -246,7 +246,7 @@ def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
 
 def test_curves_leave_out_trials_that_have_no_such_setting(tmp_path):
     """Where methods are compared, a setting of one of them is nothing in the trials of the others."""
-    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [None, 0.1, 0.0]})
+    sweep = write_sweep(tmp_path, {"backbone.targets": [["q", "v"]], "method.ortho_lambda": [None, 0.1, 0.0]})
     for trial, average in zip(sweep, (0.2, 0.3, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
     curves = summaries.curves(summaries.summarise(sweep))
