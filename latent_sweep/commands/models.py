@@ -11,7 +11,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import printable, quoted, redact
 
 if TYPE_CHECKING:
-    from latent_sweep.deploy.model import Answered, ContinualModel
+    from latent_sweep.deploy.model import Answered, ContinualModel, Device
 
 BEST = "best"
 KINDS = ("peft", "merged", "model", "mlflow")
@@ -75,16 +75,16 @@ def _add_device(parser: Parser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="default: what the trial says")
 
 
-def _opened(folder: str, trial: str, device: str | None) -> ContinualModel:
+def _opened(folder: str, trial: str, device: Device | None) -> ContinualModel:
     """Open an exported model, or take one out of a sweep."""
     from latent_sweep.deploy.folder import is_model
     from latent_sweep.deploy.model import ContinualModel
 
     if "://" in folder or not is_model(folder):
-        return ContinualModel.from_sweep(folder, trial, device)  # type: ignore[arg-type]
+        return ContinualModel.from_sweep(folder, trial, device)
     if trial != BEST:
         raise ConfigError(f"{folder} is an exported model, of one trial; found the trial {trial!r}. Leave it out")
-    return ContinualModel.from_folder(folder, device)  # type: ignore[arg-type]
+    return ContinualModel.from_folder(folder, device)
 
 
 def _ask(options: argparse.Namespace) -> int:
