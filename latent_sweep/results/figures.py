@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -92,12 +91,6 @@ def curve_figure(
     if len(series) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG, making the folder where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
 
 
 def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> np.ndarray:

@@ -393,14 +393,22 @@ def _router_statistics(finished: Sequence[Sequence[Event]]) -> dict[str, Statist
     return found
 
 
+def numeric_axes(summary: Summary) -> list[str]:
+    """The axes, those that repeat apart, with more than one value and only numbers.
+
+    A configuration whose method has no such setting, where the value is None, does not count.
+    """
+    found = []
+    for axis in summary.axes:
+        values = [one.values[axis] for one in summary.configurations if one.values[axis] is not None]
+        if all(type(value) in (int, float) for value in values) and len(set(values)) > 1:
+            found.append(axis)
+    return found
+
+
 def numeric_axis(summary: Summary) -> str | None:
-    """The first axis, those that repeat apart, with more than one value and only numbers; None where there is none."""
-    return next((axis for axis in summary.axes if _is_numeric(summary, axis)), None)
-
-
-def _is_numeric(summary: Summary, axis: str) -> bool:
-    values = [configuration.values[axis] for configuration in summary.configurations]
-    return len(set(map(str, values))) > 1 and all(type(value) in (int, float) for value in values)
+    """The first of the numeric axes; None where there is none."""
+    return next(iter(numeric_axes(summary)), None)
 
 
 def curves(summary: Summary) -> Curves | None:
@@ -408,9 +416,10 @@ def curves(summary: Summary) -> Curves | None:
     x_name = numeric_axis(summary)
     if x_name is None:
         return None
-    x_values = sorted({configuration.values[x_name] for configuration in summary.configurations})
+    drawn = [configuration for configuration in summary.configurations if configuration.values[x_name] is not None]
+    x_values = sorted({configuration.values[x_name] for configuration in drawn})
     series: dict[str, tuple[list[float], list[float]]] = {}
-    for configuration in summary.configurations:
+    for configuration in drawn:
         rest = {name: value for name, value in configuration.values.items() if name != x_name}
         means, stds = series.setdefault(label(rest), ([float("nan")] * len(x_values), [float("nan")] * len(x_values)))
         found, place = configuration.average_performance, x_values.index(configuration.values[x_name])

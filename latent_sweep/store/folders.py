@@ -24,6 +24,11 @@ from latent_sweep.store.storage import JOURNAL, Storage, open_storage, storage_i
 
 log = logging.getLogger(__name__)
 
+SWEEP_FILE = "sweep.json"
+"""What makes a folder a sweep's: what its driver has planned."""
+LOCKS = "locks"
+"""Folder of the leases of a sweep's driver and of its trainings."""
+
 
 @dataclass(frozen=True)
 class TrialFolder:
@@ -76,15 +81,15 @@ class SweepFolder:
     @property
     def exists(self) -> bool:
         """Whether a sweep has been written here."""
-        return (self.path / "sweep.json").exists()
+        return (self.path / SWEEP_FILE).exists()
 
     @cached_property
     def _content(self) -> dict[str, Any]:
-        file = self.path / "sweep.json"
+        file = self.path / SWEEP_FILE
         if not file.exists():
             where = f"{self.storage.place}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
             raise StoreError(
-                f"{where}: found no sweep.json; expected the folder of a sweep, <storage>/<sweep name>. "
+                f"{where}: found no {SWEEP_FILE}; expected the folder of a sweep, <storage>/<sweep name>. "
                 f"Run the sweep first, or check the path."
             )
         if not is_sealed(file):
@@ -176,7 +181,7 @@ def driver_of(sweep: SweepFolder) -> str:
 
 
 def _driver_lease(sweep: SweepFolder) -> Lease:
-    return sweep.storage.lease(sweep.path / "locks" / "driver.lock")
+    return sweep.storage.lease(sweep.path / LOCKS / "driver.lock")
 
 
 @contextmanager
@@ -194,7 +199,7 @@ def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator
 
     with ExitStack() as stack:
         for training_id in sorted(trials):  # all take them in the same order, so nobody waits in a circle
-            lease = sweep.storage.lease(sweep.path / "locks" / f"{training_id}.lock")
+            lease = sweep.storage.lease(sweep.path / LOCKS / f"{training_id}.lock")
             stack.enter_context(held(lease, say_waiting))
             for trial_id in trials[training_id]:
                 sweep.storage.sync_folder(sweep.path / "trials" / trial_id)

@@ -305,6 +305,19 @@ class Case:
         return row.references[:1] if self.settings.references == "single_first" else row.references
 
     @property
+    def prompt_room(self) -> int:
+        """Return the number of tokens that a prompt's text may have."""
+        if self.reader.chat is not None:
+            return self.settings.max_source_length
+        begins = self.settings.bos == "auto" and self.reader.bos_token_id is not None
+        return self.settings.max_source_length - begins - FRAMES[self.reader.family].ends
+
+    def target_room(self, split: str) -> int:
+        """Return the number of tokens that a target's text may have: of what is trained on, as `encode_target` cuts."""
+        ends = split == "train" and FRAMES[self.reader.family].keeps_eos
+        return self.settings.max_target_length - ends
+
+    @property
     def key(self) -> str:
         """Names all that the counts depend on."""
         b = self.settings
@@ -421,8 +434,7 @@ def _check_targets(case: Case, found: Findings) -> None:
             problem = f"hold one of the stop strings {marks}, where an answer ends"
             _tell(case.name, case, split, problem, spoiled, _stop_advice(case), "stopped_targets", found)
         if case.reader.tokenizer is not None:
-            # as `encode_target` cuts what is learned; an answer may have as many tokens as the limit says
-            room = limit - 1 if split == "train" and FRAMES[case.reader.family].keeps_eos else limit
+            room = case.target_room(split)
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
             advice = "raise it, or shorten them"
@@ -553,9 +565,9 @@ def _check_prompts(case: Case, found: Findings) -> None:
         rows = case.rows[split]
         prompts = ["".join(parts) for parts in _long_prompts(case, split)]
         if len(prompts) <= SAMPLE:
-            count, about = sum(case.reader.longer(prompt, _room(case)) for prompt in prompts), ""
+            count, about = sum(case.reader.longer(prompt, case.prompt_room) for prompt in prompts), ""
         else:
-            characters = _room(case) * case.reader.characters_per_token(prompts)
+            characters = case.prompt_room * case.reader.characters_per_token(prompts)
             count, about = sum(len(prompt) > characters for prompt in prompts), "about "
         if count:
             topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
@@ -566,21 +578,12 @@ def _check_prompts(case: Case, found: Findings) -> None:
             )
 
 
-def _room(case: Case) -> int:
-    """Return the number of tokens that a prompt's text may have."""
-    b, reader = case.settings, case.reader
-    if reader.chat is not None:
-        return b.max_source_length
-    special = FRAMES[reader.family].ends + (b.bos == "auto" and reader.bos_token_id is not None)
-    return b.max_source_length - special
-
-
 def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
     """Yield the prompts that may not fit: a token has a byte at least."""
     chat = case.reader.chat
     for parts in split_prompts(case.spec, case.task, split, case.settings, (row.input for row in case.rows[split])):
         whole = "".join(parts if chat is None else in_chat(parts, chat))
-        if len(whole.encode()) >= _room(case):
+        if len(whole.encode()) >= case.prompt_room:
             yield parts
 
 
