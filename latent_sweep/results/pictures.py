@@ -207,7 +207,7 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
 def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
     """AP and FM against each numeric axis; a line for each point of the others."""
     pictures = []
-    for axis in numeric_axes(summary):
+    for axis in numeric_axes([one.values for one in summary.configurations]):
         lines: dict[str, list[Configuration]] = {}
         for one in ranked:  # so that the line with the best point comes first
             if one.values[axis] is not None:
@@ -246,7 +246,7 @@ def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
 def _interactions(summary: Summary) -> list[Picture]:
     """AP over each pair of numeric axes, where other axes do not vary with them."""
     pictures = []
-    for x_axis, y_axis in itertools.combinations(numeric_axes(summary), 2):
+    for x_axis, y_axis in itertools.combinations(numeric_axes([one.values for one in summary.configurations]), 2):
         groups: dict[str, list[Configuration]] = {}
         for one in summary.configurations:
             if one.values[x_axis] is not None and one.values[y_axis] is not None:

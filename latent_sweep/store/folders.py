@@ -138,10 +138,16 @@ class SweepFolder:
         return SweepFolder, (self.storage, self.name)
 
     def __iter__(self) -> Iterator[TrialFolder]:
+        return iter(self._trials)
+
+    @cached_property
+    def _trials(self) -> list[TrialFolder]:
+        found = []
         for entry in self._content["trials"]:
             lineages = entry.get("lineages")
             told = {"lineages": None if lineages is None else lineages.split()}
-            yield TrialFolder(self.journal(entry["trial_id"]), **entry | told)
+            found.append(TrialFolder(self.journal(entry["trial_id"]), **entry | told))
+        return found
 
 
 def open_sweep(place: str | Path) -> SweepFolder:

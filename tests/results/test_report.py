@@ -11,7 +11,7 @@ from matplotlib import image
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results import report, summaries
-from latent_sweep.results.figures import curve_figure, score_matrix_figure
+from latent_sweep.results.figures import curve_figure, score_matrix_figure, score_matrix_png
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
 
@@ -270,6 +270,31 @@ def test_the_score_matrix_figure_writes_every_known_score_once(tmp_path):
     }
     figure.savefig(tmp_path / "matrix.png")
     assert image.imread(tmp_path / "matrix.png").ndim == 3
+
+
+@pytest.mark.parametrize("n_tasks", [1, 2, 5])
+def test_the_quick_score_matrix_is_the_figure(n_tasks):
+    """Every pixel, but for the numbers and the lines between cells, which another program draws."""
+    tasks = [f"task {i}" for i in range(n_tasks)]
+    scores = [[None if (i, j) == (3, 1) else (1 + i + j) / 10 for j in range(i + 1)] for i in range(n_tasks)]
+    expected = io.BytesIO()
+    score_matrix_figure(tasks, scores).savefig(expected, format="png")
+    expected.seek(0)
+    slow = image.imread(expected)[..., :3]
+    for _ in range(2):  # the second time with what was kept
+        quick = image.imread(io.BytesIO(score_matrix_png(tasks, scores)))
+        assert quick.shape == slow.shape
+        inside = [(i, j, 0.2) for i in range(n_tasks) for j in range(i + 1)]
+        figure = score_matrix_figure(tasks, scores)
+        figure.draw_without_rendering()
+        places = figure.axes[0].transData.transform([(j - dy, i - dy) for i, j, dy in inside]).astype(int)
+        for x, y in places:
+            np.testing.assert_allclose(quick[-1 - y, x], slow[-1 - y, x], atol=1 / 255)
+        left, bottom = figure.axes[0].transData.transform((-0.55, n_tasks - 0.45)).astype(int)
+        np.testing.assert_array_equal(quick[:, :left], slow[:, :left])  # names of tasks
+        np.testing.assert_array_equal(quick[-bottom:], slow[-bottom:])
+        differing = (np.abs(quick - slow).max(axis=-1) > 0.2).mean()
+        assert differing < 0.03  # numbers, half a pixel beside, and half a line
 
 
 def test_fifteen_long_task_names_do_not_overlap():
