@@ -178,6 +178,17 @@ def group_of(field: FieldInfo) -> type[Settings] | None:
     return inner if isinstance(inner, type) and issubclass(inner, Settings) else None
 
 
+def flatten(path: str, value: Any) -> dict[str, Any]:
+    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves.
+
+    The axis `trial` has whole groups as its leaves' first names.
+    """
+    if not isinstance(value, dict):
+        return {path: value}
+    prefix = "" if path == "trial" else f"{path}."
+    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{prefix}{key}", inner).items()}
+
+
 # --- paths ----------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.security import quoted
-from latent_sweep.settings import Settings, as_written, local_path, parse_yaml, read_yaml
+from latent_sweep.settings import Settings, as_written, flatten, local_path, parse_yaml, read_yaml
 from latent_sweep.store.storage import NODE_LOCAL
 from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial
 
@@ -188,17 +188,6 @@ def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
     unique = list(dict.fromkeys(faults))
     lines = "".join(f"\n  - {fault}" for fault in unique)
     return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
-
-
-def flatten(path: str, value: Any) -> dict[str, Any]:
-    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves.
-
-    The axis `trial` has whole groups as its leaves' first names.
-    """
-    if not isinstance(value, dict):
-        return {path: value}
-    prefix = "" if path == "trial" else f"{path}."
-    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{prefix}{key}", inner).items()}
 
 
 def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:

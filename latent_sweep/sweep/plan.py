@@ -47,12 +47,21 @@ from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method, MethodSettings
 from latent_sweep.metrics import metric_source
 from latent_sweep.router import RouterSettings
-from latent_sweep.settings import canonical_json, content_hash, filled, json_list, json_object, local_path, text_hash
+from latent_sweep.settings import (
+    canonical_json,
+    content_hash,
+    filled,
+    flatten,
+    json_list,
+    json_object,
+    local_path,
+    text_hash,
+)
 from latent_sweep.store import versions
 from latent_sweep.store.failures import Phase
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.trial_files import TrialFiles
-from latent_sweep.sweep.config import Sweep, fault_report, flatten, trial_settings
+from latent_sweep.sweep.config import Sweep, fault_report, trial_settings
 from latent_sweep.sweep.groups import TrainingSettings, TrialSettings, WrittenTrial
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
