@@ -16,9 +16,9 @@ from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results import report, summaries
 from latent_sweep.results.sections import PAGE_FILE
 from latent_sweep.security import redact
-from latent_sweep.settings import content_hash
+from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.store.answers import answers_file, is_kept
-from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.folders import SETTINGS, SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import PREDICTIONS
 from latent_sweep.sweep.tuning import TUNING
@@ -48,7 +48,7 @@ _RUN_STATUS: Mapping[Status, RunStatus] = {
 }
 MODEL_FOLDER = "model"
 """The model of a sweep's winner, as MLflow has it: its name in a sweep's folder, and among the artifacts of its run."""
-_TRIAL_FILES = ("trial.yaml", "scores.json", "result.json", "journal.jsonl")
+_TRIAL_FILES = (SETTINGS, "scores.json", "result.json", "journal.jsonl")
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
 
 
@@ -286,6 +286,8 @@ def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Ev
     from latent_sweep.results.figures import score_matrix_png
 
     found: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
+    if trial.groups is not None:
+        found[SETTINGS] = yaml_text(trial.settings())
     found |= {f"{PREDICTIONS}/{path.name}": path for path in sorted((trial.path / PREDICTIONS).glob("*.jsonl"))}
     if told := stages(events):
         kept = [answers_file(stage["tasks_seen"]) for stage in told if is_kept(stage)]

@@ -5,6 +5,7 @@ One driver at a time runs a sweep, and one worker at a time writes a trial: `dri
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.errors import StoreError
-from latent_sweep.settings import local_path
+from latent_sweep.settings import flatten, local_path, read_yaml
 from latent_sweep.store.journal import Event, Journal
 from latent_sweep.store.leases import Lease, held
 from latent_sweep.store.sealed import is_sealed
@@ -28,6 +29,8 @@ SWEEP_FILE = "sweep.json"
 """What makes a folder a sweep's: what its driver has planned."""
 LOCKS = "locks"
 """Folder of the leases of a sweep's driver and of its trainings."""
+SETTINGS = "trial.yaml"
+"""A trial's settings, among the artifacts of its run; in its folder where an earlier version has written it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class TrialFolder:
     n_tasks: int
     lineages: Sequence[str] | None = None
     """The snapshots that it leaves behind, one a task; None where its data was not at hand when it was planned."""
+    groups: Mapping[str, Any] | None = None
+    """Every resolved setting, group by group; None where an earlier version wrote them into a file of the trial's."""
 
     @property
     def path(self) -> Path:
@@ -54,6 +59,15 @@ class TrialFolder:
     def events(self) -> list[Event]:
         """Everything in the trial's journal."""
         return self.journal.read()
+
+    def settings(self) -> Mapping[str, Any]:
+        """Every resolved setting, group by group.
+
+        Raises:
+            ConfigError: an earlier version wrote them into a file of the trial's, which cannot be read.
+        """
+        found: Mapping[str, Any] = read_yaml(self.path / SETTINGS) if self.groups is None else self.groups
+        return found
 
     def read_json(self, name: str) -> Any:
         """The content of the trial's file `name`, or None where it is not there.
@@ -142,11 +156,18 @@ class SweepFolder:
 
     @cached_property
     def _trials(self) -> list[TrialFolder]:
-        found = []
-        for entry in self._content["trials"]:
-            lineages = entry.get("lineages")
-            told = {"lineages": None if lineages is None else lineages.split()}
-            found.append(TrialFolder(self.journal(entry["trial_id"]), **entry | told))
+        content, found = self._content, []
+        flat = {name: [flatten(name, one) for one in groups] for name, groups in content.get("groups", {}).items()}
+        for entry in content["trials"]:
+            told = dict(entry)
+            if (lineages := told.get("lineages")) is not None:
+                told["lineages"] = lineages.split()
+            if (places := told.pop("groups", None)) is not None:  # none in what an earlier version has written
+                seed = {"seed": told.pop("seed")}
+                told["groups"] = {name: content["groups"][name][place] for name, place in places.items()} | seed
+                params = dict(itertools.chain.from_iterable(flat[name][i].items() for name, i in places.items()))
+                told["params"] = params | seed | {"benchmark.tasks": told.pop("tasks")}
+            found.append(TrialFolder(self.journal(told["trial_id"]), **told))
         return found
 
 

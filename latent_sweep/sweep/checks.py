@@ -343,12 +343,17 @@ def reader_of(backbone: BackboneSettings) -> Reader:
 def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
     """Yield each case of these trials once; with `reader`, or with what is on this machine."""
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
+    seen: dict[tuple[int, int, int], Trial] = {}
+    """By the objects that tell cases apart, which the trial keeps alive."""
     one_spelling: dict[str, Any] = {"order": None, "tasks": None, "classification_metric": "accuracy"}
     for trial in trials:
-        settings = trial.settings.benchmark.model_copy(update=one_spelling)
+        s = trial.settings
+        if seen.setdefault((id(s.benchmark), id(s.backbone), id(trial.tasks)), trial) is not trial:
+            continue
+        settings = s.benchmark.model_copy(update=one_spelling)
         if settings.score_on == "test":
             settings = settings.model_copy(update={"validation_fraction": 0.1})
-        backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
+        backbone = s.backbone.model_copy(update={"device": "auto"})
         known = tasks.setdefault((settings, backbone), {})
         known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
     # a chat template is read by transformers alone, so with one tokens are counted by the trials

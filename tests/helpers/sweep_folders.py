@@ -73,6 +73,20 @@ def write_sweep(
     return sweep
 
 
+def as_before(sweep: SweepFolder) -> SweepFolder:
+    """The sweep as earlier versions wrote it: settings by path in `sweep.json`, and a file of them for each trial."""
+    path = sweep.path / "sweep.json"
+    content = json.loads(path.read_bytes())["content"]
+    for entry, trial in zip(content["trials"], sweep, strict=True):
+        entry["params"] = trial.params
+        for name in ("groups", "seed", "tasks"):
+            del entry[name]
+        (trial.path / "trial.yaml").write_text(yaml.safe_dump(trial.settings()))
+    del content["groups"]
+    path.write_bytes(sealed_json(content))
+    return open_sweep(sweep.path)
+
+
 def journal_of(trial: TrialFolder) -> Journal:
     return trial.journal
 
