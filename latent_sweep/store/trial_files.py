@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from latent_sweep.errors import StoreError
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.settings import content_hash
 from latent_sweep.store.answers import (
     Answer,
     Answers,
@@ -35,7 +36,6 @@ from latent_sweep.store.answers import (
     newest_answers,
     stage_of,
 )
-from latent_sweep.store.files import read_file
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import Event, mending, stages, status
 from latent_sweep.store.sealed import set_aside
@@ -58,6 +58,12 @@ class Damage:
 
 def damages(folder: Path, events: Sequence[Event]) -> list[Damage]:
     """The files in a trial's folder that are missing, or others than those that its journal tells."""
+    found = {folder / name: _fault(folder / name, digest) for name, digest in told_files(events).items()}
+    return [Damage(path, fault) for path, fault in found.items() if fault is not None]
+
+
+def told_files(events: Sequence[Event]) -> dict[str, str]:
+    """The digests of the files that a trial's journal tells of, by name."""
     told: dict[str, str] = {}
     for event in events:
         if event["event"] == "started":
@@ -65,8 +71,7 @@ def damages(folder: Path, events: Sequence[Event]) -> list[Damage]:
         elif event["event"] == "stage":
             told.pop(answers_file(event["tasks_seen"]), None)  # kept before, and not any more
         told |= event.get("files", {})
-    found = {folder / name: _fault(folder / name, digest) for name, digest in told.items()}
-    return [Damage(path, fault) for path, fault in found.items() if fault is not None]
+    return told
 
 
 def _fault(path: Path, digest: str) -> str | None:
@@ -226,6 +231,35 @@ def end_of(events: Sequence[Event]) -> Event | None:
     return next((event for event in reversed(events) if event["event"] in ("finished", "stopped")), None)
 
 
+class NewRow:
+    """A row of the score matrix while its tasks are scored; of what was answered it holds what has to be written.
+
+    Args:
+        written: digests of the files that are there, by name.
+    """
+
+    def __init__(self, written: Mapping[str, str]):
+        self._written = written
+        self.scores: list[float] = []
+        """Of each task, in order."""
+        self.answers: dict[str, list[Answer]] = {}
+        """By task."""
+        self.digests: dict[str, str] = {}
+        """Of its files of predictions, by name."""
+        self.contents: dict[str, bytes] = {}
+        """Of those that are others than what is there."""
+
+    def add(self, task: str, score: float, predictions: Sequence[Mapping[str, Any]]) -> None:
+        """Add the next task: its score, and its predictions, each of which becomes a line with one JSON object."""
+        self.scores.append(score)
+        self.answers[task] = [Answer(line["prediction"], line["score"]) for line in predictions]
+        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
+        name, content = f"{PREDICTIONS}/{task}.jsonl", lines.encode()
+        self.digests[name] = _digest(content)
+        if self._written.get(name) != self.digests[name]:
+            self.contents[name] = content
+
+
 class TrialFiles:
     """One trial's journal, and what it leaves beside it: settings, score rows, predictions, answers, result.
 
@@ -250,6 +284,13 @@ class TrialFiles:
         self.rows = told_rows(events, self.keys)
         """The rows of the score matrix so far."""
         self.damages = damages(self.folder, events)
+        self._told = {event["tasks_seen"]: _row_told(event) for event in stages(events)}
+        """What the journal tells of each row, by tasks seen."""
+        damaged = {damage.path for damage in self.damages}
+        self._written = {n: digest for n, digest in told_files(events).items() if self.folder / n not in damaged}
+        """Digests of the files that are there, by name, as far as they are known."""
+        self._answers: Answers | None = None
+        """Those of the newest row, once they have been read or given."""
         if len(self.rows) < self.wanted:
             # files may be ahead of the journal, and are written again with the next row; the answers of told rows stay
             self.damages = [damage for damage in self.damages if 0 < self._stage_of(damage) <= len(self.rows)]
@@ -283,30 +324,24 @@ class TrialFiles:
         """Return the tasks seen at the stage whose answers are damaged; 0 for any other file."""
         return stage_of(damage.path.relative_to(self.folder).as_posix()) or 0
 
-    def record(
-        self,
-        row: Sequence[float],
-        predictions: Mapping[str, Sequence[Mapping[str, Any]]],
-        keep_answers: KeepAnswers = "all",
-    ) -> None:
-        """Add one row of the score matrix, durably, with the answers that were scored.
+    def new_row(self) -> NewRow:
+        """Begin the next row of the score matrix."""
+        return NewRow(self._written)
+
+    def record(self, row: NewRow, keep_answers: KeepAnswers = "all") -> None:
+        """Add one row of the score matrix, durably, with the answers that were scored; they replace those before.
 
         Args:
-            predictions: by task; each answer becomes a line with one JSON object. Those of the row before are replaced.
             keep_answers: `all` also writes a file of this row's own, with the answers that the row before did not give.
         """
         files = {}
         if keep_answers == "all":
-            before = newest_answers(self.folder, stages(self.journal.read())[: len(self.rows)])
-            found = {
-                t: [Answer(line["prediction"], line["score"]) for line in lines] for t, lines in predictions.items()
-            }
-            files[answers_file(len(self.rows) + 1)] = changes(found, before)
-        for task, answers in predictions.items():
-            lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-            files[f"{PREDICTIONS}/{task}.jsonl"] = lines.encode()
-        self.rows.append(tuple(row))
-        self._files = self._write(files | {SCORES: self._scores()})
+            if self._answers is None:
+                self._answers = newest_answers(self.folder, stages(self.journal.read())[: len(self.rows)])
+            files[answers_file(len(self.rows) + 1)] = changes(row.answers, self._answers)
+        self._answers = row.answers if keep_answers == "all" else None
+        self.rows.append(tuple(row.scores))
+        self._files = self._write(files | row.contents | {SCORES: self._scores()}) | row.digests
 
     def tell(self, lineage: str, reused: bool, metrics: Mapping[str, float], how: Mapping[str, Any]) -> None:
         """Tell the journal of the newest row. One that is made again as it was has been told.
@@ -324,9 +359,9 @@ class TrialFiles:
             "key": self.keys[seen - 1],
             "files": self._files,
         }
-        before = [event for event in stages(self.journal.read()) if event["tasks_seen"] == seen]
-        if not before or any(before[0].get(name) != value for name, value in told.items()):
+        if self._told.get(seen) != (row := _row_told(told)):
             self.journal.append("stage", **told, **how, reused=reused, metrics=dict(metrics))
+            self._told[seen] = row
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, and close the journal."""
@@ -342,10 +377,18 @@ class TrialFiles:
         return json_bytes({"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys})
 
     def _write(self, files: Mapping[str, bytes]) -> dict[str, str]:
-        """Write files, as far as they are not there as they are to be; return the digests of all."""
-        paths = {self.folder / name: content for name, content in files.items()}
-        self._storage.write_together({path: content for path, content in paths.items() if read_file(path) != content})
-        return {name: _digest(content) for name, content in files.items()}
+        """Write files, and return their digests."""
+        for name in files:
+            self._written.pop(name, None)  # should writing fail, nobody knows what is there
+        self._storage.write_together({self.folder / name: content for name, content in files.items()})
+        digests = {name: _digest(content) for name, content in files.items()}
+        self._written |= digests
+        return digests
+
+
+def _row_told(event: Mapping[str, Any]) -> str:
+    """Return the hash of what a stage tells of its row: what is the same where it is made again as it was."""
+    return content_hash({name: event.get(name) for name in ("tasks_seen", "task", "lineage", "scores", "key", "files")})
 
 
 def _digest(content: bytes) -> str:

@@ -291,7 +291,10 @@ def forgetful(folder, tmp_path):
             ]
             for task, of_task in found.items()
         }
-        files.record([float(np.mean(of_task)) for of_task in found.values()], lines)
+        row = files.new_row()
+        for task, of_task in found.items():
+            row.add(task, float(np.mean(of_task)), lines[task])
+        files.record(row)
         files.tell("lineage", False, {"AP": 0.5, "FM": 0.0}, {})
     files.finish({"metrics": {"AP": 0.5, "FM": 0.0}, "scores": {}})
     return sweep, trial
