@@ -1,15 +1,17 @@
 """Ray Tune runs packs wherever there is room. With `ray_group` and `ray_nodes`, the only importer of ray.
 
 Tune places packs, caps their number, stops configurations early, and starts a pack again whose worker was lost. It
-keeps no state of ours: what a restarted pack has to do follows from the store.
+keeps no state of ours: what a restarted pack has to do follows from the store. So it gets packs one by one, as there is
+room, and forgets those that have ended: what a pack costs does not depend on how many there are.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,18 @@ LOOK_SECONDS = 5.0
 """How often to look whether trials that wait can be placed at all."""
 TELL_SECONDS = 60.0
 """How often to say what they wait for."""
+FAILED_SECONDS = 1.0
+"""How often to look whether a trial has failed, where that ends the sweep."""
+
+TUNE: Mapping[str, str] = {
+    "TUNE_GLOBAL_CHECKPOINT_S": "inf",  # nobody restores a run of Tune: the store knows what is done
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # five files for each pack, of what its journals tell
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # what nobody judges reports nothing
+}
+"""Tune's settings that it takes from the environment alone; what a user has set there stays."""
+WAITING = 200
+"""Packs that wait for room at the same time, or a tenth more than there are CPUs: as many as Tune lets of a grid, so
+that a cluster that grows sees what is asked of it."""
 
 
 def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool = False) -> None:
@@ -57,22 +71,16 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
             say_driving(sweep, MEASURING)
             packs = _measured(packs, storage, run)
         by_id = {pack.pack_id: pack for pack in packs}
-        launched = journal_lengths(packs, sweep)
-        stopper = _failure_stopper(packs, sweep, launched, run) if fail_fast else None
-        trainable = tune.with_parameters(
-            _run_in_worker,
-            packs=by_id,
-            sweep=sweep,
-            asked=asked,
-            run=run,
-            launched=launched,
-        )
+        stopper, recorder = _failure_stopper(sweep, run), _recorder(sweep, run)
         tuner = tune.Tuner(
-            tune.with_resources(trainable, _placement(run.resources)),
-            param_space={"pack_id": tune.grid_search(list(by_id))},
+            tune.with_resources(
+                tune.with_parameters(_run_in_worker, sweep=sweep, asked=asked, run=run), _placement(run.resources)
+            ),
             tune_config=tune.TuneConfig(
                 metric="AP",
                 mode="max",
+                search_alg=_stream(packs, sweep),
+                num_samples=len(packs),
                 scheduler=_scheduler(run, max(len(pack.tasks) for pack in packs)),
                 max_concurrent_trials=run.max_concurrent,
                 trial_dirname_creator=lambda trial: trial.config["pack_id"],
@@ -82,24 +90,23 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 name="ray",
                 storage_path=str(sweep.path),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
-                callbacks=[
-                    _placement_watch(run.resources),
-                    _loss_recorder(by_id, sweep, launched, run),
-                ],
-                stop=stopper,
+                callbacks=[_placement_watch(run.resources), recorder, *([stopper] if fail_fast else [])],
+                stop=stopper if fail_fast else None,
                 verbose=0,
             ),
         )
         say_driving(sweep, "waiting for workers")
         _take_killed_for_lost()
-        results = _fit(tuner)
+        _forget_what_has_ended()
+        for name, value in {**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": _waiting()}.items():
+            os.environ.setdefault(name, value)
+        _fit(tuner)
         storage.pull(sweep.path)
-        if stopper is not None and stopper.stop_all():
+        if stopper.stopped:
             log.warning("a trial has failed, and the sweep ends here; run it again for the others")
             return
-        for result in results:
-            if result.config is not None:
-                _close(by_id[result.config["pack_id"]], sweep, result.error)
+        for pack_id, error in recorder.ended.items():
+            _close(by_id[pack_id], sweep, error)
     finally:
         asking.close()
         if started_here:
@@ -120,10 +127,68 @@ def _take_killed_for_lost() -> None:
         module.RayActorError = lost_errors()
 
 
-def _fit(tuner: Any) -> Any:
-    """Run the tuner and return Tune's results; a fault of ours that it has wrapped is raised as it was."""
+def _forget_what_has_ended() -> None:
+    """Make Tune (2.60, 2.61) forget the trials that have ended: at each step it walks through all that it knows."""
+    from ray.tune import tune
+    from ray.tune.execution.tune_controller import TuneController
+
+    class Forgetful(TuneController):
+        def step(self) -> None:
+            super().step()
+            if ended := self._stopped_trials | self._failed_trials:
+                self._trials: list[Any] = [trial for trial in self._trials if trial not in ended]
+                for known in (self._live_trials, self._trials_to_cache, self._stopped_trials, self._failed_trials):
+                    known.difference_update(ended)
+
+    tune.TuneController = Forgetful
+
+
+def _stream(packs: Sequence[Pack], sweep: SweepFolder) -> Any:
+    """A searcher of Tune that gives one pack after the other: an object of Ray with the pack and its journals' lengths.
+
+    Each worker gets its own pack alone, and who asks for it again, in the driver, finds it there.
+    """
+    import ray
+    from ray.tune.search import Searcher
+
+    class Stream(Searcher):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = iter(packs)
+
+        def suggest(self, trial_id: str) -> Any:
+            pack = next(self.left, None)
+            if pack is None:
+                return Searcher.FINISHED
+            return {"pack_id": pack.pack_id, "work": ray.put((pack, journal_lengths([pack], sweep)))}
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            pass
+
+        def save_to_dir(self, checkpoint_dir: str, session_str: str = "") -> None:
+            pass  # it holds what is left to do, and the store tells that
+
+    return Stream()
+
+
+def _waiting() -> str:
+    """The number of packs that may wait for room, for Tune's environment."""
+    import ray
+
+    return str(max(WAITING, int(1.1 * ray.cluster_resources().get("CPU", 0))))
+
+
+def _work(trial: Any) -> tuple[Pack, Mapping[str, int]]:
+    """What a trial of Tune is to do: a pack, and the length of its trials' journals before it was handed out."""
+    import ray
+
+    return ray.get(trial.config["work"])
+
+
+def _fit(tuner: Any) -> None:
+    """Run the tuner; a fault of ours that Tune has wrapped is raised as it was."""
     try:
-        return tuner.fit()
+        tuner.fit()
     except Exception as error:
         ours: BaseException | None = error
         while ours is not None and not isinstance(ours, LatentSweepError):
@@ -133,17 +198,31 @@ def _fit(tuner: Any) -> Any:
         raise ours from None
 
 
-def _run_in_worker(
-    config: dict[str, Any],
-    packs: dict[str, Pack],
+def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, asked: str, run: RunSettings) -> None:
+    """Run one Tune trial: a pack, or what is left of it to be tried again."""
+    import ray
+    from ray import tune
+
+    # who stops trials early judges them by what they report, and nobody else asks: each report costs the driver
+    # milliseconds, and a worker waits for its answer
+    report = tune.report if run.scheduler.name == "asha" else _report_nothing
+    pack, launched = ray.get(config["work"])
+    _run_work(pack, launched, sweep, asked, run, report)
+
+
+def _report_nothing(measures: Mapping[str, float]) -> None:
+    pass
+
+
+def _run_work(
+    pack: Pack,
+    launched: Mapping[str, int],
     sweep: SweepFolder,
     asked: str,
     run: RunSettings,
-    launched: Mapping[str, int],
+    report: Callable[[dict[str, float]], None],
 ) -> None:
-    """Run one Tune trial: a pack, or what is left of it to be tried again."""
-    from ray import tune
-
+    """Run what is left of a pack in this process, or with a group of workers."""
     from latent_sweep.backends.ray_group import keep_to_share, lost_errors, run_group, run_part
 
     log_without_secrets()
@@ -151,62 +230,94 @@ def _run_in_worker(
     storage = sweep.storage
     if not sees(storage, asked):  # a node that has joined since the start
         raise ConfigError(unseen_message(storage, [socket.gethostname()]))
-    storage.pull(sweep.path)
-    pack = still_to_try(packs[config["pack_id"]], sweep, launched, run)
-    if pack is None:
+    _bring_journals(pack, sweep)
+    left = still_to_try(pack, sweep, launched, run)
+    if left is None:
         return
     run_here = run_group if run.resources.workers > 1 else run_part
     try:
-        run_here(pack, sweep, run, tune.report)
+        run_here(left, sweep, run, report)
     except Exception as error:
         if isinstance(error, (*lost_errors(), StoreError)) or failure_kind(error) == "device_lost":
             redact_error(error)  # Ray prints it
             raise  # a worker or its GPU was lost, or its storage is full or away: worth another try, in a new process
-        log.exception("pack %s failed", pack.pack_id)  # and run_pack has said so in the journals
+        log.exception("pack %s failed", left.pack_id)  # and run_pack has said so in the journals
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
-            storage.pull(sweep.path)
-            _journal_failure(pack, sweep, **failure_facts(error))
-        if still_to_try(pack, sweep, launched, run) is not None:
+            _bring_journals(left, sweep)
+            _journal_failure(left, sweep, **failure_facts(error))
+        if still_to_try(left, sweep, launched, run) is not None:
             redact_error(error)
             raise
 
 
-def _failure_stopper(packs: Sequence[Pack], sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Any:
-    """A Tune stopper that ends the sweep when a trial has failed for good."""
-    from ray.tune import Stopper
+def _bring_journals(pack: Pack, sweep: SweepFolder) -> None:
+    """Have the journals of a pack's trials here as they are where all nodes read them."""
+    for trial in pack.trials:
+        sweep.storage.bring_journal(sweep.journal(trial.trial_id).path)
 
-    class FailureStopper(Stopper):
+
+def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
+    """A Tune stopper, and callback, that ends the sweep when a trial has failed for good."""
+    from ray.tune import Callback, Stopper
+
+    class FailureStopper(Callback, Stopper):
         looked, stopped = 0.0, False
 
         def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
             return False
 
         def stop_all(self) -> bool:
-            if not self.stopped and time.monotonic() - self.looked > 1.0:
-                self.looked = time.monotonic()
-                self.stopped = any(has_failed(pack, sweep, launched, run) for pack in packs)
             return self.stopped
+
+        def on_step_end(self, iteration: int, trials: Sequence[Any], **info: Any) -> None:
+            if not self.stopped and time.monotonic() - self.looked > FAILED_SECONDS:
+                self.looked = time.monotonic()
+                self.look(*(trial for trial in trials if trial.status == "RUNNING"))
+
+        def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            _bring_journals(_work(trial)[0], sweep)  # it is not among those that run any more
+            self.look(trial)
+
+        def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            self.on_trial_complete(iteration, trials, trial)
+
+        def look(self, *trials: Any) -> None:
+            """Stop where one of these packs has failed."""
+            work = map(_work, trials)
+            self.stopped = self.stopped or any(has_failed(pack, sweep, launched, run) for pack, launched in work)
 
     return FailureStopper()
 
 
-def _loss_recorder(packs: Mapping[str, Pack], sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Any:
-    """A Tune callback that says in the journals why a worker was lost, before its trials are tried again."""
+def _recorder(sweep: SweepFolder, run: RunSettings) -> Any:
+    """A Tune callback that knows what ended each pack, None where nothing did.
+
+    Of a worker that was lost it says so in the journals, before its trials are tried again.
+    """
     from ray.tune import Callback
 
-    class LossRecorder(Callback):
+    class Recorder(Callback):
+        def __init__(self) -> None:
+            self.ended: dict[str, Exception | None] = {}
+
+        def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            self.ended[trial.config["pack_id"]] = None
+
+        def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
+            self.ended[trial.config["pack_id"]] = _error_of(trial) or RuntimeError("Ray Tune does not say what it was")
+
         def on_trial_recover(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
             error = _error_of(trial)
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ConfigError):
                 raise cause  # it holds for every trial
-            sweep.storage.pull(sweep.path)
-            pack = packs[trial.config["pack_id"]]
+            pack, launched = _work(trial)
+            _bring_journals(pack, sweep)
             say_lost(pack, sweep, _loss_kind(cause), str(cause or "it ended, and Ray does not say why"))
             if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 
-    return LossRecorder()
+    return Recorder()
 
 
 def _error_of(trial: Any) -> Exception | None:

@@ -219,7 +219,7 @@ def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
     (one,) = pack(expand(sweep))
     folder = open_sweep(tmp_path / sweep.name)
     with pytest.raises(InterruptedError):
-        ray_tune._run_in_worker({"pack_id": one.pack_id}, {one.pack_id: one}, folder, "", sweep.run, {})
+        ray_tune._run_work(one, {}, folder, "", sweep.run, print)
     with pytest.raises(InterruptedError):
         ray_tune._measure_there(one, folder.storage, sweep.run)
     with pytest.raises(InterruptedError):

@@ -331,13 +331,13 @@ def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu)
 
 
 def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu):
-    from latent_sweep.backends.ray_tune import _loss_kind, _run_in_worker
+    from latent_sweep.backends.ray_tune import _loss_kind, _run_work
     from latent_sweep.store.storage import question
 
     sweep = parse_sweep(tiny(search={}), "test")
     (one,) = pack(expand(sweep))
     folder = open_sweep(tmp_path / sweep.name)
     with question(folder.storage) as asked, pytest.raises(RuntimeError, match="illegal memory access") as found:
-        _run_in_worker({"pack_id": one.pack_id}, {one.pack_id: one}, folder, asked, sweep.run, {})
+        _run_work(one, {}, folder, asked, sweep.run, print)
     assert [event["event"] for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
     assert _loss_kind(found.value) == "worker_died"

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -289,11 +289,12 @@ class Killed:
     def suffer(self, kill: Kill, totals: Mapping[str, int]) -> bool:
         """Run until the kill lands; False where the sweep has ended before."""
         self.events.stop_at(kill.kind, self.events.count(kill.kind) + 1 + int(kill.share * totals[kill.kind]))
-        process = self.launch()
         looked, deadline = 0.0, time.monotonic() + LONGEST_SECONDS
+        process = self.launch()
         while (reached := self.events.reached()) is None:
             if self._ended(process):
                 return False
+            process = self.launch()  # it may have had a reason to end, and is to go on
             if time.monotonic() - looked > 1.0:  # children that came in between are found below one of these
                 self.members |= set(family(process))
                 looked = time.monotonic()
@@ -432,14 +433,19 @@ def cache(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def object_store() -> Iterator[str]:
-    """An imitated S3 in this process; gives the options of its URIs."""
+def object_store(around: Callable[[Any], Any] = lambda application: application) -> Iterator[str]:
+    """An imitated S3 in this process; gives the options of its URIs.
+
+    Args:
+        around: gives what serves instead of its WSGI application.
+    """
     from moto.server import ThreadedMotoServer
     from pyarrow.fs import FileSystem
 
     logging.getLogger("werkzeug").disabled = True  # a line for every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    server._server.app = around(server._server.app)
     try:
         os.environ |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "testing")
         os.environ["AWS_EC2_METADATA_DISABLED"] = "true"

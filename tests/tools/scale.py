@@ -1,0 +1,470 @@
+"""An imitated cluster: any number of trials through all of it but the learning, and what each of them costs.
+
+    PYTHONPATH=tests python -m tools.scale [--trials 100 1000 10000] [--storage folder s3] [--workers 4] [--pack 1]
+
+The real command drives them: plan, store, journals, leases, Ray Tune, a cluster of nodes with one worker each, and the
+mirror into MLflow's SQLite. Imitated is what a trial computes: learning takes no time, answers are drawn from its
+snapshot, and some trainings fail, so that two runs end alike. Now and then a node is lost, and another one comes.
+
+Prints a row for each size: what a trial costs by processor time of the driver, the workers and Ray, what the driver
+holds, what is written, and what an object store is asked. `growth` is the driver's processor time for each of the last
+third of the trials, divided by that for each of the middle third: 1 where a trial costs the same in however many.
+
+    PYTHONPATH=tests python -m tools.scale --kills 100 [--seed N] [--trials 60]
+
+kills instead: workers, drivers, nodes, and an object store that fails for a while, at random moments as `tools.chaos`
+does. Exit code 0 where the sweep ended as an undisturbed one each time, byte for byte; else 1, with the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from helpers.mlflow_server import empty_database
+from helpers.ray_heads import node, nodes
+from helpers.sweeps import start, write, write_benchmark
+from tools.chaos import HEADER as KILLS_HEADER
+from tools.chaos import KILLS_PER_SWEEP, KINDS, Events, Kill, Killed, Landed, moment, object_store, outcome
+
+from latent_sweep.store.folders import SweepFolder, open_sweep
+from latent_sweep.store.journal import status
+from latent_sweep.store.storage import open_storage
+
+TASKS = tuple(f"task{number:02}" for number in range(1, 16))
+FAILURES = 0.01
+"""The share of trials that fail, about."""
+LOSSES = 300
+"""One node is lost for so many trials."""
+SAMPLE_SECONDS = 1.0
+LONGEST_SECONDS = 3600.0
+"""For one sweep."""
+
+IMITATION = """
+import os
+import sys
+
+if any("default_worker.py" in argument for argument in sys.orig_argv):
+    import random
+
+    from latent_sweep.learn import evaluation, stage, trial
+    from latent_sweep.learn.training import TrainingSummary
+
+    chance = float(os.environ["SCALE_FAILURES"])
+
+    def drawn(*parts):
+        return random.Random("/".join(map(str, parts)))
+
+    def train_pack(trainings, engine, bank):
+        outcomes = []
+        for training in trainings:
+            lineage = training.checkpoint.path.stem
+            if "happened" in globals():
+                happened("steps", f"{lineage} 0 1")
+            loss = {"task": drawn("loss", lineage).random()}
+            fails = drawn("failure", lineage).random() < chance
+            outcomes.append(RuntimeError("an imitated failure") if fails else TrainingSummary(1, loss, loss, 0.0, 1))
+        return outcomes
+
+    known = {}
+
+    def score(self, history, weights, rows, metric, definitions=1, inputs=None):
+        if rows._fingerprint not in known:  # of every trial the same
+            known[rows._fingerprint] = list(rows["id"]), [list(references) for references in rows["references"]]
+        ids, references = known[rows._fingerprint]
+        source = drawn("answers", history[-1].lineage, ids[0])
+        scores = [float(source.randint(0, 1)) for _ in ids]
+        predictions = [
+            {"id": row, "prediction": told[0] if score else "", "references": told, "score": score, "weights": {}}
+            for row, told, score in zip(ids, references, scores, strict=True)
+        ]
+        return evaluation.TaskScore(sum(scores) / len(scores), predictions, len(ids), None)
+
+    def ending(real):
+        def say(*arguments):
+            real(*arguments)
+            with open(os.environ["SCALE_ENDED"], "ab") as file:
+                file.write(b".")
+
+        return say
+
+    stage.train_pack, evaluation.Evaluator.score = train_pack, score
+    trial.say_finished = ending(trial.say_finished)
+"""
+"""What each worker imports at its start, as `sitecustomize`."""
+
+
+class Imitation:
+    """A sweep whose trials compute nothing, in a folder of its own.
+
+    Args:
+        place: what `run.storage` says; None is a folder.
+        failures: the share of trials that fail.
+    """
+
+    def __init__(self, folder: Path, trials: int, pack: int = 1, place: str | None = None, failures: float = FAILURES):
+        self.folder, self.trials, self.place = folder, trials, place
+        benchmark = folder.parent / "own"  # shared: where it lies is part of what names a trial
+        if not benchmark.exists():
+            write_benchmark(benchmark, TASKS, rows=4)
+        folder.mkdir()
+        database = empty_database(folder)
+        self.path = write(
+            folder,
+            {
+                "name": "scale",
+                "trial": {
+                    "method": {"name": "seq_lora", "rank": 1},
+                    "backbone": {"name": "tiny-llama", "dtype": "float32"},
+                    "benchmark": {"name": str(benchmark)},
+                    "training": {"learning_rate": 0.1, "epochs": 1, "batch_size": 4},
+                },
+                "search": {"seed": list(range(trials))},
+                "run": {
+                    "tracking": {"uri": f"sqlite:///{database}"},
+                    "page": False,
+                    "pack": pack,
+                    "max_failures": 1000,
+                    "resources": {"cpus": 1},
+                    **({"storage": place} if place else {}),
+                },
+            },
+        )
+        (folder / "hooks").mkdir()
+        (folder / "hooks" / "sitecustomize.py").write_text(IMITATION, encoding="utf-8")
+        (folder / "ended").touch()
+        self.environment = {
+            "PYTHONPATH": os.pathsep.join([str(folder / "hooks"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "LATENT_SWEEP_CACHE": str(folder / "cache"),
+            "SCALE_FAILURES": str(failures / len(TASKS)),
+            "SCALE_ENDED": str(folder / "ended"),
+        }
+
+    def ended(self) -> int:
+        """How many trials have come to their end; those that failed are not counted."""
+        return (self.folder / "ended").stat().st_size
+
+    def sweep(self) -> SweepFolder:
+        """What it has left behind."""
+        if self.place is None:
+            return open_sweep(self.folder / "runs" / "scale")
+        return open_sweep(self.place.replace("?", "/scale?", 1))
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Meter:
+    """Processor time by kind of process, in seconds, and the driver's memory, sampled while trials end."""
+
+    driver: int
+    """Its process id."""
+    seconds: dict[psutil.Process, tuple[str, float]] = field(default_factory=dict)
+    course: list[tuple[int, float, float]] = field(default_factory=list)
+    """Trials that had ended, the driver's seconds and the clock's, at each sample."""
+    peak: int = 0
+    """The driver's memory at most, in bytes."""
+
+    def sample(self, ended: int) -> None:
+        """Look at all processes below this one."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                self.seconds[process] = self._kind(process), times.user + times.system
+                if process.pid == self.driver:
+                    self.peak = max(self.peak, process.memory_info().rss)
+        self.course.append((ended, self.spent("driver"), time.monotonic()))
+
+    def _kind(self, process: psutil.Process) -> str:
+        if process.pid == self.driver:
+            return "driver"
+        if process in self.seconds and self.seconds[process][0] == "worker":
+            return "worker"
+        return "worker" if any("default_worker" in part or "ray::" in part for part in process.cmdline()) else "ray"
+
+    def spent(self, kind: str) -> float:
+        """Seconds of processors so far, of processes that have ended too."""
+        return sum(spent for of, spent in self.seconds.values() if of == kind)
+
+    def between(self, begin: float, end: float) -> tuple[float, float]:
+        """The driver's seconds, and the clock's, for a trial between these shares of all that ended."""
+        last = self.course[-1][0]
+        found = [point for point in self.course if begin * last <= point[0] <= end * last]
+        (before, cpu, clock), (after, cpu_then, clock_then) = found[0], found[-1]
+        count = max(1, after - before)
+        return (cpu_then - cpu) / count, (clock_then - clock) / count
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one sweep has cost."""
+
+    trials: int
+    meter: Meter
+    seconds: float
+    size: int
+    """Bytes of all files."""
+    files: int
+    requests: Mapping[str, int]
+    """Of the object store, by kind, with bytes in and out."""
+    ends: Mapping[str, int]
+    """How trials have ended."""
+
+    def row(self) -> str:
+        """A row of the table."""
+        (middle, _), (last, clock) = self.meter.between(1 / 3, 2 / 3), self.meter.between(2 / 3, 1)
+        each = [1000 * self.meter.spent(kind) / self.trials for kind in ("driver", "worker", "ray")]
+        growth = last / middle if middle else float("nan")
+        asked = ", ".join(f"{kind} {count / self.trials:.0f}" for kind, count in sorted(self.requests.items()))
+        cells = [
+            f"{self.trials:,}",
+            f"{self.seconds:.0f} s",
+            f"{1 / clock:.1f}" if clock else "",
+            *(f"{milliseconds:.0f} ms" for milliseconds in each),
+            f"{1000 * last:.0f} ms",
+            f"{growth:.2f}",
+            f"{self.meter.peak / 2**20:.0f} MiB",
+            f"{self.size / self.trials / 1000:.0f} kB in {self.files / self.trials:.0f} files",
+            asked,
+            ", ".join(f"{count} {how}" for how, count in self.ends.items()),
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+HEADER = """\
+| trials | in all | a second | driver, each | workers, each | Ray, each | driver, last third | growth \
+| driver's memory | written, each | requests, each | ends |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def measured(imitation: Imitation, workers: int, requests: Counter[str], seed: int = 0) -> Cost:
+    """Run a sweep to its end on nodes of its own, some of which are lost."""
+    source, losses = random.Random(seed), 0
+    requests.clear()
+    with nodes(0, *[1] * workers, **imitation.environment) as (cluster, environment):
+        process = start(imitation.path, **environment, **imitation.environment)
+        meter, began, printed = Meter(process.pid), time.monotonic(), ""
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    printed, _ = process.communicate(timeout=SAMPLE_SECONDS)
+                meter.sample(imitation.ended())
+                if imitation.ended() >= (losses + 1) * LOSSES and imitation.ended() < imitation.trials:
+                    losses += 1
+                    lost = source.choice(sorted(cluster.worker_nodes, key=lambda each: each.node_id))
+                    cluster.remove_node(lost, allow_graceful=False)
+                    cluster.add_node(**node(1))
+                assert time.monotonic() - began < LONGEST_SECONDS, "the sweep does not end"
+        finally:
+            process.kill()
+        seconds = time.monotonic() - began
+    sweep = imitation.sweep()
+    ends = Counter(status(trial.events()) for trial in sweep)
+    assert set(ends) <= {"finished", "failed"} and sum(ends.values()) == imitation.trials, printed
+    assert process.returncode == (1 if ends["failed"] else 0), printed
+    found = [path.stat().st_size for path in sweep.storage.folder.rglob("*") if path.is_file()]
+    return Cost(imitation.trials, meter, seconds, sum(found), len(found), dict(requests), dict(ends))
+
+
+# --- an object store that is watched ---------------------------------------------------------------------------------
+
+
+class Watched:
+    """Counts what an imitated object store is asked, and has it refuse the next few requests when it is told to."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()
+        self.refused = 0
+        """How many more requests are refused."""
+
+    def around(self, application: Callable[..., Any]) -> Callable[..., Any]:
+        """The same application, watched."""
+
+        def watched(environment: Mapping[str, Any], respond: Callable[..., Any]) -> Any:
+            listing = environment["REQUEST_METHOD"] == "GET" and "list-type" in environment.get("QUERY_STRING", "")
+            self.requests["LIST" if listing else environment["REQUEST_METHOD"]] += 1
+            self.requests["bytes in"] += int(environment.get("CONTENT_LENGTH") or 0)
+            if self.refused > 0:
+                self.refused -= 1
+                environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
+                respond("503 Slow Down", [("Content-Length", "0")])
+                return [b""]
+
+            def responding(code: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+                self.requests["bytes out"] += int(dict(headers).get("Content-Length", 0))
+                return respond(code, headers, *more)
+
+            return application(environment, responding)
+
+        return watched
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+TARGETS = ("worker", "driver", "node", "store")
+"""What may be struck: a process that learns, the driver, a worker's whole node, or the object store for a while."""
+REFUSED = 40
+"""Requests in a row that a struck object store refuses: the client asks again a few times before it gives up."""
+
+
+class Crowd(Killed):
+    """An imitated sweep on a cluster that is struck, and every process that it has had."""
+
+    def __init__(self, imitation: Imitation, workers: int, stack: contextlib.ExitStack, watched: Watched):
+        self.folder, self.imitation, self.watched, self.nodes = imitation.folder, imitation, watched, 0
+        self.events = Events(self.folder / "events", self.folder / ("cache" if imitation.place else "runs"))
+        with (self.folder / "events" / "sitecustomize.py").open("a", encoding="utf-8") as hooks:
+            hooks.write(IMITATION)
+        self.path = imitation.path
+        self.environment = imitation.environment | self.events.environment
+        self.cluster, self.ray = stack.enter_context(nodes(0, *[1] * workers, **self.environment))
+        self.members: set[psutil.Process] = set()
+        self.process: subprocess.Popen[str] | None = None
+        self.landed: list[Landed] = []
+
+    def launch(self) -> subprocess.Popen[str]:
+        """The main job, if it is not there already."""
+        if self.process is None:
+            self.process = start(self.path, **self.ray, **self.environment)
+            assert self.process.stdout is not None
+            fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
+        return self.process
+
+    def _strike(self, kill: Kill, process: subprocess.Popen[str], stopped: psutil.Process, what: str) -> None:
+        of_driver = stopped.pid == process.pid
+        target = "driver" if kill.target in ("worker", "node") and of_driver else kill.target
+        self.landed.append(Landed(replace(kill, target=target), moment(what), self.events.count("steps")))
+        if target == "store":
+            self.watched.refused = REFUSED
+            stopped.send_signal(signal.SIGCONT)
+        elif target == "driver":
+            process.kill()
+            process.wait()
+            self.process = None
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stopped.send_signal(signal.SIGCONT)  # a worker goes on until it notices
+        elif target == "worker":
+            stopped.kill()
+        else:
+            raylet = stopped.ppid()
+            (lost,) = [
+                each for each in self.cluster.worker_nodes if raylet in {p.pid for _, p in each.live_processes()}
+            ]
+            self.cluster.remove_node(lost, allow_graceful=False)
+            stopped.kill()  # one that has stopped does not notice
+            self.cluster.add_node(**node(1))
+
+    def _ended(self, process: subprocess.Popen[str]) -> bool:
+        """Whether the job has come to its end; an object store that refuses may end it before, and it starts again."""
+        if process.poll() not in (None, 0) and self.landed and self.landed[-1].kill.target == "store":
+            process.communicate()
+            self.process = None
+            return False
+        return super()._ended(process)
+
+    def finish(self) -> None:
+        """Let it run to its end."""
+        self.watched.refused = 0
+        if self.process is not None and self.process.poll() is not None:
+            self._ended(self.process)
+        super().finish()
+
+    def sweep(self) -> SweepFolder:
+        """What it has left, as another node finds it."""
+        if self.imitation.place:
+            storage = open_storage(self.imitation.place)
+            storage.pull(storage.folder / "snapshots")
+        return self.imitation.sweep()
+
+
+def planned(seed: int, kills: int, targets: Sequence[str]) -> list[Kill]:
+    """The kills of a seed; every target comes about equally often."""
+    source = random.Random(seed)
+    chosen = [targets[number % len(targets)] for number in range(kills)]
+    source.shuffle(chosen)
+    return [Kill("crowd", target, source.choice(KINDS), source.uniform(0, 2 / KILLS_PER_SWEEP)) for target in chosen]
+
+
+def struck(
+    folder: Path, kills: list[Kill], trials: int, workers: int, options: str | None, watched: Watched
+) -> list[str]:
+    """Strike sweeps until every kill has landed, and print what each one cost; returns the promises not kept."""
+    broken: list[str] = []
+    with contextlib.ExitStack() as stack:
+        calm = Crowd(Imitation(folder / "calm", trials, failures=0), workers, stack, watched)
+        stack.callback(calm.close)
+        calm.finish()
+        expected, totals = outcome(calm.sweep()), {kind: calm.events.count(kind) for kind in KINDS}
+    print(f"{len(kills)} kills of {trials} trials with {totals['steps']} stages\n\n{KILLS_HEADER}", flush=True)
+    left, number = list(kills), 0
+    while left:
+        number += 1
+        place = f"s3://chaos/{number}?{options}" if options else None
+        with contextlib.ExitStack() as stack:
+            crowd = Crowd(Imitation(folder / str(number), trials, place=place, failures=0), workers, stack, watched)
+            stack.callback(crowd.close)
+            while left and crowd.suffer(left[0], totals):
+                left.pop(0)
+                print(crowd.landed[-1].row(len(kills) - len(left)), flush=True)
+            crowd.finish()
+            broken += crowd.faults(expected)
+    return broken
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run imitated sweeps and print what they cost; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Drive imitated trials through everything but the learning.")
+    parser.add_argument("--trials", type=int, nargs="+", help="of each sweep: 100 1000, or 40 where it is struck")
+    parser.add_argument("--storage", nargs="+", choices=("folder", "s3"), default=["folder"])
+    parser.add_argument("--workers", type=int, default=4, help="nodes with one worker each")
+    parser.add_argument("--pack", type=int, default=1, help="trainings that a worker runs side by side")
+    parser.add_argument("--seed", type=int, default=0, help="of losses and kills")
+    parser.add_argument("--kills", type=int, default=0, help="how many have to land")
+    options = parser.parse_args(arguments)
+    broken: list[str] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="scale", ignore_cleanup_errors=True) as name,
+        contextlib.ExitStack() as stack,
+    ):
+        watched = Watched()
+        s3 = stack.enter_context(object_store(watched.around)) if "s3" in options.storage else ""
+        if not options.kills:
+            print(HEADER, flush=True)
+        for storage in options.storage:
+            for trials in options.trials or ([40] if options.kills else [100, 1000]):
+                folder = Path(name) / f"{storage}{trials}"
+                folder.mkdir()
+                if options.kills:
+                    targets = TARGETS if storage == "s3" else TARGETS[:-1]
+                    kills = planned(options.seed, options.kills, targets)
+                    try:
+                        broken += struck(folder, kills, trials, options.workers, s3 or None, watched)
+                    except (AssertionError, subprocess.TimeoutExpired) as error:
+                        broken.append(str(error))
+                else:
+                    place = f"s3://chaos/runs{trials}?{s3}" if storage == "s3" else None
+                    imitation = Imitation(folder / "sweep", trials, options.pack, place)
+                    cost = measured(imitation, options.workers, watched.requests, options.seed)
+                    print(cost.row(), flush=True)
+    if options.kills:
+        print("\n".join([*broken, f"seed {options.seed}"]) if broken else "every promise was kept")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
