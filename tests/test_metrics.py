@@ -356,6 +356,8 @@ def test_a_metric_from_outside(outside: str, tmp_path: Path) -> None:
             score_rows(f"{outside}:{name}", [""], [["a"]], "single_first")
     with pytest.raises(ConfigError, match="expected a function of the prediction, its references"):
         score_rows("builtins:max", [""], [["a"]], "single_first")  # which does not say what it takes
+    with pytest.raises(ConfigError, match="is built into Python, and no file tells when it changes"):
+        metric_source("_operator:eq")
     with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
         score_rows("no_such_module:f", [""], [["a"]], "single_first")
     with pytest.raises(ConfigError, match=r"found 'blue' \(did you mean 'bleu'\?\); expected accuracy, rouge_l"):
