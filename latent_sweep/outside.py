@@ -57,8 +57,8 @@ def code_digest(name: str) -> str:
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     if not files and getattr(module, "__file__", None) is None:
         raise ConfigError(
-            f"found {name!r}; {module.__name__} is built into Python, and no file tells when it changes. Call it from a "
-            "function in a file of your own, and name that"
+            f"found {name!r}; {module.__name__} is built into Python, and no file tells when it changes. Call it from "
+            "a function in a file of your own, and name that"
         )
     files = files or [Path(str(module.__file__))]
     return _digest(tuple((str(path), path.stat().st_mtime_ns) for path in files))
