@@ -47,11 +47,20 @@ def code_digest(name: str) -> str:
 
     It covers the module, or where that lies in a package, every Python file of the package: whatever the code may
     import from there can change what it does.
+
+    Raises:
+        ConfigError: it lies in no file, so that nothing would tell of a change.
     """
     module = sys.modules[name.partition(":")[0]]
     package = sys.modules[module.__name__.partition(".")[0]]
     folders = [Path(folder) for folder in getattr(package, "__path__", ())]
-    files = sorted(path for folder in folders for path in folder.rglob("*.py")) or [Path(module.__file__ or "")]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    if not files and getattr(module, "__file__", None) is None:
+        raise ConfigError(
+            f"found {name!r}; {module.__name__} is built into Python, and no file tells when it changes. Call it from "
+            "a function in a file of your own, and name that"
+        )
+    files = files or [Path(str(module.__file__))]
     return _digest(tuple((str(path), path.stat().st_mtime_ns) for path in files))
 
 

@@ -574,7 +574,10 @@ class GaussianRouter:
         "soft" is the posterior pruned at `prune_below`; "hard" puts weight 1 on its largest entry, the earliest task
         where several are equal.
         """
-        log_posterior = self.log_posterior(embeddings)
+        return self.weights_of(self.log_posterior(embeddings), mode)
+
+    def weights_of(self, log_posterior: Array, mode: Literal["soft", "hard"]) -> Array:
+        """Weigh the snapshots as `weights` does, from the log posterior (n, T) of the embeddings."""
         if mode == "hard":
             return np.eye(log_posterior.shape[1])[log_posterior.argmax(axis=1)]
         return prune(np.exp(log_posterior), self.settings.prune_below)

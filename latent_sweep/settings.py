@@ -16,8 +16,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -52,33 +53,45 @@ class Settings(BaseModel):
 
     def identity(self) -> dict[str, Any]:
         """Every setting that can change a result, as plain JSON values."""
-        return self._content({"not_identity"})
+        return self._content(frozenset({"not_identity"}))
 
     def training_identity(self) -> dict[str, Any]:
         """Every setting that training reads, as plain JSON values."""
-        return self._content({"not_identity", "inference_only"})
+        return self._content(frozenset({"not_identity", "inference_only"}))
 
     def inference_identity(self) -> dict[str, Any]:
         """Every setting that can change a result and that training does not read, as plain JSON values."""
         return _beyond(self.identity(), self.training_identity())
 
-    def _content(self, dropped: set[str]) -> dict[str, Any]:
-        kept = {}
-        for name, field in type(self).model_fields.items():
-            if dropped & _marks(field):
-                continue
-            value = getattr(self, name)
-            if "left_out_at_default" in _marks(field) and value == field.default:
-                continue
-            kept[name] = value._content(dropped) if isinstance(value, Settings) else self._plain(name, value)
-        return kept
-
-    def _plain(self, name: str, value: Any) -> Any:
-        return self.model_dump(mode="json", include={name})[name]
+    def _content(self, dropped: frozenset[str]) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in _names(type(self), dropped)}
+        for name, default in _optional(type(self)).items():
+            if name in kept and kept[name] == default:
+                del kept[name]
+        plain = self.model_dump(
+            mode="json", include={name for name, value in kept.items() if not isinstance(value, Settings)}
+        )
+        return {
+            name: value._content(dropped) if isinstance(value, Settings) else plain[name]
+            for name, value in kept.items()
+        }
 
 
 def _marks(field: FieldInfo) -> set[str]:
     return set(field.json_schema_extra) if isinstance(field.json_schema_extra, dict) else set()
+
+
+@cache
+def _names(kind: type[Settings], dropped: frozenset[str]) -> tuple[str, ...]:
+    """Name the fields of a group that have none of these marks."""
+    return tuple(name for name, field in kind.model_fields.items() if not dropped & _marks(field))
+
+
+@cache
+def _optional(kind: type[Settings]) -> dict[str, Any]:
+    """Return the defaults of the fields that identities hold only where they have another value."""
+    fields = kind.model_fields.items()
+    return {name: field.default for name, field in fields if "left_out_at_default" in _marks(field)}
 
 
 def _beyond(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +108,22 @@ def canonical_json(content: Any) -> str:
 
 def content_hash(content: Any, length: int = 16) -> str:
     """The first `length` hexadecimal digits of the SHA-256 of `content`'s canonical JSON."""
-    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:length]
+    return text_hash(canonical_json(content), length)
+
+
+def text_hash(text: str, length: int = 16) -> str:
+    """The first `length` hexadecimal digits of the SHA-256 of a text: `content_hash` of what is written already."""
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def json_object(parts: Mapping[str, str]) -> str:
+    """The canonical JSON of a mapping whose values are written already: what many have in common is written once."""
+    return f"{{{','.join([f'{encode_basestring_ascii(key)}:{parts[key]}' for key in sorted(parts)])}}}"
+
+
+def json_list(parts: Iterable[str]) -> str:
+    """The canonical JSON of a list whose entries are written already."""
+    return f"[{','.join(parts)}]"
 
 
 # --- as written, and resolved ----------------------------------------------------------------------------------------
@@ -148,6 +176,17 @@ def group_of(field: FieldInfo) -> type[Settings] | None:
     """The class of the group that a field holds; None where it holds a value."""
     inner = field.annotation
     return inner if isinstance(inner, type) and issubclass(inner, Settings) else None
+
+
+def flatten(path: str, value: Any) -> dict[str, Any]:
+    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves.
+
+    The axis `trial` has whole groups as its leaves' first names.
+    """
+    if not isinstance(value, dict):
+        return {path: value}
+    prefix = "" if path == "trial" else f"{path}."
+    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{prefix}{key}", inner).items()}
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------

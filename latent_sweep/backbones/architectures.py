@@ -135,8 +135,9 @@ def set_dropout(model: Any, rate: float) -> float:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             before, module.p = module.p, rate
+            continue
         for name, value in list(vars(module).items()):
-            if ("drop" in name and not isinstance(module, torch.nn.Dropout)) and type(value) in (int, float):
+            if "drop" in name and type(value) in (int, float):
                 before = value
                 setattr(module, name, rate)
     return before

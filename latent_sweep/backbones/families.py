@@ -117,14 +117,20 @@ def _gated(bias: str | bool = False) -> tuple[Projection, ...]:
     )
 
 
-def _decoder(*projections: Projection, norms: tuple[str, ...] = ("width", "width")) -> tuple[Stack, ...]:
+_TWO = ("width", "width")
+_FOUR = (*_TWO, *_TWO)
+_BY_HEAD = ("query_heads", "key_heads")
+"""Norms of a block."""
+
+
+def _decoder(*projections: Projection, norms: tuple[str, ...] = _TWO) -> tuple[Stack, ...]:
     return (Stack("model.layers", "blocks", projections, norms),)
 
 
 _PLAIN = _decoder(*_attention(), *_gated())
-_BIASED = _decoder(*_attention("attention_bias", "attention_bias"), *_gated("mlp_bias"))
-_BY_HEAD = ("width", "width", "query_heads", "key_heads")
-_FOUR = ("width", "width", "width", "width")
+_BIASED_ATTENTION = _attention("attention_bias", "attention_bias")
+_BIASED = _decoder(*_BIASED_ATTENTION, *_gated("mlp_bias"))
+_OLMO = _decoder(*_BIASED_ATTENTION, *_gated(), norms=("width", "width", "queries", "keys"))
 
 _FUSED = _decoder(
     Projection("self_attn.o_proj", "width", "queries"),
@@ -136,9 +142,8 @@ _FUSED = _decoder(
 
 def _t5_block(prefix: str, count: str, cross: bool) -> Stack:
     def attention(place: str) -> tuple[Projection, ...]:
-        shapes = {"q": ("queries", "width"), "k": ("queries", "width"), "v": ("queries", "width")}
-        shapes["o"] = "width", "queries"
-        return tuple(Projection(f"{place}.{name}", *shape) for name, shape in shapes.items())
+        read = [Projection(f"{place}.{name}", "queries", "width") for name in ("q", "k", "v")]
+        return (*read, Projection(f"{place}.o", "width", "queries"))
 
     mlp = f"layer.{2 if cross else 1}.DenseReluDense"
     projections = attention("layer.0.SelfAttention")
@@ -182,34 +187,17 @@ FAMILIES: Mapping[str, Family] = {
     "llama": _llama(_BIASED),
     "mistral": _llama(_PLAIN),
     "qwen2": _llama(_decoder(*_attention(bias=True), *_gated())),
-    "qwen3": _llama(_decoder(*_attention("attention_bias", "attention_bias"), *_gated(), norms=_BY_HEAD), head_dim=128),
-    "gemma": _llama(
-        _decoder(*_attention("attention_bias", "attention_bias"), *_gated()), head_dim=256, tie_word_embeddings=True
-    ),
+    "qwen3": _llama(_decoder(*_BIASED_ATTENTION, *_gated(), norms=(*_TWO, *_BY_HEAD)), head_dim=128),
+    "gemma": _llama(_decoder(*_BIASED_ATTENTION, *_gated()), head_dim=256, tie_word_embeddings=True),
     # its scores are capped before the softmax, which no fused attention knows: transformers' own computes it
     "gemma2": _llama(
-        _decoder(*_attention("attention_bias", "attention_bias"), *_gated(), norms=_FOUR),
-        laid_out=False,
-        head_dim=256,
-        tie_word_embeddings=True,
+        _decoder(*_BIASED_ATTENTION, *_gated(), norms=_FOUR), laid_out=False, head_dim=256, tie_word_embeddings=True
     ),
     "gemma3_text": _llama(
-        _decoder(
-            *_attention("attention_bias", "attention_bias"), *_gated(), norms=(*_FOUR, "query_heads", "key_heads")
-        ),
-        head_dim=256,
-        tie_word_embeddings=True,
+        _decoder(*_BIASED_ATTENTION, *_gated(), norms=(*_FOUR, *_BY_HEAD)), head_dim=256, tie_word_embeddings=True
     ),
-    "olmo2": _llama(
-        _decoder(
-            *_attention("attention_bias", "attention_bias"), *_gated(), norms=("width", "width", "queries", "keys")
-        )
-    ),
-    "olmo3": _llama(
-        _decoder(
-            *_attention("attention_bias", "attention_bias"), *_gated(), norms=("width", "width", "queries", "keys")
-        )
-    ),
+    "olmo2": _llama(_OLMO),
+    "olmo3": _llama(_OLMO),
     "phi3": _llama(_FUSED, fused="qkv_proj"),
     "granite": _llama(_BIASED),
     "smollm3": _llama(_BIASED, tie_word_embeddings=True),
@@ -226,7 +214,6 @@ STATE_SPACE = frozenset(
     {"mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "zamba", "zamba2", "bamba", "recurrent_gemma", "xlstm"}
 )
 """Families that answer from a state, not from keys and values: nothing here pads or shares a state."""
-
 
 ENCODERS = frozenset(
     {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"}

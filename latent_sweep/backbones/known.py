@@ -173,8 +173,8 @@ KNOWN: Mapping[str, KnownBackbone] = {
 
 
 RANDOM = "random:"
-BYTE_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0)
-"""Special tokens of the byte tokenizer."""
+BYTE_IDS = dict(**_IDS, decoder_start_token_id=0)
+"""The same of any model, an encoder-decoder among them."""
 
 
 def known_backbone(name: str) -> KnownBackbone | None:

@@ -69,7 +69,7 @@ class Backbone:
     @cached_property
     def traits(self) -> Family:
         """What its family says of it."""
-        return family_of_type(self.family, {"is_encoder_decoder": self.model.config.is_encoder_decoder})
+        return _traits_of(self.model)
 
     @cached_property
     def window(self) -> float:
@@ -181,8 +181,7 @@ def assemble(
     set_dropout(model, 0.0)
     model.requires_grad_(False)
     model.eval()
-    kind, linears = model.config.model_type, linears_of(model)
-    traits = family_of_type(kind, {"is_encoder_decoder": model.config.is_encoder_decoder})
+    kind, linears, traits = model.config.model_type, linears_of(model), _traits_of(model)
     if not traits.stacks:
         forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own
     if traits.encoder_decoder and model.config.decoder_start_token_id is None:
@@ -210,6 +209,10 @@ def assemble(
         whole=whole,
         before_answering=before_answering,
     )
+
+
+def _traits_of(model: Any) -> Family:
+    return family_of_type(model.config.model_type, {"is_encoder_decoder": model.config.is_encoder_decoder})
 
 
 def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype) -> Any:

@@ -21,10 +21,8 @@ SUPPORTED = (
     "encoder-decoders of transformers that keep keys and values"
 )
 
-
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """What transformers calls layers that keep keys and values."""
-
 
 TOLD = ("is_decoder", "use_bidirectional_attention")
 """Settings that say whether a model writes."""

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
 from latent_sweep.backends.addresses import check_ray_address
+from latent_sweep.benchmarks.loaders import one_look
 from latent_sweep.errors import ConfigError, MissingData, StoreError
 from latent_sweep.results.sections import PAGE_FILE
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
-from latent_sweep.settings import canonical_json, content_hash, yaml_text
+from latent_sweep.settings import Settings, canonical_json, content_hash, flatten, yaml_text
 from latent_sweep.store.files import read_file
-from latent_sweep.store.folders import SweepFolder, driving
+from latent_sweep.store.folders import SWEEP_FILE, SweepFolder, driving
 from latent_sweep.store.following import following, forget_the_old, requests_told
 from latent_sweep.store.journal import status
+from latent_sweep.store.objects import requests
 from latent_sweep.store.sealed import sealed_json
 from latent_sweep.store.storage import JOURNAL, Storage, open_storage
 from latent_sweep.sweep.checks import check_sweep
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
 from latent_sweep.sweep.forecast import describe_plan, describe_tuning
-from latent_sweep.sweep.groups import EngineSettings
+from latent_sweep.sweep.groups import GROUPS, EngineSettings
 from latent_sweep.sweep.plan import Member, Pack, Trial, expand, pack
 from latent_sweep.sweep.tuning import (
     TUNING,
@@ -131,6 +133,7 @@ def _run_trials(
     chosen: Sequence[Chosen] = (),
 ) -> int:
     """Run trials as a sweep of their own, once nobody else drives it."""
+    began, sent_before = time.time(), Counter(requests())
     packs = pack(trials, sweep.run.pack)
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
@@ -144,7 +147,12 @@ def _run_trials(
             storage.write(folder.path / TUNING, tuning_content(sweep, chosen))
         elif (folder.path / TUNING).exists():  # of an earlier sweep of this name
             storage.remove(folder.path / TUNING)
-        return _drive(sweep, trials, packs, storage, how)
+        left = _drive(sweep, trials, packs, storage, how)
+        if storage.is_remote:
+            sent = Counter(requests()) - sent_before + requests_told(folder.path, began)
+            counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
+            _tell(f"requests  {counts}: of this run, its workers' included")
+        return left
 
 
 def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, how: _How) -> int:
@@ -155,7 +163,6 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.results.screen import Following, screen_for
     from latent_sweep.results.summaries import summarise
 
-    began = time.time()
     folder = write_sweep(sweep, trials, storage)
     todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
@@ -191,8 +198,6 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         _tell(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
-        sent = sorted(requests_told(folder.path, began).items())
-        _tell(f"requests  {', '.join(f'{count:,} {kind}' for kind, count in sent)}: of this run, its workers' included")
     if link := mirror.link():
         _tell(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
@@ -272,8 +277,13 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
         )
 
 
+@one_look()
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> SweepFolder:
-    """Write what the sweep is: the file as resolved, and each trial's complete settings."""
+    """Write what the sweep is: the file as resolved, and every trial with its complete settings.
+
+    Of thousands of trials a few settings differ: each different group of settings is written once, and a trial names
+    its groups by their places. A file for each trial would be thousands of requests to an object store.
+    """
     folder = SweepFolder(storage, sweep.name)
     axes = list(dict.fromkeys([*sweep.axes, *(path for trial in trials for path in trial.values)]))
     resolved: dict[str, Any] = {
@@ -286,21 +296,20 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
     }
     if sweep.tuning_of is not None:  # no file that could be run: its trials follow from the other's
         resolved = {"tuning_of": sweep.tuning_of} | resolved
-    files = {folder.path / "sweep.yaml": yaml_text(resolved).encode()}
-    entries = []
-    for trial in trials:
-        settings = trial.settings.model_dump(mode="json")
-        files[folder.path / "trials" / trial.trial_id / "trial.yaml"] = yaml_text(settings).encode()
-        entries.append(
-            {
-                "trial_id": trial.trial_id,
-                "training_id": trial.training_id,
-                "values": {axis: trial.values.get(axis) for axis in axes},
-                "params": _params(trial),
-                "n_tasks": len(trial.tasks),
-                "lineages": _lineages(trial),
-            }
-        )
+    groups = {name: _Distinct() for name in ("method", *GROUPS)}
+    entries = [
+        {
+            "trial_id": trial.trial_id,
+            "training_id": trial.training_id,
+            "values": {axis: trial.values.get(axis) for axis in axes},
+            "groups": {name: found.place(getattr(trial.settings, name)) for name, found in groups.items()},
+            "seed": trial.settings.seed,
+            "tasks": " ".join(task.name for task in trial.tasks),
+            "n_tasks": len(trial.tasks),
+            "lineages": _lineages(trial),
+        }
+        for trial in trials
+    ]
     content = {
         "name": sweep.name,
         "sweep_id": content_hash(sorted(trial.trial_id for trial in trials)),
@@ -308,13 +317,34 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         "seed_axis": "seed",
         "tuning_of": sweep.tuning_of,
         "tracking_uri": sweep.run.tracking.uri,
+        "groups": {name: found.contents for name, found in groups.items()},
         "trials": entries,
     }
-    changed = {path: text for path, text in files.items() if read_file(path) != text}
-    with ThreadPoolExecutor(16) as writers:  # each waits for its disk, or its object store
-        list(writers.map(storage.write, changed, changed.values()))
-    storage.write(folder.path / "sweep.json", sealed_json(content, indent=1))
+    text = yaml_text(resolved).encode()
+    if read_file(folder.path / "sweep.yaml") != text:
+        storage.write(folder.path / "sweep.yaml", text)
+    storage.write(folder.path / SWEEP_FILE, sealed_json(content, indent=1))
     return folder
+
+
+class _Distinct:
+    """Groups of settings that differ, in the order in which they were first met."""
+
+    def __init__(self) -> None:
+        self.contents: list[dict[str, Any]] = []
+        """Each as plain values."""
+        self._places: dict[str, int] = {}
+        self._met: dict[int, tuple[Settings, int]] = {}
+        """By the object, with which its place in memory is nobody else's."""
+
+    def place(self, group: Settings) -> int:
+        """Return where a group stands among them."""
+        if id(group) not in self._met:
+            content = group.model_dump(mode="json")
+            place = self._places.setdefault(canonical_json(content), len(self.contents))
+            self.contents += [content] if place == len(self.contents) else []
+            self._met[id(group)] = group, place
+        return self._met[id(group)][1]
 
 
 def _lineages(trial: Trial) -> str | None:
@@ -327,10 +357,11 @@ def _lineages(trial: Trial) -> str | None:
 
 def _params(trial: Trial) -> dict[str, Any]:
     """Every resolved setting, by dotted path."""
-    settings = _flat(trial.settings.model_dump(mode="json"))
+    settings = flatten("trial", trial.settings.model_dump(mode="json"))
     return settings | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)}
 
 
+@one_look()
 def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
     """Return the packs with those of their members that have something missing."""
 
@@ -356,12 +387,3 @@ def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
 
 def _tell(text: str) -> None:
     print(printable(text), flush=True)
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict):
-        return {prefix: settings}
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat

@@ -5,8 +5,13 @@ nothing else: `sync` brings whatever is missing, any number of times, into the s
 `tracked`; this file brings it, and reads back what is there.
 
 Runs are found again by tag: `kind` (sweep, trial, summary) with `sweep_id`, `trial_id` or `configuration`. On a
-trial's run the tag `mirrored_events` is written last: it says how much of the journal has surely arrived. Points carry
-the journal's times, so that MLflow itself takes one that arrives twice for one.
+trial's run the tag `mirrored_events` says of how many events the points have surely arrived: it travels with them, and
+MLflow writes the tags of a batch last. The status is written when all else is there, so that a run that has ended has
+its artifacts, too. Points carry the journal's times, so that MLflow itself takes one that arrives twice for one.
+
+What it costs follows what has changed: a journal is read again when its file has changed, a trial's news is one
+request while it runs, its files are sent once it has ended, and a summary run is written when its trials have ended
+and when something in it is another. A server gets the news of several trials at once.
 
 A trial whose folder was deleted and that runs again has another life, with a journal of its own. MLflow takes back no
 point and no param, so its old run could never again say what the journal says, and one run with the points of two lives
@@ -28,14 +33,16 @@ import threading
 import time
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from latent_sweep.backends.addresses import check_tracking_address
 from latent_sweep.errors import LatentSweepError, StoreError, TrackingError
+from latent_sweep.labels import short_names
 from latent_sweep.results import summaries
 from latent_sweep.results.tracked import (
     KEY_TAG,
@@ -44,13 +51,16 @@ from latent_sweep.results.tracked import (
     Kind,
     Point,
     RunContent,
+    configuration_content,
     configuration_contents,
     life_of,
+    run_status,
     run_tags,
     sweep_content,
     sweep_tags,
     trial_content,
     trial_mark,
+    unsent,
 )
 from latent_sweep.security import has_credentials, redact
 from latent_sweep.store.files import private_file, private_folder
@@ -63,7 +73,12 @@ ARTIFACTS = "mlartifacts"
 
 _logger = logging.getLogger(__name__)
 
-_MOST_METRICS = 1000  # what one MLflow call accepts
+_MOST_ENTITIES = 1000  # points, params and tags that one MLflow call accepts
+_AT_ONCE = 8
+"""Runs that a server is told of at once: with fewer it waits for us, and MLflow's client keeps ten connections. A local
+database takes one write at a time."""
+_DRAWING = threading.Lock()
+"""Matplotlib draws for one thread at a time."""
 _CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -77,8 +92,9 @@ tracker that hangs is noticed after half a minute, with MLflow's own limits afte
 _FOLDED = ("score", "rouge_1", *(f"router/{name}" for name in ("p_correct", "accuracy", "nll", "ece", "one_hot")))
 """Prefixes of metrics with a value for each task."""
 
-_Identity = tuple[str, str, str]
-"""Kind and key of a run, and the life of the trial that it tells of."""
+_Identity = tuple[str, str]
+"""Kind and key of a run."""
+_Item = TypeVar("_Item")
 
 
 @dataclass
@@ -87,10 +103,15 @@ class _Run:
 
     run_id: str
     status: str
+    end: int | None
+    """When it ended, in milliseconds since 1970."""
+    artifact_uri: str
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Newest value of each metric; not kept up for trials, whose journals tell it."""
     logged: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Newest value known to be there, by (metric, step)."""
+    """Newest value known to be there, by (metric, step); likewise."""
     unread_metrics: set[str] = field(default_factory=set)
     """Metrics that were there when the run was found, and whose steps are not in `logged` yet."""
 
@@ -129,7 +150,10 @@ class MlflowMirror:
         self._id = uuid.uuid4().hex
         self._client: Any = None
         self._experiment_id = ""
-        self._runs: dict[_Identity, _Run] = {}
+        self._runs: dict[_Identity, dict[str, _Run]] = {}
+        """By the life of the trial that they tell of: one, but for the moment at which a life takes another's place."""
+        self._brought: dict[str, tuple[int, int, int]] = {}
+        """The stamps of the journals that have been brought, by trial id."""
         self._view_key = ""
 
     def open(self) -> None:
@@ -153,19 +177,13 @@ class MlflowMirror:
             TrackingError: the tracker cannot be reached, or refuses a write.
             StoreError: `sweep.json` or a journal is damaged.
         """
-        changed, faults = 0, []
         with self._connected():
             self._parent()
-            for trial in self.sweep:
-                try:
-                    changed += self._mirror_trial(trial)
-                except Exception as error:
-                    if not (isinstance(error, StoreError) or _is_refusal(error)):
-                        raise
-                    faults.append(error)
+            changed, faults = self._mirror_trials()
+            faults += self._mirror_summaries(changed)
             if faults:
                 raise faults[0]
-        return changed
+        return len(changed)
 
     def close(self) -> int:
         """Bring the rest, then what only the whole sweep can tell: summary runs, tables, the figure, the best AP.
@@ -179,10 +197,14 @@ class MlflowMirror:
         """
         changed = self.sync()
         with self._connected():
+            self._parent()
             summary = summaries.summarise(self.sweep)
-            for content in (*configuration_contents(self.sweep, summary), sweep_content(self.sweep, summary)):
-                self._bring(content)
-            self._save_view(summary)
+            if faults := self._at_once(self._bring_summary, configuration_contents(self.sweep, summary)):
+                raise faults[0]
+            content = sweep_content(self.sweep, summary)
+            self._bring(content, content.points)
+            if not self._view_key:
+                self._save_view()
         return changed
 
     def renew(self, runs: Collection[tuple[str, str]]) -> None:
@@ -196,11 +218,10 @@ class MlflowMirror:
         """
         self._client = None  # others may have changed the runs since they were read
         with self._connected():
-            old = {identity: run for identity, run in self._runs.items() if identity[:2] in runs}
-            self._runs = {identity: run for identity, run in self._runs.items() if identity not in old}
+            old = [self._runs.pop(identity) for identity in runs if identity in self._runs]
         self.close()
         with self._connected():
-            for run in old.values():
+            for run in (run for lives in old for run in lives.values()):
                 self._client.delete_run(run.run_id)
 
     def read(self) -> list[FoundRun]:
@@ -296,20 +317,25 @@ class MlflowMirror:
     def _connect(self) -> None:
         client = quiet_client(self.uri)
         self._experiment_id = self._find_or_create_experiment(client)
-        self._runs = {}
+        self._runs, self._brought = {}, {}
         for found in sorted(
             _all_runs(client, self._experiment_id), key=lambda run: (run.info.start_time, run.info.run_id)
         ):
-            identity = _identity(found)
-            if identity in self._runs:
+            kind, key, life = _identity(found)
+            lives = self._runs.setdefault((kind, key), {})
+            if life in lives:
                 client.delete_run(found.info.run_id)  # a creation that was retried after its answer got lost
-            elif identity[0] in KEY_TAG:
-                self._runs[identity] = _Run(
+            elif kind in KEY_TAG:
+                metrics = dict(found.data.metrics) if kind != "trial" else {}
+                lives[life] = _Run(
                     run_id=found.info.run_id,
                     status=found.info.status,
+                    end=found.info.end_time,
+                    artifact_uri=found.info.artifact_uri,
                     tags=dict(found.data.tags),
                     params=dict(found.data.params),
-                    unread_metrics=set(found.data.metrics),
+                    metrics=metrics,
+                    unread_metrics=set(metrics),
                 )
         self._client = client
 
@@ -329,20 +355,75 @@ class MlflowMirror:
     def _parent(self) -> _Run:
         name = f"sweep {self.sweep.name} {time.strftime('%Y-%m-%d')}"
         tags = {"kind": "sweep"} | sweep_tags(self.sweep)
-        return self._find_or_create(("sweep", self.sweep.sweep_id, ""), name, time.time(), tags)
+        return self._find_or_create(("sweep", self.sweep.sweep_id), "", name, time.time(), tags)
 
-    def _find_or_create(self, identity: _Identity, name: str, start: float, tags: Mapping[str, str]) -> _Run:
-        """The run of this identity, made with these tags if there is none."""
-        run = self._runs.get(identity)
-        if run is None:
+    def _find_or_create(self, identity: _Identity, life: str, name: str, start: float, tags: Mapping[str, str]) -> _Run:
+        """The run of this identity and life, made with these tags if there is none."""
+        lives = self._runs.setdefault(identity, {})
+        if life not in lives:
             made = self._client.create_run(
                 self._experiment_id, start_time=round(1000 * start), tags=dict(tags), run_name=name
-            )
-            run = self._runs[identity] = _Run(made.info.run_id, made.info.status, tags=dict(tags))
-        return run
+            ).info
+            lives[life] = _Run(made.run_id, made.status, made.end_time, made.artifact_uri, tags=dict(tags))
+        return lives[life]
 
     def _parent_tag(self, kind: Kind) -> dict[str, str]:
         return {} if kind == "sweep" else {"mlflow.parentRunId": self._parent().run_id}
+
+    def _at_once(self, action: Callable[[_Item], object], items: Iterable[_Item]) -> list[Exception]:
+        """Do it for all, in no order, and for several at once where a server is told.
+
+        The threads end with the process, as those of a pool do not: whoever has waited long enough for a tracker that
+        hangs can go.
+
+        Returns:
+            What items have failed with that says nothing of the others: damaged files, refusals. After any other
+            failure no item is begun, and it is raised.
+        """
+        waiting, faults, broken = deque(items), list[Exception](), list[Exception]()
+
+        def work() -> None:
+            while True:
+                try:
+                    item = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    action(item)
+                except Exception as error:
+                    if isinstance(error, StoreError) or _is_refusal(error):
+                        faults.append(error)
+                    else:
+                        broken.append(error)
+                        waiting.clear()
+
+        threads = [
+            threading.Thread(target=work, name=f"mirror-{number}", daemon=True)
+            for number in range(min(_AT_ONCE if self._is_served() else 1, len(waiting)))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            waiting.clear()  # an interrupt ends the others, too
+        if broken:
+            raise broken[0]
+        return faults
+
+    def _mirror_trials(self) -> tuple[set[str], list[Exception]]:
+        """Bring the trials up to their journals; return those that there was something to bring of, and what failed."""
+        changed: set[str] = set()
+
+        def mirror(trial: TrialFolder) -> None:
+            stamp = trial.journal.stamp()  # before it is read: what comes in between is news
+            if self._mirror_trial(trial):
+                changed.add(trial.trial_id)
+            self._brought[trial.trial_id] = stamp
+
+        moved = [trial for trial in self.sweep if self._brought.get(trial.trial_id) != trial.journal.stamp()]
+        return changed, self._at_once(mirror, moved)
 
     def _mirror_trial(self, trial: TrialFolder) -> bool:
         """Bring one trial up to its journal; return whether there was anything to bring."""
@@ -350,48 +431,90 @@ class MlflowMirror:
         if not events:
             return False
         life = life_of(events)
-        run = self._runs.get(("trial", trial.trial_id, life))
+        run = self._runs.get(("trial", trial.trial_id), {}).get(life)
         mark = trial_mark(self.sweep, events) | self._parent_tag("trial")
-        news = run is None or not mark.items() <= run.tags.items()
+        news = run is None or run.status != run_status(events) or not mark.items() <= run.tags.items()
         if news:
-            self._bring(trial_content(self.sweep, trial, events))
+            arrived = int(run.tags.get("mirrored_events", 0)) if run is not None else 0
+            self._bring(trial_content(self.sweep, trial, events), unsent(events, arrived))
         self._delete_other_lives(trial.trial_id, life)
         return news
 
     def _delete_other_lives(self, trial_id: str, life: str) -> None:
         """Mark the runs deleted that tell of earlier journals of a trial."""
-        others = [found for found in self._runs if found[:2] == ("trial", trial_id) and found[2] != life]
-        for identity in others:
-            self._client.delete_run(self._runs[identity].run_id)
-            del self._runs[identity]
+        lives = self._runs["trial", trial_id]
+        for other in [found for found in lives if found != life]:
+            self._client.delete_run(lives[other].run_id)
+            del lives[other]
 
-    def _bring(self, content: RunContent) -> None:
-        """Write whatever of a run is not there yet, and its artifacts anew."""
+    def _mirror_summaries(self, changed: Collection[str]) -> list[Exception]:
+        """Bring the summary runs of these trials, as far as all that they summarise have ended; return what failed."""
+
+        def mirror(members: Sequence[TrialFolder]) -> None:
+            configuration = summaries.summarise_one(self.sweep, members)
+            if configuration.n_finished:
+                self._bring_summary(configuration_content(self.sweep, configuration, members[0]))
+
+        groups = summaries.repetitions(self.sweep) if changed else []
+        touched = [members for members in groups if any(trial.trial_id in changed for trial in members)]
+        return self._at_once(mirror, [members for members in touched if all(map(self._has_ended, members))])
+
+    def _has_ended(self, trial: TrialFolder) -> bool:
+        """Whether a trial's run says so."""
+        lives = self._runs.get(("trial", trial.trial_id), {})
+        return bool(lives) and all(run.status != "RUNNING" for run in lives.values())
+
+    def _bring_summary(self, content: RunContent) -> None:
+        """Write a summary run if it is not there as it should be."""
+        run = self._runs.get((content.kind, content.key), {}).get("")
+        if run is not None:
+            tags = {**run_tags(self.sweep, content), **content.mark, **self._parent_tag(content.kind)}
+            metrics = {point.key: point.value for point in content.points}
+            has_all = (
+                tags.items() <= run.tags.items()
+                and content.params.items() <= run.params.items()
+                and metrics.items() <= run.metrics.items()
+            )
+            if has_all and (run.status, run.end) == (content.status, round(1000 * content.end)):
+                return
+        self._bring(content, content.points)
+
+    def _bring(self, content: RunContent, points: Sequence[Point]) -> None:
+        """Write whatever of a run is not there yet, of its points these, and its artifacts anew."""
         parent = self._parent_tag(content.kind)
-        identity = (content.kind, content.key, content.life)
-        run = self._find_or_create(identity, content.name, content.start, run_tags(self.sweep, content) | parent)
+        tags = {**run_tags(self.sweep, content), **content.tags, **parent}
+        run = self._find_or_create((content.kind, content.key), content.life, content.name, content.start, tags)
         if content.kind == "trial":
-            self._set_running(run)
-        self._write(run, params=content.params, tags={**content.tags, **parent}, points=content.points)
-        for path, artifact in content.artifacts.items():
-            self._write_artifact(run, PurePosixPath(path), artifact)
-        if content.status != "RUNNING":
-            self._set_ended(run, content.status, content.end)
-        self._write(run, tags=content.mark)
-
-    def _write_artifact(self, run: _Run, path: PurePosixPath, artifact: Artifact) -> None:
-        if isinstance(artifact, Path):
-            folder = None if path.parent == PurePosixPath(".") else str(path.parent)
-            self._client.log_artifact(run.run_id, str(artifact), folder)
-        elif isinstance(artifact, str):
-            self._client.log_text(run.run_id, artifact, str(path))
+            self._set_running(run)  # until its files are there
         else:
-            self._client.log_figure(run.run_id, artifact(), str(path))
+            points = [point for point in points if not self._is_logged(run, point)]
+        self._write(run, params=content.params, tags={**tags, **content.mark}, points=points)
+        if content.kind != "trial":
+            run.logged |= {(point.key, point.step): point.value for point in points}
+            run.metrics |= {point.key: point.value for point in points}
+        self._write_artifacts(run, content.artifacts)
+        if content.status != "RUNNING":
+            self._set_ended(run, content.status, round(1000 * content.end))
 
-    def _save_view(self, summary: summaries.Summary | None = None) -> None:
+    def _write_artifacts(self, run: _Run, artifacts: Mapping[str, Artifact]) -> None:
+        if not artifacts:
+            return
+        repository = _artifact_repository(run.artifact_uri, self.uri)
+        with tempfile.TemporaryDirectory() as written:
+            for name, artifact in artifacts.items():
+                path = PurePosixPath(name)
+                file = artifact if isinstance(artifact, Path) else Path(written, path.name)
+                if isinstance(artifact, str):
+                    file.write_text(artifact, encoding="utf-8")
+                elif not isinstance(artifact, Path):
+                    with _DRAWING:
+                        file.write_bytes(artifact())
+                repository.log_artifact(str(file), None if path.parent == PurePosixPath(".") else str(path.parent))
+
+    def _save_view(self) -> None:
         """Keep a view that opens on this sweep's comparison. A convenience: without it there is a plainer link."""
         try:
-            state = view_state(summary or summaries.summarise(self.sweep), self.sweep.sweep_id)
+            state = view_state(self.sweep)
             now = round(1000 * time.time())
             packed = "deflate;" + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
             view = {"name": f"sweep {self.sweep.name}", "createdAt": now, "updatedAt": now, "state": packed}
@@ -406,10 +529,10 @@ class MlflowMirror:
             self._client.update_run(run.run_id, status="RUNNING")
             run.status = "RUNNING"
 
-    def _set_ended(self, run: _Run, run_status: str, end: float) -> None:
-        if run.status != run_status:
-            self._client.set_terminated(run.run_id, run_status, end_time=round(1000 * end))
-            run.status = run_status
+    def _set_ended(self, run: _Run, status: str, end: int) -> None:
+        if (run.status, run.end) != (status, end):
+            self._client.set_terminated(run.run_id, status, end_time=end)
+            run.status, run.end = status, end
 
     def _write(
         self,
@@ -419,25 +542,25 @@ class MlflowMirror:
         tags: Mapping[str, str] | None = None,
         points: Iterable[Point] = (),
     ) -> None:
-        """Log whatever of these the run does not hold yet; no param and no point is logged twice."""
+        """Log params and tags that the run does not hold yet, and these points; tags arrive last."""
         from mlflow.entities import Metric, Param, RunTag
 
         new_params = {key: value for key, value in (params or {}).items() if key not in run.params}
         new_tags = {key: value for key, value in (tags or {}).items() if run.tags.get(key) != value}
-        if new_params or new_tags:
+        metrics = [Metric(point.key, point.value, round(1000 * point.time), point.step) for point in points]
+        room = _MOST_ENTITIES - len(new_params) - len(new_tags)
+        while len(metrics) > room:
+            self._client.log_batch(run.run_id, metrics=metrics[:_MOST_ENTITIES])
+            del metrics[:_MOST_ENTITIES]
+        if new_params or new_tags or metrics:
             self._client.log_batch(
                 run.run_id,
+                metrics=metrics,
                 params=[Param(key, value) for key, value in new_params.items()],
                 tags=[RunTag(key, value) for key, value in new_tags.items()],
             )
             run.params |= new_params
             run.tags |= new_tags
-        new_points = [point for point in points if not self._is_logged(run, point)]
-        for start in range(0, len(new_points), _MOST_METRICS):
-            batch = new_points[start : start + _MOST_METRICS]
-            metrics = [Metric(point.key, point.value, round(1000 * point.time), point.step) for point in batch]
-            self._client.log_batch(run.run_id, metrics=metrics)
-            run.logged |= {(point.key, point.step): point.value for point in batch}
 
     def _is_logged(self, run: _Run, point: Point) -> bool:
         """Whether MLflow holds this value; a stage scored again, because its data changed, has another one."""
@@ -565,14 +688,16 @@ class MirrorThread:
         return True
 
 
-def view_state(summary: summaries.Summary, sweep_id: str) -> dict[str, Any]:
+def view_state(sweep: SweepFolder) -> dict[str, Any]:
     """The state of MLflow's run page that compares this sweep's trials: table, scatter charts, AP over tasks.
 
     The format is undocumented and read off MLflow 3.17; a newer UI that does not know it shows its plain page.
     """
-    shown = [*summary.axes, "seed"]
+    axes = {axis: name for axis, name in short_names(sweep.axes).items() if axis != sweep.seed_axis}
+    numeric = summaries.numeric_axis([{name: trial.values[axis] for axis, name in axes.items()} for trial in sweep])
+    shown = [*axes.values(), "seed"]
     return {
-        "searchFilter": f"tags.sweep_id = '{sweep_id}' and tags.kind = 'trial'",
+        "searchFilter": f"tags.sweep_id = '{sweep.sweep_id}' and tags.kind = 'trial'",
         "orderByKey": "metrics.`AP`",
         "orderByAsc": False,
         "startTime": "ALL",
@@ -590,7 +715,7 @@ def view_state(summary: summaries.Summary, sweep_id: str) -> dict[str, Any]:
             _section("sweep", "comparison", display=True),
             *(_section(prefix, prefix, display=False) for prefix in _FOLDED),
         ],
-        "compareRunCharts": _charts(summaries.numeric_axis(summary), summary.axes),
+        "compareRunCharts": _charts(numeric, list(axes.values())),
     }
 
 
@@ -619,6 +744,7 @@ def quiet_client(uri: str) -> Any:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient  # not at the top: it takes seconds, which the mirror's own thread can spare
 
+    _ask_once_for_databricks()
     logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it would warn at every attempt
     if (database := sqlite_file(uri)) is not None:
@@ -627,6 +753,18 @@ def quiet_client(uri: str) -> Any:
             private_file(database)
             private_folder(database.parent / ARTIFACTS)
     return MlflowClient(tracking_uri=uri)
+
+
+def _ask_once_for_databricks() -> None:
+    """Have MLflow not find out at every request whether it runs inside Databricks.
+
+    Elsewhere that is a dozen imports that fail, which take longer than all else that its client does for a request.
+    """
+    from mlflow.tracking.request_header import registry
+
+    providers = registry._request_header_provider_registry._registry
+    asking = registry.DatabricksRequestHeaderProvider
+    providers[:] = [found for found in providers if not isinstance(found, asking) or found.in_context()]
 
 
 def _say_waiting(holder: str) -> None:
@@ -650,8 +788,8 @@ def _all_runs(client: Any, experiment_id: str) -> Iterator[Any]:
             return
 
 
-def _identity(run: Any) -> _Identity:
-    """A run's kind, key and life; empty for runs that are not ours."""
+def _identity(run: Any) -> tuple[str, str, str]:
+    """A run's kind and key, and the life of the trial that it tells of; empty for runs that are not ours."""
     tags = run.data.tags
     kind = tags.get("kind", "")
     return kind, tags.get(KEY_TAG.get(kind, ""), ""), tags.get("journal", "")

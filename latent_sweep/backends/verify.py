@@ -26,14 +26,13 @@ from latent_sweep.results.tracked import (
     trial_name,
 )
 from latent_sweep.security import quoted
-from latent_sweep.settings import parse_yaml
+from latent_sweep.settings import flatten, parse_yaml
 from latent_sweep.store.answers import ANSWERS
-from latent_sweep.store.folders import SweepFolder, TrialFolder, driving, writing
+from latent_sweep.store.folders import SETTINGS, SweepFolder, TrialFolder, driving, writing
 from latent_sweep.store.journal import Event, stages, status
 from latent_sweep.store.sealed import is_sealed, set_aside
 from latent_sweep.store.storage import JOURNAL
 from latent_sweep.store.trial_files import PREDICTIONS, RESULT, SCORES, contradictions, damages
-from latent_sweep.sweep.config import flatten
 from latent_sweep.sweep.tuning import TUNING
 
 log = logging.getLogger(__name__)
@@ -164,8 +163,8 @@ _TOLD_ANEW = "all rows are scored again, from the answers that are known; what t
 def _file_faults(
     sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event], counts: Counter[str]
 ) -> Iterator[_Fault]:
-    settings = trial.path / "trial.yaml"
-    if (found := _settings_fault(settings, trial.params)) is not None:
+    settings = trial.path / SETTINGS
+    if trial.groups is None and (found := _settings_fault(settings, trial.params)) is not None:
         yield _fault(sweep, trial, settings, f"{settings} {found}", "it is written again")
     if status(events) == "running":
         return

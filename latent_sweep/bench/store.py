@@ -11,6 +11,7 @@ from pathlib import Path
 
 from latent_sweep.bench.rows import Reading
 from latent_sweep.bench.workbench import Workbench
+from latent_sweep.store.folders import LOCKS
 from latent_sweep.store.journal import Journal
 from latent_sweep.store.objects import requests
 from latent_sweep.store.storage import PROBES, Storage, open_storage
@@ -48,7 +49,7 @@ def _operations(storage: Storage, folder: Path) -> dict[str, Callable[[], object
         fetched.read_bytes()
 
     def lease() -> None:
-        mine = storage.lease(folder / "locks" / f"{uuid.uuid4().hex}.lock")
+        mine = storage.lease(folder / LOCKS / f"{uuid.uuid4().hex}.lock")
         mine.take()
         mine.release()
 

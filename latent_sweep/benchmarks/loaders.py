@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.chat import Chat, chat_of
@@ -57,12 +57,16 @@ WHOLE_PROMPT = 1 << 20
 """A limit in tokens that no prompt reaches."""
 
 
-_look: ContextVar[dict[Any, tuple[BenchmarkSpec, Any]] | None] = ContextVar("look", default=None)
+Found = TypeVar("Found")
+
+_look: ContextVar[dict[Any, tuple[Any, Any]] | None] = ContextVar("look", default=None)
 
 
 @contextmanager
 def one_look() -> Iterator[None]:
-    """Look for the files of each task once within the block: thousands of trials are planned with the same ones."""
+    """Find what `once` is asked for once within the block: thousands of trials are planned with the same files, and
+    with groups of settings of which there are a few.
+    """
     if _look.get() is not None:
         yield
         return
@@ -73,15 +77,21 @@ def one_look() -> Iterator[None]:
         _look.reset(token)
 
 
-def _once(what: Any, spec: BenchmarkSpec, find: Callable[[], Any]) -> Any:
-    """Return what was found before within `one_look`, or is found now; `what` tells it apart within a benchmark."""
+def once(what: Any, parts: tuple[Any, ...], find: Callable[[], Found]) -> Found:
+    """Return what was found before within `one_look`, or is found now.
+
+    Args:
+        what: tells apart what is found of the same parts; equal where it is the same.
+        parts: the objects that it follows from; equal ones that are not the same object are looked at each.
+    """
     known = _look.get()
     if known is None:
         return find()
-    key = (id(spec), what)
+    key = (what, *map(id, parts))
     if key not in known:
-        known[key] = spec, find()  # with the benchmark, whose place in memory another would get once it is gone
-    return known[key][1]
+        known[key] = parts, find()  # with the parts, whose place in memory others would get once they are gone
+    found: Found = known[key][1]
+    return found
 
 
 def load_rows(
@@ -146,8 +156,7 @@ def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
         paths = _find_files(spec, task, scored, settings)
         return None if paths is None else _known_digest(tuple(paths), files_state(paths), task.source)
 
-    found: str | None = _once(("digest", task.name, scored, settings.data_dir), spec, find)
-    return found
+    return once(("digest", task.name, scored, settings.data_dir), (spec,), find)
 
 
 def data_digest(
@@ -394,8 +403,7 @@ def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
             raise MissingData(_not_at_hand(spec, task, split, settings))
         return published
 
-    count: int = _once(("count", task.name, split, settings.data_dir, drops), spec, find)
-    return count
+    return once(("count", task.name, split, settings.data_dir, drops), (spec,), find)
 
 
 def _limit(split: Split, settings: BenchmarkSettings) -> int | None:
@@ -507,29 +515,25 @@ def _read_rows(
 def _rows_of(paths: Iterable[Path], task: TaskSpec, split: Split) -> Iterator[tuple[Path, str, Row, bool]]:
     """Yield the rows that a task takes of files, each with its place and whether it has an id of its own."""
     source, position, taken = task.source, -1, 0
+    tests = source.test_instances if source is not None and source.kind == "superni" else None
+    """How many records at the head of one file are the test rows; None where each split has files of its own."""
     for path in paths:
         found = read_records(path, None if source is None else source.columns())
         reader = None if source is None else RecordReader(source, found.classes)
+        said = str(path)
         for place, record in found.each:
             position += 1
-            if source is not None and source.kind == "superni" and not place.startswith("Instances["):
+            if tests is not None and not place.startswith("Instances["):
                 raise DataError(f"{path}: is no task file of Super-NaturalInstructions; expected one with `Instances`.")
-            if not _is_of(source, position, split):
+            if tests is not None and (position < tests) != (split == "test"):
                 continue
-            row = row_of(f"{path}, {place}", record, _row_id(task, split, position), reader)
+            row = row_of(f"{said}, {place}", record, _row_id(task, split, position), reader)
             if row is None:
                 continue
             yield path, place, row, (reader is None or reader.recognises) and "id" in record
             taken += 1
             if source is not None and taken == source.limit:
                 return
-
-
-def _is_of(source: SourceSpec | None, position: int, split: Split) -> bool:
-    """Whether the record at this place, from 0, is of this split: two splits are cut from one file of SuperNI."""
-    if source is None or source.kind != "superni":
-        return True
-    return (position < source.test_instances) == (split == "test")
 
 
 def _no_rows(said: str, task: TaskSpec, split: Split) -> str:

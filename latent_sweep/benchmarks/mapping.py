@@ -219,6 +219,8 @@ class RecordReader:
             value = self._named(where, column, value)
         for key in path:
             try:
+                if isinstance(value, str):
+                    raise TypeError("a text has characters, which nobody means")
                 value = value[key] if isinstance(value, dict) else value[int(key)]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise DataError(

@@ -60,11 +60,12 @@ def row_of(where: str, record: Any, default_id: str, reader: RecordReader | None
 
 def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
     """The row that a record is by the names of its columns."""
-    text_key = next((key for key, value in TEXT_COLUMNS.items() if key in record and value in record), "")
-    text_key = text_key or ("sentence" if "sentence" in record else "input")
-    answer_key = TEXT_COLUMNS[text_key]
-    missing = [key for key in (text_key, answer_key) if key not in record]
-    if missing:
+    for text_key, answer_key in TEXT_COLUMNS.items():
+        if text_key in record and answer_key in record:
+            break
+    else:
+        text_key = "sentence" if "sentence" in record else "input"
+        missing = [key for key in (text_key, TEXT_COLUMNS[text_key]) if key not in record]
         raise DataError(f"{where}: `{'` and `'.join(missing)}` missing; found the keys {sorted(record)}.")
     text, answer, row_id = record[text_key], record[answer_key], record.get("id", default_id)
     if not isinstance(text, str):
@@ -80,7 +81,8 @@ def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
 
 
 def _whole_characters(where: str, row: Row) -> Row:
-    if any(_HALF_PAIR.search(part) for part in (row.id, row.input, *row.references)):
+    parts = (row.id, row.input, *row.references)
+    if not all(map(str.isascii, parts)) and any(map(_HALF_PAIR.search, parts)):
         raise DataError(f"{where}: found half of a surrogate pair, which UTF-8 cannot hold; expected whole characters.")
     return row
 

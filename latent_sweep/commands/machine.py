@@ -29,7 +29,6 @@ def add(commands: Commands) -> None:
     doctor.add_argument(
         "--address", metavar="HOST:PORT", help="a Ray cluster whose nodes are checked; default: that of RAY_ADDRESS"
     )
-
     add_json(doctor)
 
     bench = add_command(

@@ -11,7 +11,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.security import printable, quoted, redact
 
 if TYPE_CHECKING:
-    from latent_sweep.deploy.model import Answered, ContinualModel
+    from latent_sweep.deploy.model import Answered, ContinualModel, Device
 
 BEST = "best"
 KINDS = ("peft", "merged", "model", "mlflow")
@@ -75,16 +75,16 @@ def _add_device(parser: Parser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="default: what the trial says")
 
 
-def _opened(folder: str, trial: str, device: str | None) -> ContinualModel:
+def _opened(folder: str, trial: str, device: Device | None) -> ContinualModel:
     """Open an exported model, or take one out of a sweep."""
     from latent_sweep.deploy.folder import is_model
     from latent_sweep.deploy.model import ContinualModel
 
     if "://" in folder or not is_model(folder):
-        return ContinualModel.from_sweep(folder, trial, device)  # type: ignore[arg-type]
+        return ContinualModel.from_sweep(folder, trial, device)
     if trial != BEST:
         raise ConfigError(f"{folder} is an exported model, of one trial; found the trial {trial!r}. Leave it out")
-    return ContinualModel.from_folder(folder, device)  # type: ignore[arg-type]
+    return ContinualModel.from_folder(folder, device)
 
 
 def _ask(options: argparse.Namespace) -> int:
@@ -112,8 +112,9 @@ def _export(options: argparse.Namespace) -> int:
     kind, folder = _target(options.to)
     if options.task is not None and kind != "merged":
         raise ConfigError(f"--task {options.task}: only --to merged takes one adapter; leave it out with --to {kind}")
-    if options.uri is not None and kind != "mlflow":
-        raise ConfigError(f"--uri {redact(options.uri)}: only --to mlflow has a tracker; leave it out with --to {kind}")
+    if kind != "mlflow" and (options.uri is not None or options.allow_insecure):
+        given = "--allow-insecure" if options.uri is None else f"--uri {redact(options.uri)}"
+        raise ConfigError(f"{given}: only --to mlflow has a tracker; leave it out with --to {kind}")
     if kind == "mlflow":
         written = _into_mlflow(options)
     else:

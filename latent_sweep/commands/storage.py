@@ -14,6 +14,7 @@ from latent_sweep.commands.command import Commands, Parser, add_command, add_jso
 from latent_sweep.security import printable
 
 if TYPE_CHECKING:
+    from latent_sweep.store.folders import SweepFolder
     from latent_sweep.store.inventory import Deletion, Garbage, Inventory
 
 KEEP_DAYS = 7.0
@@ -122,7 +123,7 @@ def _inventory(place: str) -> Inventory:
 
 def _list(options: argparse.Namespace) -> int:
     inventory = _inventory(options.storage)
-    found = [_listed(inventory, number) for number in range(len(inventory.sweeps))]
+    found = [_listed(inventory, sweep) for sweep in inventory.sweeps]
     if options.json:
         print_json(found)
         return 0
@@ -142,12 +143,11 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _listed(inventory: Inventory, number: int) -> dict[str, Any]:
+def _listed(inventory: Inventory, sweep: SweepFolder) -> dict[str, Any]:
     from latent_sweep.errors import StoreError
     from latent_sweep.results.state import SweepWatch
-    from latent_sweep.store.inventory import SWEEP_FILE
+    from latent_sweep.store.folders import SWEEP_FILE
 
-    sweep = inventory.sweeps[number]
     told: dict[str, Any] = {"name": sweep.name, "place": str(sweep.path), "changed": inventory.changed(sweep)}
     try:
         sweep.storage.pull(sweep.path, only=(SWEEP_FILE,))
@@ -173,7 +173,7 @@ def _day(at: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows of cells in columns; the first is text, the others numbers."""
+    """Write rows of cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
@@ -189,12 +189,11 @@ def _gc(options: argparse.Namespace) -> int:
         by_kind = {kind: {"files": count, "bytes": size} for kind, count, size in _by_kind(found)}
         print_json({"found": by_kind, "deleted": len(deleted), "bytes_deleted": sum(one.size for one in deleted)})
         return 0
-    rows = [["kind", "files", "bytes"]]
-    rows += [[kind, f"{count:,}", bytes_text(size)] for kind, count, size in _by_kind(found)]
     if not found:
         print(printable(f"{inventory.storage.place}: nothing that is older than {options.keep_days:g} days"))
         return 0
-    print(printable(_table(rows)))
+    rows = [[kind, f"{count:,}", bytes_text(size)] for kind, count, size in _by_kind(found)]
+    print(printable(_table([["kind", "files", "bytes"], *rows])))
     if not options.delete:
         print("nothing was deleted; the same command with --delete deletes it")
     else:
@@ -223,7 +222,7 @@ def _delete(options: argparse.Namespace) -> int:
     if not options.yes and not _agreed(sweep.name):
         print("nothing was deleted")
         return 1
-    delete(sweep.storage, going)
+    delete(inventory, going)
     print(printable(f"deleted {sweep.name}; its runs in MLflow stay, `mlflow experiments delete` deletes them"))
     return 0
 

@@ -9,7 +9,6 @@ factors/        of a method whose adapters lie in factors of the backbone's weig
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from latent_sweep.adapters.factors import kept_factors
+from latent_sweep.benchmarks.dataset_folders import file_digest
 from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Records
@@ -77,7 +77,7 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
         for factors in kept_factors(digest, method.rank(), context.storage.folder / "factors"):
             write_file(path / "factors" / factors.name, factors.read_bytes())
     write_file(path / "README.md", model_card(content, context).encode())
-    files = {name: _digest(path / name) for name in _files(path)}
+    files = {name: file_digest(path / name) for name in _files(path)}
     write_sealed_json(path / MODEL_FILE, _described(content) | {"files": files}, indent=1)
     return path
 
@@ -97,7 +97,7 @@ def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
             f"{path / MODEL_FILE}: holds no model that this version can read: {error}. It was written by latent_sweep "
             "of another version, or is damaged: install the version that its card names, or export it again"
         ) from error
-    storage = Storage(cache_folder() / "models" / _digest(path / MODEL_FILE)[:16])
+    storage = Storage(cache_folder() / "models" / file_digest(path / MODEL_FILE)[:16])
     for factors in path.glob("factors/*.safetensors"):
         if not is_sealed(storage.folder / "factors" / factors.name):
             storage.write(storage.folder / "factors" / factors.name, factors.read_bytes())
@@ -213,7 +213,7 @@ def _checked(path: Path) -> dict[str, Any]:
             raise StoreError(f"{file}: names {name!r:.80}, which lies outside of the folder; expected files within")
         if not place.is_file():
             raise StoreError(f"{place}: is missing. Copy or export the model again")
-        if name != "README.md" and _digest(place) != digest:  # people write into that
+        if name != "README.md" and file_digest(place) != digest:  # people write into that
             raise StoreError(f"{place}: does not check against its digest. Copy or export the model again")
     return found
 
@@ -224,7 +224,3 @@ def _sealed_content(file: Path) -> Any:
         return json.loads(file.read_bytes())["content"] if is_sealed(file) else None
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -108,8 +108,8 @@ def _own_benchmark(
     folder = cache_folder() / "lessons" / content_hash(texts)
     for name, text in texts.items():
         write_file(folder / task.name / name, text.encode())
-    here = {"layout": "folder", "folder": str(folder), "tasks": (task.model_copy(update={"folder": task.name}),)}
-    return spec.model_copy(update=here)
+    own = task.model_copy(update={"folder": task.name, "source": None})
+    return spec.model_copy(update={"layout": "folder", "folder": str(folder), "tasks": (own,)})
 
 
 def _with_task(trial: Trial, task: TaskSpec, source: BenchmarkSpec) -> Trial:

@@ -319,7 +319,8 @@ class ContinualModel:
             farthest = limit_at(mixer, position, fitted(mixer.settings, records))
         finally:
             context.close()
-        learned = LearnedTask(lesson.task, run.snapshots[-1], records[-1], farthest)
+        newest = run.snapshots[-1]  # a model holds its own
+        learned = LearnedTask(lesson.task, replace(newest, tensors=dict(newest.tensors)), records[-1], farthest)
         self._become(self.content.with_task(lesson.trial, learned))
 
     def _become(self, content: ModelContent) -> None:

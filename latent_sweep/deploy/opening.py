@@ -14,7 +14,6 @@ from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.learn.context import Context
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import quoted
-from latent_sweep.settings import read_yaml
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, mending, stages, status
 from latent_sweep.store.snapshots import Snapshot
@@ -109,13 +108,12 @@ def planned(sweep: SweepFolder, folder: TrialFolder) -> Trial:
 
 
 def _settings(folder: TrialFolder) -> TrialSettings:
-    path = folder.path / "trial.yaml"
     try:
-        settings = resolved_settings(read_yaml(path))
+        settings = resolved_settings(folder.settings())
     except (ValidationError, LookupError, TypeError) as error:
         raise StoreError(
-            f"{path}: holds no settings of a trial of this version: {error}. Run the sweep again: that writes them "
-            "anew, and repeats nothing that is complete"
+            f"{folder.path}: has no settings of a trial of this version: {error}. Run the sweep again: that writes "
+            "them anew, and repeats nothing that is complete"
         ) from error
     benchmark = settings.benchmark
     if benchmark.data_dir is not None and not Path(benchmark.data_dir).is_dir():

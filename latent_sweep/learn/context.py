@@ -21,11 +21,12 @@ from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, load_rows, tokenised
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.evaluation import Recent
 from latent_sweep.learn.events import Begun, Doing, Emit, say_nothing
 from latent_sweep.learn.mixing import Gates, Mixer
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
-from latent_sweep.router import PooledScatter
+from latent_sweep.router import PooledScatter, TaskMixture
 from latent_sweep.settings import canonical_json
 from latent_sweep.store import versions
 from latent_sweep.store.answers import KeepAnswers
@@ -61,6 +62,8 @@ class Context:
         self.store = SnapshotStore(storage)
         self._emit, self._begun = emit, list[Begun]()
         self._folds: dict[str, PooledScatter] = {}
+        self._mixtures: dict[str, TaskMixture] = {}
+        self._recent: dict[tuple[str, int], Recent] = {}
         self._tokens: dict[Any, Any] = {}
         self._methods: dict[str, Method] = {}
 
@@ -193,7 +196,12 @@ class Context:
         whole = router.mode in ROUTED and not router.pool.truncate
         pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)
         seed = trial.settings.seed
-        return Mixer(router, self.backbone, pooled, gates, len(trial.tasks), seed, self.storage.folder, self._folds)
+        folder, known = self.storage.folder, (self._folds, self._mixtures)
+        return Mixer(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *known)
+
+    def recent(self, trial: Trial, position: int) -> Recent:
+        """The answers that a trial has given last to the test rows of its task at this position."""
+        return self._recent.setdefault((trial.trial_id, position), {})
 
 
 def backbone_facts(backbone: Backbone) -> dict[str, str]:

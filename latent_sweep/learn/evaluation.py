@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.generation import answer_text, generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
@@ -50,6 +50,10 @@ class TaskScore:
     """Rows whose answer was generated now; the others were known."""
     rouge_1: float | None
     """Mean Rouge-1 beside a Rouge-L score; None for an accuracy task."""
+
+
+Recent = dict[Path, list[str]]
+"""Answers of batches, by the file in which they are known."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,58 @@ class AnswerBatch:
             yield self.weights[start : start + rows], self.prompts[start : start + rows]
 
 
+class Blends:
+    """The adaptations by which a method's snapshots answer, batch after batch.
+
+    What the batch before was answered with is at hand, and no more: tensors of snapshots may have to be read, and one
+    adapter for all rows, as of a sum, costs as much to make as there are snapshots in it.
+    """
+
+    def __init__(self, method: Method):
+        self._method = method
+        self._one: tuple[Any, Adaptation] | None = None
+        """The newest adapter for all rows of a batch, after what it was made of."""
+        self._read: dict[str, AtHand] = {}
+        """The tensors of the newest batch whose rows have adapters of their own, by lineage."""
+
+    def of(self, batch: AnswerBatch, mix: Array, snapshot: Callable[[str], Snapshot]) -> Adaptation:
+        """Return the adaptation for some rows of a batch, which weigh its snapshots so: (rows, snapshots)."""
+        if not batch.alike:
+            known = self._read
+            self._read = {
+                name: known[name] if name in known else AtHand(snapshot(name).tensors) for name in batch.lineages
+            }
+            return self._method.blend([self._read[name] for name in batch.lineages], torch.from_numpy(mix).float())
+        key = tuple(batch.lineages), mix[0].tobytes()
+        if self._one is None or self._one[0] != key:
+            self._one = None  # first: there may be no room for two
+            tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
+            self._one = key, self._method.blend(tensors, torch.from_numpy(mix[:1]).float())
+        return self._one[1]
+
+
+class AtHand(Mapping[str, torch.Tensor]):
+    """The tensors of a snapshot, each of them read once."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._tensors, self._read = tensors, dict[str, torch.Tensor]()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._read:
+            self._read[name] = self._tensors[name]
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def answer(
     batches: Sequence[AnswerBatch],
     snapshot: Callable[[str], Snapshot],
-    method: Method,
+    blends: Blends,
     engine: Engine,
     bank: AdapterBank,
 ) -> list[list[str]]:
@@ -94,6 +146,7 @@ def answer(
     Args:
         batches: no more than there are workers, and one where the engine does not let them answer apart.
         snapshot: gives the snapshot of a lineage.
+        blends: of the method whose snapshots they are.
 
     Returns:
         The answers of every batch at the group's first worker; nothing at the others.
@@ -102,12 +155,10 @@ def answer(
     engine.begin_answering()
 
     def texts(batch: AnswerBatch) -> list[str]:
-        tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
         ids: list[list[int]] = []
         for mix, prompts in batch.parts():
-            weights = torch.from_numpy(mix[:1] if batch.alike else mix).float()
             with torch.no_grad():  # not inference mode: what a method keeps from here is trained with later
-                adaptation = method.blend(tensors, weights)
+                adaptation = blends.of(batch, mix, snapshot)
                 ids += generate(backbone, bank, prompts, adaptation, batch.max_new_tokens, batch.stop, batch.shared)
         return [answer_text(backbone, found, batch.stop) for found in ids]
 
@@ -152,6 +203,7 @@ class Evaluator:
         self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
         self.references, self.cache, self.tell, self.method_source = references, cache, tell, method_source
         self.passes = passes
+        self._blends = Blends(method)
 
     def score(
         self,
@@ -161,6 +213,7 @@ class Evaluator:
         metric: Metric,
         definitions: int = 1,
         inputs: Sequence[str] | None = None,
+        recent: Recent | None = None,
     ) -> TaskScore:
         """Score one task.
 
@@ -170,8 +223,9 @@ class Evaluator:
             rows: tokenised test rows.
             definitions: how many definitions the prompts take in turn.
             inputs: the rows' inputs, for a metric that reads them.
+            recent: the answers of the stage before, which need not be looked for; those of this one take their place.
         """
-        answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions)
+        answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent)
         references = [list(refs) for refs in rows["references"]]
         scores = score_rows(metric, answers, references, self.references, inputs)
         predictions = [
@@ -189,6 +243,7 @@ class Evaluator:
         weights: Array,
         prompt_ids: Iterable[Sequence[int]],
         definitions: int = 1,
+        recent: Recent | None = None,
     ) -> tuple[list[str], int]:
         """Answer rows, each with its own blend of the snapshots.
 
@@ -197,6 +252,7 @@ class Evaluator:
             weights: (rows, snapshots).
             prompt_ids: token ids of each row's prompt.
             definitions: how many definitions the prompts take in turn.
+            recent: answers that need not be looked for; those given now take their place.
 
         Returns:
             An answer for every row, and how many rows were generated now; the others were known.
@@ -210,7 +266,7 @@ class Evaluator:
             found = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
             batches += [self._batch(history, weights[part], [prompts[row] for row in part], shared) for part in found]
             parts += found
-        known, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history})
+        known, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
         answers = [""] * len(prompts)
         for part, texts in zip(parts, known, strict=True):
             for row, text in zip(part, texts, strict=True):
@@ -226,22 +282,25 @@ class Evaluator:
         return replace(batch, shared=shared) if batch.alike else batch
 
     def _answers(
-        self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot]
+        self, batches: Sequence[AnswerBatch], snapshots: Mapping[str, Snapshot], recent: Recent | None
     ) -> tuple[Sequence[Sequence[str]], int]:
         """Answers of every batch, and how many of them were generated now."""
         paths = [self._path(batch) for batch in batches]
-        answers = [None if path is None else read_sealed_json(path) for path in paths]
+        recent = {} if recent is None else recent
+        answers = [None if path is None else recent.get(path) or read_sealed_json(path) for path in paths]
         missing = [i for i, known in enumerate(answers) if known is None]
         at_once = self.engine.group.size if self.engine.answers_apart else 1
         for start in range(0, len(missing), at_once):
             now = missing[start : start + at_once]
             asked = [batches[i] for i in now]
             self.tell(asked)
-            found = answer(asked, snapshots.__getitem__, self.method, self.engine, self.bank)
+            found = answer(asked, snapshots.__getitem__, self._blends, self.engine, self.bank)
             for i, texts in zip(now, found, strict=True):
                 if (path := paths[i]) is not None:
                     write_sealed_json(path, texts)
                 answers[i] = texts
+        recent.clear()
+        recent.update((path, texts) for path, texts in zip(paths, answers, strict=True) if path and texts)
         return [texts or [] for texts in answers], sum(len(batches[i].prompts) for i in missing)
 
     def _path(self, batch: AnswerBatch) -> Path | None:

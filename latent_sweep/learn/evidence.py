@@ -5,7 +5,7 @@ Pure functions of log posteriors and distances. T tasks have been seen, n rows a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -19,30 +19,48 @@ LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
 """A probability below 2.2e-16 counts as this one in a log loss, as in scikit-learn: a row adds at most 36.04 nats."""
 
 
-def routing_measures(log_posteriors: Sequence[Array], tasks: Sequence[str], prune_below: float) -> dict[str, float]:
-    """Measure a router on the test rows of the tasks seen, each task alone and all of them.
+class RoutingMeasures:
+    """What is measured of a router on the test rows of the tasks seen, each task alone and all of them.
+
+    Task after task: of a posterior nothing stays but two numbers a row.
 
     Args:
-        log_posteriors: log p(t | x) of each task's rows, (n, T), by task.
-        tasks: their names.
         prune_below: threshold of `router.prune`.
-
-    Returns:
-        By name: `router_p_correct`, `router_accuracy`, `router_nll` and `router_one_hot`, macro means over tasks;
-        `router_ece`, over the rows of all tasks together; and each of them for one task, as `router/nll/<task>`.
     """
-    per_task = {
-        name: task_measures(rows, task, prune_below)
-        for task, (name, rows) in enumerate(zip(tasks, log_posteriors, strict=True))
-    }
-    confidence = np.concatenate([np.exp(rows.max(axis=1)) for rows in log_posteriors])
-    correct = np.concatenate([rows.argmax(axis=1) == task for task, rows in enumerate(log_posteriors)])
-    found = {
-        f"router_{name}": float(np.mean([measures[name] for measures in per_task.values()]))
-        for name in ("p_correct", "accuracy", "nll", "one_hot")
-    }
-    found["router_ece"] = expected_calibration_error(confidence, correct)
-    return found | {f"router/{name}/{task}": value for task, of in per_task.items() for name, value in of.items()}
+
+    def __init__(self, prune_below: float):
+        self._prune_below = prune_below
+        self._per_task: dict[str, Mapping[str, float]] = {}
+        self._confidence: list[Array] = []
+        self._correct: list[npt.NDArray[np.bool_]] = []
+
+    def add(self, name: str, log_posterior: Array) -> None:
+        """Measure the rows of the next task.
+
+        Args:
+            log_posterior: log p(t | x) of its rows, (n, T).
+        """
+        task = len(self._per_task)
+        self._per_task[name] = task_measures(log_posterior, task, self._prune_below)
+        self._confidence.append(np.exp(log_posterior.max(axis=1)))
+        self._correct.append(log_posterior.argmax(axis=1) == task)
+
+    def measures(self) -> dict[str, float]:
+        """Return all measures by name.
+
+        `router_p_correct`, `router_accuracy`, `router_nll` and `router_one_hot` are macro means over tasks,
+        `router_ece` is over the rows of all tasks together, and each of them is there for one task, as
+        `router/nll/<task>`.
+        """
+        found = {
+            f"router_{name}": float(np.mean([measures[name] for measures in self._per_task.values()]))
+            for name in ("p_correct", "accuracy", "nll", "one_hot")
+        }
+        confidence, correct = np.concatenate(self._confidence), np.concatenate(self._correct)
+        found["router_ece"] = expected_calibration_error(confidence, correct)
+        return found | {
+            f"router/{name}/{task}": value for task, of in self._per_task.items() for name, value in of.items()
+        }
 
 
 def task_measures(log_posterior: Array, task: int, prune_below: float) -> Mapping[str, float]:
@@ -68,15 +86,11 @@ def task_measures(log_posterior: Array, task: int, prune_below: float) -> Mappin
     }
 
 
-def accuracies(weights: Sequence[Array], tasks: Sequence[str]) -> dict[str, float]:
-    """Return the share of rows that weigh their own task most, by task and on the macro mean, named as above.
-
-    Args:
-        weights: (n, T) of each task's rows, by task.
-        tasks: names, of these tasks first.
-    """
-    right = {f"router/accuracy/{tasks[i]}": float((rows.argmax(axis=1) == i).mean()) for i, rows in enumerate(weights)}
-    return {"router_accuracy": float(np.mean(list(right.values())))} | right
+def accuracies(right: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of rows that weigh their own task most, by task and their macro mean, named as above."""
+    return {"router_accuracy": float(np.mean(list(right.values())))} | {
+        f"router/accuracy/{task}": share for task, share in right.items()
+    }
 
 
 def expected_calibration_error(confidence: Array, correct: npt.NDArray[np.bool_]) -> float:

@@ -6,7 +6,7 @@ import socket
 
 from latent_sweep.errors import StoreError
 from latent_sweep.learn.context import Context
-from latent_sweep.learn.evaluation import answer
+from latent_sweep.learn.evaluation import Blends, answer
 from latent_sweep.learn.events import say_nothing
 from latent_sweep.learn.member import MemberRun, Members
 from latent_sweep.learn.stage import learn_together
@@ -24,9 +24,10 @@ def follow(pack: Pack, context: Context) -> None:
     by_id = {member.training_id: MemberRun(member, [], context) for member in pack.members}
     members = Members(list(by_id.values()), context)
     snapshots: dict[str, Snapshot] = {}
+    blends: dict[str, Blends] = {}
 
     def snapshot(lineage: str) -> Snapshot:
-        found = snapshots.get(lineage) or context.store.get(lineage)
+        found = snapshots.get(lineage) or context.store.recall(lineage)
         if found is None:
             group = context.engine.group
             raise StoreError(
@@ -41,6 +42,7 @@ def follow(pack: Pack, context: Context) -> None:
             _ = context.backbone
         elif what == "learn":
             position, lineages = how
+            blends.clear()
             for member in members.all:
                 if member.method.reads_history(position):
                     member.snapshots = [snapshot(lineage) for lineage in member.lineages[:position]]
@@ -50,4 +52,6 @@ def follow(pack: Pack, context: Context) -> None:
             member = by_id[training_id]
             (trial,) = (trial for trial in member.member.trials if trial.trial_id == trial_id)
             with during("answering"):
-                answer(batches, snapshot, member.method_of(trial), context.engine, context.bank)
+                if trial_id not in blends:
+                    blends = {trial_id: Blends(member.method_of(trial))}
+                answer(batches, snapshot, blends[trial_id], context.engine, context.bank)

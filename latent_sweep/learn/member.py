@@ -57,10 +57,15 @@ class MemberRun:
         self.wanted = max((run.files.wanted for run in trials), default=len(self.tasks))
         """How many tasks it is to learn."""
         self.snapshots: list[Snapshot] = []
+        """Those so far, oldest first."""
         self.failure: Exception | None = None
         self.step: int | None = None
         self._checked: set[str] = set()
         """Methods and metrics from outside whose code is what was planned."""
+
+    def told(self, position: int) -> bool:
+        """Whether the rows of all its trials for the task at this position have been told."""
+        return bool(self.trials) and all(position < len(run.files.rows) for run in self.trials)
 
     @property
     def method(self) -> Method:

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import DataError
-from latent_sweep.learn.evidence import accuracies, novelty_auroc, routing_measures
+from latent_sweep.learn.evidence import RoutingMeasures, accuracies, novelty_auroc
 from latent_sweep.learn.lexical import TaskNgrams, fit_ngrams, nearest
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.router import (
@@ -58,6 +58,9 @@ MODES = get_args(Mixing)
 
 DISTANCE_ROWS = 500
 """Most rows of a task whose distance to the tasks seen is computed: unlike a posterior, each takes d^2 operations."""
+
+DISTANCE_ROWS_IN_ALL = 15 * DISTANCE_ROWS
+"""Most of all tasks of a trial, those to come among them: in a stream of many tasks each has fewer."""
 
 Tokens = Callable[[int, Split], Any]
 """Tokenised rows (a `datasets.Dataset`) of the task at a position, for a split."""
@@ -121,6 +124,7 @@ class Mixer:
         seed: of K-means.
         storage: pooled embeddings and router records are cached below it.
         folds: summed scatters by content, so that a new task is one addition; mixers of one worker may share them.
+        mixtures: components of tasks by content, so that those of earlier tasks are not read again; shared likewise.
     """
 
     def __init__(
@@ -133,12 +137,18 @@ class Mixer:
         seed: int,
         storage: Path,
         folds: MutableMapping[str, PooledScatter] | None = None,
+        mixtures: MutableMapping[str, TaskMixture] | None = None,
     ):
         self.settings, self.backbone, self.tokens, self.gates = settings, backbone, tokens, gates
         self.n_tasks, self.seed, self.storage = n_tasks, seed, storage
         self.folds = {} if folds is None else folds
-        self._fitted: dict[int, GaussianRouter] = {}
-        """The router that was asked for last, by the number of tasks seen."""
+        self.mixtures = {} if mixtures is None else mixtures
+        self._fitted: dict[int, Known] = {}
+        """What was asked for last, by the number of tasks seen."""
+        self._embedded: dict[tuple[int, Split], npt.NDArray[Any]] = {}
+        """The embeddings that were asked for last."""
+        self._posterior: dict[tuple[int, int], Array] = {}
+        """The log posterior that was asked for last, by the number of tasks seen and the task whose rows they are."""
 
     @property
     def routes(self) -> bool:
@@ -147,11 +157,30 @@ class Mixer:
 
     def weights(self, tasks_seen: int) -> list[Array]:
         """Return for each task seen the weights of its test rows: (rows, tasks_seen)."""
+        return [self.weights_at(tasks_seen, task) for task in range(tasks_seen)]
+
+    def known(self, tasks_seen: int) -> Known:
+        """Return what is known of the tasks seen, fitted once for all their rows."""
+        if tasks_seen not in self._fitted:
+            mode = self.settings.mode
+            router = self._fit(tasks_seen) if mode in ROUTED else None
+            ngrams = [self.ngrams(task) for task in range(tasks_seen)] if mode == "lexical" else []
+            self._fitted = {tasks_seen: Known(tasks_seen, router, ngrams, self.gates)}
+        return self._fitted[tasks_seen]
+
+    def weights_at(self, tasks_seen: int, task: int) -> Array:
+        """Return the weights of one task's test rows, (rows, tasks_seen)."""
         mode = self.settings.mode
-        router = self._router(tasks_seen) if mode in ROUTED else None
-        ngrams = [self.ngrams(task) for task in range(tasks_seen)] if mode == "lexical" else []
-        known = Known(tasks_seen, router, ngrams, self.gates)
-        return [weigh(mode, known, self._rows(task, "test"), task) for task in range(tasks_seen)]
+        if mode == "soft" or mode == "hard":
+            return self._router(tasks_seen).weights_of(self.log_posterior(tasks_seen, task), mode)
+        return weigh(mode, self.known(tasks_seen), self._rows(task, "test"), task)
+
+    def log_posterior(self, tasks_seen: int, task: int) -> Array:
+        """Return log p(t | x) of the task's test rows, (rows, tasks_seen), computed once for weights and evidence."""
+        if (tasks_seen, task) not in self._posterior:
+            found = self._router(tasks_seen).log_posterior(self.embeddings(task, "test"))
+            self._posterior = {(tasks_seen, task): found}
+        return self._posterior[tasks_seen, task]
 
     def _rows(self, task: int, split: Split) -> Rows:
         tokens = self.tokens(task, split)
@@ -175,41 +204,24 @@ class Mixer:
         """The prompts as the model reads them."""
         return texts_read(self.backbone, self.tokens(task, split)["prompt_ids"])
 
-    def evidence(self, weights: Sequence[Array], tasks: Sequence[str]) -> dict[str, float]:
-        """Measure the router on test rows: of the tasks seen, and of those to come, which it should find far away.
+    def evidence(self, tasks_seen: int, names: Sequence[str]) -> Evidence:
+        """Begin to measure the router on test rows.
 
         Args:
-            weights: of the tasks seen, as `weights` gives them.
-            tasks: names of all tasks of the trial, in order.
-
-        Returns:
-            What `routing_measures` gives and, where tasks are still to come whose rows can be read,
-            `router_novelty_auroc`, from at most `DISTANCE_ROWS` rows of each task; of the string match, which has no
-            posterior, its accuracy alone; nothing where nothing is routed.
+            names: of all tasks of the trial, in order.
         """
-        if not self.routes:
-            return {}
-        if self.settings.mode == "lexical":
-            return accuracies(weights, tasks)
-        tasks_seen = len(weights)
-        router, rows = self._router(tasks_seen), partial(self.embeddings, split="test")
-        posteriors = [router.log_posterior(rows(task)) for task in range(tasks_seen)]
-        found = routing_measures(posteriors, tasks[:tasks_seen], self.settings.prune_below)
-        if tasks_seen < self.n_tasks:
-            try:
-                distances = [router.distances(spread(rows(task), DISTANCE_ROWS)) for task in range(self.n_tasks)]
-            except DataError as error:  # the trial ends where it needs these rows, and not before
-                log.warning("after %s tasks, novelty is not measured: %s", tasks_seen, error)
-                return found
-            seen, unseen = np.concatenate(distances[:tasks_seen]), np.concatenate(distances[tasks_seen:])
-            found["router_novelty_auroc"] = novelty_auroc(seen, unseen)
-        return found
+        return Evidence(self, tasks_seen, names)
 
     def _router(self, tasks_seen: int) -> GaussianRouter:
-        """The router over the tasks seen, fitted once for weights and evidence."""
-        if tasks_seen not in self._fitted:
-            self._fitted = {tasks_seen: self._fit(tasks_seen)}
-        return self._fitted[tasks_seen]
+        """The router over the tasks seen."""
+        router = self.known(tasks_seen).router
+        assert router is not None, "this way of mixing asks for a posterior"
+        return router
+
+    def novelty(self, tasks_seen: int, task: int) -> Array:
+        """Compute how far some of a task's test rows lie from the tasks seen; of many tasks each has fewer rows."""
+        most = min(DISTANCE_ROWS, max(1, DISTANCE_ROWS_IN_ALL // self.n_tasks))
+        return self._router(tasks_seen).distances(spread(self.embeddings(task, "test"), most))
 
     def _fit(self, tasks_seen: int) -> GaussianRouter:
         """Fit the router; the covariance reads tasks to come only where the settings say so (A16)."""
@@ -220,12 +232,15 @@ class Mixer:
 
     def mixture(self, task: int) -> TaskMixture:
         """The task's components, fitted once and stored."""
-        path = self._record_path(self.mixture_name(task))
-        record = TaskMixture.load(path)
-        if record is None:
-            record = fit_mixture(self.embeddings(task, "train"), self.settings, self.seed)
-            record.save(path)
-        return record
+        name = self.mixture_name(task)
+        if name not in self.mixtures:
+            path = self._record_path(name)
+            record = TaskMixture.load(path)
+            if record is None:
+                record = fit_mixture(self.embeddings(task, "train"), self.settings, self.seed)
+                record.save(path)
+            self.mixtures[name] = record
+        return self.mixtures[name]
 
     def _pooled(self, tasks: int) -> PooledScatter:
         """Return the summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
@@ -248,14 +263,16 @@ class Mixer:
 
     def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
         """Return phi(x) of every row, (rows, d): its mean token embedding, equation (11); pooled once and stored."""
-        path = pooled_path(self.storage, self.pooled_name(task, split))
-        if intact(path):
-            pooled = load_file(path)["pooled"]
-        else:
-            pooled = pool(self.backbone, self.tokens(task, split), self.settings)
-            write_sealed(path, {"pooled": pooled})
-        std = self._table_std if self.settings.embed_norm == "std" else None
-        return normalise_embeddings(pooled, self.settings.embed_norm, std)
+        if (task, split) not in self._embedded:
+            path = pooled_path(self.storage, self.pooled_name(task, split))
+            if intact(path):
+                pooled = load_file(path)["pooled"]
+            else:
+                pooled = pool(self.backbone, self.tokens(task, split), self.settings)
+                write_sealed(path, {"pooled": pooled})
+            std = self._table_std if self.settings.embed_norm == "std" else None
+            self._embedded = {(task, split): normalise_embeddings(pooled, self.settings.embed_norm, std)}
+        return self._embedded[task, split]
 
     @cached_property
     def _table_std(self) -> float:
@@ -279,6 +296,58 @@ class Mixer:
     def scatter_name(self, task: int) -> str:
         """Names a task's scatter: a hash of all that it depends on."""
         return scatter_name(self.pooled_name(task, "train"), self.settings)
+
+
+class Evidence:
+    """What a stage shows of its router, from test rows of the tasks seen, one after the other, and of those to come.
+
+    The router should find rows of its tasks, and those of tasks to come far away.
+
+    Args:
+        names: of all tasks of the trial, in order.
+    """
+
+    def __init__(self, mixer: Mixer, tasks_seen: int, names: Sequence[str]):
+        self._mixer, self._tasks_seen, self._names = mixer, tasks_seen, names
+        self._measures = RoutingMeasures(mixer.settings.prune_below)
+        self._right: dict[str, float] = {}
+        self._distances: list[Array] = []
+
+    def add(self, task: int, weights: Array) -> None:
+        """Measure the rows of the next task seen.
+
+        Args:
+            weights: of its test rows, (rows, tasks_seen).
+        """
+        mixer, name = self._mixer, self._names[task]
+        if mixer.settings.mode == "lexical":  # it has no posterior
+            self._right[name] = float((weights.argmax(axis=1) == task).mean())
+        elif mixer.routes:
+            self._measures.add(name, mixer.log_posterior(self._tasks_seen, task))
+            if self._tasks_seen < mixer.n_tasks:
+                self._distances.append(mixer.novelty(self._tasks_seen, task))
+
+    def measures(self) -> dict[str, float]:
+        """Return what was measured, by name.
+
+        That is what `RoutingMeasures` gives and, where tasks are still to come whose rows can be read,
+        `router_novelty_auroc`; of the string match its accuracy alone; nothing where nothing is routed.
+        """
+        mixer = self._mixer
+        if not mixer.routes:
+            return {}
+        if mixer.settings.mode == "lexical":
+            return accuracies(self._right)
+        found = self._measures.measures()
+        if self._tasks_seen < mixer.n_tasks:
+            to_come = range(self._tasks_seen, mixer.n_tasks)
+            try:
+                unseen = np.concatenate([mixer.novelty(self._tasks_seen, task) for task in to_come])
+            except DataError as error:  # the trial ends where it needs these rows, and not before
+                log.warning("after %s tasks, novelty is not measured: %s", self._tasks_seen, error)
+                return found
+            found["router_novelty_auroc"] = novelty_auroc(np.concatenate(self._distances), unseen)
+        return found
 
 
 def texts_read(backbone: Backbone, prompts: Iterable[Sequence[int]]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from latent_sweep.benchmarks.prompts import definitions
 from latent_sweep.benchmarks.schema import scoring_metric
-from latent_sweep.learn.evaluation import Evaluator
+from latent_sweep.learn.evaluation import AtHand, Evaluator
 from latent_sweep.learn.events import Emit, Step
 from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.journaling import say_stage
@@ -33,23 +33,41 @@ Learned = Mapping[str, TrainingSummary]
 def learn_missing(members: Members, position: int, emit: Emit) -> Learned:
     """Put the task's snapshot at the end of each member's history: found in the store, or learned here and now."""
     store, learned = members.context.store, {}
-    while wanting := {m.lineages[position]: m for m in members.going(position) if len(m.snapshots) == position}:
-        with store.leases(list(wanting), _say_waiting) as mine:
-            found = {lineage: snapshot for lineage in mine if (snapshot := store.get(lineage))}
-            for lineage in found:
-                store.checkpoint(lineage).remove()  # whoever learned it may have been killed before doing so
-            missing = [lineage for lineage in mine if lineage not in found]
+    _recall(members, position)  # nobody holds a lease, or waits for one, to read what is there
+    while wanting := list(dict.fromkeys(member.lineages[position] for member in _wanting(members, position))):
+        with store.leases(wanting, _say_waiting) as mine:
+            _recall(members, position)
+            wanted = {member.lineages[position] for member in _wanting(members, position)}
+            missing = [lineage for lineage in mine if lineage in wanted]
             if missing:
                 members.context.order("learn", position, missing)
             for lineage, (snapshot, summary) in learn_together(members, position, missing, emit).items():
                 store.append(snapshot)
                 if (checkpoint := store.checkpoint(lineage)).path.exists():  # loaded or saved here, if there was one
                     checkpoint.remove()
-                found[lineage], learned[lineage] = snapshot, summary
-        for member in members.going(position):
-            if len(member.snapshots) == position and member.lineages[position] in found:
-                member.snapshots.append(found[member.lineages[position]])
+                learned[lineage] = summary
+            _recall(members, position)
     return learned
+
+
+def _wanting(members: Members, position: int) -> list[MemberRun]:
+    """The members that go on to this task and lack its snapshot."""
+    return [member for member in members.going(position) if len(member.snapshots) == position]
+
+
+def _recall(members: Members, position: int) -> None:
+    """Give members the task's snapshot where the store has it by now."""
+    store = members.context.store
+    wanting: dict[str, list[MemberRun]] = {}
+    for member in _wanting(members, position):
+        wanting.setdefault(member.lineages[position], []).append(member)
+    for lineage, sharing in wanting.items():
+        if (snapshot := store.recall(lineage)) is None:
+            continue
+        if not all(member.told(position) for member in sharing):  # else it had gone before that
+            store.checkpoint(lineage).remove()  # whoever learned it may have been killed before doing so
+        for member in sharing:
+            member.snapshots.append(snapshot)
 
 
 def learn_together(
@@ -120,13 +138,16 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
     member.step = None
     context.check(member.snapshots[: position + 1])
 
+    read = [AtHand(snapshot.tensors) for snapshot in member.snapshots]
+
     def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
         assert isinstance(method, Gated), "planning has refused the mixing `gates`"
-        return method.gates([snapshot.tensors for snapshot in member.snapshots[:tasks_seen]], prompts)
+        return method.gates(read[:tasks_seen], prompts)
 
     mixer = context.mixer(trial, gates)
     with context.doing("fitting the router", position) if mixer.routes else nullcontext():
-        weights = mixer.weights(position + 1)
+        mixer.known(position + 1)
+    evidence = mixer.evidence(position + 1, [task.name for task in trial.tasks])
     evaluator = Evaluator(
         context.engine,
         context.bank,
@@ -140,7 +161,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
         trial.method_source,
         context.passes("answering"),
     )
-    row, predictions, generated, total, rouge_1 = [], {}, 0, 0, {}
+    row, generated, total, rouge_1 = run.files.new_row(), 0, 0, {}
     with context.doing("answering", position):
         for j in range(position + 1):
             task = trial.tasks[j]
@@ -148,13 +169,14 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             wordings = len(definitions(task, "test", s.benchmark))
             metric = scoring_metric(s.benchmark, task)
             inputs = context.inputs(trial, j) if reads_input(metric) else None
-            result = evaluator.score(member.snapshots, weights[j], rows, metric, wordings, inputs)
-            predictions[task.name] = result.predictions
-            row.append(result.score)
+            weights, recent = mixer.weights_at(position + 1, j), context.recent(trial, j)
+            evidence.add(j, weights)
+            result = evaluator.score(member.snapshots, weights, rows, metric, wordings, inputs, recent)
+            row.add(task.name, result.score, result.predictions)
             if result.rouge_1 is not None:
                 rouge_1[f"rouge_1/{task.name}"] = result.rouge_1
             generated, total = generated + result.generated, total + len(rows)
             emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
-        evidence = mixer.evidence(weights, [task.name for task in trial.tasks])
-    run.files.record(row, predictions, context.keep_answers)
-    return {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1 | evidence
+        measured = evidence.measures()
+    run.files.record(row, context.keep_answers)
+    return {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1 | measured

@@ -91,12 +91,6 @@ def check_rows(task: TaskData) -> None:
         )
 
 
-def first_gradients(A: Tensor, B: Tensor, outputs: Sequence[int]) -> list[Tensor | None]:
-    """Return B's gradients of the first projection that can learn: where its input has no direction left, A is zero."""
-    able = int(A.flatten(1).any(1).int().argmax())
-    return [None if B.grad is None else B.grad.split(list(outputs))[able]]
-
-
 class InputMemory:
     """The input directions that earlier tasks use at every adapted projection, and a new A beside them.
 

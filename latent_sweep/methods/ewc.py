@@ -94,14 +94,13 @@ class Ewc(LoraMethod):
     def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[Branch, Branch]]:
         """Return every (F, theta*) that the new pair is held to."""
         device = self.context.backbone.device
-        pairs = [self.branch(snapshot) for snapshot in history]
-        own = [(snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history]
+        own = ((snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history)
         if self.settings.fisher == "separate" or not history:
-            return list(zip(own, pairs, strict=True))
-        A, B = own[0]
-        for F_A, F_B in own[1:]:
+            return list(zip(own, map(self.branch, history), strict=True))
+        A, B = next(own)
+        for F_A, F_B in own:
             A, B = self.settings.gamma * A + F_A, self.settings.gamma * B + F_B
-        return [((A, B), pairs[-1])]
+        return [((A, B), self.branch(history[-1]))]
 
 
 class EwcLearner(LoraLearner):

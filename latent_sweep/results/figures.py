@@ -6,20 +6,29 @@ may draw.
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from io import BytesIO
 from itertools import cycle
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont
 from matplotlib.ticker import FixedLocator, NullLocator
+from PIL import Image, ImageDraw, ImageFont
 
-from latent_sweep.results.panels import FAINT, decimals, draw_cells, new_figure, plain
+from latent_sweep.results.panels import FAINT, INK, decimals, draw_cells, new_figure, plain
 
 _LONGEST_TASK_NAME = 30
+_SCORE_COLOURS, _DARK, _SCORE_SIZE = "YlGnBu", 55, 8
+"""Of a score matrix: colours from 0 to 100 per cent, from where on they are dark, size of the numbers in points."""
 
 
 class Picture(NamedTuple):
@@ -44,8 +53,8 @@ def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | 
     percent = _lower_triangle(n, scores)
     figure = new_figure(3.6 + 0.52 * n, 2.6 + 0.46 * n)
     axes = figure.add_subplot()
-    image = axes.imshow(percent, cmap="YlGnBu", vmin=0, vmax=100, aspect="auto")
-    draw_cells(axes, percent, percent > 55, decimals(1), 8)
+    image = axes.imshow(percent, cmap=_SCORE_COLOURS, vmin=0, vmax=100, aspect="auto")
+    draw_cells(axes, percent, percent > _DARK, decimals(1), _SCORE_SIZE)
     names = [shortened(task) for task in tasks[:n]]
     axes.set_xticks(range(n), names, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(n), names)
@@ -59,6 +68,73 @@ def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | 
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="score (%)")
     bar.outline.set_visible(False)
     return figure
+
+
+def score_matrix_png(tasks: Sequence[str], scores: Sequence[Sequence[float | None]]) -> bytes:
+    """Draw `score_matrix_figure` as a PNG file, in a twentieth of the time for the second trial with the same tasks.
+
+    What all of them have in common is drawn once: a sweep has thousands of trials, and numbers alone tell them apart.
+    """
+    frame, edges, dpi = _empty_score_matrix(tuple(tasks[: len(scores)]))
+    picture = frame.copy()
+    draw, font = ImageDraw.Draw(picture), _font(_SCORE_SIZE * dpi / 72)
+    written, colours = decimals(1), colormaps[_SCORE_COLOURS]
+    for (i, j), value in np.ndenumerate(_lower_triangle(len(scores), scores)):
+        if not np.isnan(value):
+            (left, top), (right, bottom) = edges[j, i], edges[j + 1, i + 1]
+            fill = colours(value / 100, bytes=True)[:3]
+            ink = "white" if value > _DARK else INK
+            line = 1.5 * dpi / 144  # half of what separates two cells
+            draw.rectangle((left + line, top + line, right - line, bottom - line), fill=tuple(map(int, fill)))
+            draw.text(((left + right) / 2, (top + bottom) / 2), written(value), fill=ink, font=font, anchor="mm")
+    return _png(np.asarray(picture))
+
+
+def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Write pixels (height, width, 3) as a PNG file: Pillow tries every filter on every row, for as long as the rest.
+
+    The format: https://www.w3.org/TR/png-3/#5DataRep
+    """
+    height, width, _ = pixels.shape
+    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # each begins with its filter: 0 is none
+    rows[:, 1:] = pixels.reshape(height, -1)
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # eight bits for each of red, green and blue
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows.tobytes(), 1)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@lru_cache(maxsize=64)  # a sweep may vary tasks and their order, and a trial may end after any of them
+def _empty_score_matrix(tasks: tuple[str, ...]) -> tuple[Image.Image, npt.NDArray[np.float64], float]:
+    """Draw a score matrix without scores.
+
+    Returns:
+        The picture; (n + 1, n + 1, 2) corners of its cells by column and row, in pixels from the upper left; its dpi.
+    """
+    figure = score_matrix_figure(tasks, [[None] * (i + 1) for i in range(len(tasks))])
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    frame = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    lines = np.arange(len(tasks) + 1) - 0.5
+    corners = np.stack(np.meshgrid(lines, lines, indexing="ij"), axis=-1)
+    edges = figure.axes[0].transData.transform(corners.reshape(-1, 2)).reshape(corners.shape)
+    edges[..., 1] = frame.height - edges[..., 1]
+    return frame, edges, figure.dpi
+
+
+@lru_cache(maxsize=4)
+def _font(pixels: float) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(findfont("DejaVu Sans"), pixels)
+
+
+def curve_png(x_name: str, x_values: Sequence[float], series: Mapping[str, tuple[list[float], list[float]]]) -> bytes:
+    """Draw `curve_figure` as a PNG file."""
+    content = BytesIO()
+    curve_figure(x_name, x_values, series).savefig(content, format="png")
+    return content.getvalue()
 
 
 def curve_figure(
@@ -92,12 +168,6 @@ def curve_figure(
     if len(series) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG, making the folder where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
 
 
 def _lower_triangle(n: int, scores: Sequence[Sequence[float | None]]) -> np.ndarray:

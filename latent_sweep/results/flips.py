@@ -36,11 +36,6 @@ class Flip:
     weights: Mapping[str, float]
     """Mixing weight of each task's snapshot after the last task, by task; those of zero are left out."""
 
-    @property
-    def change(self) -> float:
-        """Score after the last task less the score when the task was new."""
-        return self.answers[max(self.answers)].score - self.answers[min(self.answers)].score
-
 
 def flips(sweep: SweepFolder, trial: TrialFolder, per_task: int = 3) -> list[Flip]:
     """Rows of a finished trial whose answers changed sides, in the order of its tasks.

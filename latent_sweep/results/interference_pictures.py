@@ -44,11 +44,6 @@ def interference_pictures(sweep: SweepFolder) -> list[Picture]:
     return pictures
 
 
-def interference_gaps(sweep: SweepFolder) -> list[str]:
-    """Say of trials that the pictures above leave out why: their snapshots, or the backbone's factors, are not here."""
-    return interference(sweep)[1]
-
-
 def overlap_picture(found: Interference, number: int) -> Picture:
     """Draw the overlap of every pair of tasks, as the penalty measures it and between 0 and 1."""
     pairs = found.shares[np.tril_indices(len(found.shares), -1)]

@@ -22,7 +22,7 @@ from latent_sweep.labels import format_value, label
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.figures import Picture, scale_x, shortened
 from latent_sweep.results.panels import COLOURS, COLUMN, DASHES, MARKERS, PAGE, decimals, draw_cells, new_figure, plain
-from latent_sweep.results.summaries import Configuration, Summary
+from latent_sweep.results.summaries import Configuration, Summary, numeric_axes
 
 NAMED = len(COLOURS)
 """So many configurations have a colour and a name."""
@@ -204,20 +204,10 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
 # --- against settings
 
 
-def _numeric_axes(summary: Summary) -> list[str]:
-    found = []
-    for axis in summary.axes:
-        values = [one.values[axis] for one in summary.configurations if one.values[axis] is not None]
-        numeric = all(type(value) in (int, float) for value in values)
-        if numeric and len(set(values)) > 1:
-            found.append(axis)
-    return found
-
-
 def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
     """AP and FM against each numeric axis; a line for each point of the others."""
     pictures = []
-    for axis in _numeric_axes(summary):
+    for axis in numeric_axes([one.values for one in summary.configurations]):
         lines: dict[str, list[Configuration]] = {}
         for one in ranked:  # so that the line with the best point comes first
             if one.values[axis] is not None:
@@ -256,7 +246,7 @@ def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
 def _interactions(summary: Summary) -> list[Picture]:
     """AP over each pair of numeric axes, where other axes do not vary with them."""
     pictures = []
-    for x_axis, y_axis in itertools.combinations(_numeric_axes(summary), 2):
+    for x_axis, y_axis in itertools.combinations(numeric_axes([one.values for one in summary.configurations]), 2):
         groups: dict[str, list[Configuration]] = {}
         for one in summary.configurations:
             if one.values[x_axis] is not None and one.values[y_axis] is not None:

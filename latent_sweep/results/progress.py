@@ -70,7 +70,7 @@ class ProgressWriter:
 
     def __exit__(self, *exception: object) -> None:
         """Say that the pack has come to its end here, and which journals it has written."""
-        _say(self._sweep, WORKING, None, at_once=True)
+        _say(self._sweep, WORKING, {"trials": [], "time": time.time()}, at_once=True)
 
 
 def say_driving(sweep: SweepFolder, doing: str) -> None:
@@ -78,7 +78,7 @@ def say_driving(sweep: SweepFolder, doing: str) -> None:
     _say(sweep, DRIVING, {"doing": doing, "time": time.time()}, at_once=True)
 
 
-def _say(sweep: SweepFolder, part: str, content: dict[str, Any] | None, at_once: bool) -> None:
+def _say(sweep: SweepFolder, part: str, content: dict[str, Any], at_once: bool) -> None:
     telling_of(sweep.path).say(part, content)
     with suppress(StoreError):
         sweep.storage.tell(sweep.path, at_once)

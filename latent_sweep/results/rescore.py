@@ -20,7 +20,6 @@ from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, sc
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, reads_input, score_rows
 from latent_sweep.results.tracked import trial_name
-from latent_sweep.settings import parse_yaml
 from latent_sweep.store.answers import Answer, Answers, kept_answers
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, stages, status
@@ -181,8 +180,7 @@ class _Rescoring:
         }
         self.ids = {task: [line["id"] for line in found] for task, found in lines.items()}
         self.references = {task: [line["references"] for line in found] for task, found in lines.items()}
-        settings = parse_yaml((trial.path / "trial.yaml").read_text(encoding="utf-8"), "trial.yaml")["benchmark"]
-        self.settings = BenchmarkSettings.model_validate(settings)
+        self.settings = BenchmarkSettings.model_validate(trial.settings()["benchmark"])
         self.known: dict[tuple[str, int, str], float] = {}
         """Scores by task, row and prediction: most answers are those of the stage before."""
 

@@ -10,7 +10,6 @@ from typing import Any
 from latent_sweep.benchmarks.schema import BenchmarkSettings
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.labels import label, short_names
-from latent_sweep.settings import parse_yaml
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, stages, status
 from latent_sweep.store.trial_files import PREDICTIONS, damages
@@ -49,18 +48,15 @@ class ShownTrial:
         """Its settings, group by group, as they were resolved.
 
         Raises:
-            OSError, ConfigError: the file is missing, or is no YAML.
+            ConfigError: they cannot be read.
         """
-        found: Mapping[str, Any] = parse_yaml(
-            (self.folder.path / "trial.yaml").read_text(encoding="utf-8"), "trial.yaml"
-        )
-        return found
+        return self.folder.settings()
 
     def benchmark(self) -> BenchmarkSettings:
         """Its benchmark's settings.
 
         Raises:
-            OSError, ConfigError, LookupError, ValueError: they cannot be read.
+            ConfigError, LookupError, ValueError: they cannot be read.
         """
         return BenchmarkSettings.model_validate(self.settings()["benchmark"])
 

@@ -67,6 +67,8 @@ class Configuration:
     n_tasks: int
     finished_ids: tuple[str, ...]
     """Of those trials that have finished."""
+    last_finish: float | None
+    """When the last of them finished, in Unix seconds; None where none has."""
     average_performance: Statistic | None
     learning_accuracy: Statistic | None
     """Of each trial the mean score of its tasks when they were new."""
@@ -198,13 +200,11 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     shown = {axis: name for axis, name in names.items() if axis not in repeats}
     trials = [(trial, trial.events()) for trial in sweep]
-    groups: dict[str, list[tuple[TrialFolder, list[Event]]]] = {}
-    for trial, events in trials:
-        key = json.dumps([trial.values[axis] for axis in shown])
-        groups.setdefault(key, []).append((trial, events))
-    configurations = tuple(_configuration(members, shown) for members in groups.values())
+    told = {trial.trial_id: events for trial, events in trials}
+    groups = [[(trial, told[trial.trial_id]) for trial in members] for members in _groups(sweep, shown)]
+    configurations = tuple(_configuration(members, shown) for members in groups)
     if baseline:
-        configurations = _compared(configurations, list(groups.values()), shown, repeats, baseline)
+        configurations = _compared(configurations, groups, shown, repeats, baseline)
     return Summary(
         name=sweep.name,
         axes=tuple(shown.values()),
@@ -230,6 +230,33 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         counts=Counter(status(events) for _, events in trials),
         cost=_cost(trials),
     )
+
+
+def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
+    """The trials of each configuration, which differ in the seed alone; no journal is read."""
+    return _groups(sweep, _shown(sweep))
+
+
+def summarise_one(sweep: SweepFolder, members: Sequence[TrialFolder]) -> Configuration:
+    """Summarise one of the `repetitions` as `summarise` does it; no other journal is read.
+
+    Raises:
+        StoreError: a journal of them is damaged.
+    """
+    return _configuration([(trial, trial.events()) for trial in members], _shown(sweep))
+
+
+def _shown(sweep: SweepFolder) -> dict[str, str]:
+    """Short names of all axes but the seed's, by path."""
+    return {axis: name for axis, name in short_names(sweep.axes).items() if axis != sweep.seed_axis}
+
+
+def _groups(sweep: SweepFolder, shown: Mapping[str, str]) -> list[list[TrialFolder]]:
+    """The trials that have these axes in common, group by group."""
+    groups: dict[str, list[TrialFolder]] = {}
+    for trial in sweep:
+        groups.setdefault(json.dumps([trial.values[axis] for axis in shown]), []).append(trial)
+    return list(groups.values())
 
 
 def _axis(wanted: str, names: Mapping[str, str]) -> str:
@@ -297,6 +324,7 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
         },
         n_tasks=first.n_tasks,
         finished_ids=tuple(trial.trial_id for trial, events in members if status(events) == "finished"),
+        last_finish=max((events[-1]["time"] for events in finished), default=None),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
         learning_accuracy=Statistic.of([told_matrix(stages(events)).mean_diagonal() for events in finished]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
@@ -393,24 +421,33 @@ def _router_statistics(finished: Sequence[Sequence[Event]]) -> dict[str, Statist
     return found
 
 
-def numeric_axis(summary: Summary) -> str | None:
-    """The first axis, those that repeat apart, with more than one value and only numbers; None where there is none."""
-    return next((axis for axis in summary.axes if _is_numeric(summary, axis)), None)
+def numeric_axes(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The axes of these points with more than one value and only numbers.
+
+    A point whose method has no such setting, where the value is None, does not count.
+    """
+    found = []
+    for axis in points[0] if points else ():
+        values = [point[axis] for point in points if point[axis] is not None]
+        if all(type(value) in (int, float) for value in values) and len(set(values)) > 1:
+            found.append(axis)
+    return found
 
 
-def _is_numeric(summary: Summary, axis: str) -> bool:
-    values = [configuration.values[axis] for configuration in summary.configurations]
-    return len(set(map(str, values))) > 1 and all(type(value) in (int, float) for value in values)
+def numeric_axis(points: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first of the numeric axes; None where there is none."""
+    return next(iter(numeric_axes(points)), None)
 
 
 def curves(summary: Summary) -> Curves | None:
     """AP against the first numeric axis, or None where there is no such axis."""
-    x_name = numeric_axis(summary)
+    x_name = numeric_axis([configuration.values for configuration in summary.configurations])
     if x_name is None:
         return None
-    x_values = sorted({configuration.values[x_name] for configuration in summary.configurations})
+    drawn = [configuration for configuration in summary.configurations if configuration.values[x_name] is not None]
+    x_values = sorted({configuration.values[x_name] for configuration in drawn})
     series: dict[str, tuple[list[float], list[float]]] = {}
-    for configuration in summary.configurations:
+    for configuration in drawn:
         rest = {name: value for name, value in configuration.values.items() if name != x_name}
         means, stds = series.setdefault(label(rest), ([float("nan")] * len(x_values), [float("nan")] * len(x_values)))
         found, place = configuration.average_performance, x_values.index(configuration.values[x_name])

@@ -10,26 +10,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results import report, summaries
 from latent_sweep.results.sections import PAGE_FILE
 from latent_sweep.security import redact
-from latent_sweep.settings import content_hash
+from latent_sweep.settings import content_hash, yaml_text
 from latent_sweep.store.answers import answers_file, is_kept
-from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.folders import SETTINGS, SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import PREDICTIONS
 from latent_sweep.sweep.tuning import TUNING
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Kind = Literal["sweep", "trial", "summary"]
 RunStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
-Artifact = Path | str | Callable[[], "Figure"]
-"""A file as it lies on disk, a text, or a picture that is drawn when it is needed."""
+Artifact = Path | str | Callable[[], bytes]
+"""A file as it lies on disk, a text, or a picture (PNG) that is drawn when it is needed."""
 
 KEY_TAG: Mapping[Kind, str] = {"sweep": "sweep_id", "trial": "trial_id", "summary": "configuration"}
 """The tag that, with `kind`, says which run it is."""
@@ -51,7 +48,7 @@ _RUN_STATUS: Mapping[Status, RunStatus] = {
 }
 MODEL_FOLDER = "model"
 """The model of a sweep's winner, as MLflow has it: its name in a sweep's folder, and among the artifacts of its run."""
-_TRIAL_FILES = ("trial.yaml", "scores.json", "result.json", "journal.jsonl")
+_TRIAL_FILES = (SETTINGS, "scores.json", "result.json", "journal.jsonl")
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
 
 
@@ -116,7 +113,7 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         life=life_of(events),
         name=redact(trial_name(sweep, trial)),
         start=events[0]["time"],
-        status=_RUN_STATUS[status(events)],
+        status=run_status(events),
         end=events[-1]["time"],
         params=_texts(_params(trial), _LONGEST_PARAM),
         tags=_texts(tags, _LONGEST_TAG),
@@ -124,6 +121,11 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         history=list(_history(events)),
         artifacts={} if status(events) == "running" else _trial_artifacts(sweep, trial, events),
     )
+
+
+def run_status(events: Sequence[Event]) -> RunStatus:
+    """Return the status of the run of a trial with these events, of which there is at least one."""
+    return _RUN_STATUS[status(events)]
 
 
 def life_of(events: Sequence[Event]) -> str:
@@ -142,47 +144,70 @@ def trial_name(sweep: SweepFolder, trial: TrialFolder) -> str:
     return label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id
 
 
+def unsent(events: Sequence[Event], arrived: int) -> list[Point]:
+    """What a tracker may lack that has the points of so many events for sure: newest values, by (metric, step).
+
+    A value that is told again unchanged is no new one, unless another was told in between: that may have been sent.
+    """
+    history = list(_history(events))
+    n_there = len(list(_history(events[:arrived])))
+    there = {(point.key, point.step): point.value for point in history[:n_there]}
+    told: dict[tuple[str, int], list[Point]] = {}
+    for point in history[n_there:]:
+        told.setdefault((point.key, point.step), []).append(point)
+    return [points[-1] for place, points in told.items() if any(there.get(place) != point.value for point in points)]
+
+
 def configuration_contents(sweep: SweepFolder, summary: summaries.Summary) -> Iterator[RunContent]:
-    """The summary run of each configuration with a finished trial: params, and mean, spread and count over seeds."""
+    """The summary run of each configuration with a finished trial."""
     trials = {trial.trial_id: trial for trial in sweep}
-    seed_name = short_names(sweep.axes).get(sweep.seed_axis, "seed")
     for configuration in summary.configurations:
-        members = [trials[trial_id] for trial_id in configuration.trial_ids]
-        if not configuration.n_finished:
-            continue
-        values: dict[str, float | None] = {"n": float(configuration.n_finished)}
-        measures = {
-            "AP": configuration.average_performance,
-            "LA": configuration.learning_accuracy,
-            "FM": configuration.forgetting,
-        }
-        for metric, found in measures.items():
-            values |= {f"{metric}_mean": getattr(found, "mean", None), f"{metric}_std": getattr(found, "std", None)}
-        key, end = content_hash(dict(configuration.values)), _last_finish(members)
-        yield RunContent(
-            kind="summary",
-            key=key,
-            life="",
-            name=redact(f"mean {label(configuration.values)}".strip()),
-            start=end,
-            status="FINISHED",
-            end=end,
-            params=_texts({k: v for k, v in _params(members[0]).items() if k != seed_name}, _LONGEST_PARAM),
-            tags={},
-            mark={"sweep_id": sweep.sweep_id},
-            history=_summary_points(values, configuration.n_finished, end),
-            artifacts={},
-        )
+        if configuration.n_finished:
+            yield configuration_content(sweep, configuration, trials[configuration.trial_ids[0]])
+
+
+def configuration_content(
+    sweep: SweepFolder, configuration: summaries.Configuration, member: TrialFolder
+) -> RunContent:
+    """The summary run of a configuration with a finished trial: params, and mean, spread and count over seeds.
+
+    Args:
+        member: one of its trials.
+    """
+    seed_name = short_names(sweep.axes).get(sweep.seed_axis, "seed")
+    values: dict[str, float | None] = {"n": float(configuration.n_finished)}
+    measures = {
+        "AP": configuration.average_performance,
+        "LA": configuration.learning_accuracy,
+        "FM": configuration.forgetting,
+    }
+    for metric, found in measures.items():
+        values |= {f"{metric}_mean": getattr(found, "mean", None), f"{metric}_std": getattr(found, "std", None)}
+    end = _last_finish([configuration])
+    return RunContent(
+        kind="summary",
+        key=content_hash(dict(configuration.values)),
+        life="",
+        name=redact(f"mean {label(configuration.values)}".strip()),
+        start=end,
+        status="FINISHED",
+        end=end,
+        params=_texts({k: v for k, v in _params(member).items() if k != seed_name}, _LONGEST_PARAM),
+        tags={},
+        mark={"sweep_id": sweep.sweep_id},
+        history=_summary_points(values, configuration.n_finished, end),
+        artifacts={},
+    )
 
 
 def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
     """The parent run: tables, the figure, the best AP."""
     from latent_sweep.results.figures import (
-        curve_figure,  # with matplotlib, which a sweep without a tracker never needs
+        curve_png,  # with matplotlib, which a sweep without a tracker never needs
     )
 
     work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
-    n_finished, end = summary.counts.get("finished", 0), _last_finish(list(sweep))
+    n_finished, end = summary.counts.get("finished", 0), _last_finish(summary.configurations)
     rows = report.records(summary)
     table = {"columns": list(rows[0]) if rows else [], "data": [list(row.values()) for row in rows]}
     # as a text, not by log_table: that appends to the table already there
@@ -195,7 +220,7 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
         if path.is_file():
             artifacts[path.relative_to(sweep.path).as_posix()] = path
     if (curves := summaries.curves(summary)) is not None:
-        artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_figure, curves.x_name, curves.x_values, curves.series)
+        artifacts[f"{curves.x_name}_vs_AP.png"] = partial(curve_png, curves.x_name, curves.x_values, curves.series)
     return RunContent(
         kind="sweep",
         key=sweep.sweep_id,
@@ -251,23 +276,25 @@ def _summary_points(values: Mapping[str, float | None], n_finished: int, time: f
     return [Point(key, value, n_finished, time) for key, value in values.items() if value is not None]
 
 
-def _last_finish(trials: Sequence[TrialFolder]) -> float:
-    """Return when the last of these trials finished, in Unix seconds; now, if none has."""
-    ends = [events[-1]["time"] for trial in trials if status(events := trial.events()) == "finished"]
+def _last_finish(configurations: Sequence[summaries.Configuration]) -> float:
+    """Return when the last of their trials finished, in Unix seconds; now, if none has."""
+    ends = [found.last_finish for found in configurations if found.last_finish is not None]
     return max(ends, default=time.time())
 
 
 def _trial_artifacts(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event]) -> dict[str, Artifact]:
-    from latent_sweep.results.figures import score_matrix_figure
+    from latent_sweep.results.figures import score_matrix_png
 
     found: dict[str, Artifact] = {name: trial.path / name for name in _TRIAL_FILES if (trial.path / name).exists()}
+    if trial.groups is not None:
+        found[SETTINGS] = yaml_text(trial.settings())
     found |= {f"{PREDICTIONS}/{path.name}": path for path in sorted((trial.path / PREDICTIONS).glob("*.jsonl"))}
     if told := stages(events):
         kept = [answers_file(stage["tasks_seen"]) for stage in told if is_kept(stage)]
         found |= {name: trial.path / name for name in kept if (trial.path / name).exists()}
         tasks, rows = list(told[-1]["scores"]), [list(stage["scores"].values()) for stage in told]
         found["scores.csv"] = report.score_matrix_csv(tasks, rows)
-        found["score_matrix.png"] = partial(score_matrix_figure, tasks, rows)
+        found["score_matrix.png"] = partial(score_matrix_png, tasks, rows)
     for lineage in dict.fromkeys(stage["lineage"] for stage in told) if status(events) == "finished" else ():
         if sweep.storage.share(path := sweep.snapshots.path(lineage)):
             found[f"snapshots/{path.name}"] = path

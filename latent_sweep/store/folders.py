@@ -5,6 +5,7 @@ One driver at a time runs a sweep, and one worker at a time writes a trial: `dri
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.errors import StoreError
-from latent_sweep.settings import local_path
+from latent_sweep.settings import flatten, local_path, read_yaml
 from latent_sweep.store.journal import Event, Journal
 from latent_sweep.store.leases import Lease, held
 from latent_sweep.store.sealed import is_sealed
@@ -23,6 +24,13 @@ from latent_sweep.store.snapshots import SnapshotStore
 from latent_sweep.store.storage import JOURNAL, Storage, open_storage, storage_in
 
 log = logging.getLogger(__name__)
+
+SWEEP_FILE = "sweep.json"
+"""What makes a folder a sweep's: what its driver has planned."""
+LOCKS = "locks"
+"""Folder of the leases of a sweep's driver and of its trainings."""
+SETTINGS = "trial.yaml"
+"""A trial's settings, among the artifacts of its run; in its folder where an earlier version has written it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class TrialFolder:
     n_tasks: int
     lineages: Sequence[str] | None = None
     """The snapshots that it leaves behind, one a task; None where its data was not at hand when it was planned."""
+    groups: Mapping[str, Any] | None = None
+    """Every resolved setting, group by group; None where an earlier version wrote them into a file of the trial's."""
 
     @property
     def path(self) -> Path:
@@ -49,6 +59,15 @@ class TrialFolder:
     def events(self) -> list[Event]:
         """Everything in the trial's journal."""
         return self.journal.read()
+
+    def settings(self) -> Mapping[str, Any]:
+        """Every resolved setting, group by group.
+
+        Raises:
+            ConfigError: an earlier version wrote them into a file of the trial's, which cannot be read.
+        """
+        found: Mapping[str, Any] = read_yaml(self.path / SETTINGS) if self.groups is None else self.groups
+        return found
 
     def read_json(self, name: str) -> Any:
         """The content of the trial's file `name`, or None where it is not there.
@@ -76,15 +95,15 @@ class SweepFolder:
     @property
     def exists(self) -> bool:
         """Whether a sweep has been written here."""
-        return (self.path / "sweep.json").exists()
+        return (self.path / SWEEP_FILE).exists()
 
     @cached_property
     def _content(self) -> dict[str, Any]:
-        file = self.path / "sweep.json"
+        file = self.path / SWEEP_FILE
         if not file.exists():
             where = f"{self.storage.place}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
             raise StoreError(
-                f"{where}: found no sweep.json; expected the folder of a sweep, <storage>/<sweep name>. "
+                f"{where}: found no {SWEEP_FILE}; expected the folder of a sweep, <storage>/<sweep name>. "
                 f"Run the sweep first, or check the path."
             )
         if not is_sealed(file):
@@ -133,10 +152,23 @@ class SweepFolder:
         return SweepFolder, (self.storage, self.name)
 
     def __iter__(self) -> Iterator[TrialFolder]:
-        for entry in self._content["trials"]:
-            lineages = entry.get("lineages")
-            told = {"lineages": None if lineages is None else lineages.split()}
-            yield TrialFolder(self.journal(entry["trial_id"]), **entry | told)
+        return iter(self._trials)
+
+    @cached_property
+    def _trials(self) -> list[TrialFolder]:
+        content, found = self._content, []
+        flat = {name: [flatten(name, one) for one in groups] for name, groups in content.get("groups", {}).items()}
+        for entry in content["trials"]:
+            told = dict(entry)
+            if (lineages := told.get("lineages")) is not None:
+                told["lineages"] = lineages.split()
+            if (places := told.pop("groups", None)) is not None:  # none in what an earlier version has written
+                seed = {"seed": told.pop("seed")}
+                told["groups"] = {name: content["groups"][name][place] for name, place in places.items()} | seed
+                params = dict(itertools.chain.from_iterable(flat[name][i].items() for name, i in places.items()))
+                told["params"] = params | seed | {"benchmark.tasks": told.pop("tasks")}
+            found.append(TrialFolder(self.journal(told["trial_id"]), **told))
+        return found
 
 
 def open_sweep(place: str | Path) -> SweepFolder:
@@ -176,7 +208,7 @@ def driver_of(sweep: SweepFolder) -> str:
 
 
 def _driver_lease(sweep: SweepFolder) -> Lease:
-    return sweep.storage.lease(sweep.path / "locks" / "driver.lock")
+    return sweep.storage.lease(sweep.path / LOCKS / "driver.lock")
 
 
 @contextmanager
@@ -194,7 +226,7 @@ def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator
 
     with ExitStack() as stack:
         for training_id in sorted(trials):  # all take them in the same order, so nobody waits in a circle
-            lease = sweep.storage.lease(sweep.path / "locks" / f"{training_id}.lock")
+            lease = sweep.storage.lease(sweep.path / LOCKS / f"{training_id}.lock")
             stack.enter_context(held(lease, say_waiting))
             for trial_id in trials[training_id]:
                 sweep.storage.sync_folder(sweep.path / "trials" / trial_id)

@@ -17,7 +17,6 @@ from typing import Any
 
 from latent_sweep.errors import StoreError
 from latent_sweep.store.files import read_json_or_nothing
-from latent_sweep.store.objects import requests
 from latent_sweep.store.storage import JOURNAL, Storage
 from latent_sweep.store.telling import FOLDER, KEPT_SECONDS, Written, telling_of, told_journals
 
@@ -90,13 +89,13 @@ def forget_the_old(storage: Storage, folder: Path) -> None:
 
 
 def requests_told(folder: Path, since: float) -> Counter[str]:
-    """Add up the requests to object stores that processes tell of, this one included, by kind.
+    """Add up the requests to object stores that other processes tell of, by kind.
 
     Args:
         folder: the sweep's.
         since: leave out processes that have told nothing since then, in Unix seconds.
     """
-    found: Counter[str] = Counter(requests())
+    found: Counter[str] = Counter()
     for path, content in told_files(folder).items():
         sent, told_at = content.get("requests"), content.get("time")
         if path.name == telling_of(folder).name or not isinstance(sent, dict) or not isinstance(told_at, float):

@@ -11,10 +11,9 @@ import re
 import shutil
 import tarfile
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -22,13 +21,13 @@ from typing import Literal, NamedTuple
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.store.files import committing
-from latent_sweep.store.folders import SweepFolder, driving
+from latent_sweep.store.folders import LOCKS, SWEEP_FILE, SweepFolder, driving
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import JOURNAL, NODE_LOCAL, PROBES, FileFacts, Storage, open_storage
 
 Kind = Literal["snapshots", "checkpoints", "damaged", "partial files", "probes", "caches"]
 
-CHECKPOINTS, SNAPSHOTS, SWEEP_FILE, LOCKS = "checkpoints", "snapshots", "sweep.json", "locks"
+CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
 CACHES = NODE_LOCAL - {"profiles"}
 """Folders of what is made again when it is needed; profiles are measurements, and small."""
 
@@ -69,20 +68,6 @@ def lineages_of(sweep: SweepFolder) -> frozenset[str]:
     return frozenset(found)
 
 
-def with_candidates(sweep: SweepFolder, sweeps: Iterable[SweepFolder]) -> list[SweepFolder]:
-    """Return a sweep, and before it those whose trials are its candidates."""
-    return [*(other for other in sweeps if readable(other) and other.tuning_of == sweep.name), sweep]
-
-
-def readable(sweep: SweepFolder) -> bool:
-    """Whether what a sweep refers to can be read."""
-    try:
-        lineages_of(sweep)
-    except StoreError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Size:
     """Bytes that a sweep takes."""
@@ -103,7 +88,7 @@ class Inventory:
     """
 
     def __init__(self, storage: Storage):
-        self.storage, self.time = storage, time.time()
+        self.storage = storage
         self.files: Mapping[Path, FileFacts] = storage.files(storage.folder)
         self.sweeps = sweeps_in(storage, self.files)
 
@@ -116,10 +101,35 @@ class Inventory:
         """
         return {sweep.name: lineages_of(sweep) for sweep in self.sweeps}
 
+    @cached_property
+    def readable(self) -> Mapping[str, frozenset[str]]:
+        """The same of those sweeps that can be read: enough for whoever deletes nothing."""
+        found = {}
+        for sweep in self.sweeps:
+            with suppress(StoreError):
+                found[sweep.name] = lineages_of(sweep)
+        return found
+
+    def with_candidates(self, name: str) -> list[SweepFolder]:
+        """Return the sweep of this name, and before it those whose trials are its candidates.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        by_name = {sweep.name: sweep for sweep in self.sweeps}
+        if name not in by_name:
+            known = ", ".join(by_name) or "none"
+            raise ConfigError(f"{self.storage.place}: found no sweep {name!r}; there are: {known}")
+        return [*(by_name[other] for other in self.readable if by_name[other].tuning_of == name), by_name[name]]
+
     def size(self, sweep: SweepFolder) -> Size:
-        """Add up what a sweep takes."""
-        others = [found for name, found in self.references.items() if name != sweep.name]
-        mine = self.references[sweep.name]
+        """Add up what a sweep takes; sweeps that cannot be read count as sharing nothing with it.
+
+        Raises:
+            StoreError: what it refers to cannot be read.
+        """
+        others = [found for name, found in self.readable.items() if name != sweep.name]
+        mine = lineages_of(sweep)
         shared = mine & frozenset().union(*others)
         own = sum(facts.size for path, facts in self.files.items() if path.is_relative_to(sweep.path))
         return Size(own, self.snapshot_bytes(mine - shared), self.snapshot_bytes(shared))
@@ -157,9 +167,9 @@ def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> lis
         StoreError: what a sweep refers to cannot be read, so that nothing can be said of snapshots.
     """
     referred = frozenset().union(*inventory.references.values())
-    found = []
+    found, now = [], inventory.storage.now()
     for path, facts in sorted(inventory.files.items()):
-        age = inventory.time - facts.modified
+        age = now - facts.modified
         kind = _kind(path.relative_to(inventory.storage.folder), referred, inventory.files)
         if kind is not None and (caches or kind != "caches") and age >= max(keep_days * DAY, AT_WORK):
             found.append(Garbage(path, kind, facts.size))
@@ -198,11 +208,7 @@ def collect(inventory: Inventory, found: Sequence[Garbage]) -> list[Garbage]:
     for one in found:
         if one.kind == "snapshots":
             by_lineage.setdefault(one.path.stem, []).append(one)
-    if _sweep_files(Inventory(storage)) != _sweep_files(inventory):
-        raise StoreError(
-            f"{storage.place}: a sweep was written while its files were looked at; nothing was deleted. Run the same "
-            "command again"
-        )
+    _check_unwritten(inventory)
 
     def delete(one: Garbage) -> list[Garbage]:
         with committing(one.path):
@@ -227,8 +233,21 @@ def collect(inventory: Inventory, found: Sequence[Garbage]) -> list[Garbage]:
     return [one for files in deleted for one in files]
 
 
-def _sweep_files(inventory: Inventory) -> Mapping[Path, FileFacts]:
-    return {sweep.path: inventory.files[sweep.path / SWEEP_FILE] for sweep in inventory.sweeps}
+def _check_unwritten(inventory: Inventory) -> None:
+    """Check that no sweep was written since the inventory was taken: it may refer to what is to be deleted.
+
+    Raises:
+        StoreError: one was.
+    """
+    then, now = (
+        {sweep.path: one.files[sweep.path / SWEEP_FILE] for sweep in one.sweeps}
+        for one in (inventory, Inventory(inventory.storage))
+    )
+    if then != now:
+        raise StoreError(
+            f"{inventory.storage.place}: a sweep was written while its files were looked at; nothing was deleted. Run "
+            "the same command again"
+        )
 
 
 def _remove_empty(folders: Iterable[Path], root: Path) -> None:
@@ -263,10 +282,9 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
         ConfigError: there is no such sweep, or it is being run.
         StoreError: what a sweep refers to cannot be read.
     """
-    sweep = named(inventory, name)
-    sweeps = with_candidates(sweep, inventory.sweeps)
-    going = {one.name for one in sweeps}
-    mine = frozenset().union(*(inventory.references[name] for name in going))
+    sweeps = inventory.with_candidates(name)
+    going = {sweep.name for sweep in sweeps}
+    mine = frozenset().union(*(inventory.references[one] for one in going))
     others = frozenset().union(*(found for other, found in inventory.references.items() if other not in going))
     files = {p: facts for p, facts in inventory.files.items() if any(p.is_relative_to(one.path) for one in sweeps)}
     for path in files:  # its driver's, and those of workers that may have outlived their driver
@@ -279,37 +297,26 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
     return Deletion(sweeps, files, snapshots, kept)
 
 
-def named(inventory: Inventory, name: str) -> SweepFolder:
-    """Return the sweep of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for sweep in inventory.sweeps:
-        if sweep.name == name:
-            return sweep
-    known = ", ".join(sweep.name for sweep in inventory.sweeps) or "none"
-    raise ConfigError(f"{inventory.storage.place}: found no sweep {name!r}; there are: {known}")
-
-
-def delete(storage: Storage, going: Deletion) -> None:
+def delete(inventory: Inventory, going: Deletion) -> None:
     """Delete a sweep: its `sweep.json` first, so that what is left of a deletion that was cut is no sweep.
 
     Raises:
         ConfigError: it is being run by now.
-        StoreError: the storage cannot be written.
+        StoreError: the storage cannot be written, or a sweep was written meanwhile: take stock again.
     """
+    storage = inventory.storage
+    locks = {path for path in going.files if path.parent.name == LOCKS}
     with ExitStack() as stack:
         for sweep in going.sweeps:
             stack.enter_context(_undriven(sweep))
-            storage.remove(sweep.path / SWEEP_FILE)
-        for path in (*going.snapshots, *going.files):
-            if path.parent.name != LOCKS:
+        _check_unwritten(inventory)
+        marks = [sweep.path / SWEEP_FILE for sweep in going.sweeps]
+        for path in dict.fromkeys((*marks, *going.snapshots, *going.files)):
+            if path not in locks:
                 storage.remove(path)
+    for path in locks:
+        storage.remove(path)
     for sweep in going.sweeps:
-        for path in going.files:
-            if path.parent.name == LOCKS:
-                storage.remove(path)
         shutil.rmtree(sweep.path, ignore_errors=True)
 
 
@@ -350,55 +357,60 @@ def copy_sweep(source: Storage, name: str, place: str) -> Copied:
         place: a folder, the URI of an object store, or the path of an archive, which is one storage in a file.
 
     Raises:
-        ConfigError: there is no such sweep, or there is one of this name where it is to go.
+        ConfigError: there is no such sweep; or there is another one of this name where it is to go, or the same one,
+            which has gone on since.
         StoreError: one of both places cannot be read or written.
     """
     inventory = Inventory(source)
-    sweeps = with_candidates(named(inventory, name), inventory.sweeps)
+    sweeps = inventory.with_candidates(name)
     for sweep in sweeps:
         source.pull(sweep.path)
     # journals speak of files that were written before them: they are read first and written last
     journals = {t.journal.path: t.journal.path.read_bytes() for s in sweeps for t in s if t.journal.path.exists()}
     marks = {sweep.path / SWEEP_FILE: (sweep.path / SWEEP_FILE).read_bytes() for sweep in sweeps}
-    files = list(_to_copy(inventory, sweeps))
+    files = list(_to_copy(source, sweeps))
     if is_archive(place):
         return _archive(source, sweeps, files, journals | marks, Path(place))
     target = open_storage(place)
-    for sweep in sweeps:
-        there = SweepFolder(target, sweep.name)
-        target.sync(there.path / SWEEP_FILE)
-        if there.exists and (there.path / SWEEP_FILE).read_bytes() != marks[sweep.path / SWEEP_FILE]:
-            raise ConfigError(
-                f"{there.path}: there is a sweep {sweep.name} already, and it is another one; delete it "
-                f"(latent-sweep delete), or copy into another storage"
-            )
+    placed = {path: target.folder / path.relative_to(source.folder) for path in (*files, *journals, *marks)}
+    if target.folder == source.folder:
+        raise ConfigError(f"{place}: is the storage that sweep {name} lies in; expected another one, or an archive")
+    for path, content in marks.items():
+        if target.sync(placed[path]) and placed[path].read_bytes() != content:
+            found = f"there is a sweep {path.parent.name} already, and it is another one"
+            raise ConfigError(f"{placed[path].parent}: {found}; {_ELSEWHERE}")
+    for path, content in journals.items():
+        if target.sync(placed[path]) and not content.startswith(placed[path].read_bytes()):
+            sweep_path = target.folder / path.relative_to(source.folder).parts[0]
+            raise ConfigError(f"{sweep_path}: the sweep has gone on there since it was copied; {_ELSEWHERE}")
     target.make()
     size = 0
     for path in files:
-        there_path = target.folder / path.relative_to(source.folder)
         content = path.read_bytes()
         size += len(content)
-        if not target.sync(there_path) or there_path.read_bytes() != content:
-            target.write(there_path, content)
+        if not target.sync(placed[path]) or placed[path].read_bytes() != content:
+            target.write(placed[path], content)
     for path, content in (journals | marks).items():
-        target.write(target.folder / path.relative_to(source.folder), content)
+        target.write(placed[path], content)
         size += len(content)
-    return Copied([sweep.name for sweep in sweeps], len(files) + len(journals) + len(marks), size)
+    return Copied([sweep.name for sweep in sweeps], len(placed), size)
 
 
-def _to_copy(inventory: Inventory, sweeps: Sequence[SweepFolder]) -> Iterator[Path]:
+_ELSEWHERE = "delete it (latent-sweep delete), or copy into another storage"
+
+
+def _to_copy(source: Storage, sweeps: Sequence[SweepFolder]) -> Iterator[Path]:
     """Yield the files that sweeps need, present here then; journals and what makes a folder a sweep are not among them.
 
     Snapshots are whole when their facts are there, which come after the tensors.
     """
-    source = inventory.storage
     for sweep in sweeps:
         for path in sorted(path for path in sweep.path.rglob("*") if path.is_file()):
             name = path.relative_to(sweep.path)
             left = name.parts[0] == LOCKS or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
             if not left and path.suffix not in (".damaged", ".lock"):
                 yield path
-    for lineage in sorted(frozenset().union(*(inventory.references[sweep.name] for sweep in sweeps))):
+    for lineage in sorted(frozenset().union(*map(lineages_of, sweeps))):
         tensors, facts = (source.folder / SNAPSHOTS / f"{lineage}{suffix}" for suffix in (".safetensors", ".json"))
         if source.share(facts) and source.share(tensors):
             yield from (tensors, facts)
@@ -419,7 +431,7 @@ def _archive(
         try:
             with tarfile.open(partial, mode) as tar:  # type: ignore[call-overload]  # the modes are those of a table
                 for path in (*files, *last):
-                    content = last.get(path) or path.read_bytes()
+                    content = last[path] if path in last else path.read_bytes()
                     entry = tarfile.TarInfo(path.relative_to(source.folder).as_posix())
                     entry.size, entry.mtime, entry.mode = len(content), int(path.stat().st_mtime), 0o644
                     tar.addfile(entry, io.BytesIO(content))

@@ -29,7 +29,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from latent_sweep.errors import StoreError
 from latent_sweep.store.files import committing, read_file
@@ -73,11 +73,12 @@ class Journal:
     def append(self, event: EventName, /, **fields: Any) -> Event:
         """Write one event durably and return it as `read` will give it.
 
-        A torn last line, left by a kill, is cut off first. What another node has written is fetched first.
+        A torn last line, left by a kill, is cut off first. What another node has written is fetched first. Of the
+        journal only the last line is read, however long it is: what stands before it is for its readers to check.
 
         Raises:
-            StoreError: a field is not plain JSON (finite numbers, strings, lists, mappings), the journal is damaged, or
-                it cannot be written.
+            StoreError: a field is not plain JSON (finite numbers, strings, lists, mappings), the journal's last line is
+                damaged, or it cannot be written.
         """
         try:
             content = json.dumps({"time": time.time(), "event": event, **fields}, allow_nan=False)
@@ -89,20 +90,29 @@ class Journal:
         self._storage.sync(self.path)
         with committing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
+            with self.path.open("a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # the driver too has something to say of a trial whose worker is lost
-                earlier = self.read()
-                line = _sealed(json.dumps({"seq": len(earlier), **json.loads(content)}))
-                file.truncate(len(self._whole_lines()))
+                last, end = _last_line(file)
+                seq = self._seq(last) + 1 if end else 0
+                line = _sealed(json.dumps({"seq": seq, **json.loads(content)}))
+                file.truncate(end)
                 file.write(line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            if not earlier:
+            if seq == 0:
                 _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
             size = self.path.stat().st_size
         self._storage.push(self.path)
         telling_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, event)
         return json.loads(line)
+
+    def stamp(self) -> tuple[int, int, int]:
+        """What changes with the journal: inode, size in bytes, time of change in ns; zeros where there is none."""
+        try:
+            found = os.stat(self.path)
+        except OSError:  # whoever reads it is told
+            return 0, 0, 0
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def read(self) -> list[Event]:
         """Every event in order; empty where there is no journal yet.
@@ -118,7 +128,7 @@ class Journal:
         """Return the events after a place where reading ended before, and where it ends now.
 
         Raises:
-            StoreError: as `read`; also where the journal has become shorter since.
+            StoreError: as `read`.
         """
         content = self._whole_lines(place.offset)
         events = [self._parse(place.seq + number, line) for number, line in enumerate(content.split(b"\n")[:-1])]
@@ -127,6 +137,12 @@ class Journal:
     def _whole_lines(self, offset: int = 0) -> bytes:
         content = read_file(self.path, offset)
         return content[: content.rfind(b"\n") + 1]
+
+    def _seq(self, last: bytes) -> int:
+        """The number of the last line, where that is as it was written."""
+        if last[-_SEAL_BYTES:] != _seal(last[:-_SEAL_BYTES]):
+            self.read()  # says which line is at fault
+        return json.loads(last)["seq"]
 
     def _parse(self, seq: int, line: bytes) -> Event:
         try:
@@ -158,6 +174,21 @@ def _seal(body: bytes) -> bytes:
 
 
 _SEAL_BYTES = len(_seal(b""))
+_BLOCK = 2**16
+"""Bytes that are read at once of a journal's end."""
+
+
+def _last_line(file: BinaryIO) -> tuple[bytes, int]:
+    """Find the last line that has its line end; return it without that, and where it ends: nothing, and 0, if none."""
+    tail, start = b"", file.seek(0, os.SEEK_END)
+    while start and tail.count(b"\n") < 2:  # that of the line before is where it begins
+        length = min(_BLOCK, start)
+        start = file.seek(start - length)
+        tail = file.read(length) + tail
+    end = tail.rfind(b"\n")
+    if end < 0:
+        return b"", 0
+    return tail[tail.rfind(b"\n", 0, end) + 1 : end], start + end + 1
 
 
 def mending(sweep_folder: Path) -> str:

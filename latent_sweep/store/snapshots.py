@@ -11,13 +11,15 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.store.files import committing
+from latent_sweep.errors import StoreError
+from latent_sweep.store.files import committing, modified
 from latent_sweep.store.sealed import DAMAGED, UNSEALED, intact, sealed
 from latent_sweep.store.storage import Storage, json_bytes
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+OPEN_FILES = 256
+"""Snapshots whose files stay mapped, at most; what is mapped takes no memory that the system could not have back."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,14 @@ class SnapshotStore:
         for path in reversed(files):  # without its facts it is not committed
             self._storage.remove(path)
         return None
+
+    def recall(self, lineage: str) -> Snapshot | None:
+        """Return a snapshot as `get` does, but leave its tensors where they are: each is read when it is asked for.
+
+        So a trial's history takes no memory, however long it is, but what its method is looking at.
+        """
+        found = self.get(lineage)
+        return None if found is None else Snapshot(lineage, StoredTensors(self, lineage, found.tensors), found.facts)
 
     def fault(self, lineage: str) -> str | None:
         """Describe what is wrong with a snapshot that should be there, or None; it is left as it is."""
@@ -148,6 +161,63 @@ class SnapshotStore:
     def checkpoint(self, lineage: str) -> TaskCheckpoint:
         """The checkpoint inside the task that will become this snapshot."""
         return TaskCheckpoint(self._storage, self._storage.folder / "checkpoints" / f"{lineage}.safetensors")
+
+
+class StoredTensors(Mapping[str, "Tensor"]):
+    """The tensors of a snapshot that has been checked, where they lie: each is read anew whenever it is asked for.
+
+    Args:
+        names: of the tensors.
+    """
+
+    def __init__(self, store: SnapshotStore, lineage: str, names: Iterable[str]):
+        self._store, self._lineage, self._names = store, lineage, dict.fromkeys(names)
+        self._path = store.path(lineage)
+        self._state = _state_of(self._path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor.
+
+        Raises:
+            StoreError: the file is missing or damaged by now.
+        """
+        if name not in self._names:
+            raise KeyError(name)
+        if (state := _state_of(self._path)) != self._state:
+            if self._store.get(self._lineage) is None:
+                raise StoreError(
+                    f"{self._path}: was whole when this run took it up, and is missing or damaged now. Run the same "
+                    "command again: the snapshot is learned again, and what is there is not."
+                )
+            state = self._state = _state_of(self._path)
+        tensor: Tensor = _mapped(self._path, *state).get_tensor(name)
+        return tensor.clone()  # memory of its own, laid out as that of a tensor that was computed
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a tensor; nothing is read."""
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._names)
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    """Size and time of a file, which tell one that was written again from the one checked; zeros where it is not."""
+    try:
+        return path.stat().st_size, modified(path)
+    except FileNotFoundError:
+        return 0, 0
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _mapped(path: Path, size: int, modified_ns: int) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
 
 
 class TaskCheckpoint:

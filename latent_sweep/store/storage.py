@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import stat
+import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,14 @@ class Storage:
         """Remove a file here and where all nodes read it; it need not be there."""
         path.unlink(missing_ok=True)
 
+    def now(self) -> float:
+        """Seconds since 1970 by the clock that gives files their times. An object store's is asked by writing to it.
+
+        Raises:
+            StoreError: the object store cannot be reached or refuses.
+        """
+        return time.time()
+
     def bring_told(self, sweep_folder: Path) -> None:
         """Bring here what other processes tell of a sweep (`telling.py`)."""
 
@@ -279,6 +288,10 @@ class ObjectStorage(Storage):
         """Return the lease of this name; it guards against processes on all nodes."""
         return ObjectLease(self._bucket, self._key(path), self._presence)
 
+    def now(self) -> float:
+        """Seconds since 1970 by the object store's clock."""
+        return self._bucket.now()
+
     def tell(self, sweep_folder: Path, at_once: bool = True) -> None:
         """Write what this process tells of a sweep; it is put at once, or with the next sign that the process lives."""
         super().tell(sweep_folder)
@@ -286,7 +299,8 @@ class ObjectStorage(Storage):
 
     def bring_told(self, sweep_folder: Path) -> None:
         """Bring here what other processes tell of a sweep, as far as it is newer."""
-        for path in self._newer(sweep_folder / FOLDER, lambda path: True):
+        mine = telling_of(sweep_folder).name
+        for path in self._newer(sweep_folder / FOLDER, lambda path: path.name != mine):
             if (found := self._bucket.read(self._key(path))) is not None:
                 write_file(path, found[0], found[1].mtime_ns)
 

@@ -47,8 +47,8 @@ class Telling:
         self._journals: dict[str, tuple[float, Written]] = {}
         self._lock = threading.Lock()
 
-    def say(self, part: str, content: Mapping[str, Any] | None) -> None:
-        """Replace a part of what is told, which is plain JSON; None takes it away."""
+    def say(self, part: str, content: Mapping[str, Any]) -> None:
+        """Replace a part of what is told, which is plain JSON."""
         with self._lock:
             self._parts[part] = content
 
@@ -69,7 +69,7 @@ class Telling:
     def content(self) -> bytes:
         """All of it, as the content of the file."""
         with self._lock:
-            parts = {part: content for part, content in self._parts.items() if content is not None}
+            parts = dict(self._parts)
         process = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         sent = {"requests": found} if (found := requests()) else {}
         return json.dumps(process | sent | {"journals": self.written()} | parts).encode()

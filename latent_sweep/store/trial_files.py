@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from latent_sweep.errors import StoreError
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.settings import content_hash
 from latent_sweep.store.answers import (
     Answer,
     Answers,
@@ -57,6 +58,12 @@ class Damage:
 
 def damages(folder: Path, events: Sequence[Event]) -> list[Damage]:
     """The files in a trial's folder that are missing, or others than those that its journal tells."""
+    found = {folder / name: _fault(folder / name, digest) for name, digest in told_files(events).items()}
+    return [Damage(path, fault) for path, fault in found.items() if fault is not None]
+
+
+def told_files(events: Sequence[Event]) -> dict[str, str]:
+    """The digests of the files that a trial's journal tells of, by name."""
     told: dict[str, str] = {}
     for event in events:
         if event["event"] == "started":
@@ -64,8 +71,7 @@ def damages(folder: Path, events: Sequence[Event]) -> list[Damage]:
         elif event["event"] == "stage":
             told.pop(answers_file(event["tasks_seen"]), None)  # kept before, and not any more
         told |= event.get("files", {})
-    found = {folder / name: _fault(folder / name, digest) for name, digest in told.items()}
-    return [Damage(path, fault) for path, fault in found.items() if fault is not None]
+    return told
 
 
 def _fault(path: Path, digest: str) -> str | None:
@@ -225,6 +231,35 @@ def end_of(events: Sequence[Event]) -> Event | None:
     return next((event for event in reversed(events) if event["event"] in ("finished", "stopped")), None)
 
 
+class NewRow:
+    """A row of the score matrix while its tasks are scored; of what was answered it holds what has to be written.
+
+    Args:
+        written: digests of the files that are there, by name.
+    """
+
+    def __init__(self, written: Mapping[str, str]):
+        self._written = written
+        self.scores: list[float] = []
+        """Of each task, in order."""
+        self.answers: dict[str, list[Answer]] = {}
+        """By task."""
+        self.digests: dict[str, str] = {}
+        """Of its files of predictions, by name."""
+        self.contents: dict[str, bytes] = {}
+        """Of those that are others than what is there."""
+
+    def add(self, task: str, score: float, predictions: Sequence[Mapping[str, Any]]) -> None:
+        """Add the next task: its score, and its predictions, each of which becomes a line with one JSON object."""
+        self.scores.append(score)
+        self.answers[task] = [Answer(line["prediction"], line["score"]) for line in predictions]
+        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
+        name, content = f"{PREDICTIONS}/{task}.jsonl", lines.encode()
+        self.digests[name] = _digest(content)
+        if self._written.get(name) != self.digests[name]:
+            self.contents[name] = content
+
+
 class TrialFiles:
     """One trial's journal, and what it leaves beside it: settings, score rows, predictions, answers, result.
 
@@ -249,6 +284,13 @@ class TrialFiles:
         self.rows = told_rows(events, self.keys)
         """The rows of the score matrix so far."""
         self.damages = damages(self.folder, events)
+        self._told = {event["tasks_seen"]: _row_told(event) for event in stages(events)}
+        """What the journal tells of each row, by tasks seen."""
+        damaged = {damage.path for damage in self.damages}
+        self._written = {n: digest for n, digest in told_files(events).items() if self.folder / n not in damaged}
+        """Digests of the files that are there, by name, as far as they are known."""
+        self._answers: Answers | None = None
+        """Those of the newest row, once they have been read or given."""
         if len(self.rows) < self.wanted:
             # files may be ahead of the journal, and are written again with the next row; the answers of told rows stay
             self.damages = [damage for damage in self.damages if 0 < self._stage_of(damage) <= len(self.rows)]
@@ -276,36 +318,30 @@ class TrialFiles:
         if lost:
             del self.rows[min(lost) - 1 :]
         elif SCORES in names:
-            self._write_scores()
+            self._write({SCORES: self._scores()})
 
     def _stage_of(self, damage: Damage) -> int:
         """Return the tasks seen at the stage whose answers are damaged; 0 for any other file."""
         return stage_of(damage.path.relative_to(self.folder).as_posix()) or 0
 
-    def record(
-        self,
-        row: Sequence[float],
-        predictions: Mapping[str, Sequence[Mapping[str, Any]]],
-        keep_answers: KeepAnswers = "all",
-    ) -> None:
-        """Add one row of the score matrix, durably, with the answers that were scored.
+    def new_row(self) -> NewRow:
+        """Begin the next row of the score matrix."""
+        return NewRow(self._written)
+
+    def record(self, row: NewRow, keep_answers: KeepAnswers = "all") -> None:
+        """Add one row of the score matrix, durably, with the answers that were scored; they replace those before.
 
         Args:
-            predictions: by task; each answer becomes a line with one JSON object. Those of the row before are replaced.
             keep_answers: `all` also writes a file of this row's own, with the answers that the row before did not give.
         """
-        self._files = {}
+        files = {}
         if keep_answers == "all":
-            before = newest_answers(self.folder, stages(self.journal.read())[: len(self.rows)])
-            found = {
-                t: [Answer(line["prediction"], line["score"]) for line in lines] for t, lines in predictions.items()
-            }
-            self._files |= self._write(answers_file(len(self.rows) + 1), changes(found, before))
-        for task, answers in predictions.items():
-            lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-            self._files |= self._write(f"{PREDICTIONS}/{task}.jsonl", lines.encode())
-        self.rows.append(tuple(row))
-        self._files |= self._write_scores()
+            if self._answers is None:
+                self._answers = newest_answers(self.folder, stages(self.journal.read())[: len(self.rows)])
+            files[answers_file(len(self.rows) + 1)] = changes(row.answers, self._answers)
+        self._answers = row.answers if keep_answers == "all" else None
+        self.rows.append(tuple(row.scores))
+        self._files = self._write(files | row.contents | {SCORES: self._scores()}) | row.digests
 
     def tell(self, lineage: str, reused: bool, metrics: Mapping[str, float], how: Mapping[str, Any]) -> None:
         """Tell the journal of the newest row. One that is made again as it was has been told.
@@ -323,27 +359,36 @@ class TrialFiles:
             "key": self.keys[seen - 1],
             "files": self._files,
         }
-        before = [event for event in stages(self.journal.read()) if event["tasks_seen"] == seen]
-        if not before or any(before[0].get(name) != value for name, value in told.items()):
+        if self._told.get(seen) != (row := _row_told(told)):
             self.journal.append("stage", **told, **how, reused=reused, metrics=dict(metrics))
+            self._told[seen] = row
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, and close the journal."""
-        self.journal.append("finished", metrics=result["metrics"], files=self._write(RESULT, json_bytes(result)))
+        self.journal.append("finished", metrics=result["metrics"], files=self._write({RESULT: json_bytes(result)}))
 
     def stop_again(self) -> None:
         """Close the journal of a trial that was stopped for good, and of which something was made again."""
         assert self.stop is not None
         self.journal.append("stopped", tasks_seen=self.stop["tasks_seen"], reason=self.stop["reason"])
 
-    def _write_scores(self) -> dict[str, str]:
+    def _scores(self) -> bytes:
         keys = list(self.keys[: len(self.rows)])
-        content = {"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys}
-        return self._write(SCORES, json_bytes(content))
+        return json_bytes({"tasks": list(self._tasks), "scores": [list(row) for row in self.rows], "keys": keys})
 
-    def _write(self, name: str, content: bytes) -> dict[str, str]:
-        self._storage.write(self.folder / name, content)
-        return {name: _digest(content)}
+    def _write(self, files: Mapping[str, bytes]) -> dict[str, str]:
+        """Write files, and return their digests."""
+        for name in files:
+            self._written.pop(name, None)  # should writing fail, nobody knows what is there
+        self._storage.write_together({self.folder / name: content for name, content in files.items()})
+        digests = {name: _digest(content) for name, content in files.items()}
+        self._written |= digests
+        return digests
+
+
+def _row_told(event: Mapping[str, Any]) -> str:
+    """Return the hash of what a stage tells of its row: what is the same where it is made again as it was."""
+    return content_hash({name: event.get(name) for name in ("tasks_seen", "task", "lineage", "scores", "key", "files")})
 
 
 def _digest(content: bytes) -> str:

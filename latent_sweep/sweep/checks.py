@@ -305,6 +305,19 @@ class Case:
         return row.references[:1] if self.settings.references == "single_first" else row.references
 
     @property
+    def prompt_room(self) -> int:
+        """Return the number of tokens that a prompt's text may have."""
+        if self.reader.chat is not None:
+            return self.settings.max_source_length
+        begins = self.settings.bos == "auto" and self.reader.bos_token_id is not None
+        return self.settings.max_source_length - begins - FRAMES[self.reader.family].ends
+
+    def target_room(self, split: str) -> int:
+        """Return the number of tokens that a target's text may have: of what is trained on, as `encode_target` cuts."""
+        ends = split == "train" and FRAMES[self.reader.family].keeps_eos
+        return self.settings.max_target_length - ends
+
+    @property
     def key(self) -> str:
         """Names all that the counts depend on."""
         b = self.settings
@@ -330,12 +343,17 @@ def reader_of(backbone: BackboneSettings) -> Reader:
 def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Case]:
     """Yield each case of these trials once; with `reader`, or with what is on this machine."""
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
+    seen: dict[tuple[int, int, int], Trial] = {}
+    """By the objects that tell cases apart, which the trial keeps alive."""
     one_spelling: dict[str, Any] = {"order": None, "tasks": None, "classification_metric": "accuracy"}
     for trial in trials:
-        settings = trial.settings.benchmark.model_copy(update=one_spelling)
+        s = trial.settings
+        if seen.setdefault((id(s.benchmark), id(s.backbone), id(trial.tasks)), trial) is not trial:
+            continue
+        settings = s.benchmark.model_copy(update=one_spelling)
         if settings.score_on == "test":
             settings = settings.model_copy(update={"validation_fraction": 0.1})
-        backbone = trial.settings.backbone.model_copy(update={"device": "auto"})
+        backbone = s.backbone.model_copy(update={"device": "auto"})
         known = tasks.setdefault((settings, backbone), {})
         known |= {task.name: (task, trial) for task in trial.tasks if task.name not in known}
     # a chat template is read by transformers alone, so with one tokens are counted by the trials
@@ -421,8 +439,7 @@ def _check_targets(case: Case, found: Findings) -> None:
             problem = f"hold one of the stop strings {marks}, where an answer ends"
             _tell(case.name, case, split, problem, spoiled, _stop_advice(case), "stopped_targets", found)
         if case.reader.tokenizer is not None:
-            # as `encode_target` cuts what is learned; an answer may have as many tokens as the limit says
-            room = limit - 1 if split == "train" and FRAMES[case.reader.family].keeps_eos else limit
+            room = case.target_room(split)
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
             advice = "raise it, or shorten them"
@@ -553,9 +570,9 @@ def _check_prompts(case: Case, found: Findings) -> None:
         rows = case.rows[split]
         prompts = ["".join(parts) for parts in _long_prompts(case, split)]
         if len(prompts) <= SAMPLE:
-            count, about = sum(case.reader.longer(prompt, _room(case)) for prompt in prompts), ""
+            count, about = sum(case.reader.longer(prompt, case.prompt_room) for prompt in prompts), ""
         else:
-            characters = _room(case) * case.reader.characters_per_token(prompts)
+            characters = case.prompt_room * case.reader.characters_per_token(prompts)
             count, about = sum(len(prompt) > characters for prompt in prompts), "about "
         if count:
             topic = f"{case.name_read}: prompts are longer than benchmark.max_source_length = {limit:,} tokens and lose"
@@ -566,21 +583,12 @@ def _check_prompts(case: Case, found: Findings) -> None:
             )
 
 
-def _room(case: Case) -> int:
-    """Return the number of tokens that a prompt's text may have."""
-    b, reader = case.settings, case.reader
-    if reader.chat is not None:
-        return b.max_source_length
-    special = FRAMES[reader.family].ends + (b.bos == "auto" and reader.bos_token_id is not None)
-    return b.max_source_length - special
-
-
 def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
     """Yield the prompts that may not fit: a token has a byte at least."""
     chat = case.reader.chat
     for parts in split_prompts(case.spec, case.task, split, case.settings, (row.input for row in case.rows[split])):
         whole = "".join(parts if chat is None else in_chat(parts, chat))
-        if len(whole.encode()) >= _room(case):
+        if len(whole.encode()) >= case.prompt_room:
             yield parts
 
 

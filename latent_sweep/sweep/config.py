@@ -21,16 +21,17 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from latent_sweep.benchmarks.loaders import once, one_look
 from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.security import quoted
-from latent_sweep.settings import Settings, as_written, local_path, parse_yaml, read_yaml
+from latent_sweep.settings import Settings, as_written, flatten, local_path, parse_yaml, read_yaml
 from latent_sweep.store.storage import NODE_LOCAL
 from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial
 
 MOST_TRIALS = 10_000
-"""Most points of a search: planning them takes half a minute, and nobody compares more."""
+"""Most points of a search: planning them takes some ten seconds, and nobody compares more."""
 
 BLOCKS = ("name", "trial", "search", "tune", "run")
 """What a sweep file consists of."""
@@ -84,6 +85,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     return parse_sweep(read_yaml(local_path(path)), str(path), overrides)
 
 
+@one_look()
 def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Sweep:
     """A sweep from YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
@@ -188,24 +190,13 @@ def fault_report(source: str, faults: Sequence[str]) -> ConfigError:
     return ConfigError(f"{source}: {len(unique)} fault{'s' if len(unique) > 1 else ''}{lines}")
 
 
-def flatten(path: str, value: Any) -> dict[str, Any]:
-    """The settings that one value of an axis sets, by dotted path: one, or as many as a mapping has leaves.
-
-    The axis `trial` has whole groups as its leaves' first names.
-    """
-    if not isinstance(value, dict):
-        return {path: value}
-    prefix = "" if path == "trial" else f"{path}."
-    return {leaf: v for key, inner in value.items() for leaf, v in flatten(f"{prefix}{key}", inner).items()}
-
-
 def trial_settings(sweep: Sweep, point: Mapping[str, Any]) -> WrittenTrial:
     """The template with one point of the search space applied.
 
     Raises:
         ConfigError: the combination is not valid although each value is.
     """
-    template = copy.deepcopy(dict(sweep.trial))
+    template = _copied(sweep.trial)
     for path, value in point.items():
         _put(template, path.split("."), value)
     settings, faults = _trial(template)
@@ -231,6 +222,10 @@ def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | No
         content = {}
     if not isinstance(content, dict):
         return None, [f"{path}: found {quoted(content)}; expected a mapping"]
+    return once(("group", kind, path, repr(content)), (), lambda: _validated(kind, content, path))
+
+
+def _validated(kind: type[Settings], content: Mapping[str, Any], path: str) -> tuple[Settings | None, list[str]]:
     try:
         return as_written(kind).model_validate(content), []
     except ValidationError as error:
@@ -298,17 +293,33 @@ def _axis(
         return [f"{where}: found {quoted(values)}; expected a list, or one of choice, uniform, loguniform, randint"]
     faults = []
     for index, value in enumerate(tried):
-        candidate = copy.deepcopy(dict(template))
+        candidate = _copied(template)
         if not all(_put(candidate, path.split("."), leaf) for path, leaf in flatten(axis, value).items()):
             return [
                 f"{where}: a plain value stands where the path has a group; write paths below `trial`, e.g. method.rank"
             ]
         _, new_faults = _trial(candidate)
         faults += [f"{where}[{index}]: {fault}" for fault in new_faults if fault not in template_faults]
-    repeated = [v for i, v in enumerate(tried) if v in tried[:i]] if axis in grid and not faults else []
+    repeated = _repeated(tried) if axis in grid and not faults else []
     if repeated:
         return [f"{where}: {repeated[0]!r} appears twice; equal trials would collapse into one"]
     return faults
+
+
+def _repeated(values: Sequence[Any]) -> list[Any]:
+    """Return the values that are equal to an earlier one; mappings and lists have no hash and are compared in turn."""
+    found: list[Any] = []
+    plain: set[Any] = set()
+    others: list[Any] = []
+    for value in values:
+        is_plain = not isinstance(value, (dict, list))
+        if value in (plain if is_plain else others):
+            found.append(value)
+        elif is_plain:
+            plain.add(value)
+        else:
+            others.append(value)
+    return found
 
 
 def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> list[str]:
@@ -391,6 +402,11 @@ def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str
     if kind == "randint":
         values = [values[0], values[1] - 1]
     return Draw.model_validate({"kind": kind, "values": tuple(values)}), []
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a tree of groups, whose values are not changed in place."""
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:

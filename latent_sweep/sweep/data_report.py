@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
-from latent_sweep.benchmarks.prompts import FRAMES, LOST, split_prompts
+from latent_sweep.benchmarks.prompts import LOST, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, load_benchmark
 from latent_sweep.errors import DataError
 from latent_sweep.metrics import normalise_answer, number_match
@@ -66,16 +66,16 @@ class SplitReport:
     """Rows whose answer holds no letter or digit."""
     beside_labels: int
     """Rows with an answer that is none of `labels`."""
-    prompts: Spread | None
-    """None where the backbone's tokenizer is not on this machine."""
-    targets: Spread | None
-    cut: int | None
+    prompts: Spread | None = None
+    """None, as all below, where the backbone's tokenizer is not on this machine."""
+    targets: Spread | None = None
+    cut: int | None = None
     """Prompts longer than `max_source_length`."""
-    long: int | None
+    long: int | None = None
     """Targets longer than `max_target_length`."""
-    unknown: int | None
+    unknown: int | None = None
     """Targets with a character that the tokenizer does not know."""
-    characters_per_token: float | None
+    characters_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,12 @@ def _counted(counts: Mapping[str, int | None], before: str = "") -> list[str]:
     return [before + found] if found else []
 
 
-def examine_benchmark(name: str, backbone: str = EMBEDDED, data_dir: str | None = None) -> BenchmarkReport:
+def examine_benchmark(name: str, backbone: str = EMBEDDED) -> BenchmarkReport:
     """Look at every row of every task of a benchmark, as a sweep on it would before it starts, and more.
 
     Args:
         name: a packaged one, or the folder or file of one's own.
         backbone: whose tokenizer counts, as in a sweep file.
-        data_dir: folder of the public data.
 
     Raises:
         ConfigError: there is no such benchmark or backbone, or the benchmark's file is not valid.
@@ -166,7 +165,6 @@ def examine_benchmark(name: str, backbone: str = EMBEDDED, data_dir: str | None 
     reader = reader_of(BackboneSettings(name=backbone))
     settings = BenchmarkSettings(
         name=name,
-        data_dir=data_dir,
         max_source_length=SOURCE_LENGTHS[backbone if backbone in SOURCE_LENGTHS else family_of(backbone)],
         max_target_length=spec.max_target_length,
     )
@@ -193,8 +191,7 @@ def examine_benchmark(name: str, backbone: str = EMBEDDED, data_dir: str | None 
 
 
 def _task_report(case: Case, found: Findings) -> TaskReport:
-    rows = {split: case.rows[split] for split in SPLITS}
-    train, test = (rows[split] for split in SPLITS)
+    train, test = (case.rows[split] for split in SPLITS)
     known = {row.input.strip() for row in train}
     shared = [row.input.strip() in known for row in test]
     alike = near_duplicates([row.input for row in (*train, *test)])
@@ -204,9 +201,8 @@ def _task_report(case: Case, found: Findings) -> TaskReport:
         "train": _split_report(case, "train", len(of_train)),
         "test": _split_report(case, "test", len(of_test)),
     }
-    report = TaskReport(
-        case.task.name, case.task.metric, reports, sum(shared), len({j for j in across if not shared[j]})
-    )
+    nearly = sum(not shared[j] for j in across)
+    report = TaskReport(case.task.name, case.task.metric, reports, sum(shared), nearly)
     _warn(case, report, found)
     return report
 
@@ -217,10 +213,9 @@ def _alike_within(pairs: Iterable[tuple[int, int]], first: int, end: int) -> set
 
 
 def _split_report(case: Case, split: Split, alike: int) -> SplitReport:
-    rows, task, reader = case.rows[split], case.task, case.reader
+    rows, task = case.rows[split], case.task
     answers = Counter(case.answers(row, split)[0] for row in rows)
     few = task.labels is not None or (len(answers) <= MOST_LABELS and 2 * len(answers) <= len(rows))
-    lengths = _lengths(case, split) if reader.tokenizer is not None else None
     return SplitReport(
         rows=len(rows),
         answers=len(answers),
@@ -229,47 +224,32 @@ def _split_report(case: Case, split: Split, alike: int) -> SplitReport:
         alike=alike,
         empty=sum(count for text, count in answers.items() if not normalise_answer(text)),
         beside_labels=sum(count for text, count in answers.items() if task.labels and text not in task.labels),
-        prompts=None if lengths is None else _spread(lengths.prompts),
-        targets=None if lengths is None else _spread(lengths.targets),
-        cut=None if lengths is None else lengths.cut,
-        long=None if lengths is None else lengths.long,
-        unknown=None if lengths is None else lengths.unknown,
-        characters_per_token=None if lengths is None else lengths.characters / max(1, sum(lengths.prompts)),
+        **({} if case.reader.tokenizer is None else _lengths(case, split)),
     )
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    """Tokens of every prompt and target of a split, and how many of them are too many."""
+def _lengths(case: Case, split: Split) -> dict[str, Any]:
+    """Count tokens of every prompt, those included that a backbone puts around it, and of every target.
 
-    prompts: list[int]
-    targets: list[int]
-    cut: int
-    long: int
-    unknown: int
-    characters: int
-
-
-def _lengths(case: Case, split: Split) -> _Lengths:
-    """Count tokens of every prompt, those included that a backbone puts around it, and of every target."""
-    rows, reader, settings = case.rows[split], case.reader, case.settings
+    Returns:
+        What `SplitReport` says of them.
+    """
+    rows, settings, tokenizer = case.rows[split], case.settings, case.reader.tokenizer
     parts = split_prompts(case.spec, case.task, split, settings, (row.input for row in rows))
     texts = ["".join(part) for part in parts]
-    frame = FRAMES[reader.family]
-    around = frame.ends + (settings.bos == "auto" and reader.bos_token_id is not None)
-    prompts = [len(found.ids) + around for found in reader.tokenizer.encode_batch(texts, add_special_tokens=False)]
+    around = settings.max_source_length - case.prompt_room
+    prompts = [len(found.ids) + around for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
     answers = [case.answers(row, split)[0] for row in rows]
-    targets = [found.ids for found in reader.tokenizer.encode_batch(answers, add_special_tokens=False)]
-    room = settings.max_target_length - (split == "train" and frame.keeps_eos)  # which learns its end, too
-    unknown = reader.tokenizer.token_to_id("<unk>")
-    return _Lengths(
-        prompts=prompts,
-        targets=[len(ids) for ids in targets],
-        cut=sum(length > settings.max_source_length for length in prompts),
-        long=sum(len(ids) > room for ids in targets),
-        unknown=sum(unknown is not None and unknown in ids for ids in targets),
-        characters=sum(map(len, texts)),
-    )
+    targets = [found.ids for found in tokenizer.encode_batch(answers, add_special_tokens=False)]
+    unknown = tokenizer.token_to_id("<unk>")
+    return {
+        "prompts": _spread(prompts),
+        "targets": _spread([len(ids) for ids in targets]),
+        "cut": sum(length > settings.max_source_length for length in prompts),
+        "long": sum(len(ids) > case.target_room(split) for ids in targets),
+        "unknown": sum(unknown is not None and unknown in ids for ids in targets),
+        "characters_per_token": sum(map(len, texts)) / max(1, sum(prompts)),
+    }
 
 
 def _spread(lengths: Sequence[int]) -> Spread:

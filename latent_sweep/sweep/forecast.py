@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from latent_sweep.backbones.known import describe
-from latent_sweep.benchmarks.loaders import load_rows, one_look, row_count
+from latent_sweep.benchmarks.loaders import load_rows, once, one_look, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
@@ -109,24 +109,23 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     missing = _missing_stages(trials, lineages, folder.snapshots)
     distinct = len({lineage for history in lineages.values() for lineage in history})
     answers = 0
-    known: set[str] = set()
-    least: dict[str, int] = {}
-    most: dict[str, int] = {}
+    least, most, known = _Passes(), _Passes(), _Passes()
     for trial in trials:
-        recorded = _recorded_rows(trial, folder)
-        for found in _passes(trial, lineages[trial.training_id]):
-            answers += found.rows
-            least[found.least], most[found.most] = found.rows, found.rows
-            if found.stage < recorded:
-                known |= {found.least, found.most}
+        recorded, found = _recorded_rows(trial, folder), _StagePasses.of(trial, lineages[trial.training_id])
+        answers += found.answers
+        for passes, told in ((least, found.least), (most, found.most)):
+            for stage, snapshots, tests in told:
+                passes.add(snapshots, tests)
+                if stage < recorded:
+                    known.add(snapshots, tests)
     return Reuse(
         distinct=distinct,
         stored=distinct - len(missing),
         steps=sum(trial.steps(position) for trial, position in missing.values()),
         answers=answers,
-        passes=Span(len(least), len(most)),
-        open_passes=Span(len(least.keys() - known), len(most.keys() - known)),
-        open_answers=Span(*(sum(rows for key, rows in keys.items() if key not in known) for keys in (least, most))),
+        passes=Span(least.count(), most.count()),
+        open_passes=Span(least.count(known), most.count(known)),
+        open_answers=Span(least.answers(known), most.answers(known)),
     )
 
 
@@ -153,33 +152,79 @@ def _missing_stages(
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
-class _TestPass(NamedTuple):
-    """One task answered at one stage of a trial."""
-
-    stage: int
-    least: str
-    """What identifies its answers where the router is sure of the right task."""
-    most: str
-    """What identifies them where it spreads its weights over the whole history."""
-    rows: int
+Tests = Mapping[str, int]
+"""Test rows that are answered in one way: how many, by what identifies their answers beside the snapshots."""
 
 
-def _passes(trial: Trial, lineages: Sequence[str]) -> Iterator[_TestPass]:
-    s, mode = trial.settings, trial.settings.router.mode
+class _Passes:
+    """Passes that differ: which tests are answered by which snapshots."""
+
+    def __init__(self) -> None:
+        self._tests: dict[str, dict[str, int]] = {}
+
+    def add(self, snapshots: str, tests: Tests) -> None:
+        """Have these snapshots answer these tests, if they do not yet."""
+        known = self._tests.get(snapshots)
+        if known is None:
+            self._tests[snapshots] = dict(tests)
+        else:
+            known.update(tests)
+
+    def count(self, without: _Passes | None = None) -> int:
+        """Count them."""
+        return sum(len(tests) for tests in self._open(without))
+
+    def answers(self, without: _Passes | None = None) -> int:
+        """Count their rows."""
+        return sum(sum(tests.values()) for tests in self._open(without))
+
+    def _open(self, without: _Passes | None) -> Iterator[Tests]:
+        for snapshots, tests in self._tests.items():
+            known = {} if without is None else without._tests.get(snapshots, {})
+            yield {test: rows for test, rows in tests.items() if test not in known} if known else tests
+
+
+class _StagePasses(NamedTuple):
+    """The passes of one trial: the stage at which each is first made, the snapshots that answer, and what."""
+
+    answers: int
+    """Rows, if every stage answered all tasks that it has seen."""
+    least: Sequence[tuple[int, str, Tests]]
+    """Where the router is sure of the right task."""
+    most: Sequence[tuple[int, str, Tests]]
+    """Where it spreads its weights over the whole history."""
+
+    @classmethod
+    def of(cls, trial: Trial, lineages: Sequence[str]) -> _StagePasses:
+        s, mode = trial.settings, trial.settings.router.mode
+        parts = s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
+        tests = once("passes", parts, lambda: _tests(trial))
+        seen = once("seen", (tests,), lambda: [dict(tests[: stage + 1]) for stage in range(len(tests))])
+        answers = once("answers", (tests,), lambda: sum(sum(counts.values()) for counts in seen))
+        if mode == "last":
+            stages = [(stage, newest, seen[stage]) for stage, newest in enumerate(lineages)]
+            return cls(answers, stages, stages)
+        alone = once("alone", (tests,), lambda: [{test: rows} for test, rows in tests])
+        sure = [(stage, snapshot, alone[stage]) for stage, snapshot in enumerate(lineages)]
+        if mode == "oracle":
+            return cls(answers, sure, sure)
+        blend = _blend(trial, lineages)
+        spread = [
+            (stage, f"{blend} {' '.join(lineages[: stage + 1])}", answered) for stage, answered in enumerate(seen)
+        ]
+        if mode != "gates":  # one snapshot has weight one
+            spread[0] = 0, lineages[0], seen[0]
+        return cls(answers, sure if mode in (*ROUTED, "lexical") else spread, spread)
+
+
+def _tests(trial: Trial) -> list[tuple[str, int]]:
+    """Return what identifies the answers to each task's test rows, beside the snapshots, and how many there are."""
+    s = trial.settings
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, trial.spec.stop]
     decoding += [s.method.inference_identity()]
     digests = [trial.data_digest_of(task, "test") for task in trial.tasks]
-    tests = [content_hash([digest, *decoding]) for digest in digests]
     rows = [row_count(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
-    blend = _blend(trial, lineages)
-    for stage, newest in enumerate(lineages):
-        history = f"{blend} {' '.join(lineages[: stage + 1])}"
-        for task in range(stage + 1):
-            alone = newest if mode == "last" else lineages[task]
-            certain = mode in ("last", "oracle") or (stage == 0 and mode != "gates")  # one snapshot, with weight one
-            least = alone if certain or mode in (*ROUTED, "lexical") else history
-            most = alone if certain else history
-            yield _TestPass(stage, f"{least} {tests[task]}", f"{most} {tests[task]}", rows[task])
+    return [(content_hash([digest, *decoding]), count) for digest, count in zip(digests, rows, strict=True)]
 
 
 def _blend(trial: Trial, lineages: Sequence[str]) -> str:
@@ -188,8 +233,8 @@ def _blend(trial: Trial, lineages: Sequence[str]) -> str:
     if s.router.mode not in ROUTED:
         return s.router.mode
     # a covariance of all tasks reads those that are still to come (A16)
-    tasks = list(lineages) if s.router.cov.refresh == "final" else None
-    return content_hash([router_identity(s), s.seed, tasks])
+    tasks = tuple(lineages) if s.router.cov.refresh == "final" else None
+    return once(("blend", s.seed, tasks), (s.router,), lambda: content_hash([router_identity(s), s.seed, tasks]))
 
 
 def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
@@ -204,6 +249,7 @@ def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
+@one_look()
 def describe_plan(
     sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str] = ()
 ) -> str:
@@ -234,6 +280,7 @@ def describe_plan(
     return "\n".join([*lines, *([""] if warnings else []), *warnings])
 
 
+@one_look()
 def plan_record(
     trials: Sequence[Trial], packs: Sequence[Pack], folder: SweepFolder, warnings: Sequence[str]
 ) -> dict[str, Any]:
@@ -395,6 +442,12 @@ def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
 
 def _predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:
     """Predict a worker's memory; where checkpointing is `auto`, as it will be on the smallest card of that name."""
+    s = trial.settings
+    parts = s.method, s.backbone, s.benchmark, s.training, s.evaluation, trial.tasks, run
+    return once(("memory", members), parts, lambda: _newly_predicted(trial, run, members))
+
+
+def _newly_predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:
     memory, room = predict(trial, run, members), min(cards(run.resources).values(), default=math.inf)
     automatic = trial.settings.training.gradient_checkpointing == "auto"
     if automatic and memory is not None and memory.learning + RESERVE > room:

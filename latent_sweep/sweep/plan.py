@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
-from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, one_look, row_count, source_digest
+from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, once, one_look, row_count, source_digest
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
@@ -45,12 +47,21 @@ from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method, MethodSettings
 from latent_sweep.metrics import metric_source
 from latent_sweep.router import RouterSettings
-from latent_sweep.settings import content_hash, filled, local_path
+from latent_sweep.settings import (
+    canonical_json,
+    content_hash,
+    filled,
+    flatten,
+    json_list,
+    json_object,
+    local_path,
+    text_hash,
+)
 from latent_sweep.store import versions
 from latent_sweep.store.failures import Phase
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.trial_files import TrialFiles
-from latent_sweep.sweep.config import Sweep, fault_report, flatten, trial_settings
+from latent_sweep.sweep.config import Sweep, fault_report, trial_settings
 from latent_sweep.sweep.groups import TrainingSettings, TrialSettings, WrittenTrial
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
@@ -111,12 +122,26 @@ class Trial:
     def rows_learned(self, position: int) -> dict[int, int]:
         """Count the training rows of each task that a stage learns from, by the task's position."""
         b, carve = self.settings.benchmark, self.settings.training.select == "best_validation"
-        positions = tasks_learned(self.method(), position, len(self.tasks))
-        return {i: row_count(self.spec, self.tasks[i], "train", b, carve) for i in positions}
+
+        def count() -> dict[int, int]:
+            positions = self._learned[position]
+            return {i: row_count(self.spec, self.tasks[i], "train", b, carve) for i in positions}
+
+        return once(("rows learned", position, carve), (self.settings.method, b, self.tasks, self.spec), count)
 
     def steps(self, position: int) -> int:
         """Count the optimizer steps of a stage; 0 where it learns nothing."""
         return self.settings.training.step_count(sum(self.rows_learned(position).values()))
+
+    @property
+    def _learned(self) -> list[Sequence[int]]:
+        """Positions of the tasks that each stage learns from."""
+
+        def find() -> list[Sequence[int]]:
+            method, count = self.method(), len(self.tasks)
+            return [tasks_learned(method, position, count) for position in range(count)]
+
+        return once(("learned", len(self.tasks)), (self.settings.method,), find)
 
     def lineages(self) -> tuple[str, ...]:
         """Return the snapshot each task will leave behind, by hash chain.
@@ -124,7 +149,17 @@ class Trial:
         Raises:
             MissingData: the benchmark's training data is not at hand.
         """
-        return tuple(map(content_hash, self.stage_contents()))
+        return self._lineages
+
+    @cached_property
+    def _lineages(self) -> tuple[str, ...]:
+        s = self.settings
+        parts = s.method, s.training, s.benchmark, self.backbone, self.spec, self.tasks, self.sources
+        return once(
+            ("lineages", s.seed, self.method_source),
+            parts,
+            lambda: tuple(text_hash(json_object(content)) for content in self._stage_contents()),
+        )
 
     def stage_contents(self) -> list[dict[str, Any]]:
         """Return all that can change each task's snapshot; the parents among it are named by their own hashes.
@@ -132,61 +167,89 @@ class Trial:
         Raises:
             MissingData: the benchmark's training data is not at hand.
         """
+        return [{name: json.loads(text) for name, text in content.items()} for content in self._stage_contents()]
+
+    def _stage_contents(self) -> list[dict[str, str]]:
+        """Return the stages' contents, each part of one as JSON: what trials have in common is written once."""
         s, method = self.settings, self.method()
         carve = s.training.select == "best_validation"
-        data = [self.data_digest_of(task, "train", carve) for task in self.tasks]
-        common = {
-            "engine": versions.TRAINING,
-            "tokens": versions.TOKENS,
-            "method": {"name": s.method.name, "version": method.version} | self._method_source,
-            "backbone": self.backbone,
-            "training": s.training.training_identity(),
-            "max_source_length": s.benchmark.max_source_length,
-            "max_target_length": s.benchmark.max_target_length,
-            "truncation": s.benchmark.truncation,
-            "bos": s.benchmark.bos,
-            **({"chat": True} if s.benchmark.chat else {}),  # which template: the tokenizer's, that `backbone` names
-            "seed": s.seed,
-        }
-        contents: list[dict[str, Any]] = []
+        names = [canonical_json(task.name) for task in self.tasks]
+        data = [canonical_json(self.data_digest_of(task, "train", carve)) for task in self.tasks]
+
+        def write_common() -> dict[str, str]:
+            common = {
+                "engine": versions.TRAINING,
+                "tokens": versions.TOKENS,
+                "method": {"name": s.method.name, "version": method.version} | self._method_source,
+                "backbone": self.backbone,
+                "training": s.training.training_identity(),
+                "max_source_length": s.benchmark.max_source_length,
+                "max_target_length": s.benchmark.max_target_length,
+                "truncation": s.benchmark.truncation,
+                "bos": s.benchmark.bos,
+                **({"chat": True} if s.benchmark.chat else {}),  # which template: the tokenizer's: `backbone` names it
+            }
+            return {name: canonical_json(part) for name, part in common.items()}
+
+        def write_settings() -> list[str]:
+            return [canonical_json(method.stage_identity(position)) for position in range(len(self.tasks))]
+
+        parts = s.method, s.training, s.benchmark, self.backbone
+        common = once(("stages", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}
+        settings = once(("stage settings", len(self.tasks)), (s.method,), write_settings)
+        contents: list[dict[str, str]] = []
         lineages: list[str] = []
-        for position in range(len(self.tasks)):
-            learned = tasks_learned(method, position, len(self.tasks))
+        for position, learned in enumerate(self._learned):
             stage = {
-                "tasks": [self.tasks[i].name for i in learned],
-                "data": [data[i] for i in learned],
-                "settings": method.stage_identity(position),
-                "parents": lineages[:position] if method.reads_history(position) else [],
+                "tasks": json_list(names[i] for i in learned),
+                "data": json_list(data[i] for i in learned),
+                "settings": settings[position],
+                "parents": json_list(lineages[:position] if method.reads_history(position) else []),
             }
             # a stage that learns nothing leaves behind what was there before it
             contents.append(common | stage if learned or not contents else contents[-1])
-            lineages.append(content_hash(contents[-1]))
+            lineages.append(f'"{text_hash(json_object(contents[-1]))}"')
         return contents
 
     def row_keys(self) -> tuple[str, ...]:
         """Return what identifies each row of the score matrix: the snapshots, how they mix, and what is scored how."""
+        return self._row_keys
+
+    @cached_property
+    def _row_keys(self) -> tuple[str, ...]:
         s = self.settings
-        lineages = self.lineages()
-        tests = []
-        for task in self.tasks:
-            metric = scoring_metric(s.benchmark, task)
-            code = [self.metric_sources[metric]] if metric in self.metric_sources else []
-            tests.append([self.data_digest_of(task, "test"), metric, s.benchmark.references, *code])
-        common = {
-            "decoding": versions.DECODING,
-            "scoring": versions.SCORING,
-            "router": router_identity(s),
-            "routing": _routing_versions(s.router.mode),
-            "method": s.method.inference_identity() | self._method_source,
-            "seed": s.seed,
-            "evaluation": s.evaluation.identity(),
-            "stop": list(self.spec.stop),
-            # a covariance of all tasks reads those that are still to come (A16)
-            "tasks": lineages if s.router.cov.refresh == "final" else None,
-        }
-        return tuple(
-            content_hash(common | {"snapshots": lineages[: i + 1], "tests": tests[: i + 1]}) for i in range(len(tests))
+        lineages = [f'"{lineage}"' for lineage in self.lineages()]
+        tests = once(
+            "tests", (s.benchmark, self.spec, self.tasks, self.metric_sources, self.sources), self._write_tests
         )
+
+        def write_common() -> dict[str, str]:
+            common = {
+                "decoding": versions.DECODING,
+                "scoring": versions.SCORING,
+                "router": router_identity(s),
+                "routing": _routing_versions(s.router.mode),
+                "method": s.method.inference_identity() | self._method_source,
+                "evaluation": s.evaluation.identity(),
+                "stop": list(self.spec.stop),
+            }
+            return {name: canonical_json(part) for name, part in common.items()}
+
+        parts = s.router, s.method, s.evaluation, self.spec
+        common = once(("rows", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}
+        # a covariance of all tasks reads those that are still to come (A16)
+        common["tasks"] = json_list(lineages) if s.router.cov.refresh == "final" else "null"
+        seen = [(json_list(lineages[:n]), json_list(tests[:n])) for n in range(1, len(tests) + 1)]
+        return tuple(text_hash(json_object(common | {"snapshots": s, "tests": t})) for s, t in seen)
+
+    def _write_tests(self) -> list[str]:
+        """Write what scores depend on beside the answers, for each task."""
+        b, tests = self.settings.benchmark, []
+        for task in self.tasks:
+            metric = scoring_metric(b, task)
+            code = [self.metric_sources[metric]] if metric in self.metric_sources else []
+            tests.append(canonical_json([self.data_digest_of(task, "test"), metric, b.references, *code]))
+        return tests
 
     def files(self, sweep: SweepFolder) -> TrialFiles:
         """Return the files that it has left behind so far as a trial of this sweep."""
@@ -200,7 +263,12 @@ class Trial:
     def data_digest_of(self, task: TaskSpec, split: Split, carve_validation: bool = False) -> str:
         """`data_digest` of a split when the trial was planned."""
         s = self.settings.benchmark
-        return data_digest(self.spec, task, split, s, carve_validation, self.source(task, split))
+        source = self.source(task, split)
+        return once(
+            ("rows", split, carve_validation, source),
+            (task, self.spec, s),
+            lambda: data_digest(self.spec, task, split, s, carve_validation, source),
+        )
 
 
 @dataclass(frozen=True)
@@ -346,19 +414,35 @@ def resolve(written: WrittenTrial) -> TrialSettings:
     spec, name = load_benchmark(written.benchmark.name), written.backbone.name
     family = name if name in PROTOCOL else family_of(name)
     kind = method_class(written.method.name)
-    method = _resolved_method(written.method, kind, name, spec.name)
-    located = written.benchmark.model_copy(update=_located(written.benchmark, spec))
-    lengths = {"max_source_length": SOURCE_LENGTHS[family], "max_target_length": spec.max_target_length}
-    own = kind.training_defaults(method, name, spec.name)
+    beside = written.method, written.backbone, spec
+    method = once("method", beside, lambda: _resolved_method(written.method, kind, name, spec.name))
+
+    def training() -> TrainingSettings:
+        own = kind.training_defaults(method, name, spec.name)
+        return filled(written.training, TrainingSettings, own, PROTOCOL[family])
+
     return TrialSettings(
         method=method,
-        router=filled(written.router, RouterSettings, {"mode": kind.mixings[0]}),
-        backbone=pinned(in_one_spelling(written.backbone)),
-        benchmark=filled(located, BenchmarkSettings, lengths),
-        training=filled(written.training, TrainingSettings, own, PROTOCOL[family]),
+        router=once(
+            ("router", kind.mixings[0]),
+            (written.router,),
+            lambda: filled(written.router, RouterSettings, {"mode": kind.mixings[0]}),
+        ),
+        backbone=once("pinned", (written.backbone,), lambda: pinned(in_one_spelling(written.backbone))),
+        benchmark=once(
+            ("benchmark", family),
+            (written.benchmark, spec),
+            lambda: _resolved_benchmark(written.benchmark, spec, family),
+        ),
+        training=once("resolved", (written.training, *beside), training),
         evaluation=written.evaluation,
         seed=written.seed,
     )
+
+
+def _resolved_benchmark(written: BenchmarkSettings, spec: BenchmarkSpec, family: str) -> BenchmarkSettings:
+    lengths = {"max_source_length": SOURCE_LENGTHS[family], "max_target_length": spec.max_target_length}
+    return filled(written.model_copy(update=_located(written, spec)), BenchmarkSettings, lengths)
 
 
 def _resolved_method(written: MethodSettings, kind: type[Method], backbone: str, benchmark: str) -> MethodSettings:
@@ -411,52 +495,79 @@ def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
     Args:
         point: paths of the settings that vary.
     """
-    settings = resolve(written)
-    spec = load_benchmark(settings.benchmark.name)
-    tasks = task_sequence(settings.benchmark, spec)
-    backbone, source = backbone_identity(settings.backbone), source_of(settings.method.name)
+    s = resolve(written)
+    spec = load_benchmark(s.benchmark.name)
+    stream = once("stream", (s.benchmark,), lambda: _stream(s.benchmark, spec))
+    backbone = once("backbone", (s.backbone,), lambda: backbone_identity(s.backbone))
+    source = once(("source", s.method.name), (), lambda: source_of(s.method.name))
     code = {} if source is None else {"source": source}
+    training = json_object(
+        {
+            "method": once("training", (s.method,), lambda: canonical_json(s.method.training_identity() | code)),
+            "backbone": once("JSON", (backbone,), lambda: canonical_json(backbone)),
+            "benchmark": stream.training,
+            "training": once("training", (s.training,), lambda: canonical_json(s.training.training_identity())),
+            "seed": canonical_json(s.seed),
+        }
+    )
+    inference = json_object(
+        {
+            "method": once("inference", (s.method,), lambda: canonical_json(s.method.inference_identity())),
+            "router": once("inference", (s.router,), lambda: canonical_json(router_identity(s))),
+            "benchmark": stream.inference,
+            "evaluation": once("inference", (s.evaluation,), lambda: canonical_json(s.evaluation.identity())),
+        }
+    )
+    unread = s.router.mode not in ROUTED
+    # the values as resolved; what the router would not read says nothing about the trial
+    read = [path for path in point if not (unread and path.startswith("router.") and path != "router.mode")]
+    return Trial(
+        trial_id=text_hash(json_list([training, inference])),
+        training_id=text_hash(training),
+        settings=s,
+        values={path: setting(s, path) for path in read},
+        tasks=stream.tasks,
+        spec=spec,
+        backbone=backbone,
+        method_source=source,
+        metric_sources=stream.metric_sources,
+        sources=stream.sources,
+    )
+
+
+class _Stream(NamedTuple):
+    """What the `benchmark:` group of a trial says; see `Trial`."""
+
+    tasks: tuple[TaskSpec, ...]
+    metric_sources: Mapping[str, str]
+    sources: Mapping[tuple[str, str], str | None]
+    training: str
+    """JSON of what training reads of it, and what the benchmark's file says of that."""
+    inference: str
+    """The same of what answers and scores depend on."""
+
+
+def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
+    tasks = task_sequence(settings, spec)
     # a folder may lie anywhere, and what a benchmark's file says is as much a setting as what the sweep file says
     named = {"name": spec.name, "version": spec.version, "prompt": spec.prompt}
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
     if sources := {task.name: decides for task in tasks if task.source and (decides := task.source.decides())}:
         named["sources"] = sources
     scored: dict[str, Any] = {"stop": list(spec.stop)}
-    metrics = [scoring_metric(settings.benchmark, task) for task in tasks]
+    metrics = [scoring_metric(settings, task) for task in tasks]
     scored["metrics"] = metrics
     metric_sources = {metric: digest for metric in metrics if (digest := metric_source(metric))}
     if metric_sources:
         scored["metric_sources"] = metric_sources
-    if settings.benchmark.prompts.definition == "paraphrase":
+    if settings.prompts.definition == "paraphrase":
         scored["paraphrases"] = [list(task.paraphrases) for task in tasks]
-    training = {
-        "method": settings.method.training_identity() | code,
-        "backbone": backbone,
-        "benchmark": settings.benchmark.training_identity() | named,
-        "training": settings.training.training_identity(),
-        "seed": settings.seed,
-    }
-    inference = {
-        "method": settings.method.inference_identity(),
-        "router": router_identity(settings),
-        "benchmark": settings.benchmark.identity() | named | scored,
-        "evaluation": settings.evaluation.identity(),
-    }
-    unread = settings.router.mode not in ROUTED
-    # the values as resolved; what the router would not read says nothing about the trial
-    read = [path for path in point if not (unread and path.startswith("router.") and path != "router.mode")]
-    values = {path: setting(settings, path) for path in read}
-    return Trial(
-        trial_id=content_hash([training, inference]),
-        training_id=content_hash(training),
-        settings=settings,
-        values=values,
+    return _Stream(
         tasks=tasks,
-        spec=spec,
-        backbone=backbone,
-        method_source=source,
         metric_sources=metric_sources,
-        sources={(t.name, split): source_digest(spec, t, split, settings.benchmark) for t in tasks for split in SPLITS},
+        sources={(t.name, split): source_digest(spec, t, split, settings) for t in tasks for split in SPLITS},
+        training=canonical_json(settings.training_identity() | named),
+        inference=canonical_json(settings.identity() | named | scored),
     )
 
 
@@ -469,6 +580,21 @@ def setting(settings: Any, path: str) -> Any:
 
 def trial_faults(trial: Trial) -> list[str]:
     """List what is wrong with a resolved trial as a whole: ranks and counts that its backbone or data rule out."""
+    s = trial.settings
+    faults = once("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
+    faults = faults + once("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
+    if s.router.mode not in trial.method().mixings:
+        possible = ", ".join(trial.method().mixings)
+        faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
+    if s.router.mode in ROUTED:
+        faults += once("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
+    # rows that cannot be scored are better found before anything is learned
+    once("test rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "test", s.benchmark) for t in trial.tasks])
+    return faults
+
+
+def _backbone_faults(trial: Trial) -> list[str]:
+    """List why the backbone cannot be adapted, or trained, as it is asked for."""
     s, faults = trial.settings, []
     known = describe(s.backbone)
     if known is None and "/" not in s.backbone.name:
@@ -487,21 +613,21 @@ def trial_faults(trial: Trial) -> list[str]:
                 f"training.backbone_dropout: found {s.training.backbone_dropout:g}, but {s.backbone.name} has no "
                 "dropout of its own; leave it out"
             )
-    faults += _definition_faults(trial)
-    if s.router.mode not in trial.method().mixings:
-        possible = ", ".join(trial.method().mixings)
-        faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
-    if s.router.mode in ROUTED:
-        for task in trial.tasks:
-            rows = row_count(trial.spec, task, "train", s.benchmark)
-            if rows is not None and s.router.components > rows:
-                faults.append(
-                    f"router.components: found {s.router.components}, but task {task.name} has {rows} training rows; "
-                    f"use at most {rows}, or raise benchmark.train_per_task"
-                )
-    for task in trial.tasks:  # rows that cannot be scored are better found before anything is learned
-        row_count(trial.spec, task, "test", s.benchmark)
     return faults
+
+
+def _router_faults(trial: Trial) -> list[str]:
+    """List the tasks with fewer rows than the router fits components to."""
+    s = trial.settings
+    counts = once(
+        "training rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "train", s.benchmark) for t in trial.tasks]
+    )
+    return [
+        f"router.components: found {s.router.components}, but task {task.name} has {rows} training rows; "
+        f"use at most {rows}, or raise benchmark.train_per_task"
+        for task, rows in zip(trial.tasks, counts, strict=True)
+        if s.router.components > rows
+    ]
 
 
 def _definition_faults(trial: Trial) -> list[str]:

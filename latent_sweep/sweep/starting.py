@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,6 +149,11 @@ def _scalar(text: str) -> str:
     return yaml_text([text], one_line=True).strip()[1:-1]
 
 
+def _order(key: str) -> str:
+    """Write the key of an order: a whole number may stand as it is."""
+    return key if re.fullmatch("0|[1-9][0-9]*", key) else _scalar(key)
+
+
 def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[str]:
     """Write the benchmark, with its orders and its tasks to choose from."""
     orders = ", ".join(f"{key} ({sequence[0]} first)" for key, sequence in spec.orders.items())
@@ -155,11 +161,13 @@ def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[s
     lines = ["  benchmark:", f"    name: {_scalar(benchmark)}"]
     if spec.layout == "cl_benchmark":
         lines[-1] = lines[-1].ljust(54) + "# data: LATENT_SWEEP_DATA, or data_dir here"
-    lines.append(f"    order: {next(iter(spec.orders))}".ljust(54) + f"# there are: {orders}")
-    if small and len(first) > 4:
-        lines.append(f"    tasks: [{', '.join(first[:4])}]".ljust(54) + f"# of {len(first)}; left out: all")
+    lines.append(f"    order: {_order(next(iter(spec.orders)))}".ljust(54) + f"# there are: {orders}")
+    cut = small and len(first) > 4
+    some = yaml_text(first[: 4 if cut else 2], one_line=True)
+    if cut:
+        lines.append(f"    tasks: {some}".ljust(54) + f"# of {len(first)}; left out: all")
     else:
-        lines.append(f"    # tasks: [{', '.join(first[:2])}]".ljust(54) + f"# some of its {len(first)}")
+        lines.append(f"    # tasks: {some}".ljust(54) + f"# some of its {len(first)}")
     if small:
         lines += ["    train_per_task: 64", "    test_per_task: 20"]
     return lines

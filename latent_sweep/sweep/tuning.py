@@ -18,11 +18,11 @@ from latent_sweep.benchmarks.schema import load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.methods.capabilities import tasks_learned
-from latent_sweep.settings import Settings, canonical_json
+from latent_sweep.settings import Settings, canonical_json, flatten
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.sealed import is_sealed, sealed_json
-from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, flatten, trial_settings
+from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
 from latent_sweep.sweep.groups import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
 from latent_sweep.sweep.plan import Trial, plan_trial, points, resolve, setting, trial_faults
 

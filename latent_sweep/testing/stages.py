@@ -29,10 +29,9 @@ from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.training import TaskTraining, TrainingSummary, derived_seed, train_pack
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Learner, MethodContext, TaskData
-from latent_sweep.settings import Settings, as_written
+from latent_sweep.settings import Settings, as_written, flatten
 from latent_sweep.store.snapshots import TaskCheckpoint
 from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.config import flatten
 from latent_sweep.sweep.groups import TrainingSettings
 from latent_sweep.sweep.plan import Trial
 

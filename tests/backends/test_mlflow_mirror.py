@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import sqlite3
 import stat
 import threading
 import time
@@ -15,8 +16,7 @@ from collections import Counter
 
 import pytest
 from helpers.patience import PATIENCE
-from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
-from matplotlib.figure import Figure
+from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, run_to_end, start, write_sweep
 
 from latent_sweep.backends import mlflow_mirror
 from latent_sweep.backends.mlflow_mirror import MirrorThread, MlflowMirror, NullMirror, mirror_for
@@ -69,12 +69,12 @@ def client(uri):
 @pytest.fixture
 def plain_matrices(monkeypatch):
     """Drawing takes most of the time of a trial's end."""
-    monkeypatch.setattr(figures, "score_matrix_figure", lambda tasks, scores: Figure((1, 1)))
+    monkeypatch.setattr(figures, "score_matrix_png", lambda tasks, scores: b"a picture")
 
 
 @pytest.fixture
 def plain_pictures(plain_matrices, monkeypatch):
-    monkeypatch.setattr(figures, "curve_figure", lambda name, values, series: Figure((1, 1)))
+    monkeypatch.setattr(figures, "curve_png", lambda name, values, series: b"a picture")
 
 
 def runs_of(client, sweep, kind):
@@ -168,42 +168,53 @@ class Crash(Exception):
     pass
 
 
-class CrashingClient:
-    """A client that dies right after its n-th write, as a killed driver would."""
+class Crashing:
+    """What the mirror writes with, which dies right after its n-th write, as a killed driver would."""
 
-    writes = ("create_", "log_", "set_", "update_", "delete_")
+    def __init__(self, patch, writes_left, writes=("create_", "log_", "set_", "update_", "delete_")):
+        self.writes_left, self.writes = writes_left, writes
+        for name in ("quiet_client", "_artifact_repository"):
+            patch.setattr(mlflow_mirror, name, self._wrapping(getattr(mlflow_mirror, name)))
 
-    def __init__(self, client, writes_left):
-        self.client, self.writes_left = client, writes_left
+    def _wrapping(self, make):
+        return lambda *arguments: Watched(make(*arguments), self)
+
+    def count(self):
+        self.writes_left -= 1
+        if self.writes_left == 0:
+            raise Crash
+
+
+class Watched:
+    """A client, or a run's artifacts, whose writes are counted."""
+
+    def __init__(self, watched, crashing):
+        self.watched, self.crashing = watched, crashing
 
     def __getattr__(self, name):
-        method = getattr(self.client, name)
-        return self._counted(method) if name.startswith(self.writes) else method
+        method = getattr(self.watched, name)
+        return self._counted(method) if name.startswith(self.crashing.writes) else method
 
     def _counted(self, method):
         def call(*args, **kwargs):
             answer = method(*args, **kwargs)
-            self.writes_left -= 1
-            if self.writes_left == 0:
-                raise Crash
+            self.crashing.count()
             return answer
 
         return call
 
 
 def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch, plain_pictures):
-    connect = mlflow_mirror.quiet_client
     sweeps, crashed = [], True
     while crashed:
         crash_at = len(sweeps) + 1
         sweep = write_sweep(tmp_path / "runs", {"seed": [0]}, name=f"crash{crash_at}")
         sweeps.append(sweep)
         run_to_end(next(iter(sweep)), 0.5, 0.1)
-        fragile = CrashingClient(connect(uri), crash_at)
         with monkeypatch.context() as patch, contextlib.suppress(TrackingError):
-            patch.setattr(mlflow_mirror, "quiet_client", lambda uri, fragile=fragile: fragile)
+            crashing = Crashing(patch, crash_at)
             MlflowMirror(uri, sweep).close()
-        crashed = fragile.writes_left <= 0
+        crashed = crashing.writes_left <= 0
         MlflowMirror(uri, sweep).close()
     assert len(sweeps) > 20
     # looked at in the end, because MLflow finds the runs of many experiments as fast as those of one
@@ -217,6 +228,32 @@ def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path
         assert set(steps_of(client, summary).values()) == set(steps_of(client, parent).values()) == {1}, sweep.name
         assert len(artifacts_of(client, trial)) == 8, sweep.name
         assert [run.info.status for run in runs] == ["FINISHED"] * 3, sweep.name
+
+
+def test_mlflow_writes_the_tags_of_a_batch_when_its_points_are_there(uri, sweep, client, tmp_path):
+    """Hence the mark may travel with what it speaks of: a server that is killed in between leaves no mark."""
+    start(trial := next(iter(sweep)))
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.5)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("CREATE TRIGGER no_points BEFORE INSERT ON metrics BEGIN SELECT RAISE(FAIL, 'full'); END")
+        with pytest.raises(TrackingError, match="full"):
+            MlflowMirror(uri, sweep).sync()
+        (run,) = runs_of(client, sweep, "trial")
+        assert (run.data.tags["mirrored_events"], run.data.metrics) == ("1", {})
+        database.execute("DROP TRIGGER no_points")
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert (run.data.tags["mirrored_events"], run.data.metrics["AP"]) == ("2", 0.5)
+
+
+def test_more_points_than_one_call_takes_all_arrive(uri, sweep, client, plain_pictures):
+    run_copies(sweep, 36, [next(iter(sweep))])
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    (run,) = runs_of(client, sweep, "trial")
+    assert sum(steps_of(client, run).values()) == 36 * 13 + 36 * 37 // 2 + 18 * 19 + 1 > 1000
 
 
 def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, client, plain_pictures):
@@ -613,10 +650,8 @@ def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_s
     sweep = begun_again(sweep)
     for number, (trial, (dies_after, writes_left)) in enumerate(zip(trials, moments, strict=True), start=1):
         run_to_end(trial, 0.75, 0.1)
-        fragile = CrashingClient(mlflow_mirror.quiet_client(uri), writes_left)
-        fragile.writes = dies_after
         with monkeypatch.context() as patch:
-            patch.setattr(mlflow_mirror, "quiet_client", lambda uri, fragile=fragile: fragile)
+            Crashing(patch, writes_left, dies_after)
             with pytest.raises(TrackingError, match="Crash"):
                 MlflowMirror(uri, sweep).sync()
         there = {run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")}

@@ -147,6 +147,7 @@ def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
     for output, said in (
         ("{answers}", r"column `answers` is .*; name one of its parts"),
         ("{answers[txt]}", r"column `answers` has no part \[txt\]"),
+        ("{question[0]}", r"column `question` has no part \[0\]; found 'Who\?'"),
         ("x{answers[text]}", r"column `answers\[text\]` is \['Ann', 'Anna'\]; name one of its parts"),
     ):
         with pytest.raises(DataError, match=said):

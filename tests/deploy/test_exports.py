@@ -243,6 +243,8 @@ def test_export_and_ask_from_a_terminal(sweeps, tmp_path, capsys):
         (["ask", "{model}", "a", "--trial", "x"], "is an exported model, of one trial; found the trial 'x'"),
         (["ask", "{nowhere}", "a"], "found no sweep.json"),
         (["export", "{sweep}", "--to", "peft", "{nowhere}", "--task", "mood"], "only --to merged takes one adapter"),
+        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--uri", "sqlite:///a"], "only --to mlflow has a tracker"),
+        (["export", "{sweep}", "--to", "peft", "{nowhere}", "--allow-insecure"], "only --to mlflow has a tracker"),
         (["export", "{sweep}", "none", "--to", "model", "{nowhere}"], "which fits no trial"),
         (["export", "{sweep}", "--to", "model", "{sweep}"], "expected a new or an empty folder"),
         (["export", "{sweep}", "--to", "onnx", "{nowhere}"], "found 'onnx'; expected one of peft, merged, model"),

@@ -289,7 +289,8 @@ def test_a_task_with_rows_of_its_own(mixed, tmp_path):
     model.save(tmp_path / "model")
     model.close()
     model = ContinualModel.from_folder(tmp_path / "model")
-    colours = TaskSpec(name="colours", metric="accuracy", instruction="Which colour is it?")
+    elsewhere = {"train": "absent.csv", "test": "absent.csv"}  # it is learned from the rows that are given
+    colours = TaskSpec(name="colours", metric="accuracy", instruction="Which colour is it?", source=elsewhere)
     rows = [{"input": f"thing number {i} is {'red' if i % 2 else 'blue'}", "output": f"{i % 2}"} for i in range(12)]
     model.learn(colours, rows=rows[:8], held_out=rows[8:])
     assert model.tasks == (*TASKS, "colours")

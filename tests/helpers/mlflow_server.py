@@ -23,11 +23,20 @@ def empty_database(folder: Path) -> Path:
 
 
 class Server:
-    """An MLflow server on a port of its own; stopped and started again, it is the same one."""
+    """An MLflow server on a port of its own; stopped and started again, it is the same one.
 
-    def __init__(self, folder: Path, database: Path):
+    Args:
+        folder: a new one, for all that it keeps.
+        database: an empty SQLite database, which is copied, or the address of another that it may use.
+    """
+
+    def __init__(self, folder: Path, database: Path | str, workers: int = 1):
         folder.mkdir()
-        shutil.copy(database, folder / "mlflow.db")
+        self.store, self.workers = f"sqlite:///{folder / 'mlflow.db'}", workers
+        if isinstance(database, Path):
+            shutil.copy(database, folder / "mlflow.db")
+        else:
+            self.store = database
         self.folder = folder
         self.process: subprocess.Popen[bytes] | None = None
         with socket.socket() as free:
@@ -36,7 +45,7 @@ class Server:
         self.uri = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        options = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--workers", "1"]
+        options = ["--backend-store-uri", self.store, "--workers", str(self.workers)]
         options += ["--artifacts-destination", str(self.folder / "artifacts"), "--port", str(self.port)]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,20 @@ def write_sweep(
     return sweep
 
 
+def as_before(sweep: SweepFolder) -> SweepFolder:
+    """The sweep as earlier versions wrote it: settings by path in `sweep.json`, and a file of them for each trial."""
+    path = sweep.path / "sweep.json"
+    content = json.loads(path.read_bytes())["content"]
+    for entry, trial in zip(content["trials"], sweep, strict=True):
+        entry["params"] = trial.params
+        for name in ("groups", "seed", "tasks"):
+            del entry[name]
+        (trial.path / "trial.yaml").write_text(yaml.safe_dump(trial.settings()))
+    del content["groups"]
+    path.write_bytes(sealed_json(content))
+    return open_sweep(sweep.path)
+
+
 def journal_of(trial: TrialFolder) -> Journal:
     return trial.journal
 
@@ -130,6 +145,48 @@ def run_to_end(trial: TrialFolder, average: float, forgetting: float) -> None:
     for tasks_seen in range(1, len(TASKS) + 1):
         learn(trial, tasks_seen, average)
     finish(trial, average, forgetting)
+
+
+def run_copies(sweep: SweepFolder, n_tasks: int, trials: list[TrialFolder] | None = None) -> None:
+    """Whole trials of so many tasks, all alike: one is written, with what a real one leaves, and copied for the others.
+
+    Each stage tells 13 metrics, a score for every task seen and a second one for every other task, and keeps its
+    answers; the end has predictions for all tasks, and every stage a snapshot.
+
+    Args:
+        trials: those of the sweep that run; None is all.
+    """
+    first, *others = list(sweep) if trials is None else trials
+    tasks = [f"task{number:04d}" for number in range(1, n_tasks + 1)]
+    start(first)
+    for folder in (sweep.snapshots.folder, first.path / "answers", first.path / "predictions"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for seen in range(1, n_tasks + 1):
+        scores = {task: round(0.4 + 0.5 * number / n_tasks, 4) for number, task in enumerate(tasks[:seen])}
+        measures = {f"measure_{number}": 0.1 * number + 0.01 * seen for number in range(11)}
+        rouge = {f"rouge_1/{task}": score for task, score in list(scores.items())[::2]}
+        names = [f"answers/{seen}.jsonl"] + [f"predictions/{task}.jsonl" for task in tasks] * (seen == n_tasks)
+        for name in names:
+            (first.path / name).write_text('{"row": 0, "prediction": "an answer", "score": 0.5}\n' * 40)
+        lineage = hashlib.sha256(f"lineage {seen}".encode()).hexdigest()[:16]
+        (sweep.snapshots.folder / f"{lineage}.safetensors").write_bytes(b"weights" * 1000)
+        journal_of(first).append(
+            "stage",
+            tasks_seen=seen,
+            task=tasks[seen - 1],
+            lineage=lineage,
+            reused=False,
+            files={name: hashlib.sha256((first.path / name).read_bytes()).hexdigest() for name in names},
+            steps=24,
+            trained_numbers=147_456,
+            scores=scores,
+            metrics={"AP": statistics.fmean(scores.values()), "FM": 0.01 * seen, **measures, **rouge},
+        )
+    (first.path / "scores.json").write_text(json.dumps({"tasks": tasks}))
+    (first.path / "result.json").write_text(json.dumps({"status": "finished"}))
+    journal_of(first).append("finished", metrics={"AP": 0.5, "FM": 0.01, "seconds_total": 9.0}, files={})
+    for trial in others:
+        shutil.copytree(first.path, trial.path, dirs_exist_ok=True)
 
 
 def run_with_rows(

@@ -17,6 +17,7 @@ import psutil
 import yaml
 
 from helpers.patience import PATIENCE
+from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.store.folders import SweepFolder, open_sweep
 
 TINY: dict[str, Any] = {
@@ -109,6 +110,15 @@ def write_benchmark(folder: Path, tasks: tuple[str, ...] = ("left", "right"), ro
     benchmark = {"name": "own", "max_target_length": 4, "tasks": [{"name": t, "metric": "accuracy"} for t in tasks]}
     (folder / "benchmark.yaml").write_text(yaml.safe_dump(benchmark), encoding="utf-8")
     return folder
+
+
+def change_benchmark(folder: Path, **changes: Any) -> None:
+    """Change keys of the file that `write_benchmark` has written; `task_x` is the key x of its first task."""
+    content = yaml.safe_load((folder / "benchmark.yaml").read_text())
+    for key, value in changes.items():
+        (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
+    (folder / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    load_benchmark.cache_clear()
 
 
 SPARING = {

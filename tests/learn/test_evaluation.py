@@ -12,7 +12,7 @@ from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.learn import evaluation
 from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.evaluation import Evaluator, batched, path_of
+from latent_sweep.learn.evaluation import AnswerBatch, Blends, Evaluator, batched, path_of
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.router import prune
@@ -137,8 +137,8 @@ def test_a_sum_is_the_sum_of_the_adapters(backbone, bank, method, history, rows,
 @pytest.mark.parametrize(
     ("weights", "given"),
     [
-        (np.ones((COUNT, 3)), [(1, 3)] * 3),
-        (np.tile([0.0, 1.0, 0.0], (COUNT, 1)), [(1, 1)] * 3),
+        (np.ones((COUNT, 3)), [(1, 3)]),
+        (np.tile([0.0, 1.0, 0.0], (COUNT, 1)), [(1, 1)]),
         (np.tile([0.25, 0.0, 0.75], (COUNT, 1)), [(3, 2), (3, 2), (1, 2)]),
         (soft(), [(3, 3), (3, 3), (1, 3)]),
     ],
@@ -159,6 +159,41 @@ def test_rows_of_whole_weights_share_one_adapter_and_their_instruction(
     assert shapes == given
     shared = backbone.family == "llama" and given[0][0] == 1
     assert embedded.count((1, 40)) == (3 if shared else 0), "the last batch has one row, and reads as the others do"
+
+
+class Counted(dict):
+    """Tensors that tell how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, name):
+        self.reads += 1
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("weights", [np.ones((COUNT, 3)), soft()], ids=["sum", "soft"])
+def test_what_answers_several_batches_is_read_once(history, rows, evaluator, weights):
+    counted = [Snapshot(s.lineage, Counted(s.tensors), {}) for s in history]
+    evaluator(batch_size=2, passes=2).score(counted, weights, rows, "accuracy")
+    assert [snapshot.tensors.reads for snapshot in counted] == [1, 1, 1]
+
+
+def test_the_blends_of_another_batch_are_others(method, history):
+    """One after the other, with what the batch before has left at hand; a lineage may be there twice."""
+    of, blends = {snapshot.lineage: snapshot for snapshot in history}, Blends(method)
+    lineages = [snapshot.lineage for snapshot in history]
+    for names, weights in [
+        (lineages[:2], [[1.0, 1.0]]),
+        (lineages[1:], [[1.0, 1.0]]),
+        (lineages[1:], [[1.0, 0.0]]),
+        (lineages, [[0.5, 0.25, 0.25]]),
+        ([lineages[2], lineages[0], lineages[2]], [[0.5, 0.25, 0.125], [0.0, 0.5, 0.5]]),
+        (lineages[:2], [[1.0, 1.0]]),
+    ]:
+        mix = np.array(weights)
+        found = blends.of(AnswerBatch(names, mix, [[5]] * len(mix), LONGEST, ()), mix, of.__getitem__)
+        expected = method.blend([of[name].tensors for name in names], torch.from_numpy(mix).float())
+        assert torch.equal(found.deltas.scaled_R, expected.deltas.scaled_R)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -275,6 +310,20 @@ def test_known_answers_are_not_generated_again(history, rows, evaluator, generat
     again = evaluator().score(history, soft(), rows, "accuracy")
     assert (again.generated, generated) == (0, [3, 3, 1])
     assert (again.score, again.predictions) == (first.score, first.predictions)
+
+
+def test_answers_of_the_stage_before_are_not_looked_for(history, rows, evaluator, generated, tmp_path):
+    weights, recent = np.tile(np.eye(3)[0], (COUNT, 1)), {}
+    first = evaluator().score(history, weights, rows, "accuracy", recent=recent)
+    assert sum(map(len, recent.values())) == COUNT
+    for path in (tmp_path / "predictions").rglob("*.json"):
+        path.unlink()
+    again = evaluator().score(history, weights, rows, "accuracy", recent=recent)
+    assert (again.generated, again.predictions) == (0, first.predictions)
+    weights[:3] = np.eye(3)[1]
+    moved = evaluator().score(history, weights, rows, "accuracy", recent=recent)
+    assert moved.generated > 0
+    assert sum(map(len, recent.values())) == COUNT, "those of the stage before that are other ones are gone"
 
 
 def test_the_measure_is_no_part_of_an_answer(history, rows, evaluator, generated):

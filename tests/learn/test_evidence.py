@@ -5,10 +5,18 @@ import math
 import numpy as np
 import pytest
 
-from latent_sweep.learn.evidence import expected_calibration_error, novelty_auroc, routing_measures, task_measures
+from latent_sweep.learn.evidence import RoutingMeasures, expected_calibration_error, novelty_auroc, task_measures
 
 PRUNE_BELOW = 0.01
 NAMES = ("mood", "ticket", "date")
+
+
+def routing_measures(log_posteriors, names):
+    """What is measured of these rows, one task after the other."""
+    measures = RoutingMeasures(PRUNE_BELOW)
+    for name, rows in zip(names, log_posteriors, strict=True):
+        measures.add(name, rows)
+    return measures.measures()
 
 
 def log_posteriors():
@@ -46,7 +54,7 @@ def by_definition(rows, tasks):
 
 def test_every_measure_is_its_definition():
     posteriors = log_posteriors()
-    found = routing_measures(posteriors, NAMES, PRUNE_BELOW)
+    found = routing_measures(posteriors, NAMES)
     expected = [by_definition(rows, [task] * len(rows)) for task, rows in enumerate(posteriors)]
     for name, measures in zip(NAMES, expected, strict=True):
         assert {key: found.pop(f"router/{key}/{name}") for key in measures} == pytest.approx(measures, abs=1e-12)
@@ -70,7 +78,7 @@ def test_a_log_loss_has_an_end():
 
 
 def test_one_task_is_certain_and_right():
-    found = routing_measures([np.zeros((5, 1))], ["mood"], PRUNE_BELOW)
+    found = routing_measures([np.zeros((5, 1))], ["mood"])
     expected = {"p_correct": 1.0, "accuracy": 1.0, "nll": 0.0, "ece": 0.0, "one_hot": 1.0}
     assert found == {f"router_{key}": value for key, value in expected.items()} | {
         f"router/{key}/mood": value for key, value in expected.items()

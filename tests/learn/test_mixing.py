@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from latent_sweep.errors import DataError
 from latent_sweep.learn.mixing import MODES, Mixer, pool
-from latent_sweep.router import RouterSettings, TaskScatter
+from latent_sweep.router import RouterSettings, TaskMixture, TaskScatter
 
 TASKS = 3
 NAMES = ("one", "two", "three")
@@ -41,13 +41,13 @@ def mixer(llama, tmp_path):
     rows = {(task, split): rows_of(task, split, 24 - task) for task in range(TASKS) for split in ("train", "test")}
     asked = []
 
-    def build(seed=0, folds=None, **settings):
+    def build(seed=0, folds=None, mixtures=None, **settings):
         def tokens(task, split):
             asked.append((task, split))
             return rows[task, split]
 
         settings = RouterSettings(**{"components": 2, **settings})
-        return Mixer(settings, llama, tokens, gates_of, TASKS, seed, tmp_path, folds)
+        return Mixer(settings, llama, tokens, gates_of, TASKS, seed, tmp_path, folds, mixtures)
 
     build.rows, build.asked, build.folder = rows, asked, tmp_path
     return build
@@ -93,7 +93,10 @@ def test_every_mode_has_weights(mixer):
 
 
 def evidence(mixer, tasks_seen):
-    return mixer.evidence(mixer.weights(tasks_seen), NAMES)
+    found = mixer.evidence(tasks_seen, NAMES)
+    for task in range(tasks_seen):
+        found.add(task, mixer.weights_at(tasks_seen, task))
+    return found.measures()
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])
@@ -104,7 +107,7 @@ def test_posterior_weights_sum_to_one_and_find_their_task(mixer, mode):
         assert (weights >= 0).all()
     right = [np.mean(weights.argmax(axis=1) == task) for task, weights in enumerate(found)]
     assert np.mean(right) > 0.9
-    assert mixer(mode=mode).evidence(found, NAMES)["router_accuracy"] == pytest.approx(np.mean(right))
+    assert evidence(mixer(mode=mode), 3)["router_accuracy"] == pytest.approx(np.mean(right))
     assert mixer(mode=mode).routes
     if mode == "hard":
         assert {float(w) for weights in found for w in weights.ravel()} == {0.0, 1.0}
@@ -120,7 +123,7 @@ def test_the_string_match_takes_the_nearest_definition(mixer, llama):
         )
     found = mixer(mode="lexical").weights(3)
     right = {f"router/accuracy/{name}": 1.0 for name in NAMES}
-    assert mixer(mode="lexical").evidence(found, NAMES) == {"router_accuracy": 1.0} | right
+    assert evidence(mixer(mode="lexical"), 3) == {"router_accuracy": 1.0} | right
     for task in range(3):
         np.testing.assert_array_equal(found[task], np.tile(np.eye(3)[task], (24 - task, 1)))
     assert mixer(mode="lexical").routes
@@ -245,17 +248,33 @@ def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(mixer, capl
     assert "after 2 tasks, novelty is not measured: it has changed" in caplog.text
 
 
-def test_distances_are_of_rows_from_the_whole_of_a_task(mixer, monkeypatch):
+@pytest.mark.parametrize(("limit", "most"), [("DISTANCE_ROWS", 5), ("DISTANCE_ROWS_IN_ALL", 17)])
+def test_distances_are_of_rows_from_the_whole_of_a_task(mixer, monkeypatch, limit, most):
+    """So many of each of three tasks, or of all of them: of a long stream the router looks at as many as of a short."""
     from latent_sweep.learn import mixing
 
     asked = []
     distances = mixing.GaussianRouter.distances
     monkeypatch.setattr(mixing.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
-    monkeypatch.setattr(mixing, "DISTANCE_ROWS", 5)
+    monkeypatch.setattr(mixing, limit, most)
     evidence(mixer(mode="soft"), 1)
     whole = mixer(mode="soft").embeddings(1, "test")
     assert [len(X) for X in asked] == [5, 5, 5]
     np.testing.assert_array_equal(asked[1], whole[[0, 5, 11, 16, 22]])
+
+
+def test_components_of_earlier_tasks_are_read_once(mixer, monkeypatch):
+    """By all mixers that share them; others of the same tasks are others."""
+    known, looked_for, load = {}, [], TaskMixture.load
+    monkeypatch.setattr(TaskMixture, "load", classmethod(lambda cls, path: looked_for.append(path) or load(path)))
+    fresh = [mixer(mode="soft").weights(seen) for seen in (1, 2, 3)]
+    looked_for.clear()
+    for seen, expected in zip((1, 2, 3), fresh, strict=True):
+        for one, other in zip(mixer(mode="soft", mixtures=known).weights(seen), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert len(looked_for) == len(known) == 3
+    mixer(mode="soft", components=3, mixtures=known).weights(3)
+    assert len(looked_for) == len(known) == 6
 
 
 def test_after_the_last_task_nothing_is_unseen(mixer):

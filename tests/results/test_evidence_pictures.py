@@ -18,10 +18,9 @@ from latent_sweep.cli import main
 from latent_sweep.learn.evidence import CALIBRATION_BINS
 from latent_sweep.results.embedding_map import embedding_figure, embedding_map, layout
 from latent_sweep.results.flips import choose_flips, flips
-from latent_sweep.results.interference import Bounds, Interference
+from latent_sweep.results.interference import Bounds, Interference, interference
 from latent_sweep.results.interference_pictures import (
     bounds_figure,
-    interference_gaps,
     interference_pictures,
     overlap_figure,
 )
@@ -258,7 +257,6 @@ def test_flips_are_the_rows_that_changed_sides(folder, mode):
         assert {s: tuple(a) for s, a in flip.answers.items()} == {
             s: answers[s][flip.task, flip.row] for s in range(first, 4)
         }
-        assert flip.change == answers[3][flip.task, flip.row][1] - answers[first][flip.task, flip.row][1]
         task = next(one for one in spec.tasks if one.name == flip.task)
         assert flip.prompt.startswith(task.instruction.strip()[:20])
 
@@ -293,7 +291,10 @@ def forgetful(folder, tmp_path):
             ]
             for task, of_task in found.items()
         }
-        files.record([float(np.mean(of_task)) for of_task in found.values()], lines)
+        row = files.new_row()
+        for task, of_task in found.items():
+            row.add(task, float(np.mean(of_task)), lines[task])
+        files.record(row)
         files.tell("lineage", False, {"AP": 0.5, "FM": 0.0}, {})
     files.finish({"metrics": {"AP": 0.5, "FM": 0.0}, "scores": {}})
     return sweep, trial
@@ -307,7 +308,7 @@ def test_the_largest_changes_come_first_and_hold_all_that_is_known(forgetful):
         ("mood", 2, "lost"),
         ("mood", 1, "gained"),
     ]
-    assert [flip.change for flip in found] == pytest.approx([-1, -0.4, 0.6])
+    assert [flip.answers[3].score - flip.answers[1].score for flip in found] == pytest.approx([-1, -0.4, 0.6])
     assert {stage: tuple(answer) for stage, answer in found[1].answers.items()} == {
         1: ("mood 0.8", 0.8),
         2: ("mood 0.8", 0.8),
@@ -372,7 +373,7 @@ def nothing_to_show(sweep):
     assert router_pictures(sweep) == []
     assert routings(sweep) == []
     assert interference_pictures(sweep) == []
-    assert interference_gaps(sweep) == []
+    assert interference(sweep) == ([], [])
     assert novelty_by_stage(sweep) == {}
 
 

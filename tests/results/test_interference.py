@@ -24,7 +24,7 @@ from latent_sweep.results.interference import (
     overlaps,
     weighted,
 )
-from latent_sweep.results.interference_pictures import interference_gaps, interference_pictures
+from latent_sweep.results.interference_pictures import interference_pictures
 from latent_sweep.results.shown import finished_trials
 from latent_sweep.store.journal import stages
 
@@ -177,13 +177,13 @@ def test_what_is_missing_is_said(folder, tmp_path):
     shutil.copytree(folder / "runs", tmp_path / "runs")
     sweep = sweep_folder(tmp_path)
     shutil.rmtree(tmp_path / "runs" / "factors")
-    first, second = interference_gaps(sweep)
+    _, (first, second) = interference(sweep)
     assert first.startswith("lambda=0.0 mode=soft seed=0: the singular values of its backbone's weights are not in ")
     assert second.startswith("lambda=1e-05")
     assert interference_pictures(sweep) == []
     last = stages(compared_trials(finished_trials(sweep))[0].events)[-1]["lineage"]
     sweep.snapshots.path(last).write_bytes(b"spoilt")
-    assert interference_gaps(sweep)[0].endswith(f"snapshot {last} does not check against its digest")
+    assert interference(sweep)[1][0].endswith(f"snapshot {last} does not check against its digest")
     assert sweep.snapshots.path(last).read_bytes() == b"spoilt"  # looking changes nothing
 
 

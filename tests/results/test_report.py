@@ -11,7 +11,7 @@ from matplotlib import image
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results import report, summaries
-from latent_sweep.results.figures import curve_figure, save_figure, score_matrix_figure
+from latent_sweep.results.figures import curve_figure, score_matrix_figure, score_matrix_png
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
 
@@ -244,6 +244,17 @@ def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
     assert np.isnan(stds).all()
 
 
+def test_curves_leave_out_trials_that_have_no_such_setting(tmp_path):
+    """Where methods are compared, a setting of one of them is nothing in the trials of the others."""
+    sweep = write_sweep(tmp_path, {"backbone.targets": [["q", "v"]], "method.ortho_lambda": [None, 0.1, 0.0]})
+    for trial, average in zip(sweep, (0.2, 0.3, 0.4), strict=True):
+        run_to_end(trial, average, 0.0)
+    curves = summaries.curves(summaries.summarise(sweep))
+    assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
+    ((means, _),) = curves.series.values()
+    np.testing.assert_allclose(means, [40.0, 30.0])
+
+
 def test_the_score_matrix_as_csv():
     text = report.score_matrix_csv(["a", "b", "c"], [[0.5], [0.25, None]])
     assert text == "after,a,b,c\na,0.5,,\nb,0.25,,\n"
@@ -257,8 +268,33 @@ def test_the_score_matrix_figure_writes_every_known_score_once(tmp_path):
         (0, 1): "25.0",
         (1, 1): "100.0",
     }
-    save_figure(figure, tmp_path / "new" / "matrix.png")
-    assert image.imread(tmp_path / "new" / "matrix.png").ndim == 3
+    figure.savefig(tmp_path / "matrix.png")
+    assert image.imread(tmp_path / "matrix.png").ndim == 3
+
+
+@pytest.mark.parametrize("n_tasks", [1, 2, 5])
+def test_the_quick_score_matrix_is_the_figure(n_tasks):
+    """Every pixel, but for the numbers and the lines between cells, which another program draws."""
+    tasks = [f"task {i}" for i in range(n_tasks)]
+    scores = [[None if (i, j) == (3, 1) else (1 + i + j) / 10 for j in range(i + 1)] for i in range(n_tasks)]
+    expected = io.BytesIO()
+    score_matrix_figure(tasks, scores).savefig(expected, format="png")
+    expected.seek(0)
+    slow = image.imread(expected)[..., :3]
+    for _ in range(2):  # the second time with what was kept
+        quick = image.imread(io.BytesIO(score_matrix_png(tasks, scores)))
+        assert quick.shape == slow.shape
+        inside = [(i, j, 0.2) for i in range(n_tasks) for j in range(i + 1)]
+        figure = score_matrix_figure(tasks, scores)
+        figure.draw_without_rendering()
+        places = figure.axes[0].transData.transform([(j - dy, i - dy) for i, j, dy in inside]).astype(int)
+        for x, y in places:
+            np.testing.assert_allclose(quick[-1 - y, x], slow[-1 - y, x], atol=1 / 255)
+        left, bottom = figure.axes[0].transData.transform((-0.55, n_tasks - 0.45)).astype(int)
+        np.testing.assert_array_equal(quick[:, :left], slow[:, :left])  # names of tasks
+        np.testing.assert_array_equal(quick[-bottom:], slow[-bottom:])
+        differing = (np.abs(quick - slow).max(axis=-1) > 0.2).mean()
+        assert differing < 0.03  # numbers, half a pixel beside, and half a line
 
 
 def test_fifteen_long_task_names_do_not_overlap():

@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+from helpers.sweep_folders import as_before
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import journal_at
 
@@ -158,7 +159,7 @@ def test_files_of_another_content_are_told_and_no_fault_of_ours(copy, capsys, na
 
 @pytest.mark.parametrize("content", ["benchmark: [", "benchmark: {}\n", None])
 def test_settings_that_cannot_be_read_are_told(copy, capsys, content):
-    first, _ = copy
+    first, _ = as_before(copy)
     (first.path / "trial.yaml").unlink()
     if content is not None:
         (first.path / "trial.yaml").write_text(content)

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import random
 import re
 import statistics
 import time
@@ -278,6 +279,52 @@ def test_only_journals_that_have_changed_are_read_again(sweep, monkeypatch):
     assert read == [(second.trial_id, (end, 1))], "what was read is not read again"
     assert watch.look().tasks_done == 1
     assert len(read) == 1
+
+
+def test_of_many_trials_those_are_looked_at_that_somebody_tells_of(tmp_path, monkeypatch):
+    sweep = write_sweep(tmp_path, {"seed": list(range(states.ROUND * 3))})
+    trials, looked = list(sweep), []
+    version = states._version
+    monkeypatch.setattr(states, "_version", lambda path: looked.append(path) or version(path))
+    watch = SweepWatch(sweep, drives=True)
+    watch.look()
+    assert len(looked) == len(trials)
+    for _ in range(2):
+        looked.clear()
+        start(trials[-1])
+        learn(trials[-1], 1, 0.5)
+        assert watch.look().tasks_done == 1
+        assert len(looked) <= 1 + 3, "its own, and a sixtieth of all"
+    another_process(monkeypatch)
+    start(trials[5])
+    monkeypatch.setattr(telling, "_TELLINGS", {})  # killed before it could tell anybody
+    assert [watch.look().counts["running"] for _ in range(states.ROUND)][-1] == 2
+
+
+def test_what_all_trials_add_up_to_is_the_same_event_by_event(tmp_path, monkeypatch):
+    monkeypatch.setattr(states.time, "time", lambda: 5000.0)
+    sweep = write_sweep(tmp_path, {"seed": list(range(6))})
+    trials, source = list(sweep), random.Random(7)
+    watch = SweepWatch(sweep, drives=True)
+    watch.look()
+    for moment in range(4100, 4200):
+        trial = source.choice(trials)
+        seen = [event["tasks_seen"] for event in trial.events() if event["event"] == "stage"]
+        what = source.choice(["started", "stage", "stage", "again", "lost", "failed", "stopped", "nothing"])
+        if what == "started":
+            told(trial, float(moment))
+        elif what == "stage" and len(seen) < len(TASKS):
+            told(trial, float(moment), len(seen) + 1, reused=source.random() < 0.3)
+        elif what == "again" and seen:
+            told(trial, float(moment), max(seen), reused=True)
+        elif what in ("lost", "failed"):
+            trial.journal.append(what, time=float(moment), kind="error", message="no", task=None, step=None)
+        elif what == "stopped":
+            trial.journal.append("stopped", time=float(moment), tasks_seen=len(seen), reason="enough")
+        kept = watch.look()
+        anew = SweepWatch(sweep, drives=True)
+        anew._began = watch._began
+        assert kept == anew.look()
 
 
 def test_a_damaged_journal_is_an_error_and_no_picture(sweep, capsys):

@@ -15,7 +15,7 @@ from latent_sweep.backends.verify import verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.store.folders import driving, open_sweep
-from latent_sweep.store.inventory import Inventory, collect, deletion, garbage, lineages_of
+from latent_sweep.store.inventory import Inventory, collect, delete, deletion, garbage, lineages_of
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage
 
@@ -105,6 +105,11 @@ def test_list_goes_on_where_a_sweep_is_damaged(place, capsys):
     assert main(["list", str(place)]) == 0
     printed = capsys.readouterr().out
     assert "damaged" in printed and "does not check against its digest" in printed
+    assert main(["list", str(place), "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert "fault" in one and "fault" not in two, "the other one can be read"
+    files = [path for path in (place / "snapshots").iterdir() if path.stem in lineages_of(open_sweep(place / "two"))]
+    assert two["bytes_snapshots"] == sum(path.stat().st_size for path in files if path.suffix != ".lock")
     assert main(["gc", str(place), "--delete", "--keep-days", "0"]) == 2, "what it refers to is not known"
 
 
@@ -257,6 +262,18 @@ def test_a_sweep_that_is_being_run_is_not_deleted(place, capsys):
     assert main(["delete", str(place / "one"), "--yes"]) == 0
 
 
+def test_nothing_is_deleted_where_another_sweep_was_written_meanwhile(ran, place):
+    """It may refer to the very snapshots that nobody else did when it was asked whether to delete."""
+    shutil.rmtree(place / "two")
+    inventory = Inventory(Storage(place))
+    going = deletion(inventory, "one")
+    shutil.copytree(ran / "two", place / "two")
+    before = snapshots(place)
+    with pytest.raises(StoreError, match="nothing was deleted"):
+        delete(inventory, going)
+    assert snapshots(place) == before and open_sweep(place / "one").exists
+
+
 def test_candidates_go_with_their_sweep(tmp_path):
     for name, of in (("lambda", None), ("lambda-tuning", "lambda"), ("other-tuning", "other")):
         write_sweep(tmp_path, {"seed": [0]}, name=name, tuning_of=of)
@@ -290,6 +307,13 @@ def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
     seeds = {trial.trial_id: trial.params["seed"] for trial in open_sweep(f"{target}/one")}
     assert {name: text for name, text in results(open_sweep(f"{target}/one")).items() if name in kept} == kept
     assert len(learned) == 6 and sorted(seeds.values()) == [0, 1, 2], "four were learned before the copy was taken"
+
+
+def test_a_sweep_is_copied_whatever_another_one_is_like(place, tmp_path):
+    (place / "two" / "sweep.json").write_text("{}")
+    assert main(["cp", str(place / "one"), str(tmp_path / "there")]) == 0
+    assert verify_disk(open_sweep(tmp_path / "there" / "one")).faults == []
+    assert main(["delete", str(place / "one"), "--yes"]) == 2, "what else refers to its snapshots is not known"
 
 
 def test_a_copy_to_an_object_store_and_back(place, node, tmp_path, capsys):
@@ -327,6 +351,23 @@ def test_a_copy_never_replaces_another_sweep(ran, place, tmp_path, capsys):
     assert main(["cp", str(place / "one"), str(archive)]) == 0
     assert main(["cp", str(place / "one"), str(archive)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_a_copy_is_never_taken_back_to_an_earlier_state(place, tmp_path, capsys):
+    """It was copied before its end, and went on where it was copied to."""
+    target = tmp_path / "there"
+    assert main(["cp", str(place / "one"), str(target)]) == 0
+    trial = next(iter(open_sweep(place / "one")))
+    *lines, _ = trial.journal.path.read_bytes().splitlines(keepends=True)
+    trial.journal.path.write_bytes(b"".join(lines))
+    before = results(open_sweep(target / "one"))
+    assert main(["cp", str(place / "one"), str(target)]) == 2
+    assert "has gone on there since it was copied; delete it" in capsys.readouterr().err
+    assert results(open_sweep(target / "one")) == before and verify_disk(open_sweep(target / "one")).faults == []
+    assert main(["cp", str(target / "one"), str(place)]) == 0, "what has gone on may be copied back"
+    assert verify_disk(open_sweep(place / "one")).faults == []
+    assert main(["cp", str(place / "one"), str(place)]) == 2
+    assert "is the storage that sweep one lies in" in capsys.readouterr().err
 
 
 def test_a_copy_that_was_cut_is_no_sweep_and_goes_on(place, tmp_path):

@@ -1,5 +1,6 @@
 import json
 
+import psutil
 import pytest
 from helpers.sweep_folders import learn, start, write_sweep
 from helpers.tiny import journal_at
@@ -50,6 +51,33 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path, line):
         journal.read()
     with pytest.raises(StoreError, match="line 2"):
         journal.append("started", attempt=2)
+
+
+def bytes_read():
+    """What this process has asked the system to read so far."""
+    return psutil.Process().io_counters().read_chars
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "io_counters"), reason="this system does not count what is read")
+def test_an_append_reads_no_more_of_a_long_journal_than_of_a_short_one(tmp_path):
+    journal, text, read = journal_at(tmp_path / "journal.jsonl"), "x" * 100_000, []
+    for attempt in range(40):
+        before = bytes_read()
+        assert journal.append("started", attempt=attempt, text=text)["seq"] == attempt
+        read.append(bytes_read() - before)
+    assert max(read) < 4 * len(text) < journal.path.stat().st_size / 9, "the last line, and what counts the bytes"
+    assert [event["attempt"] for event in journal.read()] == list(range(40))
+
+
+def test_a_last_line_of_any_length_is_found_behind_a_torn_one(tmp_path):
+    """Lengths about those of the blocks that are read from the end."""
+    for length in (0, 2**16 - 150, 2**16, 2**17 + 1):
+        journal = journal_at(tmp_path / f"{length}.jsonl")
+        for line in range(3):
+            journal.append("started", attempt=line, text="x" * length)
+            with journal.path.open("ab") as file:
+                file.write(b"y" * (line * 2**15))
+        assert [event["seq"] for event in journal.read()] == [0, 1, 2]
 
 
 def three_events(folder):

@@ -50,6 +50,31 @@ def test_a_snapshot_comes_back_as_it_was(store):
     assert set(content(store.folder)) == {"abc.json", "abc.safetensors"}
 
 
+def test_what_is_recalled_is_read_when_it_is_asked_for_and_is_the_same(store):
+    assert store.recall("abc") is None
+    store.append(snapshot())
+    found = store.recall("abc")
+    assert_same(found, snapshot())
+    assert ("R" in found.tensors, "S" in found.tensors, len(found.tensors)) == (True, False, 2)
+    with pytest.raises(KeyError):
+        found.tensors["S"]
+    found.tensors["R"].zero_()
+    assert_same(found, snapshot())  # nobody else has what was read
+
+
+def test_what_is_recalled_is_held_against_its_digest_where_the_file_is_another(store, caplog):
+    store.append(snapshot())
+    found, path = store.recall("abc"), store.path("abc")
+    whole = path.read_bytes()
+    path.unlink()
+    write_file(path, whole)
+    assert_same(found, snapshot())
+    path.write_bytes(whole[:-1] + b"x")
+    with pytest.raises(StoreError, match=r"abc\.safetensors: was whole when this run took it up.* same command again"):
+        found.tensors["R"]
+    assert "it is moved to" in caplog.text
+
+
 def test_equal_snapshots_have_equal_bytes(store, tmp_path):
     """Whatever the order of the names in memory."""
     store.append(snapshot())

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -653,6 +654,43 @@ def everything(uri):
     place = open_storage(uri)
     place.pull(place.folder / "snapshots")
     return results(journals(uri))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The requests that the server gets, in order: what bucket's prefix they are about, and their kind."""
+    from werkzeug.serving import WSGIRequestHandler
+
+    found = []
+
+    def log_request(self, code="-", size="-"):
+        listing = self.command == "GET" and "list-type=" in self.path
+        found.append((self.path, "list" if listing else self.command.lower()))
+
+    monkeypatch.setattr(WSGIRequestHandler, "log_request", log_request)
+    return found
+
+
+@pytest.mark.slow
+def test_the_requests_of_a_run_are_counted_and_few(s3, tmp_path, on_node, asked):
+    sent = {}
+    for tasks in (["mood", "ticket"], ["mood", "ticket", "topic"]):
+        on_node("one")
+        name = f"of-{len(tasks)}"
+        content = tiny(run__storage=s3(name), trial__benchmark__tasks=tasks, search={"seed": [0]})
+        asked.clear()
+        process = start(write(tmp_path / name, content), "--local")
+        printed, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, printed
+        sent[name] = Counter(kind for path, kind in asked if f"sweeps/{name}" in path or f"prefix={name}" in path)
+        (told,) = re.findall("^requests  (.*): of this run", printed, re.MULTILINE)
+        counted = Counter({kind: int(count) for count, kind in (one.split() for one in told.split(", "))})
+        end_of_lease = Counter(head=1, delete=1, put=1)  # of the driver's, after it has printed that
+        beats = sent[name]["put"] - counted["put"] - end_of_lease["put"]  # signs of life, meanwhile
+        assert 0 <= beats <= 1
+        assert sent[name] - counted == end_of_lease + Counter(put=beats)
+    of_a_task = sent["of-3"].total() - sent["of-2"].total()
+    assert of_a_task <= 20 + 2, "a task's; this is the third, two more files than of the first"
 
 
 @pytest.mark.slow

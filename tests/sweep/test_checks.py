@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from helpers.sweeps import tiny, write, write_benchmark
+from helpers.sweeps import change_benchmark, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
 
 from latent_sweep.backbones.generation import answer_text
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer, tokenizer_at_hand
-from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import exact_match
@@ -41,15 +39,6 @@ def put(own: Path, task: str, split: str, content: list[dict[str, Any]]) -> None
     (own / task / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def describe(own: Path, **changes: Any) -> None:
-    """Change keys of the benchmark's file; `task_x` is the key x of its first task."""
-    content = yaml.safe_load((own / "benchmark.yaml").read_text())
-    for key, value in changes.items():
-        (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
-    (own / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    load_benchmark.cache_clear()
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A benchmark of two tasks with 24 training and 6 test rows each, in which nothing is wrong."""
@@ -70,7 +59,7 @@ def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any
 
 
 def test_nothing_is_said_where_nothing_is_wrong(own: Path) -> None:
-    describe(own, stop=["\n"])
+    change_benchmark(own, stop=["\n"])
     assert said_of(own) == []
 
 
@@ -132,7 +121,7 @@ def test_without_its_tokenizer_a_line_break_of_t5_is_a_space() -> None:
 
 
 def test_a_task_whose_targets_all_hold_a_stop_string_is_a_fault(own: Path, tmp_path: Path, capsys: Any) -> None:
-    describe(own, stop=["\n", "#"], max_target_length=90)
+    change_benchmark(own, stop=["\n", "#"], max_target_length=90)
     put(own, "right", "train", rows("right", "train", [f"a\nb{'c' * 70}"] * 5))
     path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={}))
     for command in (["plan", path], ["run", path, "--local"]):
@@ -147,7 +136,7 @@ def test_a_task_whose_targets_all_hold_a_stop_string_is_a_fault(own: Path, tmp_p
 
 
 def test_some_targets_that_hold_a_stop_string_are_counted_by_task(own: Path) -> None:
-    describe(own, stop=["\n"])
+    change_benchmark(own, stop=["\n"])
     put(own, "left", "train", rows("left", "train", ["a\nb", "a\nc", *["ax", "bx"] * 19]))
     put(own, "left", "test", rows("left", "test", [*["ax"] * 19, "b\nc"]))
     put(own, "right", "test", rows("right", "test", [*["ax"] * 29, "b\nc"]))
@@ -159,12 +148,12 @@ def test_some_targets_that_hold_a_stop_string_are_counted_by_task(own: Path) -> 
 
 def test_more_than_a_few_targets_that_hold_a_stop_string_are_a_fault(own: Path) -> None:
     """A sweep on such targets once ended at 0.8 % without a word."""
-    describe(own, stop=["\n"])
+    change_benchmark(own, stop=["\n"])
     put(own, "left", "train", rows("left", "train", ["a\nb", "a\nc", *["ax", "bx"] * 18]))
     message = faults_of(own)
     assert "task left: 2 of 38 training targets hold one of the stop strings" in message
     assert "if it is meant, add `allow: [stopped_targets]` to the task" in message
-    describe(own, task_allow=["stopped_targets"])
+    change_benchmark(own, task_allow=["stopped_targets"])
     assert said_of(own)[0].endswith("left 2 of 38 training; e.g. 'a\\nb'")
 
 
@@ -174,12 +163,12 @@ def test_answers_of_which_nothing_is_compared(own: Path) -> None:
     assert "task left: 1 of 10 test targets hold no letter or digit" in message
     assert "leave them out by benchmark.drop_unlabelled: true" in message
     assert said_of(own, {"drop_unlabelled": True}) == []
-    describe(own, task_allow=["empty_answers"])
+    change_benchmark(own, task_allow=["empty_answers"])
     assert said_of(own)[0].endswith("left 1 of 10 test; e.g. '-'")
 
 
 def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
-    describe(own, stop=["\n"])
+    change_benchmark(own, stop=["\n"])
     put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], *[["bx"]] * 19]))
     assert "left 1 of 20 test" in said_of(own)[0]
     assert said_of(own, {"references": "max_over_refs"}) == []
@@ -203,7 +192,7 @@ def test_targets_that_are_all_cut_are_a_fault(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", ["abcde", "abcdef"]))
     message = "task left: all 2 test targets are longer than benchmark.max_target_length = 4 tokens, where they are cut"
     assert f"{message}, e.g. 'abcde'; raise it, or shorten them" in faults_of(own)
-    describe(own, task_allow=["long_targets"])
+    change_benchmark(own, task_allow=["long_targets"])
     assert said_of(own)[0].endswith("left 2 of 2 test; e.g. 'abcde'")
 
 
@@ -227,7 +216,7 @@ def test_many_long_prompts_are_estimated(own: Path) -> None:
 
 
 def test_an_instruction_without_room_for_the_input_is_a_fault(own: Path) -> None:
-    describe(own, task_instruction="Say it. " * 10)
+    change_benchmark(own, task_instruction="Say it. " * 10)
     message = faults_of(own, {"max_source_length": 64})
     assert "benchmark own, task left: benchmark.max_source_length: the instruction that begins with" in message
     # 79 characters and two line ends before the input, nine behind it
@@ -397,7 +386,7 @@ def test_test_inputs_that_were_trained_on_are_counted(own: Path) -> None:
     put(own, "left", "test", [*content[:2], *others])
     message = faults_of(own)
     assert "task left: 2 of 21 test inputs are training inputs too; leave them out of one of the two" in message
-    describe(own, task_allow=["shared_inputs"])
+    change_benchmark(own, task_allow=["shared_inputs"])
     assert said_of(own) == ["warning: benchmark own: test inputs are training inputs too: left 2 of 21"]
 
 
@@ -427,7 +416,7 @@ def test_a_method_that_learns_nothing_has_no_warm_up(own: Path) -> None:
 
 
 def test_all_faults_come_together(own: Path) -> None:
-    describe(own, stop=["x"])
+    change_benchmark(own, stop=["x"])
     message = faults_of(own, trial__training={"warmup_steps": 1000})
     assert message.splitlines()[0] == "sweep.yaml: 5 faults"
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from helpers.sweeps import write_benchmark
+from helpers.sweeps import change_benchmark, write_benchmark
 
 from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
@@ -28,14 +27,6 @@ def own(tmp_path: Path) -> Path:
 def put(own: Path, split: str, content: list[tuple[str, Any]]) -> None:
     rows = [{"input": text, "output": answer} for text, answer in content]
     (own / "left" / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
-
-
-def describe(own: Path, **changes: Any) -> None:
-    content = yaml.safe_load((own / "benchmark.yaml").read_text())
-    for key, value in changes.items():
-        (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
-    (own / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    load_benchmark.cache_clear()
 
 
 def similarity(one: str, other: str) -> float:
@@ -88,7 +79,7 @@ def test_everything_is_counted(own: Path, capsys: Any) -> None:
     train = [(long, "ax"), (f"{long} now", "bx"), ("same", "ax"), ("same", "-"), ("x" * 1100, "abcdefgh")]
     put(own, "train", [*train, *((f"row {i}", "ax") for i in range(95))])
     put(own, "test", [(f"{long} again", "ax"), ("same", "a\nb"), *((f"other {i}", "ax") for i in range(38))])
-    describe(own, stop=["\n"])
+    change_benchmark(own, stop=["\n"])
     report = examine_benchmark(str(own), "tiny-llama")
     left = report.tasks[0]
     of_train, of_test = left.splits["train"], left.splits["test"]
@@ -117,21 +108,21 @@ def test_everything_is_counted(own: Path, capsys: Any) -> None:
 
 def test_what_would_spoil_scores_is_a_fault_that_names_what_mends_it(own: Path, capsys: Any) -> None:
     put(own, "test", [(f"other {i}", "a\nb" if i < 4 else "ax") for i in range(40)])
-    describe(own, stop=["\n"])
+    change_benchmark(own, stop=["\n"])
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 1
     printed = capsys.readouterr().out
     assert "fault: benchmark own, task left: 4 of 40 test targets hold one of the stop strings" in printed
     assert "change `stop`" in printed and "allow: [stopped_targets]" in printed
-    describe(own, task_allow=["stopped_targets"])
+    change_benchmark(own, task_allow=["stopped_targets"])
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 0
-    describe(own, task_labels=["ax", "bx"])
+    change_benchmark(own, task_labels=["ax", "bx"])
     assert main(["benchmark", "check", str(own), "--backbone", "tiny-llama"]) == 1
     assert "is none of the task's labels" in capsys.readouterr().out
 
 
 def test_an_answer_that_its_metric_cannot_score(own: Path) -> None:
     put(own, "test", [("a", "7"), ("b", "seven")])
-    describe(own, task_metric="number_match")
+    change_benchmark(own, task_metric="number_match")
     told = "\n".join(examine_benchmark(str(own), "tiny-llama").warnings)
     assert "answers hold no number, and number_match gives 0: left 1 test" in told
 

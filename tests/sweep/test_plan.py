@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +15,12 @@ from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
-from latent_sweep.store.folders import SweepFolder
+from latent_sweep.settings import canonical_json, content_hash, json_list, json_object
+from latent_sweep.store.folders import SweepFolder, open_sweep
 from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.config import load_sweep, parse_sweep, trial_settings
 from latent_sweep.sweep.forecast import estimate
-from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.plan import expand, pack, plan_trial, points
 
 SWEEPS = sorted((Path(__file__).parents[2] / "sweeps").glob("*.yaml"))
 
@@ -429,3 +431,60 @@ def test_files_are_looked_for_as_often_for_many_trials_as_for_few(tmp_path, monk
     rows = place / "left" / "train.json"
     rows.write_text(rows.read_text().replace("row 0", "row zero"))
     assert planned(2)[1] != lineages
+
+
+# --- what trials have in common is found once ------------------------------------------------------------------------
+
+
+SHARING = {
+    "trial": [
+        {"method": {"name": "latent_lora", "rank": 4, "ortho_lambda": 0.0}},
+        {"method": {"name": "latent_lora", "rank": 4, "ortho_lambda": 0.1}, "router": {"mode": "sum"}},
+        {"method": {"name": "joint_lora", "rank": 4}, "router": {"mode": "last"}},
+        {"method": {"name": "zero_shot"}, "router": {"mode": "last"}},
+    ],
+    "seed": [0, 1],
+    "router.components": [1, 2],
+    "router.cov.refresh": ["per_task", "final"],
+    "benchmark.order": ["1", "2"],
+    "benchmark.test_per_task": [3, 12],
+    "training.select": ["last", "best_validation"],
+}
+"""Axes along which every part of a trial's identity is once the same and once another."""
+
+
+def test_a_trial_among_others_is_what_it_is_alone():
+    """Each trial is planned twice: where equal parts of a sweep's trials are found once, and with nobody beside it."""
+    sweep = parse_sweep(tiny(search=SHARING, trial__method={"name": "latent_lora"}), "sweep.yaml")
+    together = expand(sweep)
+    estimate(together, open_sweep(Path("nowhere") / "tiny"))
+    alone = {}
+    for point in points(sweep):
+        trial = plan_trial(trial_settings(sweep, point), point)
+        alone.setdefault(trial.trial_id, trial)
+    assert [trial.trial_id for trial in together] == list(alone)
+    for trial, other in zip(together, alone.values(), strict=True):
+        assert trial == other
+        assert (trial.lineages(), trial.row_keys()) == (other.lineages(), other.row_keys())
+        assert trial.lineages() == tuple(map(content_hash, other.stage_contents()))
+
+
+def test_equal_groups_of_a_sweep_are_one_object():
+    trials = trials_of(tiny(search=SHARING, trial__method={"name": "latent_lora"}))
+    for group, most in {"router": 6, "backbone": 1, "benchmark": 4, "evaluation": 1}.items():
+        groups = [getattr(trial.settings, group) for trial in trials]
+        assert len({id(one) for one in groups}) <= most, group
+    assert len({id(trial.sources) for trial in trials}) == 4
+
+
+def test_a_trial_that_was_changed_has_no_lineages_of_what_it_was():
+    (trial,) = trials_of(tiny(search={}))
+    before, rows = trial.lineages(), trial.row_keys()
+    other = replace(trial, settings=trial.settings.model_copy(update={"seed": 7}))
+    assert not {*before, *rows} & {*other.lineages(), *other.row_keys()}
+
+
+@pytest.mark.parametrize("content", [{}, {"b": 1, "a": [1.5, None]}, {"ü": "\n", '"': {"z": 1e-7}}])
+def test_json_of_parts_is_that_of_the_whole(content):
+    assert json_object({key: canonical_json(part) for key, part in content.items()}) == canonical_json(content)
+    assert json_list(map(canonical_json, content.values())) == canonical_json(list(content.values()))

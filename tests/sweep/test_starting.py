@@ -1,5 +1,6 @@
 """A first sweep file is one that runs, for every question, backbone and benchmark; and so is a first benchmark."""
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.patience import PATIENCE
+from helpers.sweeps import write_benchmark
 
 import latent_sweep
 from latent_sweep.backbones.known import EMBEDDED
@@ -56,6 +58,18 @@ def test_every_first_sweep_can_be_planned(purpose, backbone, benchmark):
     assert len(trials) > 2 and {trial.settings.backbone.name for trial in trials} == {backbone}
     seeds = {trial.settings.seed for trial in trials}
     assert len(seeds) >= (2 if purpose == "quickstart" else 3)
+
+
+def test_names_that_yaml_reads_otherwise_are_names(tmp_path):
+    """`no` is false there, and `1` a number."""
+    names = ("no", "1", "1e3", "on", "null")
+    own = write_benchmark(tmp_path / "own", names)
+    tasks = [{"name": name, "metric": "accuracy"} for name in names]
+    (own / "benchmark.yaml").write_text(json.dumps({"tasks": tasks, "orders": {"off": names}}))
+    load_benchmark.cache_clear()
+    text = starting.sweep_text("first.yaml", EMBEDDED, str(own), "seeds")
+    (settings,) = {trial.settings.benchmark for trial in trials_of(parse_sweep(parse_yaml(text, "f"), "first.yaml"))}
+    assert (settings.order, settings.tasks) == ("off", ("no", "1", "1e3", "on"))
 
 
 @pytest.mark.parametrize("backbone", [EMBEDDED, "t5-large"])

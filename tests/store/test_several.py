@@ -1,0 +1,121 @@
+"""Several sweeps, several people and several names for one bucket; clocks that are wrong."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from helpers.buckets import URI
+from helpers.moments import at_step
+from helpers.patience import PATIENCE
+from helpers.sweeps import end, events, results, start, sweep_folder, tiny, wait_until, write
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+from latent_sweep.cli import main
+from latent_sweep.store import leases, objects
+from latent_sweep.store.files import write_file
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.inventory import Inventory, garbage
+from latent_sweep.store.journal import status
+
+ONE = tiny(name="one", search={"seed": [0]})
+BOTH = tiny(name="both", search={"seed": [0, 1]})
+"""Shares the training of seed 0 with the other sweep."""
+
+
+@pytest.fixture
+def ran(node, tmp_path, monkeypatch):
+    """A sweep in an object store, run on one node; this is another node now."""
+    monkeypatch.setattr(leases, "SETTLING_SECONDS", 0.0)
+    node("a")
+    assert main(["run", write(tmp_path / "a", ONE | {"run": ONE["run"] | {"storage": URI}}), "--local"]) == 0
+    node("b")
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def read_only(ran, monkeypatch):
+    """Credentials that may list and read, and nothing else."""
+
+    def refuse(*arguments, **named):
+        raise PermissionError("AWS Error ACCESS_DENIED during PutObject operation")
+
+    for name in ("open_output_stream", "delete_file", "create_dir", "delete_dir", "move"):
+        monkeypatch.setattr(FSSpecHandler, name, refuse)
+
+
+@pytest.mark.usefixtures("read_only")
+@pytest.mark.parametrize("command", ["status", "report", "verify", "rescore", "list"])
+def test_who_may_only_read_sees_everything(capsys, tmp_path, command):
+    code = main([command, URI if command == "list" else f"{URI}/one"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert printed.out.strip()
+
+
+@pytest.mark.usefixtures("read_only")
+def test_who_may_only_read_is_told_so_before_anything_is_learned(capsys, tmp_path):
+    assert main(["run", write(tmp_path / "b", ONE | {"run": ONE["run"] | {"storage": URI}}), "--local"]) == 2
+    assert "the credentials here may list, read, write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["s3://moved/elsewhere", f"{URI}?region=eu-west-1"])
+def test_a_bucket_that_has_moved_holds_what_it_held(ran, tmp_path, monkeypatch, capsys, place):
+    there = tmp_path / "moved"
+    shutil.copytree(ran, there)
+    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(there)))
+    assert main(["run", write(tmp_path / "b", ONE | {"run": ONE["run"] | {"storage": place}}), "--local"]) == 0
+    assert "1 of 1 trainings are complete" in capsys.readouterr().out
+    address, _, options = place.partition("?")
+    assert main(["verify", f"{address}/one" + (f"?{options}" if options else "")]) == 0
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_lost_clock_takes_no_lease_from_anybody_and_deletes_nothing(ran, node, tmp_path, monkeypatch, hours):
+    sweep = open_sweep(f"{URI}/one")
+    lock = tmp_path / "bucket" / "one" / "locks" / "driver.lock"
+    write_file(lock, json.dumps({"host": "elsewhere", "pid": 1, "since": time.time(), "owner": "x"}).encode())
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
+    assert not sweep.storage.lease(sweep.path / "locks" / "driver.lock").take()
+    unreferred = sweep.storage.folder / "snapshots" / f"{'0' * 16}.json"
+    sweep.storage.write(unreferred, b"{}")
+    assert garbage(Inventory(sweep.storage), keep_days=0.0) == [], "it was written just now"
+    os.utime(ran / "snapshots" / unreferred.name, (right() - 7200,) * 2)
+    os.utime(unreferred, (right() - 7200,) * 2)
+    assert [one.path for one in garbage(Inventory(sweep.storage), keep_days=0.0)] == [unreferred]
+    lock.unlink()
+
+
+@pytest.mark.slow
+def test_sweeps_that_share_trainings_run_at_once_while_one_reads_and_one_cleans_up(tmp_path, capsys):
+    assert main(["run", write(tmp_path / "alone", BOTH), "--local"]) == 0
+    expected = results(sweep_folder(tmp_path / "alone", "both"))
+    storage = str(tmp_path / "runs")
+    paths = {c["name"]: write(tmp_path / c["name"], c | {"run": c["run"] | {"storage": storage}}) for c in (ONE, BOTH)}
+    learning, drivers = at_step(tmp_path / "moment", position=0, step=2), []
+    try:
+        drivers.append(start(paths["one"], "--local", **learning.environment))
+        learning.wait(drivers[0])
+        drivers.append(start(paths["both"], "--local"))
+        wait_until(lambda: (tmp_path / "runs" / "both" / "sweep.json").exists(), drivers[1])
+        for _ in range(3):
+            capsys.readouterr()
+            assert main(["report", f"{storage}/one"]) == 0
+            assert main(["gc", storage, "--keep-days", "0", "--delete"]) == 0
+            assert main(["verify", f"{storage}/both"]) == 0
+        learning.let_go()
+        printed = [driver.communicate(timeout=PATIENCE)[0] for driver in drivers]
+    finally:
+        for driver in drivers:
+            end(driver)
+    assert [driver.returncode for driver in drivers] == [0, 0], printed
+    found = results(open_sweep(f"{storage}/both"))
+    assert found == expected
+    both, one = (open_sweep(f"{storage}/{name}") for name in ("both", "one"))
+    learned = [event["lineage"] for sweep in (one, both) for event in events(sweep, "stage") if not event["reused"]]
+    assert len(learned) == len(set(learned)) == 4, "what both need was learned once"
+    assert {status(trial.events()) for sweep in (one, both) for trial in sweep} == {"finished"}
