@@ -95,7 +95,7 @@ if any("default_worker.py" in argument for argument in sys.orig_argv):
                 outcomes.append(RuntimeError("an imitated failure") if fails else done)
             return outcomes
 
-        def score(self, history, weights, rows, metric, definitions=1, inputs=None):
+        def score(self, history, weights, rows, *more):
             if rows._fingerprint not in known:  # of every trial the same
                 known[rows._fingerprint] = list(rows["id"]), [list(told) for told in rows["references"]]
             ids, references = known[rows._fingerprint]
@@ -213,8 +213,8 @@ class Meter:
     def between(self, begin: float, end: float) -> tuple[float, float]:
         """The driver's seconds, and the clock's, for a trial between these shares of all that ended."""
         last = self.course[-1][0]
-        found = [point for point in self.course if begin * last <= point[0] <= end * last]
-        (before, cpu, clock), (after, cpu_then, clock_then) = found[0], found[-1]
+        points = [next(point for point in self.course if point[0] >= share * last) for share in (begin, end)]
+        (before, cpu, clock), (after, cpu_then, clock_then) = points  # without what follows the last trial's end
         count = max(1, after - before)
         return (cpu_then - cpu) / count, (clock_then - clock) / count
 
