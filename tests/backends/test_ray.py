@@ -256,6 +256,24 @@ def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_
 
 
 @pytest.mark.slow
+def test_a_failure_ends_the_sweep_where_that_is_asked_for(two_cpus, tmp_path):
+    content = tiny(
+        trial__training__epochs=1,
+        search={"training.learning_rate": [1e30, 0.1, 0.2, 0.3, 0.4, 0.5]},
+        run__max_concurrent=1,
+    )
+    process = start(write(tmp_path, content), "--fail-fast", **two_cpus)
+    try:
+        printed, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        end(process)
+    assert process.returncode == 1, printed
+    assert "a trial has failed, and the sweep ends here" in printed
+    first, *_, last = (status(trial.events()) for trial in sweep_folder(tmp_path))
+    assert (first, last) == ("failed", "pending"), "trials are handed out in their order"
+
+
+@pytest.mark.slow
 def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
     content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
     code, printed = run_on_ray(content, tmp_path, **two_cpus)

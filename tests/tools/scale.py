@@ -239,7 +239,7 @@ class Cost:
         (middle, _), (last, clock) = self.meter.between(1 / 3, 2 / 3), self.meter.between(2 / 3, 1)
         each = [1000 * self.meter.spent(kind) / self.trials for kind in ("driver", "worker", "ray")]
         growth = last / middle if middle else float("nan")
-        asked = ", ".join(f"{kind} {count / self.trials:.0f}" for kind, count in sorted(self.requests.items()))
+        asked = ", ".join(f"{kind} {count / self.trials:,.0f}" for kind, count in sorted(self.requests.items()))
         cells = [
             f"{self.trials:,}",
             f"{self.seconds:.0f} s",
@@ -307,7 +307,8 @@ class Watched:
         def watched(environment: Mapping[str, Any], respond: Callable[..., Any]) -> Any:
             listing = environment["REQUEST_METHOD"] == "GET" and "list-type" in environment.get("QUERY_STRING", "")
             self.requests["LIST" if listing else environment["REQUEST_METHOD"]] += 1
-            self.requests["bytes in"] += int(environment.get("CONTENT_LENGTH") or 0)
+            sizes = (environment.get(name) for name in ("HTTP_X_AMZ_DECODED_CONTENT_LENGTH", "CONTENT_LENGTH"))
+            self.requests["bytes in"] += int(next(filter(None, sizes), 0))  # the first, of what comes in parts
             if self.refused > 0:
                 self.refused -= 1
                 environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
