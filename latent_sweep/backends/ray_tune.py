@@ -34,6 +34,9 @@ LOOK_SECONDS = 5.0
 """How often to look whether trials that wait can be placed at all."""
 TELL_SECONDS = 60.0
 """How often to say what they wait for."""
+LETTING_GO_SECONDS = "60"
+"""How long the next pack waits for the one that a scheduler has stopped in its process, which gives back its leases.
+Tune's own two seconds are too few for an object store, and it gives up the next pack then."""
 FAILED_SECONDS = 1.0
 """How often to look whether a trial has failed, where that ends the sweep."""
 
@@ -71,7 +74,8 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
             say_driving(sweep, MEASURING)
             packs = _measured(packs, storage, run)
         by_id = {pack.pack_id: pack for pack in packs}
-        stopper, recorder = _failure_stopper(sweep, run), _recorder(sweep, run)
+        stopper = _failure_stopper(sweep, run) if fail_fast else None
+        ended: dict[str, Exception | None] = {}
         tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(_run_in_worker, sweep=sweep, asked=asked, run=run), _placement(run.resources)
@@ -90,22 +94,26 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 name="ray",
                 storage_path=str(sweep.path),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
-                callbacks=[_placement_watch(run.resources), recorder, *([stopper] if fail_fast else [])],
+                callbacks=[
+                    _placement_watch(run.resources),
+                    _loss_recorder(sweep, run),
+                    *([stopper] if fail_fast else []),
+                ],
                 stop=stopper if fail_fast else None,
                 verbose=0,
             ),
         )
         say_driving(sweep, "waiting for workers")
         _take_killed_for_lost()
-        _forget_what_has_ended()
+        _forget_what_has_ended(lambda trial: ended.update({trial.config["pack_id"]: _end_of(trial)}))
         for name, value in {**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": _waiting()}.items():
             os.environ.setdefault(name, value)
         _fit(tuner)
         storage.pull(sweep.path)
-        if stopper.stopped:
+        if stopper is not None and stopper.stopped:
             log.warning("a trial has failed, and the sweep ends here; run it again for the others")
             return
-        for pack_id, error in recorder.ended.items():
+        for pack_id, error in ended.items():
             _close(by_id[pack_id], sweep, error)
     finally:
         asking.close()
@@ -127,8 +135,12 @@ def _take_killed_for_lost() -> None:
         module.RayActorError = lost_errors()
 
 
-def _forget_what_has_ended() -> None:
-    """Make Tune (2.60, 2.61) forget the trials that have ended: at each step it walks through all that it knows."""
+def _forget_what_has_ended(tell: Callable[[Any], None]) -> None:
+    """Make Tune (2.60, 2.61) forget the trials that have ended: at each step it walks through all that it knows.
+
+    Args:
+        tell: gets each of them; of one that it could not even begin Tune tells no callback.
+    """
     from ray.tune import tune
     from ray.tune.execution.tune_controller import TuneController
 
@@ -138,6 +150,7 @@ def _forget_what_has_ended() -> None:
             if ended := self._stopped_trials | self._failed_trials:
                 self._trials: list[Any] = [trial for trial in self._trials if trial not in ended]
                 for trial in ended:
+                    tell(trial)
                     self._trial_metadata.pop(trial.trial_id, None)
                 for known in (self._live_trials, self._trials_to_cache, self._stopped_trials, self._failed_trials):
                     known.difference_update(ended)
@@ -208,6 +221,7 @@ def _run_in_worker(config: dict[str, Any], sweep: SweepFolder, asked: str, run: 
     # who stops trials early judges them by what they report, and nobody else asks: each report costs the driver
     # milliseconds, and a worker waits for its answer
     report = tune.report if run.scheduler.name == "asha" else _report_nothing
+    os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", LETTING_GO_SECONDS)
     pack, launched = ray.get(config["work"])
     _run_work(pack, launched, sweep, asked, run, report)
 
@@ -291,23 +305,11 @@ def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
     return FailureStopper()
 
 
-def _recorder(sweep: SweepFolder, run: RunSettings) -> Any:
-    """A Tune callback that knows what ended each pack, None where nothing did.
-
-    Of a worker that was lost it says so in the journals, before its trials are tried again.
-    """
+def _loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
+    """A Tune callback that says in the journals why a worker was lost, before its trials are tried again."""
     from ray.tune import Callback
 
-    class Recorder(Callback):
-        def __init__(self) -> None:
-            self.ended: dict[str, Exception | None] = {}
-
-        def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            self.ended[trial.config["pack_id"]] = None
-
-        def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            self.ended[trial.config["pack_id"]] = _error_of(trial) or RuntimeError("Ray Tune does not say what it was")
-
+    class LossRecorder(Callback):
         def on_trial_recover(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
             error = _error_of(trial)
             cause = getattr(error, "cause", None) or error
@@ -319,7 +321,7 @@ def _recorder(sweep: SweepFolder, run: RunSettings) -> Any:
             if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
 
-    return Recorder()
+    return LossRecorder()
 
 
 def _error_of(trial: Any) -> Exception | None:
@@ -328,6 +330,14 @@ def _error_of(trial: Any) -> Exception | None:
 
     path = trial.pickled_error_file
     return cloudpickle.loads(Path(path).read_bytes()) if path and Path(path).is_file() else None
+
+
+def _end_of(trial: Any) -> Exception | None:
+    """Return what ended a Tune trial before its end; None where nothing did, or a scheduler has stopped it."""
+    if trial.status != "ERROR":
+        return None
+    text = Path(trial.error_file) if trial.error_file else None
+    return _error_of(trial) or RuntimeError(text.read_text(encoding="utf-8") if text else "Ray Tune does not say why")
 
 
 def _loss_kind(cause: Exception | None) -> LossKind:

@@ -63,11 +63,11 @@ def test_imitated_trials_run_through_all_of_it(tmp_path):
     assert all(cost.meter.spent(kind) > 0 for kind in ("driver", "worker", "ray"))
     assert f"{cost.ends['finished']} finished" in cost.row()
     sweep = imitation.sweep()
-    packs = {event["pid"] for trial in sweep for event in trial.events() if event["event"] == "started"}
-    assert len(packs) == 2, "a worker goes on to its next pack"
+    processes = {event["pid"] for trial in sweep for event in trial.events() if event["event"] == "started"}
+    assert 2 <= len(processes) < 8, "a worker goes on to its next pack, of fifteen"
     assert not list((sweep.path / "ray").glob("*/result.json")), "Tune writes nothing that journals tell"
     (state,) = (sweep.path / "ray").glob("experiment_state-*.json")
-    assert imitation.path and state.stat().st_size < 100_000, "Tune forgets what has ended"
+    assert state.stat().st_size < 20_000, "Tune forgets what has ended"
 
 
 @pytest.mark.slow
