@@ -100,6 +100,7 @@ class Bare:
 
     def __init__(self, port: int, sweep: SweepFolder, contents: Sequence[RunContent]):
         self._port, self._own = port, threading.local()
+        self._opened: list[http.client.HTTPConnection] = []
         experiment = json.loads(self._post("experiments/create", {"name": f"{sweep.name}-bare"}))["experiment_id"]
         self._trials = [self._bodies(experiment, sweep, content) for content in contents]
 
@@ -122,9 +123,11 @@ class Bare:
         return create, json.dumps({"run_id": "RUN", **batch}), files
 
     def send(self) -> None:
-        """Send all of it."""
+        """Send all of it, once."""
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             list(pool.map(self._send, self._trials))
+        for connection in self._opened:
+            connection.close()
 
     def _send(self, trial: tuple[Any, ...]) -> None:
         create, batch, files = trial
@@ -140,6 +143,7 @@ class Bare:
     def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> bytes:
         if not hasattr(self._own, "connection"):
             self._own.connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+            self._opened.append(self._own.connection)
         self._own.connection.request(method, path, body, headers)
         answer = self._own.connection.getresponse()
         content: bytes = answer.read()
