@@ -180,7 +180,8 @@ def _missing_stages(
         for trial in _trainings(trials)
         for position, lineage in reversed(list(enumerate(lineages[trial.training_id])))
     }
-    return {lineage: place for lineage, place in places.items() if lineage not in store}
+    stored = store.lineages()
+    return {lineage: place for lineage, place in places.items() if lineage not in stored}
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------

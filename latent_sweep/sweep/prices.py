@@ -15,21 +15,24 @@ from latent_sweep.sweep.groups import PriceSettings, ResourceSettings, RunSettin
 GB = 10**9
 """Bytes by which object stores charge."""
 
-# Requests of one kind of event, as the store makes them: each file that is put is asked for its time once (a GET), each
-# journal once more before it is written. Deletions cost nothing; a listing costs what a PUT costs.
-PUTS_PER_STAGE, GETS_PER_STAGE = 3, 9
-"""Learning a task: tensors, facts and a lease; is it there (3) or begun (1), is the lease free and ours (3), two times.
-"""
-PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT = 1, 1
-PUTS_PER_ROW, GETS_PER_ROW = 2, 3
-"""Recording a row of scores: the score matrix and the journal."""
-PUTS_PER_FILE, GETS_PER_FILE = 1, 1
+PUT = 3
+"""Requests, each charged as a PUT, that an object takes: pyarrow begins an upload, sends it and ends it."""
+
+# Requests of one kind of event, as the store and pyarrow make them: PUTs, with what is charged as such, and GETs. What
+# is put is asked for its time (a GET). Asking for what is not there lists its folder, and deleting something marks it
+# (a PUT each). Something is looked at before it is got or deleted (a GET each).
+PUTS_PER_STAGE, GETS_PER_STAGE = 3 * PUT + 6, 12
+"""Learning a task: tensors, facts and a lease; looking for these and a checkpoint; deleting lease and checkpoint."""
+PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT = PUT, 1
+PUTS_PER_ROW, GETS_PER_ROW = 2 * PUT, 3
+"""Recording a row of scores: the score matrix and the journal, which is looked at before it is continued."""
+PUTS_PER_FILE, GETS_PER_FILE = PUT, 1
 """Of answers and predictions that are written with a row: one file for each task seen, one for what is kept."""
-PUTS_PER_TRIAL, GETS_PER_TRIAL = 4, 5
+PUTS_PER_TRIAL, GETS_PER_TRIAL = 3 * PUT + 2, 5
 """Beginning and ending: a listing of its folder, two events of the journal, the result."""
-PUTS_PER_TRAINING, GETS_PER_TRAINING = 1, 3
+PUTS_PER_TRAINING, GETS_PER_TRAINING = PUT + 2, 6
 """The lease under which its trials are written."""
-PUTS_PER_HOUR, GETS_PER_HOUR = 60 * (4 + 6), 60 * (4 + 6 + 12)
+PUTS_PER_HOUR, GETS_PER_HOUR = 60 * (4 + 6) * PUT, 60 * (4 * 2 + 6 + 12)
 """While a worker works: its lease every 15 seconds, its progress every ten, and the driver, which looks every five."""
 
 BYTES_PER_NUMBER = 4
