@@ -15,25 +15,23 @@ from latent_sweep.sweep.groups import PriceSettings, ResourceSettings, RunSettin
 GB = 10**9
 """Bytes by which object stores charge."""
 
-PUT = 3
-"""Requests, each charged as a PUT, that an object takes: pyarrow begins an upload, sends it and ends it."""
-
-# Requests of one kind of event, as the store and pyarrow make them: PUTs, with what is charged as such, and GETs. What
-# is put is asked for its time (a GET). Asking for what is not there lists its folder, and deleting something marks it
-# (a PUT each). Something is looked at before it is got or deleted (a GET each).
-PUTS_PER_STAGE, GETS_PER_STAGE = 3 * PUT + 6, 12
-"""Learning a task: tensors, facts and a lease; looking for these and a checkpoint; deleting lease and checkpoint."""
-PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT = PUT, 1
-PUTS_PER_ROW, GETS_PER_ROW = 2 * PUT, 3
-"""Recording a row of scores: the score matrix and the journal, which is looked at before it is continued."""
-PUTS_PER_FILE, GETS_PER_FILE = PUT, 1
+# Requests of one kind of event, as the store and pyarrow make them: PUTs, with what is charged as such (a list), and
+# GETs, with what is charged as such (a look at an object). Something is looked at before it is got or deleted, and what
+# is deleted has its folder marked, by a PUT.
+PUTS_PER_STAGE, GETS_PER_STAGE = 5, 9
+"""Learning a task: tensors and facts; the lease, given up again; looking for these and a checkpoint; deleting that."""
+PUTS_PER_CHECKPOINT, GETS_PER_CHECKPOINT = 1, 1
+"""It is put, and asked for its time."""
+PUTS_PER_ROW, GETS_PER_ROW = 3, 2
+"""Recording a row of scores: the score matrix, a list for the times of its files, and an event of the journal."""
+PUTS_PER_FILE, GETS_PER_FILE = 1, 0
 """Of answers and predictions that are written with a row: one file for each task seen, one for what is kept."""
-PUTS_PER_TRIAL, GETS_PER_TRIAL = 3 * PUT + 2, 5
-"""Beginning and ending: a listing of its folder, two events of the journal, the result."""
-PUTS_PER_TRAINING, GETS_PER_TRAINING = PUT + 2, 6
+PUTS_PER_TRIAL, GETS_PER_TRIAL = 4, 5
+"""Beginning and ending: a list of its folder, two events of the journal, the result."""
+PUTS_PER_TRAINING, GETS_PER_TRAINING = 2, 4
 """The lease under which its trials are written."""
-PUTS_PER_HOUR, GETS_PER_HOUR = 60 * (4 + 6) * PUT, 60 * (4 * 2 + 6 + 12)
-"""While a worker works: its lease every 15 seconds, its progress every ten, and the driver, which looks every five."""
+PUTS_PER_HOUR, GETS_PER_HOUR = 60 * 4, 60 * 4
+"""While a worker works: a sign of life every 15 seconds, and the driver, which reads what it tells every 30."""
 
 BYTES_PER_NUMBER = 4
 """Of a snapshot, in float32. What a method keeps beside what it trains is left out."""

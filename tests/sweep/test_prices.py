@@ -1,11 +1,9 @@
 """What a sweep costs, reckoned by hand."""
 
 import json
-from collections import Counter
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from helpers.buckets import URI
+from helpers.buckets import URI, WholeFiles
 from helpers.sweep_folders import journal_of, write_sweep
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -66,19 +64,21 @@ WRITING = Writing(
 )
 
 
+PUTS = 2 * 5 + 6 * 1 + 4 * 3 + (6 + 4) * 1 + 2 * 4 + 1 * 2
+GETS = 2 * 9 + 6 * 1 + 4 * 2 + 2 * 5 + 1 * 4
+
+
 def test_requests_and_gigabytes_by_hand():
-    puts = 2 * 15 + 6 * 3 + 4 * 6 + (6 + 4) * 3 + 2 * 11 + 1 * 5
-    gets = 2 * 12 + 6 * 1 + 4 * 3 + (6 + 4) * 1 + 2 * 5 + 1 * 6
     stored = 512 * 4 + 2 * 2000 + 48 * 200 + 72 * 80 + 4 * 1500 + 6 * 250
     found = bucket_items(WRITING, RunSettings(prices=PriceSettings(**PRICES)), (0.5, 2.0))
-    # while it works: ten objects a minute, of three requests each, and 26 GETs
-    assert found[0] == ("PUTs", puts + 900, puts + 3600, pytest.approx(5e-6))
-    assert found[1] == ("GETs", gets + 780, gets + 3120, pytest.approx(4e-7))
+    # while it works: four PUTs a minute, and four GETs
+    assert found[0] == ("PUTs", PUTS + 120, PUTS + 480, pytest.approx(5e-6))
+    assert found[1] == ("GETs", GETS + 120, GETS + 480, pytest.approx(4e-7))
     assert found[2] == ("GB for a month", stored / 1e9, stored / 1e9, 0.02)
     last = bucket_items(WRITING, RunSettings(keep_answers="last"), None)
     assert [item[1:] for item in last] == [
-        (puts - 12, puts - 12, None),
-        (gets - 4, gets - 4, None),
+        (PUTS - 4, PUTS - 4, None),
+        (GETS, GETS, None),
         ((stored - 5760) / 1e9, (stored - 5760) / 1e9, None),
     ]
 
@@ -87,27 +87,33 @@ def test_requests_and_gigabytes_by_hand():
 def requests(tmp_path, monkeypatch):
     """A folder in the place of a bucket, and this node's cache; what is asked of the bucket: key, PUTs and GETs.
 
-    As pyarrow was seen to ask S3: what is put begins an upload, sends its part and ends it; of what is not there it
-    lists the folder; before it gets or deletes something it looks at it, and what is deleted marks the folder.
+    As pyarrow was seen to ask S3: before it gets or deletes something it looks at it, and of what is deleted it marks
+    the folder.
     """
     asked = []
 
     def record(name, charge):
         real = getattr(Bucket, name)
 
-        def recording(self, key, *content):
-            found = real(self, key, *content)
-            asked.append((name, key, *charge(found)))
+        def recording(self, key, *rest, **named):
+            found = real(self, key, *rest, **named)
+            asked.append((name, key, *charge(found, *named.values())))
             return found
 
         monkeypatch.setattr(Bucket, name, recording)
 
-    record("put", lambda found: (3, 0))
-    record("info", lambda found: (found is None, 1))
-    record("get", lambda found: (0, 1 if found is None else 2))
+    record("put", lambda found: (1, 0))
+    record("_open", lambda found, content: (0, 1 + (content and found is not None)))
     record("list", lambda found: (1, 0))
-    record("delete", lambda found: (1, 1))
-    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    there = Bucket.delete
+    monkeypatch.setattr(Bucket, "delete", lambda self, key: there_is(self, key) and there(self, key))
+
+    def there_is(bucket, key):
+        path = tmp_path / "bucket" / key
+        asked.append(("delete", key, int(path.exists()), 1))
+        return path.exists()
+
+    filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
     monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
     return asked
@@ -148,8 +154,8 @@ def test_an_object_store_has_requests_too_and_they_are_those_of_the_work(tmp_pat
         **dict(trainings=1, trials=2, stages=2, checkpoints=6, rows=4, files=6, answers=72, predictions=48),
         "numbers": 2 * 4 * 16 * 16,  # of each stage: a square R of rank 16 for query and value of two blocks
     }
-    assert puts["least"] == pytest.approx(129 + 1800 * hours["least"])
-    assert gets["most"] == pytest.approx(68 + 1560 * hours["most"])
+    assert puts["least"] == pytest.approx(PUTS + 240 * hours["least"])
+    assert gets["most"] == pytest.approx(GETS + 240 * hours["most"])
     assert stored["least"] == stored["most"] > 0
     assert "together" in text
 
@@ -165,10 +171,10 @@ def test_a_run_puts_what_was_foreseen(tmp_path, requests):
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     places = ("tiny/trials/", "snapshots/", "checkpoints/", "tiny/locks/")
     of_work = [asked for asked in requests if asked[1].startswith(places) and "driver" not in asked[1]]
-    leases = Counter(key for name, key, *_ in of_work if name == "put" and key.endswith(".lock"))
-    again = sum(leases.values()) - len(leases)  # by the clock: one is read, which takes two requests, and put
-    assert sum(puts for *_, puts, gets in of_work) - 3 * again == foreseen["PUTs"] == 129
-    assert sum(gets for *_, puts, gets in of_work) - 2 * again == foreseen["GETs"] == 68
+    rows = [[e["files"] for e in trial.events() if e["event"] == "stage"] for trial in open_sweep(f"{URI}/tiny")]
+    kept = sum(now.get(name) == digest for before, now in rows for name, digest in before.items())
+    assert sum(puts for *_, puts, gets in of_work) + kept == foreseen["PUTs"] == PUTS, "what is the same is not put"
+    assert sum(gets for *_, puts, gets in of_work) == foreseen["GETs"] == GETS
     stored = sum(path.stat().st_size for path in (tmp_path / "bucket").rglob("*") if path.is_file())
     assert 0.5 * stored / 1e9 < foreseen["GB for a month"] < 2 * stored / 1e9
 
