@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
+from helpers.buckets import WholeFiles
 from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -230,7 +230,7 @@ def test_a_storage_that_is_a_file_is_a_fault(tmp_path, capsys, monkeypatch):
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     """An object store that is a folder behind pyarrow's interface."""
-    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
     monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
     return tmp_path / "bucket"
 

@@ -317,6 +317,7 @@ def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> Swee
         "seed_axis": "seed",
         "tuning_of": sweep.tuning_of,
         "tracking_uri": sweep.run.tracking.uri,
+        "run": sweep.run.model_dump(mode="json", include={"resources", "prices"}),
         "groups": {name: found.contents for name, found in groups.items()},
         "trials": entries,
     }

@@ -48,8 +48,8 @@ def add(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="PART",
-        help="measure only these: step packs history generate evaluate start threads memory sweep; or tasks, methods "
-        "and shards, which take several minutes to an hour and run only when named",
+        help="measure only these: step packs history generate evaluate start threads memory sweep store; or tasks, "
+        "methods and shards, which take several minutes to an hour and run only when named",
     )
     bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
     add_json(bench)

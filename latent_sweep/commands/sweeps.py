@@ -90,9 +90,9 @@ def _plan(options: argparse.Namespace) -> int:
     candidate_packs = pack(candidates, sweep.run.pack)
     told = tuning_lines(chosen) if chosen else []
     if options.json:
-        record = plan_record(trials, packs, SweepFolder(storage, sweep.name), warnings)
+        record = plan_record(sweep, trials, packs, storage, warnings)
         if candidates:
-            tried = plan_record(candidates, candidate_packs, SweepFolder(storage, tuning.name), remarks)
+            tried = plan_record(tuning, candidates, candidate_packs, storage, remarks)
             record["tuning"] = {"chosen": told or None, "candidates": tried}
         print_json(record)
         return 0

@@ -42,11 +42,13 @@ def learn_missing(members: Members, position: int, emit: Emit) -> Learned:
             if missing:
                 members.context.order("learn", position, missing)
             for lineage, (snapshot, summary) in learn_together(members, position, missing, emit).items():
-                store.append(snapshot)
+                sharing = [member for member in _wanting(members, position) if member.lineages[position] == lineage]
+                kept = store.append(snapshot)
+                for member in sharing:
+                    member.snapshots.append(kept)
                 if (checkpoint := store.checkpoint(lineage)).path.exists():  # loaded or saved here, if there was one
                     checkpoint.remove()
                 learned[lineage] = summary
-            _recall(members, position)
     return learned
 
 

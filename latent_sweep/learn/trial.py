@@ -121,5 +121,4 @@ def _learn_and_score(members: Members, emit: Emit) -> None:
 def _matrices(members: Members, position: int) -> list[ScoreMatrix]:
     """The score matrices up to this task, of the trials that go as far."""
     runs = [run for member in members.going(position) for run in member.trials if position < run.files.wanted]
-    found = [run.files.matrix for run in runs]
-    return [ScoreMatrix(matrix.tasks, matrix.rows[: position + 1]) for matrix in found]
+    return [run.files.matrix_after(position + 1) for run in runs]

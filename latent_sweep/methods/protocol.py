@@ -136,7 +136,8 @@ class Method:
         """Make a learner for this task.
 
         Args:
-            history: tensors of the earlier snapshots, oldest first; empty where `reads_history` is False.
+            history: tensors of the earlier snapshots, oldest first; empty where `reads_history` is False. Nobody holds
+                them: each is read when it is asked for, anew every time.
         """
         raise NotImplementedError
 

@@ -107,7 +107,7 @@ def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-@lru_cache(maxsize=64)  # a sweep may vary tasks and their order, and a trial may end after any of them
+@lru_cache(maxsize=16)  # of up to 8 MB: a trial may end after any task, and a sweep may vary their order
 def _empty_score_matrix(tasks: tuple[str, ...]) -> tuple[Image.Image, npt.NDArray[np.float64], float]:
     """Draw a score matrix without scores.
 

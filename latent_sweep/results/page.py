@@ -113,8 +113,7 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
     facts = [("varies", "; ".join(varies) or "nothing")]
     facts += [("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items()))]
     hours = f"{cost.seconds_learning / 3600:.2f} hours learning, {cost.seconds_answering / 3600:.2f} hours answering"
-    gpus = f"; {cost.gpu_seconds / 3600:.2f} GPU-hours" if cost.gpu_seconds else ""
-    facts += [("took", f"{hours}, of all workers together{gpus}")]
+    facts += [("took", f"{hours}, of all workers together")]
     facts += [("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or there already")]
     if cost.generated_share is not None:
         generated = f"{100 * cost.generated_share:.0f} % generated"

@@ -25,6 +25,7 @@ from latent_sweep.security import printable, spelled_out
 def records(summary: Summary) -> list[dict[str, Any]]:
     """One flat row per configuration, scores in per cent rounded to two decimals, None where there is none."""
     tasks = tasks_of(summary)
+    measures = ROUTER_MEASURES if any(configuration.router for configuration in summary.configurations) else ()
     return [
         {
             **configuration.values,
@@ -40,11 +41,7 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             **{name: value_range(values, json.dumps) or None for name, values in protocol(configuration).items()},
             **_comparison_record(configuration.comparison, summary.is_compared),
             **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
-            **{
-                measure.metric: router_value(configuration, measure)
-                for measure in ROUTER_MEASURES
-                if any(other.router for other in summary.configurations)
-            },
+            **{measure.metric: router_value(configuration, measure) for measure in measures},
             **{
                 f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
                 for name in summary.mixed

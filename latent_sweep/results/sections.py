@@ -16,6 +16,7 @@ from latent_sweep.results.comparison import Difference
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
 from latent_sweep.store.journal import Status
+from latent_sweep.sweep.prices import items_text
 
 PAGE_FILE = "report.html"
 """The report as a page: its name in a sweep's folder, and of the artifact in a tracker."""
@@ -63,6 +64,7 @@ def sections(summary: Summary) -> list[Section]:
         "tuned": ("Chosen by tuning, by average performance on rows held out of the training rows", summary.tuned),
         "ended": ("Ended early", ended_lines(summary)),
         "again": ("Started again", summary.started_again),
+        "spent": ("Workers were at work", [items_text(summary.spent)] if summary.spent else []),
         "alike": (NOT_ALIKE, list(mixed_lines(summary))),
     }
     told = [Section(name, title, None, lines) for name, (title, lines) in lists.items() if lines]

@@ -7,15 +7,18 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.comparison import Comparison, Outcome, compare, find_baselines
+from latent_sweep.results.spending import spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import row_scores, told_matrix
+from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
 
@@ -106,8 +109,6 @@ class Cost:
 
     seconds_learning: float
     seconds_answering: float
-    gpu_seconds: float
-    """Of both, what GPUs were held for; a stage that several workers learn together counts for each."""
     learned: int
     """Stages that were learned."""
     reused: int
@@ -144,15 +145,17 @@ class Summary:
     """A line for every choice of settings that was made before the trials ran."""
     counts: Mapping[Status, int]
     cost: Cost
+    spent: tuple[Item, ...]
+    """What is paid for, see `spending`."""
 
-    @property
+    @cached_property
     def best_average_performance(self) -> float | None:
         """The highest mean AP of any configuration; None before the first trial finishes."""
         return max(
             (c.average_performance.mean for c in self.configurations if c.average_performance is not None), default=None
         )
 
-    @property
+    @cached_property
     def is_compared(self) -> bool:
         """Whether a configuration was compared with a baseline."""
         return any(configuration.comparison is not None for configuration in self.configurations)
@@ -229,6 +232,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         tuned=tuple(tuning_lines(read_tuning(sweep) or [])),
         counts=Counter(status(events) for _, events in trials),
         cost=_cost(trials),
+        spent=spent(sweep, [events for _, events in trials]),
     )
 
 
@@ -309,6 +313,7 @@ def _restart_line(events: Sequence[Event]) -> str:
 def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Mapping[str, str]) -> Configuration:
     first, _ = members[0]
     finished = [events for _, events in members if status(events) == "finished"]
+    matrices = tuple(told_matrix(stages(events)) for events in finished)
     final_metrics = [events[-1]["metrics"] for events in finished]
     final_scores = [stages(events)[-1]["scores"] for events in finished]
     told = [stage for _, events in members for stage in stages(events)]
@@ -326,7 +331,7 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
         finished_ids=tuple(trial.trial_id for trial, events in members if status(events) == "finished"),
         last_finish=max((events[-1]["time"] for events in finished), default=None),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
-        learning_accuracy=Statistic.of([told_matrix(stages(events)).mean_diagonal() for events in finished]),
+        learning_accuracy=Statistic.of([matrix.mean_diagonal() for matrix in matrices]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
         trained_numbers=_distinct(stage.get("trained_numbers") for stage in told),
         learning_rates=_distinct(trial.params.get("training.learning_rate") for trial, _ in members),
@@ -334,43 +339,33 @@ def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Ma
         task_scores={task: found for task, found in per_task.items() if found is not None},
         router=_router_statistics(finished),
         computed_with=computed_with(*(events for _, events in members)),
-        matrices=tuple(told_matrix(stages(events)) for events in finished),
+        matrices=matrices,
     )
 
 
 def _cost(trials: Sequence[tuple[TrialFolder, list[Event]]]) -> Cost:
     """Add up what journals tell; trials that share a training tell each of it, and it counts once."""
     learning: dict[tuple[str, int], float] = {}
-    answering = gpu = 0.0
+    answering = 0.0
     reused, shares = 0, []
     for trial, events in trials:
-        workers = max((start.get("hardware", {}).get("workers", 1) for start in _with_hardware(events)), default=1)
         for stage in stages(events):
             metrics, place = stage["metrics"], (trial.training_id, stage["tasks_seen"])
-            seconds = [metrics.get("seconds_eval", 0.0)]
-            answering += seconds[0]
+            answering += metrics.get("seconds_eval", 0.0)
             if stage.get("reused"):
                 reused += 1
-            elif place not in learning:
-                learning[place] = metrics.get("seconds_train", 0.0)
-                seconds.append(learning[place])
-            if str((stage.get("learned_with") or {}).get("device", "cpu")) != "cpu":
-                gpu += workers * sum(seconds)
+            else:
+                learning.setdefault(place, metrics.get("seconds_train", 0.0))
             if "generated_share" in metrics:
                 shares.append((metrics["generated_share"], len(stage["scores"])))
     asked = sum(weight for _, weight in shares)
     return Cost(
         seconds_learning=sum(learning.values()),
         seconds_answering=answering,
-        gpu_seconds=gpu,
         learned=len(learning),
         reused=reused,
         generated_share=sum(share * weight for share, weight in shares) / asked if asked else None,
     )
-
-
-def _with_hardware(events: Sequence[Event]) -> list[Event]:
-    return [event for event in attempts(events) if isinstance(event.get("hardware"), Mapping)]
 
 
 def _compared(

@@ -139,6 +139,14 @@ class SweepFolder:
         return self._content.get("tracking_uri")
 
     @property
+    def run(self) -> Mapping[str, Any]:
+        """Return how it was run last, as far as reports tell: `resources` and `prices`, as in its file.
+
+        It is empty where an earlier version has written it.
+        """
+        return self._content.get("run", {})
+
+    @property
     def snapshots(self) -> SnapshotStore:
         """Return the snapshots that its trials have learned, with those of all other sweeps of the storage."""
         return SnapshotStore(self.storage)

@@ -58,6 +58,17 @@ class SnapshotStore:
         """Whether the snapshot was committed: its facts are written last. Its digest is checked when it is read."""
         return self._storage.holds(self._facts_path(lineage)) and self._storage.holds(self.path(lineage))
 
+    def lineages(self) -> set[str]:
+        """All snapshots that were committed, by one look: asking for thousands one by one takes an object store hours.
+
+        Their digests are checked when they are read.
+        """
+        names = {
+            path.name for path in self._storage.files(self.folder) if path.parent == self.folder
+        }  # damaged lie below
+        found = {name.removesuffix(".json") for name in names if name.endswith(".json")}
+        return {lineage for lineage in found if self.path(lineage).name in names}
+
     def path(self, lineage: str) -> Path:
         """The file of a snapshot's tensors."""
         return self.folder / f"{lineage}.safetensors"
@@ -65,17 +76,19 @@ class SnapshotStore:
     def _facts_path(self, lineage: str) -> Path:
         return self.folder / f"{lineage}.json"
 
-    def append(self, snapshot: Snapshot) -> None:
-        """Commit a snapshot. One that is there already stays as it is."""
-        if snapshot.lineage in self:
-            return
+    def append(self, snapshot: Snapshot) -> Snapshot:
+        """Commit a snapshot, and return what is there now as `recall` does; one that is there already stays."""
+        if snapshot.lineage in self and (there := self.recall(snapshot.lineage)) is not None:
+            return there
         content = _tensor_bytes(snapshot.tensors)
         self._storage.write_once(self.path(snapshot.lineage), content)
         digest = hashlib.sha256(content).hexdigest()
         # the second rename commits: without this file the snapshot does not exist
         facts = {"lineage": snapshot.lineage, "sha256": digest, "facts": snapshot.facts}
         facts |= {"facts_sha256": _facts_digest(snapshot.facts)}
-        self._storage.write_once(self._facts_path(snapshot.lineage), json_bytes(facts))
+        self._storage.write_once(self._facts_path(snapshot.lineage), written := json_bytes(facts))
+        tensors = StoredTensors(self, snapshot.lineage, snapshot.tensors)
+        return Snapshot(snapshot.lineage, tensors, json.loads(written)["facts"])
 
     def get(self, lineage: str) -> Snapshot | None:
         """Return a committed snapshot, or None where there is none; a damaged one is set aside and counts as none."""

@@ -302,7 +302,11 @@ class TrialFiles:
     @property
     def matrix(self) -> ScoreMatrix:
         """The rows so far."""
-        return ScoreMatrix(self._tasks, tuple(self.rows))
+        return self.matrix_after(len(self.rows))
+
+    def matrix_after(self, tasks_seen: int) -> ScoreMatrix:
+        """Return the rows as they were after so many tasks."""
+        return ScoreMatrix(self._tasks, tuple(self.rows[:tasks_seen]))
 
     def mend(self) -> None:
         """Set aside what is damaged; write again what the journal tells, and forget the rows whose answers are lost."""

@@ -31,7 +31,7 @@ from latent_sweep.store.storage import NODE_LOCAL
 from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial
 
 MOST_TRIALS = 10_000
-"""Most points of a search: planning them takes some ten seconds, and nobody compares more."""
+"""Most points of a search: planning them takes five to ten seconds, and nobody compares more."""
 
 BLOCKS = ("name", "trial", "search", "tune", "run")
 """What a sweep file consists of."""

@@ -110,8 +110,8 @@ class Stages:
                 self.users.setdefault(stage.lineage, []).append((trial, position))
             for axis in self.axes:
                 self._points.setdefault((axis, self._all_else(axis, trial)), []).append(trial)
-        self.store = store
-        self._remembered = _remembered(self.store)
+        self.stored = store.lineages()
+        self._remembered = _remembered(store)
         self._known = {s.lineage: s for s in chain(self._remembered, *self._histories.values())}
 
     def compare(self, lineage: str) -> list[Comparison]:
@@ -122,7 +122,7 @@ class Stages:
             if others := self._others(stage, axis, trial):
                 found.append(Comparison(axis, stage, others, self._causes(stage, others, paths)))
         alike = [other for other in self._remembered if other.tasks == stage.tasks]
-        if lineage not in self.store and alike:
+        if lineage not in self.stored and alike:
             nearest = min(alike, key=lambda other: len(self._causes(stage, [other])))
             found.append(Comparison(STORE, stage, (nearest,), self._causes(stage, [nearest])))
         return found
@@ -235,7 +235,7 @@ def _title(stages: Stages, lineages: Sequence[str], trials: Sequence[Trial]) -> 
 
 
 def _state(stages: Stages, lineage: str) -> str:
-    state = "in the store" if lineage in stages.store else "to learn"
+    state = "in the store" if lineage in stages.stored else "to learn"
     if all(position == 0 for _, position in stages.users[lineage]):
         return state
     return f"{state}, reading {'' if stages.reads_earlier(lineage) else 'none of '}the tasks before"

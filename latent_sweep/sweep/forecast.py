@@ -8,7 +8,9 @@ of passes is a range: at least those of a router that is always sure of the righ
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -26,8 +28,9 @@ from latent_sweep.store.trial_files import told_rows
 from latent_sweep.sweep.checks import Reader, reader_of
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.groups import RunSettings
-from latent_sweep.sweep.memory import GIB, HOST_RESERVE, RESERVE, Memory, cards, predict, with_checkpointing
+from latent_sweep.sweep.memory import GIB, HOST_RESERVE, RESERVE, Memory, cards, predict, shape_of, with_checkpointing
 from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, router_identity
+from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 from latent_sweep.sweep.tuning import Choice, candidate_trials, choice_names, tuning_sweep
 
@@ -63,6 +66,8 @@ class Reuse:
     """Of those, without the ones in recorded rows of the score matrices."""
     open_answers: Span
     """Their rows."""
+    writing: Writing
+    """What the work that is left would write."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +115,18 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     distinct = len({lineage for history in lineages.values() for lineage in history})
     answers = 0
     least, most, known = _Passes(), _Passes(), _Passes()
+    written: Counter[str] = Counter()
+    open_trainings = set()
     for trial in trials:
         recorded, found = _recorded_rows(trial, folder), _StagePasses.of(trial, lineages[trial.training_id])
-        answers += found.answers
+        answers += sum(found.seen)
+        if recorded < len(trial.tasks):
+            open_trainings.add(trial.training_id)
+            written["trials"] += 1
+            written["rows"] += len(trial.tasks) - recorded
+            written["files"] += sum(range(recorded + 1, len(trial.tasks) + 1))
+            written["answers"] += sum(found.seen[recorded:])
+            written["predictions"] += found.seen[-1]
         for passes, told in ((least, found.least), (most, found.most)):
             for stage, snapshots, tests in told:
                 passes.add(snapshots, tests)
@@ -126,7 +140,27 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
         passes=Span(least.count(), most.count()),
         open_passes=Span(least.count(known), most.count(known)),
         open_answers=Span(least.answers(known), most.answers(known)),
+        writing=Writing(
+            trainings=len(open_trainings),
+            stages=len(missing),
+            numbers=sum(_numbers(trial) for trial, position in missing.values() if trial.rows_learned(position)),
+            checkpoints=sum(  # none after the last step
+                max(0, trial.steps(position) - 1) // trial.settings.training.checkpoint_every
+                for trial, position in missing.values()
+            ),
+            **{name: written[name] for name in ("trials", "rows", "files", "answers", "predictions")},
+        ),
     )
+
+
+def _numbers(trial: Trial) -> int:
+    """Count the numbers that a stage trains; 0 where the shapes of its backbone are not known here."""
+
+    def count() -> int:
+        shape = shape_of(trial.settings.backbone)
+        return 0 if shape is None else trial.method().parameter_count(shape.targets, shape.width)
+
+    return once("numbers", (trial.settings.method, trial.settings.backbone), count)
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -146,7 +180,8 @@ def _missing_stages(
         for trial in _trainings(trials)
         for position, lineage in reversed(list(enumerate(lineages[trial.training_id])))
     }
-    return {lineage: place for lineage, place in places.items() if lineage not in store}
+    stored = store.lineages()
+    return {lineage: place for lineage, place in places.items() if lineage not in stored}
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -187,8 +222,8 @@ class _Passes:
 class _StagePasses(NamedTuple):
     """The passes of one trial: the stage at which each is first made, the snapshots that answer, and what."""
 
-    answers: int
-    """Rows, if every stage answered all tasks that it has seen."""
+    seen: Sequence[int]
+    """Rows of each stage, if it answered all tasks that it has seen."""
     least: Sequence[tuple[int, str, Tests]]
     """Where the router is sure of the right task."""
     most: Sequence[tuple[int, str, Tests]]
@@ -200,21 +235,21 @@ class _StagePasses(NamedTuple):
         parts = s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
         tests = once("passes", parts, lambda: _tests(trial))
         seen = once("seen", (tests,), lambda: [dict(tests[: stage + 1]) for stage in range(len(tests))])
-        answers = once("answers", (tests,), lambda: sum(sum(counts.values()) for counts in seen))
+        rows = once("rows seen", (tests,), lambda: list(itertools.accumulate(count for _, count in tests)))
         if mode == "last":
             stages = [(stage, newest, seen[stage]) for stage, newest in enumerate(lineages)]
-            return cls(answers, stages, stages)
+            return cls(rows, stages, stages)
         alone = once("alone", (tests,), lambda: [{test: rows} for test, rows in tests])
         sure = [(stage, snapshot, alone[stage]) for stage, snapshot in enumerate(lineages)]
         if mode == "oracle":
-            return cls(answers, sure, sure)
+            return cls(rows, sure, sure)
         blend = _blend(trial, lineages)
         spread = [
             (stage, f"{blend} {' '.join(lineages[: stage + 1])}", answered) for stage, answered in enumerate(seen)
         ]
         if mode != "gates":  # one snapshot has weight one
             spread[0] = 0, lineages[0], seen[0]
-        return cls(answers, sure if mode in (*ROUTED, "lexical") else spread, spread)
+        return cls(rows, sure if mode in (*ROUTED, "lexical") else spread, spread)
 
 
 def _tests(trial: Trial) -> list[tuple[str, int]]:
@@ -256,6 +291,7 @@ def describe_plan(
     """Write the text of `latent-sweep plan`, with what `check_sweep` says at its end."""
     folder = SweepFolder(storage, sweep.name)
     found = estimate(trials, folder)
+    work = _work(trials, folder, found)
     backbones = {f"{t.settings.backbone.name} ({t.settings.backbone.dtype})": None for t in trials}
     sequences = {f"{t.spec.name}, order {t.settings.benchmark.order}": t.tasks for t in trials}
     lines = [f"sweep {sweep.name}  ({sweep.source})", f"  backbone   {', '.join(backbones)}"]
@@ -267,7 +303,8 @@ def describe_plan(
         f"  {found.trials:,} trials, {found.trainings:,} distinct trainings in {len(packs):,} packs",
         *_collapsed_lines(sweep, len(trials)),
         *_reuse_lines(found),
-        *_time_lines(trials, folder),
+        *(one.line() for profiled in work for one in profiled),
+        *_cost_lines(_costs(found, work, sweep.run, storage)),
         f"  each pack asks for {_resources_text(sweep.run)}",
         *_memory_lines(packs, sweep.run),
         "",
@@ -282,10 +319,12 @@ def describe_plan(
 
 @one_look()
 def plan_record(
-    trials: Sequence[Trial], packs: Sequence[Pack], folder: SweepFolder, warnings: Sequence[str]
+    sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str]
 ) -> dict[str, Any]:
     """Return the plan as plain values: every trial with its pack and its snapshots, and what is left to do."""
+    folder = SweepFolder(storage, sweep.name)
     found = estimate(trials, folder)
+    costs = _costs(found, _work(trials, folder, found), sweep.run, storage)
     reuse = None
     if found.reuse is not None:
         spans = {name: value._asdict() for name, value in vars(found.reuse).items() if isinstance(value, Span)}
@@ -305,6 +344,7 @@ def plan_record(
             for trial in trials
         ],
         "estimate": {**asdict(found), "reuse": reuse},
+        "costs": [item.record() for item in costs],
         "warnings": list(warnings),
     }
 
@@ -505,32 +545,77 @@ def _gib(size: int) -> str:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def _time_lines(trials: Sequence[Trial], folder: SweepFolder) -> list[str]:
-    """Estimate hours of one worker, for every backbone of which `latent-sweep bench` has left a profile."""
+class _Work(NamedTuple):
+    """What a worker has to do on one backbone, in seconds by a machine of which there is a profile."""
+
+    profile: Profile
+    reader: Reader
+    learning: float
+    answering: tuple[float, float]
+    """At least and at most."""
+
+    def line(self) -> str:
+        """Tell it."""
+        answering = " to ".join(dict.fromkeys(map(_hours, self.answering)))
+        p = self.profile
+        return (
+            f"  about {_hours(self.learning)} of learning and {answering} of answering with one worker: {p.backbone} "
+            f"({p.dtype}) on {p.device}, measured {p.measured_at[:10]}"
+            + ("" if self.reader.tokenizer else f"; taking {CHARACTERS_PER_TOKEN:g} characters for a token")
+        )
+
+
+def _work(trials: Sequence[Trial], folder: SweepFolder, found: Estimate) -> list[list[_Work]]:
+    """Estimate the work on every backbone by each profile that `latent-sweep bench` has left of it; there may be none.
+
+    Args:
+        found: the estimate of these trials.
+    """
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.settings.backbone.name, trial.settings.backbone.dtype), []).append(trial)
-    lines = []
+    work = []
     for (backbone, dtype), members in groups.items():
-        profiles = [
-            read_profile(profile_path(folder.storage.folder, backbone, dtype, device)) for device in ("cuda", "cpu")
-        ]
-        lines += [_time_line(members, profile, folder) for profile in profiles if profile is not None]
-    return [line for line in lines if line]
+        places = (profile_path(folder.storage.folder, backbone, dtype, device) for device in ("cuda", "cpu"))
+        profiles = [profile for profile in map(read_profile, places) if profile is not None]
+        own = found if len(groups) == 1 or not profiles else estimate(members, folder)
+        work.append([_work_by(profile, members, folder, own.reuse) for profile in profiles if own.reuse is not None])
+    return work
 
 
-def _time_line(trials: Sequence[Trial], profile: Profile, folder: SweepFolder) -> str:
-    reuse = estimate(trials, folder).reuse
-    if reuse is None:
-        return ""
+def _work_by(profile: Profile, trials: Sequence[Trial], folder: SweepFolder, reuse: Reuse) -> _Work:
     reader = reader_of(trials[0].settings.backbone)
+    least, most = (rows / profile.rows_per_second_generate for rows in reuse.open_answers)
     learning = training_tokens(trials, folder.snapshots, reader) / profile.tokens_per_second_train
-    answering = [_hours(rows / profile.rows_per_second_generate) for rows in reuse.open_answers]
-    return (
-        f"  about {_hours(learning)} of learning and {' to '.join(dict.fromkeys(answering))} of answering with one "
-        f"worker: {profile.backbone} ({profile.dtype}) on {profile.device}, measured {profile.measured_at[:10]}"
-        + ("" if reader.tokenizer else f"; taking {CHARACTERS_PER_TOKEN:g} characters for a token")
-    )
+    return _Work(profile, reader, learning, (least, most))
+
+
+def _costs(found: Estimate, work: Sequence[Sequence[_Work]], run: RunSettings, storage: Storage) -> list[Item]:
+    """Estimate what is paid for: hours where each backbone has a profile of the device asked for, and requests and
+    gigabytes where the storage is an object store.
+    """
+    device = "cuda" if run.resources.gpus else "cpu"
+    fitting = [next((one for one in profiled if one.profile.device == device), None) for profiled in work]
+    known = [one for one in fitting if one is not None]
+    hours = None
+    if known and len(known) == len(fitting):
+        learning = sum(one.learning for one in known)
+        hours = (
+            (learning + sum(one.answering[0] for one in known)) / 3600,
+            (learning + sum(one.answering[1] for one in known)) / 3600,
+        )
+    items = [hours_of(*hours, run.resources, run.prices)] if hours else []
+    if storage.is_remote and found.reuse is not None:
+        items += bucket_items(found.reuse.writing, run, hours)
+    return items
+
+
+def _cost_lines(items: Sequence[Item]) -> list[str]:
+    if not items:
+        return []
+    untimed = items[0].name == "PUTs"
+    left_out = "; without what goes by the hour, as `latent-sweep bench` has not measured this here" if untimed else ""
+    return [f"  estimate: {items_text(items)}{left_out}"]
 
 
 def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reader) -> float:

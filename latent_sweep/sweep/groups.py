@@ -167,6 +167,24 @@ class TrackingSettings(Settings):
         return uri
 
 
+Price = Annotated[float, Field(ge=0)]
+
+
+class PriceSettings(Settings):
+    """Prices in any one currency, by which `plan` and `report` say what a sweep costs. None is looked up or assumed."""
+
+    gpu_hour: Mapping[str, Price] = {}
+    """Of a GPU for an hour, by types as in `resources.accelerator`, e.g. {A100: 4.1}; `any` is that of all others."""
+    cpu_hour: Price | None = None
+    """Of a CPU core for an hour; told where a sweep asks for no GPU."""
+    per_1000_puts: Price | None = None
+    """Of 1,000 requests that write to the object store, or list it."""
+    per_1000_gets: Price | None = None
+    """Of 1,000 requests that read from it."""
+    gigabyte_month: Price | None = None
+    """Of a gigabyte there for a month."""
+
+
 class RunSettings(Settings):
     """The `run:` group: how to run a sweep. It changes no result."""
 
@@ -195,6 +213,8 @@ class RunSettings(Settings):
     pack: Annotated[tuple[str, ...], Field(strict=False)] | Literal["auto"] | Annotated[int, Field(ge=1)] = 1
     """Trainings that learn side by side in one worker, in one forward pass of the shared backbone: axes whose values go
     together (`[seed]`: a scheduler then compares their mean), a number, or `auto`, measured at the start."""
+    prices: PriceSettings = PriceSettings()
+    """What it costs."""
     max_concurrent: int | None = Field(None, ge=1)
     """Trials that run at the same time at most; None is as many as fit."""
     num_samples: int = Field(1, ge=1)

@@ -1,4 +1,5 @@
 import base64
+import builtins
 import contextlib
 import gc
 import http.server
@@ -795,6 +796,16 @@ def test_a_new_database_is_made_quietly_with_its_folder(first_use):
     database, printed = first_use
     assert database.exists()
     assert printed == ""
+
+
+def test_no_request_finds_out_anew_that_this_is_not_databricks(uri, monkeypatch):
+    from mlflow.tracking.request_header.registry import resolve_request_headers
+
+    mlflow_mirror.quiet_client(uri)
+    asked, load = [], builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", lambda name, *rest: asked.append(name) or load(name, *rest))
+    assert "User-Agent" in resolve_request_headers()
+    assert not [name for name in asked if name.startswith(("dbruntime", "IPython", "pyspark"))]
 
 
 def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path, plain_pictures):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from fsspec.implementations.local import LocalFileSystem
+from helpers.buckets import WholeFiles
 from helpers.patience import PATIENCE
 from helpers.sweep_folders import journal_of, learn, run_to_end, start, write_sweep
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write
@@ -348,7 +348,7 @@ def test_what_tuning_tried_and_chose(tmp_path):
 
 
 def test_the_same_from_an_object_store(finished, tmp_path, monkeypatch):
-    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
     monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(finished / "runs")))
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
     here, there = open_sweep(finished / "runs" / "tiny"), open_sweep("s3://bucket/runs/tiny")

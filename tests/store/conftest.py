@@ -1,8 +1,7 @@
 """An object store for the tests of what lies in one, and the nodes that share it."""
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from helpers.buckets import URI
+from helpers.buckets import URI, WholeFiles
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep.store import objects
@@ -19,7 +18,7 @@ def bucket(tmp_path, monkeypatch):
         put.append(key)
         real(self, key, content)
 
-    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
     monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
     monkeypatch.setattr(Bucket, "put", recording_put)
     return put

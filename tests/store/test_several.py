@@ -6,8 +6,7 @@ import shutil
 import time
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from helpers.buckets import URI
+from helpers.buckets import URI, WholeFiles
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, wait_until, write
@@ -65,7 +64,7 @@ def test_who_may_only_read_is_told_so_before_anything_is_learned(capsys, tmp_pat
 def test_a_bucket_that_has_moved_holds_what_it_held(ran, tmp_path, monkeypatch, capsys, place):
     there = tmp_path / "moved"
     shutil.copytree(ran, there)
-    filesystem = PyFileSystem(FSSpecHandler(LocalFileSystem(auto_mkdir=True)))
+    filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
     monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(there)))
     assert main(["run", write(tmp_path / "b", ONE | {"run": ONE["run"] | {"storage": place}}), "--local"]) == 0
     assert "1 of 1 trainings are complete" in capsys.readouterr().out

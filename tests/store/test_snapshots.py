@@ -75,6 +75,20 @@ def test_what_is_recalled_is_held_against_its_digest_where_the_file_is_another(s
     assert "it is moved to" in caplog.text
 
 
+def test_one_look_tells_of_all_snapshots_what_asking_for_each_does(store):
+    """Of committed ones, one without its facts, one without its tensors, and one that was damaged and set aside."""
+    assert store.lineages() == set()
+    names = ["whole", "other", "factless", "tensorless", "damaged"]
+    for name in names:
+        store.append(snapshot(lineage=name))
+    (store.folder / "factless.json").unlink()
+    (store.folder / "tensorless.safetensors").unlink()
+    (store.folder / "damaged.json").write_text("{}")
+    assert store.get("damaged") is None
+    assert (store.folder / "damaged" / "damaged.json").exists()
+    assert store.lineages() == {name for name in names if name in store} == {"whole", "other"}
+
+
 def test_equal_snapshots_have_equal_bytes(store, tmp_path):
     """Whatever the order of the names in memory."""
     store.append(snapshot())

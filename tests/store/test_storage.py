@@ -136,6 +136,7 @@ def test_a_snapshot_of_one_node_is_found_on_another(node, bucket):
     assert bucket == ["snapshots/abc.safetensors", "snapshots/abc.json"]  # the facts commit
     there = store(node("b"))
     assert "abc" in there
+    assert there.lineages() == {"abc"}
     assert not there.path("abc").exists(), "whether it is there can be told without bringing it"
     assert torch.equal(there.get("abc").tensors["R"], snapshot().tensors["R"])
     there.append(snapshot(2.0))

@@ -201,6 +201,7 @@ RUN = {
     "page": False,
     "log_model": "best",
     "pack": 2,
+    "prices": {"cpu_hour": 0.05},
     "max_concurrent": 1,
     "num_samples": 1,  # more make more trials, and only where an axis is random
     "search_seed": 1,

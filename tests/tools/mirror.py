@@ -6,7 +6,8 @@ has to do:
     PYTHONPATH=tests python -m tools.mirror --trials 60 --tasks 15 --workers 2 --store postgresql://...
 
 The bare client has all bodies ready before its time begins, knows no run and reads no journal: it is what this server
-can take on this machine. Without `--store` the server has a new SQLite database.
+can take on this machine. Without `--store` the server has a new SQLite database. Seconds depend on what else runs here;
+the CPU time that a trial takes does so less, and says how many trials a second so many cores can do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 from helpers.mlflow_server import Server, empty_database
 from helpers.sweep_folders import run_copies, write_sweep
+from helpers.sweeps import family
 
 from latent_sweep.backends.mlflow_mirror import MlflowMirror
 from latent_sweep.results.tracked import RunContent, run_tags, trial_content
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def compare(server: Server, folder: Path, options: argparse.Namespace) -> None:
     """Bring sweeps in turn and print what each took."""
     print(f"{options.trials} trials of {options.tasks} tasks, server with {options.workers} workers: trials a second")
-    print(f"{'mirror':>8} {'bare':>8} {'ratio':>7} {'again (s)':>10}")
+    print(f"{'mirror':>8} {'bare':>8} {'ratio':>7} {'again (s)':>10}  CPU ms a trial: mirror, server, server with bare")
     for number in range(options.rounds):
         seeds = list(range(SEEDS))
         axes = {"method.ortho_lambda": [0.1 * i for i in range(options.trials // SEEDS)], "seed": seeds}
@@ -66,13 +68,24 @@ def compare(server: Server, folder: Path, options: argparse.Namespace) -> None:
         run_copies(sweep, options.tasks)
         trials = len(list(sweep))
         mirror = MlflowMirror(server.uri, sweep)
+        own, busy = time.process_time(), cpu_seconds(server)
         ours = trials / seconds(mirror.close)
+        own, busy = time.process_time() - own, cpu_seconds(server) - busy
         again = seconds(mirror.sync)
         contents = [trial_content(sweep, trial, trial.events()) for trial in sweep]
-        bare = trials / seconds(Bare(server.port, sweep, contents).send)
-        print(f"{ours:8.2f} {bare:8.2f} {ours / bare:7.2f} {again:10.3f}", flush=True)
+        client, busy_with_bare = Bare(server.port, sweep, contents), cpu_seconds(server)
+        bare = trials / seconds(client.send)
+        busy_with_bare = cpu_seconds(server) - busy_with_bare
+        times = "  ".join(f"{1000 * taken / trials:6.0f}" for taken in (own, busy, busy_with_bare))
+        print(f"{ours:8.2f} {bare:8.2f} {ours / bare:7.2f} {again:10.3f}  {times}", flush=True)
         if number == 0:
             print(f"({len(contents[0].points)} points and {len(contents[0].artifacts)} files a trial)")
+
+
+def cpu_seconds(server: Server) -> float:
+    """What the server's processes have computed so far; a database server is not among them."""
+    assert server.process is not None
+    return sum(sum(process.cpu_times()[:2]) for process in family(server.process))
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -87,6 +100,7 @@ class Bare:
 
     def __init__(self, port: int, sweep: SweepFolder, contents: Sequence[RunContent]):
         self._port, self._own = port, threading.local()
+        self._opened: list[http.client.HTTPConnection] = []
         experiment = json.loads(self._post("experiments/create", {"name": f"{sweep.name}-bare"}))["experiment_id"]
         self._trials = [self._bodies(experiment, sweep, content) for content in contents]
 
@@ -109,9 +123,11 @@ class Bare:
         return create, json.dumps({"run_id": "RUN", **batch}), files
 
     def send(self) -> None:
-        """Send all of it."""
+        """Send all of it, once."""
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             list(pool.map(self._send, self._trials))
+        for connection in self._opened:
+            connection.close()
 
     def _send(self, trial: tuple[Any, ...]) -> None:
         create, batch, files = trial
@@ -127,6 +143,7 @@ class Bare:
     def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> bytes:
         if not hasattr(self._own, "connection"):
             self._own.connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+            self._opened.append(self._own.connection)
         self._own.connection.request(method, path, body, headers)
         answer = self._own.connection.getresponse()
         content: bytes = answer.read()

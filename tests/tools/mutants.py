@@ -425,8 +425,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "learn/mixing.py",
         "only the next task is unseen",
-        "np.concatenate(distances[tasks_seen:])",
-        "distances[tasks_seen]",
+        "to_come = range(self._tasks_seen, mixer.n_tasks)",
+        "to_come = [self._tasks_seen]",
         "mixing::test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not",
         "mixing::test_every_task_to_come_is_unseen",
     ),
@@ -882,6 +882,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "learn/evaluation.py",
+        "one batch's adapter answers another",
+        "key = tuple(batch.lineages), mix[0].tobytes()",
+        "key = len(batch.lineages)",
+        "evaluation::test_the_blends_of_another_batch_are_others",
+    ),
+    _mutant(
+        "learn/evaluation.py",
         "answers in halves are known as those of whole batches",
         'content["passes"] = batch.passes',
         "pass",
@@ -1016,6 +1023,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "snapshots::test_what_does_not_check_is_set_aside_and_made_again",
     ),
     _mutant(
+        "store/snapshots.py",
+        "a snapshot that was changed since it was checked is used",
+        "(state := _state_of(self._path)) != self._state",
+        "(state := _state_of(self._path)) is None",
+        "snapshots::test_what_is_recalled_is_held_against_its_digest_where_the_file_is_another",
+    ),
+    _mutant(
         "store/sealed.py",
         "a sealed file that was changed is used",
         "return content[start : start + 64] == _digest_without(content, start)",
@@ -1044,6 +1058,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "run::test_a_changed_row_repeats_exactly_what_it_touches",
     ),
     _mutant(
+        "store/trial_files.py",
+        "predictions that have changed stay as they were",
+        "if self._written.get(name) != self.digests[name]:",
+        "if name not in self._written:",
+        "trial_files::test_predictions_are_written_where_an_answer_has_changed",
+    ),
+    _mutant(
         "store/journal.py",
         "a torn line counts",
         'return content[: content.rfind(b"\\n") + 1]',
@@ -1053,7 +1074,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "store/journal.py",
         "a torn line stays before the next",
-        "file.truncate(len(self._whole_lines()))",
+        "file.truncate(end)",
         "pass",
         "journal::test_a_torn_last_line_does_not_count_and_is_cut_at_the_next_append",
     ),

@@ -1,0 +1,266 @@
+"""What a sweep costs, reckoned by hand."""
+
+import json
+
+import pytest
+from helpers.buckets import URI, WholeFiles
+from helpers.sweep_folders import journal_of, write_sweep
+from helpers.sweeps import tiny, write
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError
+from latent_sweep.results.report import FORMATS, render
+from latent_sweep.results.spending import covered
+from latent_sweep.results.summaries import summarise
+from latent_sweep.store import objects
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.objects import Bucket
+from latent_sweep.store.sealed import sealed_json
+from latent_sweep.store.storage import Storage, open_storage
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.forecast import describe_plan, plan_record
+from latent_sweep.sweep.groups import PriceSettings, RunSettings
+from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.prices import Item, Writing, bucket_items, gpu_price, items_text
+from latent_sweep.sweep.profile import Profile, profile_path, write_profile
+
+PRICES = {
+    "gpu_hour": {"A100": 4.0, "A100-80G": 5.0, "any": 1.0},
+    "cpu_hour": 0.05,
+    "per_1000_puts": 0.005,
+    "per_1000_gets": 0.0004,
+    "gigabyte_month": 0.02,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "price"),
+    [("A100", 4.0), ("A100-80G", 5.0), ("NVIDIA A100-SXM4-40GB", 4.0), ("NVIDIA H100 80GB HBM3", 1.0), ("", 1.0)],
+)
+def test_the_longest_type_in_a_gpus_name_has_its_price(name, price):
+    assert gpu_price(PriceSettings(**PRICES), name) == price
+
+
+def test_without_a_price_nothing_is_assumed():
+    assert gpu_price(PriceSettings(gpu_hour={"A100": 4.0}), "H100") is None
+    assert gpu_price(PriceSettings(), "A100") is None
+
+
+@pytest.mark.parametrize(
+    "prices", [{"gpu_hour": 4.1}, {"gpu_hour": {"A100": -1.0}}, {"cpu_hour": "0.05"}, {"gb_month": 0.02}]
+)
+def test_what_is_no_price_is_a_fault(prices):
+    with pytest.raises(ConfigError, match=r"run\.prices"):
+        parse_sweep(tiny(run__prices=prices), "sweep.yaml")
+
+
+# --- before it runs --------------------------------------------------------------------------------------------------
+
+# one training of two tasks and its trials K = 1 and K = 2: 32 rows a task in batches of four, five epochs: 40 steps a
+# stage, and a checkpoint after each tenth but the last; 12 test rows a task
+WRITING = Writing(
+    trainings=1, trials=2, stages=2, numbers=2 * 256, checkpoints=2 * 3, rows=4, files=6, answers=72, predictions=48
+)
+
+
+PUTS = 2 * 5 + 6 * 1 + 4 * 3 + (6 + 4) * 1 + 2 * 4 + 1 * 2
+GETS = 2 * 9 + 6 * 1 + 4 * 2 + 2 * 5 + 1 * 4
+
+
+def test_requests_and_gigabytes_by_hand():
+    stored = 512 * 4 + 2 * 2000 + 48 * 200 + 72 * 80 + 4 * 1500 + 6 * 250
+    found = bucket_items(WRITING, RunSettings(prices=PriceSettings(**PRICES)), (0.5, 2.0))
+    # while it works: four PUTs a minute, and four GETs
+    assert found[0] == ("PUTs", PUTS + 120, PUTS + 480, pytest.approx(5e-6))
+    assert found[1] == ("GETs", GETS + 120, GETS + 480, pytest.approx(4e-7))
+    assert found[2] == ("GB for a month", stored / 1e9, stored / 1e9, 0.02)
+    last = bucket_items(WRITING, RunSettings(keep_answers="last"), None)
+    assert [item[1:] for item in last] == [
+        (PUTS - 4, PUTS - 4, None),
+        (GETS, GETS, None),
+        ((stored - 5760) / 1e9, (stored - 5760) / 1e9, None),
+    ]
+
+
+@pytest.fixture
+def requests(tmp_path, monkeypatch):
+    """A folder in the place of a bucket, and this node's cache; what is asked of the bucket: key, PUTs and GETs.
+
+    As pyarrow was seen to ask S3: before it gets or deletes something it looks at it, and of what is deleted it marks
+    the folder.
+    """
+    asked = []
+
+    def record(name, charge):
+        real = getattr(Bucket, name)
+
+        def recording(self, key, *rest, **named):
+            found = real(self, key, *rest, **named)
+            asked.append((name, key, *charge(found, *named.values())))
+            return found
+
+        monkeypatch.setattr(Bucket, name, recording)
+
+    record("put", lambda found: (1, 0))
+    record("_open", lambda found, content: (0, 1 + (content and found is not None)))
+    record("list", lambda found: (1, 0))
+    there = Bucket.delete
+    monkeypatch.setattr(Bucket, "delete", lambda self, key: there_is(self, key) and there(self, key))
+
+    def there_is(bucket, key):
+        path = tmp_path / "bucket" / key
+        asked.append(("delete", key, int(path.exists()), 1))
+        return path.exists()
+
+    filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
+    monkeypatch.setattr(objects, "_connect", lambda uri: (filesystem, str(tmp_path / "bucket")))
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
+    return asked
+
+
+def planned(tmp_path, gpus, prices=PRICES, remote=False):
+    """A plan, and its record, on a machine whose profile says one token and half an answer a second."""
+    resources = {"cpus": 4, "gpus": gpus} | ({"accelerator": "A100"} if gpus else {})
+    changes = {"run__resources": resources, "run__prices": prices, "search": {"router.components": [1, 2]}}
+    sweep = parse_sweep(tiny(**changes, trial__training__checkpoint_every=10), "sweep.yaml")
+    storage = open_storage(URI) if remote else Storage(tmp_path)
+    for device, speed in (("cpu", 1.0), ("cuda", 100.0)):
+        path = profile_path(storage.folder, "tiny-llama", "float32", device)
+        write_profile(path, Profile("tiny-llama", device, "float32", speed, speed / 2, "2030-01-02T00:00:00", {}))
+    trials = expand(sweep)
+    packs = pack(trials)
+    return describe_plan(sweep, trials, packs, storage), plan_record(sweep, trials, packs, storage, [])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "speed", "price"), [(0, 4, 1.0, 0.05), (1, 1, 100.0, 4.0), (0.5, 1, 100.0, 4.0)]
+)
+def test_hours_are_of_what_is_asked_for(tmp_path, gpus, cores, speed, price):
+    text, record = planned(tmp_path, gpus)
+    (item,) = record["costs"]
+    assert item["name"] == ("GPU-hours of A100" if gpus else "CPU-hours")
+    assert item["price"] == price
+    assert item["cost_most"] == item["most"] * price
+    assert item["most"] - item["least"] == pytest.approx(cores * (60 - 24) / (speed / 2) / 3600)
+    (line,) = [line for line in text.splitlines() if "estimate" in line]
+    assert line == f"  estimate: {items_text([Item(*(item[name] for name in Item._fields))])}"
+
+
+def test_an_object_store_has_requests_too_and_they_are_those_of_the_work(tmp_path, requests):
+    text, record = planned(tmp_path, 1, remote=True)
+    hours, puts, gets, stored = record["costs"]
+    assert record["estimate"]["reuse"]["writing"] == {
+        **dict(trainings=1, trials=2, stages=2, checkpoints=6, rows=4, files=6, answers=72, predictions=48),
+        "numbers": 2 * 4 * 16 * 16,  # of each stage: a square R of rank 16 for query and value of two blocks
+    }
+    assert puts["least"] == pytest.approx(PUTS + 240 * hours["least"])
+    assert gets["most"] == pytest.approx(GETS + 240 * hours["most"])
+    assert stored["least"] == stored["most"] > 0
+    assert "together" in text
+
+
+def test_a_run_puts_what_was_foreseen(tmp_path, requests):
+    """Every put of a real run is counted, but for those by the clock and what the driver writes once a sweep."""
+    content = tiny(search={"router.components": [1, 2]}, trial__training__checkpoint_every=10, run__storage=URI)
+    sweep = parse_sweep(content, "sweep.yaml")
+    storage = open_storage(URI)
+    record = plan_record(sweep, trials := expand(sweep), pack(trials), storage, [])
+    foreseen = {item["name"]: item["least"] for item in record["costs"]}
+    requests.clear()
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    places = ("tiny/trials/", "snapshots/", "checkpoints/", "tiny/locks/")
+    of_work = [asked for asked in requests if asked[1].startswith(places) and "driver" not in asked[1]]
+    rows = [[e["files"] for e in trial.events() if e["event"] == "stage"] for trial in open_sweep(f"{URI}/tiny")]
+    kept = sum(now.get(name) == digest for before, now in rows for name, digest in before.items())
+    assert sum(puts for *_, puts, gets in of_work) + kept == foreseen["PUTs"] == PUTS, "what is the same is not put"
+    assert sum(gets for *_, puts, gets in of_work) == foreseen["GETs"] == GETS
+    stored = sum(path.stat().st_size for path in (tmp_path / "bucket").rglob("*") if path.is_file())
+    assert 0.5 * stored / 1e9 < foreseen["GB for a month"] < 2 * stored / 1e9
+
+
+def test_without_prices_the_amounts_are_said_alone(tmp_path):
+    text, record = planned(tmp_path, 1, prices={})
+    assert record["costs"][0]["price"] is record["costs"][0]["cost_least"] is None
+    (line,) = [line for line in text.splitlines() if "estimate" in line]
+    assert "GPU-hours of A100" in line and "(" not in line and "together" not in line
+
+
+# --- once it has run -------------------------------------------------------------------------------------------------
+
+
+def test_time_that_spans_share_counts_once():
+    assert covered([(0, 10), (5, 8), (9, 12), (20, 21)]) == 13
+    assert covered([]) == 0
+
+
+A100 = {"gpu": "NVIDIA A100-SXM4-80GB", "threads": 8}
+CPU = {"gpu": None, "threads": 4}
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Two trials of one pack on an A100 from hour 0 to 3, one of them alone from 5 to 6; a third on a CPU, for half
+    an hour; a group of two workers for an hour; and one by a version that did not say its hardware.
+    """
+    sweep = write_sweep(tmp_path, {"seed": [0, 1, 2, 3, 4]})
+    lost = {"kind": "worker_lost", "message": "gone"}
+
+    def at(hour, trial, name, **fields):
+        journal_of(trial).append(name, time=3600.0 * hour, **fields)
+
+    def started(hour, trial, pid, hardware):
+        at(hour, trial, "started", attempt=1, node="a", pid=pid, versions={}, hardware=hardware)
+
+    first, second, third, fourth, fifth = sweep
+    for trial in (first, second):
+        started(0, trial, 1, A100)
+        at(3 if trial is second else 2, trial, "lost", **lost)
+    started(5, first, 2, A100)
+    at(6, first, "lost", **lost)
+    started(0, third, 3, CPU)
+    at(0.5, third, "lost", **lost)
+    started(1, fourth, 4, A100 | {"gpu": "NVIDIA H100 80GB HBM3", "workers": 2})
+    at(2, fourth, "lost", **lost)
+    started(1, fifth, 5, "cpu")
+    at(9, fifth, "lost", **lost)
+    return sweep
+
+
+def with_run(sweep, **run):
+    path = sweep.path / "sweep.json"
+    content = json.loads(path.read_bytes())["content"] | {"run": run}
+    path.write_bytes(sealed_json(content))
+    return open_sweep(sweep.path)
+
+
+def test_hours_at_work_are_told_by_hardware(told):
+    assert summarise(told).spent == (
+        ("CPU-hours", 2.0, 2.0, None),
+        ("GPU-hours of NVIDIA A100-SXM4-80GB", 4.0, 4.0, None),
+        ("GPU-hours of NVIDIA H100 80GB HBM3", 2.0, 2.0, None),
+    )
+
+
+def test_a_report_says_what_it_came_to(told):
+    sweep = with_run(told, prices=PRICES, resources={"gpus": 0.5})
+    said = (
+        "2.0 CPU-hours (0.10), 2.0 GPU-hours of NVIDIA A100-SXM4-80GB (8.00), "
+        "1.0 GPU-hours of NVIDIA H100 80GB HBM3 (1.00); 9.10 together"
+    )
+    assert said in render(summarise(sweep))
+    for name in FORMATS:
+        render(summarise(sweep), name)
+
+
+def test_a_run_keeps_its_prices_for_the_report_and_reports_what_it_took(tmp_path, capsys):
+    content = tiny(search={}, trial__training__epochs=1, run__prices={"cpu_hour": 36000.0})
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    sweep = open_sweep(tmp_path / "runs" / "tiny")
+    assert sweep.run["prices"]["cpu_hour"] == 36000.0
+    (trial,) = sweep
+    events = trial.events()
+    hours = (events[-1]["time"] - events[0]["time"]) * events[0]["hardware"]["threads"] / 3600
+    (item,) = summarise(sweep).spent
+    assert item == ("CPU-hours", pytest.approx(hours), pytest.approx(hours), 36000.0)
+    assert items_text([item]) in capsys.readouterr().out
