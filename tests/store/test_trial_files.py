@@ -95,7 +95,7 @@ def test_after_a_write_that_failed_nothing_is_taken_to_be_there(storage):
     record(files, "one")
     storage.away = True
     with pytest.raises(StoreError):
-        files._write("predictions/mood.jsonl", b"other")
+        files._write({"predictions/mood.jsonl": b"other"})
     storage.away = False
     assert "predictions/mood.jsonl" in record(files, "one", "two")
 

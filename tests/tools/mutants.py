@@ -968,8 +968,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "sweep/plan.py",
         "a snapshot is known without its data",
-        '"data": [data[i] for i in learned]',
-        '"data": []',
+        '"data": json_list(data[i] for i in learned)',
+        '"data": json_list([])',
         "plan::test_a_changed_training_row_changes_what_learned_it_and_what_came_after",
     ),
     _mutant(
@@ -982,8 +982,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "sweep/plan.py",
         "a row is known without its test rows",
-        '"tests": tests[: i + 1]',
-        '"tests": []',
+        '"tests": t})',
+        '"tests": "[]"})',
         "plan::test_a_changed_test_row_changes_scores_alone",
     ),
     _mutant(
@@ -996,14 +996,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "sweep/plan.py",
         "trials that differ in inference are one",
-        "content_hash([training, inference])",
-        "content_hash([training])",
+        "json_list([training, inference])",
+        "json_list([training])",
         "plan::test_inference_only_axes_share_one_training",
     ),
     _mutant(
         "sweep/plan.py",
         "trials that differ in training are one training",
-        '"training": settings.training.training_identity(),',
+        '"training": once("training", (s.training,), lambda: canonical_json(s.training.training_identity())),',
         "",
         "plan::test_a_setting_that_changes_a_score_changes_every_id",
     ),
@@ -1046,8 +1046,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "store/snapshots.py",
         "a committed snapshot is replaced",
-        "if snapshot.lineage in self:",
-        "if False:",
+        "if snapshot.lineage in self and ",
+        "if False and ",
         "snapshots::test_a_committed_snapshot_never_changes",
     ),
     _mutant(
@@ -1124,8 +1124,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "benchmarks/loaders.py",
         "test instances are learned from",
-        'return (position < source.test_instances) == (split == "test")',
-        "return True",
+        'if tests is not None and (position < tests) != (split == "test"):',
+        "if False:",
         "sources::test_a_task_of_super_natural_instructions_is_cut_from_its_file",
     ),
     _mutant(
