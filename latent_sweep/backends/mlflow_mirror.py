@@ -63,7 +63,7 @@ from latent_sweep.results.tracked import (
     unsent,
 )
 from latent_sweep.security import has_credentials, redact
-from latent_sweep.store.files import private_file, private_folder
+from latent_sweep.store.files import FileState, private_file, private_folder, state_of
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.leases import FileLease, held
 
@@ -152,8 +152,8 @@ class MlflowMirror:
         self._experiment_id = ""
         self._runs: dict[_Identity, dict[str, _Run]] = {}
         """By the life of the trial that they tell of: one, but for the moment at which a life takes another's place."""
-        self._brought: dict[str, tuple[int, int, int]] = {}
-        """The stamps of the journals that have been brought, by trial id."""
+        self._brought: dict[str, FileState] = {}
+        """What the journals were that have been brought, by trial id."""
         self._view_key = ""
 
     def open(self) -> None:
@@ -417,12 +417,12 @@ class MlflowMirror:
         changed: set[str] = set()
 
         def mirror(trial: TrialFolder) -> None:
-            stamp = trial.journal.stamp()  # before it is read: what comes in between is news
+            state = state_of(trial.journal.path)  # before it is read: what comes in between is news
             if self._mirror_trial(trial):
                 changed.add(trial.trial_id)
-            self._brought[trial.trial_id] = stamp
+            self._brought[trial.trial_id] = state
 
-        moved = [trial for trial in self.sweep if self._brought.get(trial.trial_id) != trial.journal.stamp()]
+        moved = [trial for trial in self.sweep if self._brought.get(trial.trial_id) != state_of(trial.journal.path)]
         return changed, self._at_once(mirror, moved)
 
     def _mirror_trial(self, trial: TrialFolder) -> bool:

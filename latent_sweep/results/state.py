@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results.progress import DRIVING, WORKING
 from latent_sweep.results.trial_states import ENDED, Tally, TimeLeft, TrialState, advanced
-from latent_sweep.store.files import read_json_or_nothing
+from latent_sweep.store.files import NO_FILE, FileState, read_json_or_nothing, state_of
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since, driver_of
 from latent_sweep.store.journal import START, Place, Status
 from latent_sweep.store.telling import FOLDER, telling_of, told_journals
@@ -170,10 +170,10 @@ class SweepWatch:
         self._drives, self._began = drives, time.time()
         self._trials: list[TrialFolder] = []
         self._numbers: dict[str, int] = {}
-        self._known: list[tuple[_Version, Place]] = []
+        self._known: list[tuple[FileState, Place]] = []
         self._tally = Tally([])
         self._driven: float | None = None
-        self._told: dict[Path, tuple[_Version, dict[str, Any]]] = {}
+        self._told: dict[Path, tuple[FileState, dict[str, Any]]] = {}
         self._round = 0
 
     def look(self) -> SweepState:
@@ -224,7 +224,7 @@ class SweepWatch:
 
         self._trials = list(self.sweep)
         self._numbers = {trial.trial_id: number for number, trial in enumerate(self._trials)}
-        self._known = [(_NOTHING, START)] * len(self._trials)
+        self._known = [(NO_FILE, START)] * len(self._trials)
         self._tally = Tally(map(pending, self._trials))
 
     def _moved(self, told: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -237,7 +237,7 @@ class SweepWatch:
     def _look_at(self, number: int) -> None:
         """Read what the journal of a trial has more than before."""
         trial, (known, place) = self._trials[number], self._known[number]
-        version = _version(trial.journal.path)
+        version = state_of(trial.journal.path)
         if version == known:
             return
         state = self._tally.trials[number]
@@ -256,31 +256,13 @@ class SweepWatch:
         paths = sorted((self.sweep.path / FOLDER).glob("*.json"))
         found = {}
         for path in paths:
-            version = _version(path)
+            version = state_of(path)
             known = self._told.get(path)
             if known is None or known[0] != version:
                 known = version, read_json_or_nothing(path)
             found[path] = known
         self._told = found
         return [content for _, content in found.values() if isinstance(content, dict)]
-
-
-class _Version(NamedTuple):
-    """Tells whether a file has changed."""
-
-    size: int
-    mtime_ns: int
-
-
-_NOTHING = _Version(0, 0)
-
-
-def _version(path: Path) -> _Version:
-    try:
-        found = path.stat()
-    except OSError:
-        return _NOTHING
-    return _Version(found.st_size, found.st_mtime_ns)
 
 
 def _said(told: Sequence[Mapping[str, Any]], since: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from latent_sweep.errors import StoreError
 from latent_sweep.settings import local_path, read_regular
@@ -39,10 +39,11 @@ def private_file(path: Path) -> None:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
-def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None = None) -> None:
+def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None = None, *, durable: bool = True) -> None:
     """Write under a temporary name, flush to disk, rename.
 
     Args:
+        durable: whether the file has to survive a power cut; what is for display only is not flushed.
         modified_ns: the time that the file gets, in nanoseconds since 1970; None is now, and later than the old file's.
 
     Raises:
@@ -55,7 +56,8 @@ def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None =
             with partial.open("wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             if modified_ns is None:
                 modified_ns = max(partial.stat().st_mtime_ns, modified(path) + 1)
             stamp(partial, modified_ns)
@@ -104,6 +106,28 @@ def read_json_or_nothing(path: Path) -> Any:
         return json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+class FileState(NamedTuple):
+    """Tells a file from another in its place, and from itself once more has been written."""
+
+    inode: int
+    size: int
+    """In bytes."""
+    mtime_ns: int
+    """When it was written, in nanoseconds since 1970."""
+
+
+NO_FILE = FileState(0, 0, 0)
+
+
+def state_of(path: Path) -> FileState:
+    """Look at a file without reading it; `NO_FILE` where there is none, or whoever reads it is told what is wrong."""
+    try:
+        found = path.stat()
+    except OSError:
+        return NO_FILE
+    return FileState(found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def modified(path: Path) -> int:

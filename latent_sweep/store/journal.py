@@ -106,14 +106,6 @@ class Journal:
         telling_of(self.path.parent.parent.parent).wrote(self.path.parent.name, size, event)
         return json.loads(line)
 
-    def stamp(self) -> tuple[int, int, int]:
-        """What changes with the journal: inode, size in bytes, time of change in ns; zeros where there is none."""
-        try:
-            found = os.stat(self.path)
-        except OSError:  # whoever reads it is told
-            return 0, 0, 0
-        return found.st_ino, found.st_size, found.st_mtime_ns
-
     def read(self) -> list[Event]:
         """Every event in order; empty where there is no journal yet.
 

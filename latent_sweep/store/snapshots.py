@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.errors import StoreError
-from latent_sweep.store.files import committing, modified
+from latent_sweep.store.files import FileState, committing, state_of
 from latent_sweep.store.sealed import DAMAGED, UNSEALED, intact, sealed
 from latent_sweep.store.storage import Storage, json_bytes
 
@@ -186,7 +186,7 @@ class StoredTensors(Mapping[str, "Tensor"]):
     def __init__(self, store: SnapshotStore, lineage: str, names: Iterable[str]):
         self._store, self._lineage, self._names = store, lineage, dict.fromkeys(names)
         self._path = store.path(lineage)
-        self._state = _state_of(self._path)
+        self._state = state_of(self._path)
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor.
@@ -196,14 +196,14 @@ class StoredTensors(Mapping[str, "Tensor"]):
         """
         if name not in self._names:
             raise KeyError(name)
-        if (state := _state_of(self._path)) != self._state:
+        if (state := state_of(self._path)) != self._state:
             if self._store.get(self._lineage) is None:
                 raise StoreError(
                     f"{self._path}: was whole when this run took it up, and is missing or damaged now. Run the same "
                     "command again: the snapshot is learned again, and what is there is not."
                 )
-            state = self._state = _state_of(self._path)
-        tensor: Tensor = _mapped(self._path, *state).get_tensor(name)
+            state = self._state = state_of(self._path)
+        tensor: Tensor = _mapped(self._path, state).get_tensor(name)
         return tensor.clone()  # memory of its own, laid out as that of a tensor that was computed
 
     def __contains__(self, name: object) -> bool:
@@ -218,16 +218,8 @@ class StoredTensors(Mapping[str, "Tensor"]):
         return len(self._names)
 
 
-def _state_of(path: Path) -> tuple[int, int]:
-    """Size and time of a file, which tell one that was written again from the one checked; zeros where it is not."""
-    try:
-        return path.stat().st_size, modified(path)
-    except FileNotFoundError:
-        return 0, 0
-
-
 @lru_cache(maxsize=OPEN_FILES)
-def _mapped(path: Path, size: int, modified_ns: int) -> Any:
+def _mapped(path: Path, state: FileState) -> Any:
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")

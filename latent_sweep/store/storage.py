@@ -182,7 +182,7 @@ class Storage:
             StoreError: as `write`.
         """
         telling = telling_of(sweep_folder)
-        write_file(sweep_folder / FOLDER / telling.name, telling.content())
+        write_file(sweep_folder / FOLDER / telling.name, telling.content(), durable=False)
 
 
 class ObjectStorage(Storage):

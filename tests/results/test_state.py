@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import re
 import statistics
@@ -110,6 +111,17 @@ def test_steps_are_told_with_their_loss_once_a_second_and_the_last_one_always(sw
         (worker,) = look(sweep).running
         assert (worker.doing, worker.step, worker.steps, worker.loss) == ("answering", 1, 2, None)
         assert worker.done == pytest.approx((1 + 0.95) / 3)
+
+
+def test_what_is_for_display_is_not_flushed_to_disk(sweep, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    first, *_ = sweep
+    with ProgressWriter(sweep, PackOf(first)) as writer:
+        writer.write(Begun("starting"))
+    assert flushed == []
+    start(first)
+    assert flushed, "a journal is"
 
 
 def test_a_worker_counts_while_its_trials_go_on_and_its_driver_lives(sweep):
@@ -284,8 +296,8 @@ def test_only_journals_that_have_changed_are_read_again(sweep, monkeypatch):
 def test_of_many_trials_those_are_looked_at_that_somebody_tells_of(tmp_path, monkeypatch):
     sweep = write_sweep(tmp_path, {"seed": list(range(states.ROUND * 3))})
     trials, looked = list(sweep), []
-    version = states._version
-    monkeypatch.setattr(states, "_version", lambda path: looked.append(path) or version(path))
+    state_of = states.state_of
+    monkeypatch.setattr(states, "state_of", lambda path: looked.append(path) or state_of(path))
     watch = SweepWatch(sweep, drives=True)
     watch.look()
     assert len(looked) == len(trials)

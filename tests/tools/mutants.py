@@ -1025,8 +1025,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "store/snapshots.py",
         "a snapshot that was changed since it was checked is used",
-        "(state := _state_of(self._path)) != self._state",
-        "(state := _state_of(self._path)) is None",
+        "(state := state_of(self._path)) != self._state",
+        "(state := state_of(self._path)) is None",
         "snapshots::test_what_is_recalled_is_held_against_its_digest_where_the_file_is_another",
     ),
     _mutant(
