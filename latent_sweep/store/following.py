@@ -27,7 +27,7 @@ FOLLOWING_SECONDS = 30.0
 ENDS = ("finished", "stopped", "failed")
 """Events after which all files of a trial are wanted."""
 OLD_SECONDS = 3600.0
-"""Processes that have told nothing for so long have ended, whatever is wrong with this node's clock."""
+"""Processes that have told nothing for so long have ended."""
 _CONNECTIONS = 16
 
 
@@ -83,8 +83,9 @@ def forget_the_old(storage: Storage, folder: Path) -> None:
     Raises:
         StoreError: the object store cannot be reached or refuses.
     """
+    now = storage.now()
     for path, facts in storage.files(folder / FOLDER).items():
-        if time.time() - facts.modified > OLD_SECONDS:
+        if now - facts.modified > OLD_SECONDS:
             storage.remove(path)
 
 

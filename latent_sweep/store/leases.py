@@ -227,10 +227,13 @@ class ObjectLease:
     suspended for longer wakes up beside its successor. All that costs is time: both learn the same snapshot (equal bits
     on a CPU; on a GPU the first one committed stays), and a journal is read again before each append. A holder on this
     host whose process is gone has it no longer.
+
+    Args:
+        folder: where this process shows that it lives, if it holds no lease yet.
     """
 
-    def __init__(self, bucket: Bucket, key: str, presence: Presence):
-        self._bucket, self._key, self._presence = bucket, key, presence
+    def __init__(self, bucket: Bucket, key: str, presence: Presence, folder: str):
+        self._bucket, self._key, self._presence, self._folder = bucket, key, presence, folder
         self._mine = _this_process() | {"owner": uuid.uuid4().hex}
         self._taken = 0.0
 
@@ -240,7 +243,7 @@ class ObjectLease:
         Raises:
             StoreError: the object store cannot be reached or refuses.
         """
-        self._presence.hold(self._key.partition("/")[0])
+        self._presence.hold(self._folder)
         taken = False
         try:
             while not (taken := self._is_free() and self._claim()) and wait:

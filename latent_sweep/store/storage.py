@@ -286,7 +286,9 @@ class ObjectStorage(Storage):
 
     def lease(self, path: Path) -> Lease:
         """Return the lease of this name; it guards against processes on all nodes."""
-        return ObjectLease(self._bucket, self._key(path), self._presence)
+        first, *others = path.relative_to(self.folder).parts
+        about = first if len(others) > 1 else PROBES  # of a sweep, or of what all sweeps share
+        return ObjectLease(self._bucket, self._key(path), self._presence, about)
 
     def now(self) -> float:
         """Seconds since 1970 by the object store's clock."""

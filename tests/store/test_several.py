@@ -16,8 +16,10 @@ from latent_sweep.cli import main
 from latent_sweep.store import leases, objects
 from latent_sweep.store.files import write_file
 from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.following import forget_the_old
 from latent_sweep.store.inventory import Inventory, garbage
 from latent_sweep.store.journal import status
+from latent_sweep.store.storage import PROBES
 
 ONE = tiny(name="one", search={"seed": [0]})
 BOTH = tiny(name="both", search={"seed": [0, 1]})
@@ -87,6 +89,30 @@ def test_a_lost_clock_takes_no_lease_from_anybody_and_deletes_nothing(ran, node,
     os.utime(unreferred, (right() - 7200,) * 2)
     assert [one.path for one in garbage(Inventory(sweep.storage), keep_days=0.0)] == [unreferred]
     lock.unlink()
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_lost_clock_forgets_nobody_who_is_at_work(ran, monkeypatch, hours):
+    sweep = open_sweep(f"{URI}/one")
+    live, old = (ran / "one" / "progress" / f"{name}.json" for name in ("live", "old"))
+    for path in (live, old):
+        write_file(path, b"{}")
+    os.utime(old, (time.time() - 7200,) * 2)
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
+    forget_the_old(sweep.storage, sweep.path)
+    assert live.exists()
+    assert not old.exists()
+
+
+def test_a_lease_of_what_sweeps_share_leaves_nothing_among_it(node, tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "SETTLING_SECONDS", 0.0)
+    place = node("a")
+    lease = place.lease(place.folder / "snapshots" / "abc.lock")
+    assert lease.take()
+    lease.release()
+    assert [path.parent.parent.name for path in (tmp_path / "bucket").rglob("*.json")] == [PROBES]
+    assert not list((tmp_path / "bucket" / "snapshots").glob("*"))
 
 
 @pytest.mark.slow
