@@ -9,6 +9,7 @@ from helpers.sweeps import results, sweep_folder
 
 from latent_sweep.cli import main
 from latent_sweep.learn import evaluation
+from latent_sweep.learn.context import Context
 from latent_sweep.store.journal import stages
 from latent_sweep.store.snapshots import SnapshotStore
 from latent_sweep.store.storage import Storage
@@ -75,6 +76,7 @@ def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(tmp_path, 
     shutil.rmtree(tmp_path / "runs" / "tiny")
     shutil.rmtree(tmp_path / "runs" / "predictions")
     monkeypatch.setattr(evaluation, "read_sealed_json", lambda path: None)
+    monkeypatch.setattr(Context, "recent", lambda self, trial, position: {})
     generated, shares = run()
     assert shares == [1.0, 1.0]
     assert generated == cached

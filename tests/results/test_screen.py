@@ -110,7 +110,7 @@ def test_a_terminal_shows_what_ray_runs(tmp_path):
         command, env=environment, stdin=place.slave, stdout=place.slave, stderr=place.slave, start_new_session=True
     )
     try:
-        wait_until(lambda: (tmp_path / "runs" / "tiny" / "progress" / "driver.json").exists(), process)
+        wait_until(lambda: list((tmp_path / "runs" / "tiny" / "progress").glob("*.json")), process)
         process.wait()
     finally:
         for member in family(process):

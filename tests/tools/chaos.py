@@ -319,7 +319,7 @@ class Killed:
                 stopped.send_signal(signal.SIGCONT)  # it goes on until it notices
         else:
             end(process, [stopped])  # which may be a worker of a driver that was killed before
-        process.wait()
+        forget(process)
         self.process = None
         if target == "node":
             self.nodes += 1
@@ -386,6 +386,13 @@ class Killed:
     def partials(self) -> int:
         """How many files were cut off before they were renamed."""
         return sum(1 for path in self.folder.rglob(".*.partial"))
+
+
+def forget(process: subprocess.Popen[str]) -> None:
+    """Wait for a process that was killed, and leave what it has printed unread."""
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def still_there(members: Iterable[psutil.Process]) -> list[psutil.Process]:

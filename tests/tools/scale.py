@@ -39,7 +39,7 @@ from helpers.mlflow_server import empty_database
 from helpers.ray_heads import node, nodes
 from helpers.sweeps import start, write, write_benchmark
 from tools.chaos import HEADER as KILLS_HEADER
-from tools.chaos import KILLS_PER_SWEEP, KINDS, Events, Kill, Killed, Landed, moment, object_store, outcome
+from tools.chaos import KILLS_PER_SWEEP, KINDS, Events, Kill, Killed, Landed, forget, moment, object_store, outcome
 
 from latent_sweep.store.folders import SweepFolder, open_sweep
 from latent_sweep.store.journal import status
@@ -364,7 +364,7 @@ class Crowd(Killed):
             stopped.send_signal(signal.SIGCONT)
         elif target == "driver":
             process.kill()
-            process.wait()
+            forget(process)
             self.process = None
             with contextlib.suppress(psutil.NoSuchProcess):
                 stopped.send_signal(signal.SIGCONT)  # a worker goes on until it notices
