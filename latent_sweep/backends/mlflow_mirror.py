@@ -64,7 +64,7 @@ from latent_sweep.results.tracked import (
 )
 from latent_sweep.security import has_credentials, redact
 from latent_sweep.store.files import FileState, private_file, private_folder, state_of
-from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.folders import LOCKS, SweepFolder, TrialFolder
 from latent_sweep.store.leases import FileLease, held
 
 DEFAULT_URI = "sqlite:///mlflow.db"
@@ -300,7 +300,7 @@ class MlflowMirror:
     @contextmanager
     def _connected(self) -> Iterator[None]:
         """Hold the sweep alone, with a client and with `_runs` as they are; after a failure they are read anew."""
-        locks = self.sweep.path / "locks"
+        locks = self.sweep.path / LOCKS
         with self._explained(), held(FileLease(locks / "mirror.lock"), _say_waiting):
             last = locks / "mirror.last"
             if not last.exists() or last.read_text() != self._id:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from latent_sweep.results.trial_states import Span, cover
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import Event
 from latent_sweep.sweep.groups import PriceSettings, ResourceSettings
 from latent_sweep.sweep.prices import Item, gpu_price
-
-Span = tuple[float, float]
-"""From when to when, in Unix seconds."""
 
 
 def attempt_spans(events: Sequence[Event]) -> Iterator[tuple[Event, Span]]:
@@ -23,11 +21,10 @@ def attempt_spans(events: Sequence[Event]) -> Iterator[tuple[Event, Span]]:
 
 def covered(spans: Sequence[Span]) -> float:
     """Count the seconds in any of these spans: what several of them share counts once."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
+    apart: list[Span] = []
+    for span in sorted(spans):
+        cover(apart, span)
+    return sum((end - begin for begin, end in apart), 0.0)
 
 
 def spent(sweep: SweepFolder, journals: Sequence[Sequence[Event]]) -> tuple[Item, ...]:

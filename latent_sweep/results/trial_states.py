@@ -25,6 +25,7 @@ DEVIATIONS = 2.0
 """Standard deviations on either side of the time left."""
 
 Span = tuple[float, float]
+"""From when to when, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class Tally:
         gaps = [end - before for (before, _), (end, reused) in itertools.pairwise(self._ends) if not reused]
         first, reused = self._ends[0]
         if not self._cut and not reused:
-            gaps.insert(0, first - min(self._begun, default=self._since))
+            gaps.insert(0, first - (self._since if self._begun is None else self._begun))
         return time_left(gaps, self._remaining, now - self._ends[-1][0])
 
     def _sum(self) -> None:
@@ -211,7 +212,7 @@ class Tally:
         self._at_work: list[Span] = []
         self._ends: list[tuple[float, bool]] = []
         self._cut = False
-        self._begun: list[float] = []
+        self._begun: float | None = None
         self._best = None
         for number, trial in enumerate(self.trials):
             self._add(number, trial, set())
@@ -240,9 +241,9 @@ class Tally:
             del self._ends[:-RECENT]
             self._cut = True
         for span in trial.at_work:
-            _cover(self._at_work, span)
+            cover(self._at_work, span)
             if span[0] >= self._since:
-                self._begun = [min([*self._begun, span[0]])]
+                self._begun = span[0] if self._begun is None else min(self._begun, span[0])
         self._best = self._ahead([number] if self._best is None else sorted((self._best, number)))
 
     def _ahead(self, numbers: Iterable[int]) -> int | None:
@@ -259,7 +260,7 @@ def _remaining(trial: TrialState) -> int:
     return 0 if trial.status in ENDED else trial.n_tasks - trial.tasks_done
 
 
-def _cover(spans: list[Span], span: Span) -> None:
+def cover(spans: list[Span], span: Span) -> None:
     """Add a span to spans that are apart from each other and in order; those that it touches become one with it."""
     begin, end = span
     after = len(spans)

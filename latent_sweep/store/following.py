@@ -17,7 +17,7 @@ from typing import Any
 
 from latent_sweep.errors import StoreError
 from latent_sweep.store.files import read_json_or_nothing
-from latent_sweep.store.storage import JOURNAL, Storage
+from latent_sweep.store.storage import CONNECTIONS, JOURNAL, Storage
 from latent_sweep.store.telling import FOLDER, KEPT_SECONDS, Written, telling_of, told_journals
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ ENDS = ("finished", "stopped", "failed")
 """Events after which all files of a trial are wanted."""
 OLD_SECONDS = 3600.0
 """Processes that have told nothing for so long have ended."""
-_CONNECTIONS = 16
 
 
 class Follower:
@@ -57,8 +56,8 @@ class Follower:
         else:
             self._storage.bring_told(self._folder)
             moved = [pair for told in told_files(self._folder).values() for pair in told_journals(told).items()]
-            with ThreadPoolExecutor(_CONNECTIONS) as pool:
-                list(pool.map(self._bring, *zip(*moved, strict=True))) if moved else None
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                list(pool.map(lambda pair: self._bring(*pair), moved))
         self._followed = began
 
     def _bring(self, trial_id: str, written: Written) -> None:

@@ -141,7 +141,7 @@ class Presence:
         self._bucket, self._telling = bucket, telling
         self._folder: str | None = None
         self._holds = 0
-        self._put_at = float("-inf")
+        self._put_at, self._told_at = float("-inf"), float("-inf")
         self._lapsed = float("-inf")
         """When this process had last not shown that it lives for so long that leases may have been taken over."""
         self._lock = threading.RLock()
@@ -187,10 +187,10 @@ class Presence:
             if self._thread is not None and folder == self._folder:
                 if at_once:
                     self._put()
-            elif at_once or elapsed() - self._put_at >= RENEWAL_SECONDS:
+            elif at_once or elapsed() - self._told_at >= RENEWAL_SECONDS:
                 telling = self._telling(folder)
                 self._bucket.put(f"{folder}/{FOLDER}/{telling.name}", telling.content())
-                self._put_at = elapsed()
+                self._told_at = elapsed()
 
     def lapsed_since(self, moment: float) -> bool:
         """Whether leases may have been taken over since then, by the clock `elapsed`."""

@@ -67,7 +67,7 @@ class Bucket:
         self._filesystem, self._root = _connect(uri)
         self._count = _REQUESTS.setdefault(uri, Counter())
 
-    def put(self, key: str, content: bytes) -> None:
+    def put(self, key: str, content: bytes | bytearray) -> None:
         """Write an object, or replace it: one request."""
         parts = -(-len(content) // PART_BYTES)
         self._count["put"] += parts + 2 if parts > 1 else 1

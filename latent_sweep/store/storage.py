@@ -43,7 +43,8 @@ DEFAULT_PLACE = "runs"
 """Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
 that of a folder with another name is the umask's and its administrator's."""
 
-_CONNECTIONS = 16
+CONNECTIONS = 16
+"""Requests to an object store at the same time."""
 _PRESENCES: dict[tuple[int, Path], Presence] = {}
 """Of this process, by process id and working folder."""
 
@@ -172,7 +173,7 @@ class Storage:
         """Return the lease of this name; it guards against processes on all nodes."""
         return FileLease(path)
 
-    def tell(self, sweep_folder: Path, at_once: bool = True) -> None:
+    def tell(self, sweep_folder: Path, at_once: bool) -> None:
         """Write what this process tells of a sweep.
 
         Args:
@@ -208,7 +209,7 @@ class ObjectStorage(Storage):
         """Do as `write` for a file that never changes: nobody will ask which of two is newer."""
         write_file(path, content)
         if self._shared(path):
-            self._bucket.put(self._key(path), path.read_bytes())
+            self._bucket.put(self._key(path), content)
 
     def write_together(self, files: Mapping[Path, bytes]) -> None:
         """Do as `write` for files below one folder, in no certain order."""
@@ -219,7 +220,7 @@ class ObjectStorage(Storage):
             for path in shared:
                 self.push(path)
             return
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
             list(pool.map(self._bucket.put, map(self._key, shared), map(files.__getitem__, shared)))
         there = self._list(Path(os.path.commonpath([path.parent for path in shared])))
         for path in shared:
@@ -265,7 +266,7 @@ class ObjectStorage(Storage):
         Args:
             only: names of the files that are wanted; None is all.
         """
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
             journals = self._newer(folder, lambda path: path.name == JOURNAL)
             events = list(pool.map(self._get, journals))
             files = self._newer(folder, lambda path: path.name != JOURNAL and (only is None or path.name in only))
@@ -294,9 +295,9 @@ class ObjectStorage(Storage):
         """Seconds since 1970 by the object store's clock."""
         return self._bucket.now()
 
-    def tell(self, sweep_folder: Path, at_once: bool = True) -> None:
+    def tell(self, sweep_folder: Path, at_once: bool) -> None:
         """Write what this process tells of a sweep; it is put at once, or with the next sign that the process lives."""
-        super().tell(sweep_folder)
+        super().tell(sweep_folder, at_once)
         self._presence.tell(self._key(sweep_folder), at_once)
 
     def bring_told(self, sweep_folder: Path) -> None:

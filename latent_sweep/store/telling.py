@@ -81,9 +81,11 @@ _NAMES: dict[int, str] = {}
 
 def telling_of(sweep_folder: Path) -> Telling:
     """What this process tells of the sweep in a folder."""
-    pid = os.getpid()
-    name = _NAMES.setdefault(pid, f"{socket.gethostname()}-{pid}-{uuid.uuid4().hex[:8]}.json")
-    return _TELLINGS.setdefault((pid, sweep_folder), Telling(name))
+    mine = pid, _ = os.getpid(), sweep_folder
+    if mine not in _TELLINGS:
+        name = _NAMES.setdefault(pid, f"{socket.gethostname()}-{pid}-{uuid.uuid4().hex[:8]}.json")
+        _TELLINGS.setdefault(mine, Telling(name))
+    return _TELLINGS[mine]
 
 
 def told_journals(content: Mapping[str, Any]) -> dict[str, Written]:
