@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -37,9 +38,14 @@ ALL_METHODS = methods.method_checks
 
 @pytest.fixture(autouse=True)
 def briefly(tmp_path, monkeypatch):
-    """One method instead of all, in an empty folder, without a cluster; each test of methods names its own."""
+    """No method instead of all, in an empty folder, without a cluster; tests of methods ask for theirs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(examination, "method_checks", lambda device: [])
+
+
+@pytest.fixture
+def one_method(briefly, monkeypatch):
     monkeypatch.setattr(examination, "method_checks", lambda device: ALL_METHODS(device, ["seq_lora"]))
 
 
@@ -63,6 +69,7 @@ def faults(found):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_method")
 def test_a_healthy_machine_has_no_fault(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 0, printed
@@ -72,6 +79,7 @@ def test_a_healthy_machine_has_no_fault(tmp_path, capsys):
     assert "twice the same bits" in printed
 
 
+@pytest.mark.usefixtures("one_method")
 def test_programs_read_what_it_has_found(tmp_path, capsys):
     path = sweep(tmp_path)
     printed = [json.loads(examine(capsys, path, "--json")[1]), examine(capsys, path)[1]]
@@ -210,6 +218,7 @@ def test_limits_of_a_container(version, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that nobody can write to")
+@pytest.mark.usefixtures("one_method")
 def test_a_storage_that_cannot_be_written_is_a_fault(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, run__storage="/proc/doctor/runs"))
     assert code == 1
@@ -313,6 +322,7 @@ def test_nothing_is_sent_without_tls_unless_that_is_allowed(monkeypatch):
 # --- methods ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_method")
 def test_a_method_whose_loss_is_not_a_number_is_a_fault(capsys, tmp_path, monkeypatch):
     real = Learner.loss
     monkeypatch.setattr(
@@ -353,9 +363,9 @@ def test_other_losses_the_second_time_are_a_fault(monkeypatch):
     assert "losses from step 5 on" in found.found
 
 
-@pytest.mark.parametrize("family", methods.FAMILIES)
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize(("name", "family"), [*zip(METHODS, itertools.cycle(methods.FAMILIES))])
 def test_every_method_can_be_compared(name, family):
+    """On one of the families each; the command looks at both, and does so on a cluster below."""
     (found,) = methods.look_at_method(name, family, "cpu")
     assert found.mark == "ok"
 

@@ -110,7 +110,7 @@ class _Contender:
         """
         training, clock, steps = self.trainings[stage], self.bench.clock(), self.bench.sizes.steps + 1
         rows = self.context.tokens(self.trial, 0, "train")
-        examples = [dict(row) for row in rows][: self.bench.sizes.batch_size]
+        examples = list(rows)[: self.bench.sizes.batch_size]
         settings = training.settings.model_copy(
             update={"epochs": steps, "max_steps": steps, "checkpoint_every": steps + 1}
         )

@@ -237,7 +237,7 @@ class Workbench:
 
     def train_rows(self, count: int | None = None) -> Sequence[Example]:
         """The first training rows of the first task."""
-        return [dict(row) for row in self.context.tokens(self.trial, 0, "train")][:count]
+        return list(self.context.tokens(self.trial, 0, "train"))[:count]
 
     def one_batch(self) -> Sequence[Example]:
         """The rows of the step that is timed, again and again."""
@@ -294,7 +294,7 @@ class Workbench:
         trial = first_trial(self.subject.sweep(benchmark, {}))
         found: dict[str, Sequence[Example]] = {}
         for position, task in enumerate(trial.tasks):
-            rows = [dict(row) for row in self.context.tokens(trial, position, "train")]
+            rows = list(self.context.tokens(trial, position, "train"))
             lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
             batches = epoch_batches(lengths, size, torch.Generator().manual_seed(0), group_by_length=True)
             whole = sorted((batch for batch in batches if len(batch) == size), key=lambda b: sum(lengths[i] for i in b))

@@ -34,20 +34,25 @@ def write_folder(dataset: Dataset, target: Path) -> None:
     partial.rename(target)
 
 
+def checks(target: Path) -> bool:
+    """Whether a folder is there, complete and unchanged; changes nothing."""
+    try:
+        digests = json.loads((target / DIGESTS).read_text(encoding="utf-8"))
+        return bool(digests) and {name: file_digest(target / name) for name in digests} == digests
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def is_intact(target: Path, what: str) -> bool:
-    """Whether a folder is complete and unchanged; a damaged one is reported and set aside.
+    """Whether a folder `checks`; a damaged one is reported and set aside.
 
     Args:
         what: what the message calls it.
     """
+    if checks(target):
+        return True
     if not target.exists():
         return False
-    try:
-        digests = json.loads((target / DIGESTS).read_text(encoding="utf-8"))
-        if digests and {name: file_digest(target / name) for name in digests} == digests:
-            return True
-    except (OSError, ValueError, TypeError):
-        pass
     damaged = target.with_suffix(".damaged")
     logger.warning("The %s %s is damaged; it is set aside as %s and built again.", what, target, damaged.name)
     remove(damaged)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.chat import Chat, chat_of
-from latent_sweep.benchmarks.dataset_folders import is_intact, locked, write_folder
+from latent_sweep.benchmarks.dataset_folders import checks, is_intact, locked, write_folder
 from latent_sweep.benchmarks.hub import hub_split, values_digest
 from latent_sweep.benchmarks.mapping import RecordReader, SourceSpec
 from latent_sweep.benchmarks.prompts import (
@@ -37,19 +37,21 @@ from latent_sweep.benchmarks.prompts import (
 from latent_sweep.benchmarks.records import files_digest, files_state, read_records
 from latent_sweep.benchmarks.rows import Row, check_labels, is_labelled, row_of
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
+from latent_sweep.benchmarks.token_rows import TokenRows
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.settings import content_hash, local_path
 from latent_sweep.store import versions
 from latent_sweep.store.files import committing
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 DATA_VARIABLE = "LATENT_SWEEP_DATA"
 """Environment variable that names the folder that contains `CL_Benchmark`."""
 
 MAX_VALIDATION_ROWS = 500
+KEPT_BYTES = 1 << 25
+"""Rows of files up to this size are kept within one look; larger data may not fit into memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +212,7 @@ def tokenised(
     folder: Path,
     carve_validation: bool = False,
     source: str | None = None,
-) -> Dataset:
+) -> TokenRows:
     """The rows of `load_rows` as token ids, memory-mapped from a cache below `folder`.
 
     Columns: `id`, `prompt_ids` (whole prompt), `input_ids` (the part of it that is the row's input), `target_ids`
@@ -233,6 +235,8 @@ def tokenised(
     data = data_digest(spec, task, split, settings, carve_validation, source)
     chat = chat_of(tokenizer) if settings.chat else None
     target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length, chat)
+    if checks(target):  # what is there was put there whole: nobody has to wait to read it
+        return TokenRows(target)
     with committing(target), locked(target):
         if not is_intact(target, "token cache"):
             rows = load_rows(spec, task, split, settings, carve_validation, source)
@@ -262,7 +266,7 @@ def tokenised(
                 "references": [list(row.references) for row in rows],
             }
             _write(columns, target)
-        return _open(target)
+    return TokenRows(target)
 
 
 def tokens_name(
@@ -383,7 +387,7 @@ def _source_rows(
     paths = _find_files(spec, task, split, settings)
     if paths is None:
         raise MissingData(_not_at_hand(spec, task, split, settings))
-    rows = _read_rows(paths, task, split, _own_labels(spec, task), source)
+    rows = _rows(tuple(paths), task, split, _own_labels(spec, task), source)
     yield from filter(is_labelled, rows) if _drops_unlabelled(task, split, settings) else rows
 
 
@@ -479,9 +483,21 @@ def _count_rows(
     labels: tuple[str, ...] | None,
 ) -> _Counts:
     count = labelled = 0
-    for row in _read_rows(paths, task, split, labels):
+    for row in _rows(paths, task, split, labels):
         count, labelled = count + 1, labelled + is_labelled(row)
     return _Counts(count, labelled)
+
+
+def _rows(
+    paths: tuple[Path, ...], task: TaskSpec, split: Split, labels: tuple[str, ...] | None, planned: str | None = None
+) -> Iterable[Row]:
+    """The rows of `_read_rows`; small files are read once within `one_look`: a plan counts rows, then checks them."""
+    state = files_state(paths)
+    if _look.get() is None or sum(size for _, size, _ in state) > KEPT_BYTES:
+        return _read_rows(paths, task, split, labels, planned)
+    if planned is not None:
+        _check_source(", ".join(map(str, paths)), _known_digest(paths, state, task.source), planned)
+    return once(("rows", state, split, labels), (task,), lambda: list(_read_rows(paths, task, split, labels)))
 
 
 def _read_rows(
@@ -562,9 +578,3 @@ def _write(columns: dict[str, list[Any]], target: Path) -> None:
     kinds = {"prompt_ids": ids, "input_ids": ids, "target_ids": ids, "references": List(Value("string"))}
     features = Features({"id": Value("string"), **kinds})
     write_folder(Dataset.from_dict(columns, features=features), target)
-
-
-def _open(target: Path) -> Dataset:
-    from datasets import load_from_disk
-
-    return load_from_disk(str(target), keep_in_memory=False)

@@ -6,7 +6,7 @@ A new benchmark is a new file: a `benchmark.yaml` beside folders `<task>/train.j
 from __future__ import annotations
 
 import difflib
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -27,6 +27,7 @@ from latent_sweep.settings import (
     local_path,
     read_yaml,
 )
+from latent_sweep.store.files import FileState, state_of
 
 Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
@@ -221,14 +222,19 @@ class BenchmarkSettings(Settings):
         return tasks
 
 
-@lru_cache
 def load_benchmark(name: str) -> BenchmarkSpec:
-    """The benchmark called `name`: a packaged one, or a user's folder or YAML file.
+    """The benchmark called `name`: a packaged one, or a user's folder or YAML file; the same object until that changes.
 
     Raises:
         ConfigError: There is no such benchmark, or its file is not valid; every fault is listed.
     """
     path = _benchmark_file(name)
+    return _loaded(path, state_of(path))
+
+
+@lru_cache
+def _loaded(path: Path, state: FileState) -> BenchmarkSpec:
+    """The benchmark of a file in this state."""
     spec = _parse(path)
     if spec.layout == "folder":
         tasks = tuple(_located(task, path.parent) for task in spec.tasks)
@@ -296,8 +302,13 @@ def validation_faults(error: ValidationError, model: type[BaseModel]) -> list[st
     return [f"{_dotted(fault['loc'])}: {_explain(fault, model)}" for fault in error.errors(include_url=False)]
 
 
+@cache
+def _packaged() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
 def _benchmark_file(name: str) -> Path:
-    packaged = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+    packaged = _packaged()
     if name in packaged:
         return packaged[name]
     path = local_path(name)

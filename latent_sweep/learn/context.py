@@ -19,6 +19,7 @@ from latent_sweep.backbones.loading import Backbone
 from latent_sweep.benchmarks.chat import Chat, chat_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, load_rows, tokenised
 from latent_sweep.benchmarks.schema import Split
+from latent_sweep.benchmarks.token_rows import TokenRows
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.evaluation import Recent
@@ -64,7 +65,7 @@ class Context:
         self._folds: dict[str, PooledScatter] = {}
         self._mixtures: dict[str, TaskMixture] = {}
         self._recent: dict[tuple[str, int], Recent] = {}
-        self._tokens: dict[Any, Any] = {}
+        self._tokens: dict[Any, TokenRows] = {}
         self._methods: dict[str, Method] = {}
 
     @contextmanager
@@ -153,8 +154,8 @@ class Context:
                 self._methods[key] = method_class(settings.name)(settings, context)
         return self._methods[key]
 
-    def tokens(self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False) -> Any:
-        """The tokenised rows of a trial's task, a `datasets.Dataset`; made once.
+    def tokens(self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False) -> TokenRows:
+        """The tokenised rows of a trial's task; found once.
 
         Args:
             carve: whether validation rows are taken out of the training rows (A31).

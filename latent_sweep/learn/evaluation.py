@@ -226,7 +226,7 @@ class Evaluator:
             recent: the answers of the stage before, which need not be looked for; those of this one take their place.
         """
         answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent)
-        references = [list(refs) for refs in rows["references"]]
+        references = rows["references"]
         scores = score_rows(metric, answers, references, self.references, inputs)
         predictions = [
             {"id": row_id, "prediction": answer, "references": refs, "score": float(score), "weights": _nonzero(mix)}

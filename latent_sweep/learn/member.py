@@ -105,7 +105,7 @@ class MemberRun:
         def rows(split: Split) -> list[Example]:
             positions = tasks_learned(self.method, position, len(self.tasks))
             first = self.member.trials[0]
-            return [dict(row) for i in positions for row in context.tokens(first, i, split, carve)]
+            return [row for i in positions for row in context.tokens(first, i, split, carve)]
 
         def generator(purpose: str) -> torch.Generator:
             return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))

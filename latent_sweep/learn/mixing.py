@@ -287,7 +287,8 @@ class Mixer:
         return content_hash({"ngrams": versions.RECORDS, "tokens": self._tokens_name(task, "train")})
 
     def _tokens_name(self, task: int, split: Split) -> str:
-        return Path(self.tokens(task, split).cache_files[0]["filename"]).parent.name
+        name: str = self.tokens(task, split).folder.name
+        return name
 
     def mixture_name(self, task: int) -> str:
         """Names a task's components: a hash of all that they depend on."""

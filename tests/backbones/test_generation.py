@@ -412,15 +412,25 @@ def test_a_stop_string_before_the_answer_does_not_end_it(setting):
     assert answer_text(backbone, found[0], ("\n",)) == "red"
 
 
+@pytest.fixture(scope="module")
+def references(setting):
+    """By whether one adapter answers prompts that begin alike, or a row's own each of the others: prompts, answers."""
+    backbone, _, space, R = setting
+    alike = [INSTRUCTION + prompt for prompt in PROMPTS]
+    one, own = merged(backbone, space, R[:, 0]), [merged(backbone, space, R[:, i]) for i in range(len(PROMPTS))]
+    return {
+        True: (alike, [reference(backbone, one, prompt) for prompt in alike]),
+        False: (PROMPTS, [reference(backbone, *each) for each in zip(own, PROMPTS, strict=True)]),
+    }
+
+
 @pytest.mark.parametrize("look_every", [1, 3, 8, 50])
 @pytest.mark.parametrize("marked", [False, True], ids=["eos", "eos and stop"])
 @pytest.mark.parametrize("alike", [False, True], ids=["a row's own adapter", "one adapter"])
-def test_answers_do_not_depend_on_when_the_host_looks(setting, look_every, marked, alike):
+def test_answers_do_not_depend_on_when_the_host_looks(setting, references, look_every, marked, alike):
     backbone, bank, space, R = setting
-    prompts = [INSTRUCTION + prompt for prompt in PROMPTS] if alike else PROMPTS
+    prompts, expected = references[alike]
     adaptation = Adaptation(space.deltas(R[:, 0] if alike else R))
-    models = [merged(backbone, space, R[:, 0 if alike else i]) for i in range(len(prompts))]
-    expected = [reference(backbone, model, prompt) for model, prompt in zip(models, prompts, strict=True)]
     stop = ()
     if marked:
         stop = (backbone.tokenizer.decode(max(expected, key=len)[3:5]),)

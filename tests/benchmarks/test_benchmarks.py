@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from helpers.sweeps import change_benchmark, write_benchmark
 from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -35,6 +35,7 @@ from latent_sweep.benchmarks.schema import (
     scoring_metric,
     task_sequence,
 )
+from latent_sweep.benchmarks.token_rows import TokenRows
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.settings import content_hash
 
@@ -114,6 +115,19 @@ def test_metrics_and_sizes_are_the_published_ones() -> None:
     ]
     assert sizes == [11741, 1197, 55650, 70861]
     assert {len([t for t in superni.tasks if t.category == task.category]) for task in superni.tasks} == {3}
+
+
+def test_a_benchmark_is_the_same_until_its_file_is_another(tmp_path: Path) -> None:
+    """In one process too, which may live for long: a notebook, a worker of many packs."""
+    own = write_benchmark(tmp_path / "own")
+    before = load_benchmark(str(own))
+    assert load_benchmark(str(own)) is before
+    change_benchmark(own, stop=["a"])
+    after = load_benchmark(str(own))
+    assert (before.stop, after.stop) == ((), ("a",))
+    (own / "benchmark.yaml").unlink()
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_benchmark(str(own))
 
 
 # Prompts -------------------------------------------------------------------------------------------------------------
@@ -600,7 +614,7 @@ def test_a_builtin_task_of_another_name_is_refused() -> None:
 # The cache of token ids ----------------------------------------------------------------------------------------------
 
 
-def tokenise_mood(folder: Path, tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> Dataset:
+def tokenise_mood(folder: Path, tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> TokenRows:
     spec = load_benchmark("builtin")
     task = next(task for task in spec.tasks if task.name == "mood")
     settings = settings_of(test_per_task=6, **changes)
@@ -611,7 +625,7 @@ def test_tokenised_rows_hold_prompt_input_target_and_references(tmp_path: Path) 
     tokenizer = byte_tokenizer()
     rows = tokenise_mood(tmp_path, tokenizer)
     assert len(rows) == 6
-    first, spec = rows[0], load_benchmark("builtin")
+    first, spec = next(iter(rows)), load_benchmark("builtin")
     source = load_rows(spec, spec.tasks[0], "test", settings_of())
     origin = next(row for row in source if row.id == first["id"])
     assert tokenizer.decode(first["prompt_ids"]) == f"Mark this guest review.\n\n{origin.input}\nOutput: </s>"
@@ -623,9 +637,8 @@ def test_tokenised_rows_hold_prompt_input_target_and_references(tmp_path: Path) 
 def test_tokenised_rows_are_read_from_the_cache(tmp_path: Path) -> None:
     first = tokenise_mood(tmp_path, byte_tokenizer())
     again = tokenise_mood(tmp_path, None)  # nothing is tokenized, so no tokenizer is asked
-    assert again.to_list() == first.to_list()
-    assert again.cache_files, "the rows are not memory-mapped"
-    assert tokenise_mood(tmp_path, byte_tokenizer(), max_target_length=2)[0]["target_ids"][-1] == 1
+    assert list(again) == list(first)
+    assert tokenise_mood(tmp_path, byte_tokenizer(), max_target_length=2)["target_ids"][0][-1] == 1
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
@@ -633,7 +646,7 @@ def test_tokenised_rows_are_read_from_the_cache(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_reported_and_built_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    whole = tokenise_mood(tmp_path, byte_tokenizer()).to_list()
+    whole = list(tokenise_mood(tmp_path, byte_tokenizer()))
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     (arrow,) = folder.glob("*.arrow")
     content = arrow.read_bytes()
@@ -644,7 +657,7 @@ def test_a_damaged_cache_is_reported_and_built_again(
         arrow.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     else:
         (folder / "sha256.json").unlink()
-    assert tokenise_mood(tmp_path, byte_tokenizer()).to_list() == whole
+    assert list(tokenise_mood(tmp_path, byte_tokenizer())) == whole
     assert f"{folder} is damaged" in caplog.text
 
 

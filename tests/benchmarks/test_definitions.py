@@ -210,7 +210,6 @@ def own_benchmark(folder: Path, **task: Any) -> Path:
     content = yaml.safe_load(file.read_text())
     content["tasks"][0] |= {"instruction": "Which?", "paraphrases": ["What is it?", "Tell which one."]} | task
     file.write_text(yaml.safe_dump(content))
-    load_benchmark.cache_clear()
     return folder
 
 

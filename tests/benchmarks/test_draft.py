@@ -21,7 +21,6 @@ def written(folder: Path, capsys: Any, *options: str) -> tuple[BenchmarkSpec, di
     assert main(["benchmark", "init", str(folder), *options]) == 0, capsys.readouterr().err
     path = options[1] if options else str(folder / "benchmark.yaml")
     assert f"next: latent-sweep benchmark check {path}" in capsys.readouterr().out
-    load_benchmark.cache_clear()
     spec = load_benchmark(path)
     settings = BenchmarkSettings(name=path, max_source_length=512, max_target_length=50)
     for task in spec.tasks:

@@ -35,11 +35,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _read_again() -> None:
-    load_benchmark.cache_clear()
-
-
 def settings_of(folder: Path, **changes: Any) -> BenchmarkSettings:
     limits = {"max_source_length": 512, "max_target_length": 50}
     return BenchmarkSettings.model_validate({"name": str(folder), **limits, **changes})
@@ -48,7 +43,6 @@ def settings_of(folder: Path, **changes: Any) -> BenchmarkSettings:
 def described(folder: Path, source: Any, **task: Any) -> BenchmarkSpec:
     content = {"tasks": [{"name": "nli", "metric": "accuracy", "source": source, **task}]}
     (folder / "benchmark.yaml").write_text(yaml.safe_dump(content))
-    load_benchmark.cache_clear()
     return load_benchmark(str(folder))
 
 

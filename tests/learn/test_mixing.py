@@ -1,5 +1,6 @@
 """Weights of the snapshots, and what the router pools: by hand on tiny token lists."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,7 @@ class Rows(dict):
 
     def __init__(self, name, prompts, inputs=None):
         super().__init__(prompt_ids=prompts, input_ids=inputs or prompts)
-        self.cache_files = [{"filename": f"tokens/{name}/data.arrow"}]
+        self.folder = Path("tokens") / name
 
     def __len__(self):
         return len(self["prompt_ids"])

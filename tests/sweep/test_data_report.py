@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from helpers.sweeps import change_benchmark, write_benchmark
 
-from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
 from latent_sweep.sweep.data_report import examine_benchmark, near_duplicates
 
@@ -20,7 +19,6 @@ from latent_sweep.sweep.data_report import examine_benchmark, near_duplicates
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A benchmark of two tasks with 24 training and 6 test rows each, in which nothing is wrong."""
-    load_benchmark.cache_clear()
     return write_benchmark(tmp_path / "own")
 
 

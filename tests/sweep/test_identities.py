@@ -272,7 +272,7 @@ class Subject:
 
         def tokenised(position, split):
             name = tokens(position, split, whole=not s.router.pool.truncate)
-            return SimpleNamespace(cache_files=[{"filename": f"/tokens/{name}/data.arrow"}])
+            return SimpleNamespace(folder=Path("/tokens") / name)
 
         mixer = Mixer(s.router, backbone, tokenised, None, len(trial.tasks), s.seed, Path())
         splits = [(position, split) for position in range(len(trial.tasks)) for split in ("train", "test")]
@@ -314,7 +314,7 @@ class Subject:
             for name in names:
                 group = group.setdefault(name, {})
             group[last] = value.format(folder=self.folder) if isinstance(value, str) else value
-        schema.load_benchmark.cache_clear()
+        schema._loaded.cache_clear()
         (trial,) = expand(parse_sweep(content, "test"))
         return trial
 

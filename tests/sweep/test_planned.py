@@ -17,7 +17,6 @@ from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.identity import _commit, backbone_identity, pinned, unpinned
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer
-from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods import METHODS
@@ -33,7 +32,6 @@ COMMIT, LATER = "a" * 40, "b" * 40
 @pytest.fixture
 def benchmark(tmp_path):
     """A benchmark in a folder, whose files a test may edit."""
-    load_benchmark.cache_clear()
     return write_benchmark(tmp_path / "own")
 
 
@@ -106,12 +104,10 @@ def test_a_benchmark_file_that_was_edited_while_a_sweep_runs_changes_nothing(run
 
     def edit_it(event):
         path.write_text(yaml.safe_dump(content))
-        load_benchmark.cache_clear()  # as in a worker that starts now
 
     runs.run(packs, edit_it)
     disturbed = runs.files()
     path.write_text(written)
-    load_benchmark.cache_clear()
     shutil.rmtree(runs.folder)
     runs.run(packs)
     assert runs.files() == disturbed
@@ -125,7 +121,6 @@ def test_another_metric_is_another_trial_and_is_scored_again(tmp_path, benchmark
     content = yaml.safe_load((benchmark / "benchmark.yaml").read_text())
     content["tasks"] = [task | {"metric": "rouge_l"} for task in content["tasks"]]
     (benchmark / "benchmark.yaml").write_text(yaml.safe_dump(content))
-    load_benchmark.cache_clear()
     assert main(["run", path, "--local"]) == 2
     refused = capsys.readouterr().err
     assert "1 started trials" in refused and before.trial_id in refused and "--replace" in refused

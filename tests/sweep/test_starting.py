@@ -66,7 +66,6 @@ def test_names_that_yaml_reads_otherwise_are_names(tmp_path):
     own = write_benchmark(tmp_path / "own", names)
     tasks = [{"name": name, "metric": "accuracy"} for name in names]
     (own / "benchmark.yaml").write_text(json.dumps({"tasks": tasks, "orders": {"off": names}}))
-    load_benchmark.cache_clear()
     text = starting.sweep_text("first.yaml", EMBEDDED, str(own), "seeds")
     (settings,) = {trial.settings.benchmark for trial in trials_of(parse_sweep(parse_yaml(text, "f"), "first.yaml"))}
     assert (settings.order, settings.tasks) == ("off", ("no", "1", "1e3", "on"))

@@ -1,0 +1,42 @@
+"""Tokenised rows as they lie in their cache: mapped into memory, and read column by column when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class TokenRows:
+    """The rows of a folder that `write_folder` has written.
+
+    `datasets` takes ten milliseconds to open such a folder, and copies its description at each look: a pack opens two
+    for each task and looks at them at every stage.
+
+    Args:
+        folder: of the cache, whose name says what the rows are.
+    """
+
+    def __init__(self, folder: Path):
+        import pyarrow
+
+        self.folder = folder
+        parts = [
+            pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all() for path in sorted(folder.glob("*.arrow"))
+        ]
+        self._table = pyarrow.concat_tables(parts)
+
+    def __getitem__(self, column: str) -> list[Any]:
+        """Read a column: a value for every row."""
+        found: list[Any] = self._table.column(column).to_pylist()
+        return found
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield every row, its values by column."""
+        for batch in self._table.to_batches():
+            yield from batch.to_pylist()
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        found: int = self._table.num_rows
+        return found
