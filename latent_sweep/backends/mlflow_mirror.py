@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from latent_sweep.backends.addresses import check_tracking_address
@@ -84,9 +84,11 @@ _CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""For MLflow's client; what the environment sets stays. 15 seconds to wait for an answer and one more attempt: a
-tracker that hangs is noticed after half a minute, with MLflow's own limits after many."""
+"""For MLflow's client; what the environment sets stays. Nobody but the tracker is told of a sweep. 15 seconds to wait
+for an answer and one more attempt: a tracker that hangs is noticed after half a minute, with MLflow's own limits after
+many."""
 
 
 _FOLDED = ("score", "rouge_1", *(f"router/{name}" for name in ("p_correct", "accuracy", "nll", "ece", "one_hot")))
@@ -373,8 +375,8 @@ class MlflowMirror:
     def _at_once(self, action: Callable[[_Item], object], items: Iterable[_Item]) -> list[Exception]:
         """Do it for all, in no order, and for several at once where a server is told.
 
-        The threads end with the process, as those of a pool do not: whoever has waited long enough for a tracker that
-        hangs can go.
+        This thread does its part, and alone where there is no server. The others end with the process, as those of a
+        pool do not: whoever has waited long enough for a tracker that hangs can go.
 
         Returns:
             What items have failed with that says nothing of the others: damaged files, refusals. After any other
@@ -399,11 +401,12 @@ class MlflowMirror:
 
         threads = [
             threading.Thread(target=work, name=f"mirror-{number}", daemon=True)
-            for number in range(min(_AT_ONCE if self._is_served() else 1, len(waiting)))
+            for number in range(1, min(_AT_ONCE if self._is_served() else 1, len(waiting)))
         ]
         try:
             for thread in threads:
                 thread.start()
+            work()  # a new thread each time would leave a heap of its own behind
             for thread in threads:
                 thread.join()
         finally:
@@ -497,19 +500,21 @@ class MlflowMirror:
             self._set_ended(run, content.status, round(1000 * content.end))
 
     def _write_artifacts(self, run: _Run, artifacts: Mapping[str, Artifact]) -> None:
+        """Send them as one folder: MLflow looks three times as long at files that it is given one by one."""
         if not artifacts:
             return
-        repository = _artifact_repository(run.artifact_uri, self.uri)
-        with tempfile.TemporaryDirectory() as written:
+        with tempfile.TemporaryDirectory() as folder:
             for name, artifact in artifacts.items():
-                path = PurePosixPath(name)
-                file = artifact if isinstance(artifact, Path) else Path(written, path.name)
-                if isinstance(artifact, str):
+                file = Path(folder, name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(artifact, Path):
+                    file.symlink_to(artifact.absolute())
+                elif isinstance(artifact, str):
                     file.write_text(artifact, encoding="utf-8")
-                elif not isinstance(artifact, Path):
+                else:
                     with _DRAWING:
                         file.write_bytes(artifact())
-                repository.log_artifact(str(file), None if path.parent == PurePosixPath(".") else str(path.parent))
+            _artifact_repository(run.artifact_uri, self.uri).log_artifacts(folder)
 
     def _save_view(self) -> None:
         """Keep a view that opens on this sweep's comparison. A convenience: without it there is a plainer link."""
