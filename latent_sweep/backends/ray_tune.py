@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
         )
         say_driving(sweep, "waiting for workers")
         _take_killed_for_lost()
-        _forget_what_has_ended(lambda trial: ended.update({trial.config["pack_id"]: _end_of(trial)}))
+        _control_otherwise(lambda trial: ended.update({trial.config["pack_id"]: _end_of(trial)}))
         for name, value in {**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": _waiting()}.items():
             os.environ.setdefault(name, value)
         _fit(tuner)
@@ -135,16 +135,20 @@ def _take_killed_for_lost() -> None:
         module.RayActorError = lost_errors()
 
 
-def _forget_what_has_ended(tell: Callable[[Any], None]) -> None:
-    """Make Tune (2.60, 2.61) forget the trials that have ended: at each step it walks through all that it knows.
+def _control_otherwise(tell: Callable[[Any], None]) -> None:
+    """Change two habits of Tune's controller (2.60, 2.61).
+
+    At each step it walks through all trials that it knows: now it forgets those that have ended. And it gives a worker
+    whose trial has ended the next trial in the queue, even if that trial's own worker is starting, which it then ends:
+    where trials take less time than a worker to start, a node that joins would never have one.
 
     Args:
-        tell: gets each of them; of one that it could not even begin Tune tells no callback.
+        tell: gets each trial that has ended; of one that it could not even begin Tune tells no callback.
     """
     from ray.tune import tune
     from ray.tune.execution.tune_controller import TuneController
 
-    class Forgetful(TuneController):
+    class Controller(TuneController):
         def step(self) -> None:
             super().step()
             if ended := self._stopped_trials | self._failed_trials:
@@ -155,7 +159,19 @@ def _forget_what_has_ended(tell: Callable[[Any], None]) -> None:
                 for known in (self._live_trials, self._trials_to_cache, self._stopped_trials, self._failed_trials):
                     known.difference_update(ended)
 
-    tune.TuneController = Forgetful
+        def _maybe_reuse_cached_actor(self, trial: Any) -> bool:
+            if self._trial_to_actor.get(trial) in self._actor_manager.live_actors:
+                trial = next(self._waiting_for_room(), trial)
+            reused: bool = super()._maybe_reuse_cached_actor(trial)
+            return reused
+
+        def _waiting_for_room(self) -> Iterator[Any]:
+            """Yield the trials that no node has room for, the first in the queue first; all ask for the same."""
+            for actor in self._actor_manager.pending_actors:
+                if actor in self._actor_to_trial:
+                    yield self._actor_to_trial[actor]
+
+    tune.TuneController = Controller
 
 
 def _stream(packs: Sequence[Pack], sweep: SweepFolder) -> Any:

@@ -1,6 +1,7 @@
 """An imitated cluster: any number of trials through all of it but the learning, and what each of them costs.
 
     PYTHONPATH=tests python -m tools.scale [--trials 100 1000 10000] [--storage folder s3] [--workers 4] [--pack 1]
+        [--untracked]
 
 The real command drives them: plan, store, journals, leases, Ray Tune, a cluster of nodes with one worker each, and the
 mirror into MLflow's SQLite. Imitated is what a trial computes: learning takes no time, answers are drawn from its
@@ -12,8 +13,9 @@ third of the trials, divided by that for each of the middle third: 1 where a tri
 
     PYTHONPATH=tests python -m tools.scale --kills 100 [--seed N] [--trials 60]
 
-kills instead: workers, drivers, nodes, and an object store that fails for a while, at random moments as `tools.chaos`
-does. Exit code 0 where the sweep ended as an undisturbed one each time, byte for byte; else 1, with the seed.
+kills instead: workers, drivers, nodes, MLflow's server, and an object store that fails for a while, at random moments
+as `tools.chaos` does. Exit code 0 where the sweep ended as an undisturbed one each time, byte for byte; else 1, with
+the seed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import io
 import os
 import random
 import signal
@@ -35,12 +38,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from helpers.mlflow_server import empty_database
+from helpers.mlflow_server import Server, empty_database
 from helpers.ray_heads import node, nodes
 from helpers.sweeps import start, write, write_benchmark
 from tools.chaos import HEADER as KILLS_HEADER
 from tools.chaos import KILLS_PER_SWEEP, KINDS, Events, Kill, Killed, Landed, forget, moment, object_store, outcome
 
+from latent_sweep.cli import main as latent_sweep
 from latent_sweep.store.folders import SweepFolder, open_sweep
 from latent_sweep.store.journal import status
 from latent_sweep.store.storage import open_storage
@@ -96,9 +100,9 @@ if any("default_worker.py" in argument for argument in sys.orig_argv):
             return outcomes
 
         def score(self, history, weights, rows, *more):
-            if rows._fingerprint not in known:  # of every trial the same
-                known[rows._fingerprint] = list(rows["id"]), [list(told) for told in rows["references"]]
-            ids, references = known[rows._fingerprint]
+            if rows.folder not in known:  # of every trial the same
+                known[rows.folder] = rows["id"], rows["references"]
+            ids, references = known[rows.folder]
             source = drawn("answers", history[-1].lineage, ids[0])
             scores = [float(source.randint(0, 1)) for _ in ids]
             predictions = [
@@ -123,15 +127,23 @@ class Imitation:
     Args:
         place: what `run.storage` says; None is a folder.
         failures: the share of trials that fail.
+        tracker: where they are mirrored to, as `run.tracking.uri` says it; None is a database in the folder.
     """
 
-    def __init__(self, folder: Path, trials: int, pack: int = 1, place: str | None = None, failures: float = FAILURES):
+    def __init__(
+        self,
+        folder: Path,
+        trials: int,
+        pack: int = 1,
+        place: str | None = None,
+        failures: float = FAILURES,
+        tracker: str | None = None,
+    ):
         self.folder, self.trials, self.place = folder, trials, place
         benchmark = folder.parent / "own"  # shared: where it lies is part of what names a trial
         if not benchmark.exists():
             write_benchmark(benchmark, TASKS, rows=4)
         folder.mkdir()
-        database = empty_database(folder)
         self.path = write(
             folder,
             {
@@ -144,7 +156,7 @@ class Imitation:
                 },
                 "search": {"seed": list(range(trials))},
                 "run": {
-                    "tracking": {"uri": f"sqlite:///{database}"},
+                    "tracking": {"uri": tracker or f"sqlite:///{empty_database(folder)}"},
                     "page": False,
                     "pack": pack,
                     "max_failures": 1000,
@@ -326,8 +338,9 @@ class Watched:
 
 # --- kills -----------------------------------------------------------------------------------------------------------
 
-TARGETS = ("worker", "driver", "node", "store")
-"""What may be struck: a process that learns, the driver, a worker's whole node, or the object store for a while."""
+TARGETS = ("worker", "driver", "node", "tracker", "store")
+"""What may be struck: a process that learns, the driver, a worker's whole node, MLflow's server, which comes again, or
+the object store for a while."""
 REFUSED = 40
 """Requests in a row that a struck object store refuses: the client asks again a few times before it gives up."""
 
@@ -335,8 +348,16 @@ REFUSED = 40
 class Crowd(Killed):
     """An imitated sweep on a cluster that is struck, and every process that it has had."""
 
-    def __init__(self, imitation: Imitation, workers: int, stack: contextlib.ExitStack, watched: Watched):
+    def __init__(
+        self,
+        imitation: Imitation,
+        workers: int,
+        stack: contextlib.ExitStack,
+        watched: Watched,
+        tracker: Server | None = None,
+    ):
         self.folder, self.imitation, self.watched, self.nodes = imitation.folder, imitation, watched, 0
+        self.tracker = tracker
         self.events = Events(self.folder / "events", self.folder / ("cache" if imitation.place else "runs"))
         with (self.folder / "events" / "sitecustomize.py").open("a", encoding="utf-8") as hooks:
             hooks.write(IMITATION)
@@ -362,6 +383,11 @@ class Crowd(Killed):
         if target == "store":
             self.watched.refused = REFUSED
             stopped.send_signal(signal.SIGCONT)
+        elif target == "tracker":
+            assert self.tracker is not None
+            self.tracker.kill()
+            stopped.send_signal(signal.SIGCONT)
+            self.tracker.start()  # which takes seconds
         elif target == "driver":
             process.kill()
             forget(process)
@@ -394,6 +420,12 @@ class Crowd(Killed):
             self._ended(self.process)
         super().finish()
 
+    def faults(self, expected: Mapping[str, Any]) -> list[str]:
+        """The promises that were not kept; a tracker that was away may get the rest later."""
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            synced = latent_sweep(["sync", str(self.sweep().path)])
+        return [*super().faults(expected), *([f"sync: {printed.getvalue()}"] if synced else [])]
+
     def sweep(self) -> SweepFolder:
         """What it has left, as another node finds it."""
         if self.imitation.place:
@@ -413,7 +445,10 @@ def planned(seed: int, kills: int, targets: Sequence[str]) -> list[Kill]:
 def struck(
     folder: Path, kills: list[Kill], trials: int, workers: int, options: str | None, watched: Watched
 ) -> list[str]:
-    """Strike sweeps until every kill has landed, and print what each one cost; returns the promises not kept."""
+    """Strike sweeps until every kill has landed, and print what each one cost; returns the promises not kept.
+
+    What each sweep has come to is said at once, beside the table: many take hours.
+    """
     broken: list[str] = []
     with contextlib.ExitStack() as stack:
         calm = Crowd(Imitation(folder / "calm", trials, failures=0), workers, stack, watched)
@@ -426,13 +461,18 @@ def struck(
         number += 1
         place = f"s3://chaos/{number}?{options}" if options else None
         with contextlib.ExitStack() as stack:
-            crowd = Crowd(Imitation(folder / str(number), trials, place=place, failures=0), workers, stack, watched)
+            tracker = Server(folder / f"tracker{number}", empty_database(folder))
+            stack.callback(tracker.kill)
+            tracker.start()
+            imitation = Imitation(folder / str(number), trials, place=place, failures=0, tracker=tracker.uri)
+            crowd = Crowd(imitation, workers, stack, watched, tracker)
             stack.callback(crowd.close)
             while left and crowd.suffer(left[0], totals):
                 left.pop(0)
                 print(crowd.landed[-1].row(len(kills) - len(left)), flush=True)
             crowd.finish()
-            broken += crowd.faults(expected)
+            broken += (found := crowd.faults(expected))
+            print("\n".join(found) or f"sweep {number}: every promise was kept", file=sys.stderr, flush=True)
     return broken
 
 
@@ -443,9 +483,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--storage", nargs="+", choices=("folder", "s3"), default=["folder"])
     parser.add_argument("--workers", type=int, default=4, help="nodes with one worker each")
     parser.add_argument("--pack", type=int, default=1, help="trainings that a worker runs side by side")
+    parser.add_argument("--untracked", action="store_true", help="without MLflow")
     parser.add_argument("--seed", type=int, default=0, help="of losses and kills")
     parser.add_argument("--kills", type=int, default=0, help="how many have to land")
     options = parser.parse_args(arguments)
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     broken: list[str] = []
     with (
         tempfile.TemporaryDirectory(prefix="scale", ignore_cleanup_errors=True) as name,
@@ -468,7 +510,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         broken.append(str(error))
                 else:
                     place = f"s3://chaos/runs{trials}?{s3}" if storage == "s3" else None
-                    imitation = Imitation(folder / "sweep", trials, options.pack, place)
+                    imitation = Imitation(
+                        folder / "sweep", trials, options.pack, place, tracker="none" if options.untracked else None
+                    )
                     cost = measured(imitation, options.workers, watched.requests, options.seed)
                     print(cost.row(), flush=True)
     if options.kills:
