@@ -193,14 +193,15 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                 _write_model(folder, screen.tell)
         finally:
             thread.stop()
-    _tell(f"\n{render(summarise(folder))}\n\nresults   {folder.path}")
+    summary = summarise(folder)
+    _tell(f"\n{render(summary)}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         _tell(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
         _tell(f"          a copy of what is below {storage.place}")
     if link := mirror.link():
         _tell(f"compare   {mirror.ui_command()}\n          {link}")
-    return sum(status(trial.events()) not in ("finished", "stopped") for trial in folder)
+    return sum(count for found, count in summary.counts.items() if found not in ("finished", "stopped"))
 
 
 def _write_page(folder: SweepFolder, tell: Callable[[str], None]) -> None:

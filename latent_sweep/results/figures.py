@@ -27,6 +27,8 @@ from PIL import Image, ImageDraw, ImageFont
 from latent_sweep.results.panels import FAINT, INK, decimals, draw_cells, new_figure, plain
 
 _LONGEST_TASK_NAME = 30
+QUICK_DPI = 100
+"""Of a score matrix of which a sweep draws thousands, for screens: two fifths of the pixels of other pictures."""
 _SCORE_COLOURS, _DARK, _SCORE_SIZE = "YlGnBu", 55, 8
 """Of a score matrix: colours from 0 to 100 per cent, from where on they are dark, size of the numbers in points."""
 
@@ -78,14 +80,14 @@ def score_matrix_png(tasks: Sequence[str], scores: Sequence[Sequence[float | Non
     frame, edges, dpi = _empty_score_matrix(tuple(tasks[: len(scores)]))
     picture = frame.copy()
     draw, font = ImageDraw.Draw(picture), _font(_SCORE_SIZE * dpi / 72)
-    written, colours = decimals(1), colormaps[_SCORE_COLOURS]
-    for (i, j), value in np.ndenumerate(_lower_triangle(len(scores), scores)):
+    written, percent = decimals(1), _lower_triangle(len(scores), scores)
+    fills = colormaps[_SCORE_COLOURS](percent / 100, bytes=True)[..., :3].tolist()
+    for (i, j), value in np.ndenumerate(percent):
         if not np.isnan(value):
             (left, top), (right, bottom) = edges[j, i], edges[j + 1, i + 1]
-            fill = colours(value / 100, bytes=True)[:3]
             ink = "white" if value > _DARK else INK
             line = 1.5 * dpi / 144  # half of what separates two cells
-            draw.rectangle((left + line, top + line, right - line, bottom - line), fill=tuple(map(int, fill)))
+            draw.rectangle((left + line, top + line, right - line, bottom - line), fill=tuple(fills[i][j]))
             draw.text(((left + right) / 2, (top + bottom) / 2), written(value), fill=ink, font=font, anchor="mm")
     return _png(np.asarray(picture))
 
@@ -107,7 +109,7 @@ def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-@lru_cache(maxsize=16)  # of up to 8 MB: a trial may end after any task, and a sweep may vary their order
+@lru_cache(maxsize=16)  # of up to 3 MB: a trial may end after any task, and a sweep may vary their order
 def _empty_score_matrix(tasks: tuple[str, ...]) -> tuple[Image.Image, npt.NDArray[np.float64], float]:
     """Draw a score matrix without scores.
 
@@ -115,6 +117,7 @@ def _empty_score_matrix(tasks: tuple[str, ...]) -> tuple[Image.Image, npt.NDArra
         The picture; (n + 1, n + 1, 2) corners of its cells by column and row, in pixels from the upper left; its dpi.
     """
     figure = score_matrix_figure(tasks, [[None] * (i + 1) for i in range(len(tasks))])
+    figure.set_dpi(QUICK_DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     frame = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")

@@ -7,6 +7,7 @@ them).
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 WORKING, DRIVING = "working", "driving"
 """What a worker tells of its pack, and what a driver tells as long as no worker does."""
 PAUSE_SECONDS = 1.0
-"""Between two steps that are told."""
+"""Between two times that a worker writes what it tells."""
 
 MEASURING = "measuring how many trainings learn fastest side by side"
 
 
 class ProgressWriter:
-    """Tells what a worker does with its pack: each thing it begins, and its steps at most once a second.
+    """Tells what a worker does with its pack, within a second: what it begins, and its steps.
 
-    What has to be pushed goes with the next sign that the worker lives.
+    A task may take less than that, and begins a dozen things. What has to be pushed goes with the next sign that the
+    worker lives.
 
     Args:
         workers: how many work on the pack together.
@@ -40,6 +42,9 @@ class ProgressWriter:
         self._sweep = sweep
         self._tasks = [task.name for task in pack.tasks]
         self._written = float("-inf")
+        self._later: threading.Timer | None = None
+        """Writes what has been told since, once the pause is over."""
+        self._writing = threading.Lock()
         self._doing: tuple[str, int | None] | None = None
         self._since = 0.0
         self._worker = {
@@ -51,18 +56,27 @@ class ProgressWriter:
     def write(self, at: Step | Begun) -> None:
         """Say what the pack does. What cannot be said is left out: it is for display only."""
         doing = "answering" if at.doing == "scoring" else at.doing  # which takes the time
-        new = (doing, at.position) != self._doing
+        if (doing, at.position) != self._doing:
+            self._doing, self._since = (doing, at.position), time.time()
         steps: dict[str, Any] = {"step": 0, "steps": 0, "loss": None}
         if at.doing == "learning" or at.doing == "scoring":
-            if not new and time.monotonic() - self._written < PAUSE_SECONDS and at.step < at.steps:
-                return
             steps = {"step": at.step, "steps": at.steps, "loss": sum(at.losses.values()) if at.losses else None}
-        if new:
-            self._doing, self._since = (doing, at.position), time.time()
-        self._written = time.monotonic()
         task = None if at.position is None else self._tasks[at.position]
         content = {"doing": doing, "task": task, "position": at.position, "since": self._since, "time": time.time()}
-        _say(self._sweep, WORKING, self._worker | content | steps, at_once=at.doing == "starting")
+        telling_of(self._sweep.path).say(WORKING, self._worker | content | steps)
+        wait = self._written + PAUSE_SECONDS - time.monotonic()
+        if at.doing == "starting" or wait <= 0:
+            self._write(at_once=at.doing == "starting")
+        elif self._later is None:
+            self._later = threading.Timer(wait, self._write)
+            self._later.daemon = True
+            self._later.start()
+
+    def _write(self, at_once: bool = False) -> None:
+        """Write what is told by now."""
+        with self._writing:  # or an older content could take the place of a newer one
+            self._later, self._written = None, time.monotonic()
+            _write(self._sweep, at_once)
 
     def __enter__(self) -> ProgressWriter:
         """Begin; nothing is said yet."""
@@ -70,15 +84,18 @@ class ProgressWriter:
 
     def __exit__(self, *exception: object) -> None:
         """Say that the pack has come to its end here, and which journals it has written."""
-        _say(self._sweep, WORKING, {"trials": [], "time": time.time()}, at_once=True)
+        telling_of(self._sweep.path).say(WORKING, {"trials": [], "time": time.time()})
+        if (later := self._later) is not None:
+            later.cancel()
+        self._write(at_once=True)
 
 
 def say_driving(sweep: SweepFolder, doing: str) -> None:
     """Say what a sweep's driver does before workers say what they do."""
-    _say(sweep, DRIVING, {"doing": doing, "time": time.time()}, at_once=True)
+    telling_of(sweep.path).say(DRIVING, {"doing": doing, "time": time.time()})
+    _write(sweep, at_once=True)
 
 
-def _say(sweep: SweepFolder, part: str, content: dict[str, Any], at_once: bool) -> None:
-    telling_of(sweep.path).say(part, content)
+def _write(sweep: SweepFolder, at_once: bool) -> None:
     with suppress(StoreError):
         sweep.storage.tell(sweep.path, at_once)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from latent_sweep.results.trial_states import Span, cover
 from latent_sweep.store.folders import SweepFolder
@@ -12,11 +13,32 @@ from latent_sweep.sweep.groups import PriceSettings, ResourceSettings
 from latent_sweep.sweep.prices import Item, gpu_price
 
 
-def attempt_spans(events: Sequence[Event]) -> Iterator[tuple[Event, Span]]:
-    """Yield each attempt at a trial by its `started` event, and from when to when it has told something."""
+class Held(NamedTuple):
+    """What a worker held while it was at work."""
+
+    gpu: str | None
+    """The type of its GPUs; None where it had none."""
+    amount: int
+    """GPUs of this type, or CPU cores."""
+    process: tuple[str, int | None]
+    """Node and process id of the worker."""
+
+
+AtWork = tuple[Held, Span]
+
+
+def held_at_work(events: Sequence[Event]) -> list[AtWork]:
+    """Return what each attempt at a trial has held, and from when to when it has told something."""
+    found = []
     starts = [number for number, event in enumerate(events) if event["event"] == "started"]
     for start, end in itertools.pairwise([*starts, len(events)]):
-        yield events[start], (events[start]["time"], events[end - 1]["time"])
+        event, hardware = events[start], events[start].get("hardware")
+        if isinstance(hardware, Mapping):  # earlier versions said less
+            gpu, workers = hardware.get("gpu"), hardware.get("workers", 1)
+            amount = workers if gpu else workers * hardware.get("threads", 1)
+            span = event["time"], events[end - 1]["time"]
+            found.append((Held(gpu, amount, (event["node"], event.get("pid"))), span))
+    return found
 
 
 def covered(spans: Sequence[Span]) -> float:
@@ -27,7 +49,7 @@ def covered(spans: Sequence[Span]) -> float:
     return sum((end - begin for begin, end in apart), 0.0)
 
 
-def spent(sweep: SweepFolder, journals: Sequence[Sequence[Event]]) -> tuple[Item, ...]:
+def spent(sweep: SweepFolder, at_work: Iterable[AtWork]) -> tuple[Item, ...]:
     """Return the hours of GPUs of each type, and of CPU cores without one, that the sweep's workers were at work.
 
     A worker is at work from the first to the last that it tells of any of its trials; what it did before, as loading a
@@ -35,18 +57,14 @@ def spent(sweep: SweepFolder, journals: Sequence[Sequence[Event]]) -> tuple[Item
     a pack share the time of their worker. Of a GPU that several trials share, each counts its share of now.
 
     Args:
-        journals: the events of each of its trials.
+        at_work: the `held_at_work` of all its trials.
     """
-    spans: dict[tuple[str | None, float, object], list[Span]] = {}
-    for event, span in itertools.chain.from_iterable(map(attempt_spans, journals)):
-        hardware = event.get("hardware")
-        if isinstance(hardware, Mapping):  # earlier versions said less
-            gpu, workers = hardware.get("gpu"), hardware.get("workers", 1)
-            each = workers if gpu else workers * hardware.get("threads", 1)
-            spans.setdefault((gpu, each, (event["node"], event.get("pid"))), []).append(span)
+    spans: dict[Held, list[Span]] = {}
+    for holding, span in at_work:
+        spans.setdefault(holding, []).append(span)
     hours: dict[str | None, float] = {}
-    for (gpu, each, _), found in spans.items():
-        hours[gpu] = hours.get(gpu, 0.0) + each * covered(found) / 3600
+    for of, found in spans.items():
+        hours[of.gpu] = hours.get(of.gpu, 0.0) + of.amount * covered(found) / 3600
     resources = ResourceSettings.model_validate(sweep.run.get("resources", {}))
     prices = PriceSettings.model_validate(sweep.run.get("prices", {}))
     items = []

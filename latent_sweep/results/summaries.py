@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import Counter
@@ -14,7 +15,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.comparison import Comparison, Outcome, compare, find_baselines
-from latent_sweep.results.spending import spent
+from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import row_scores, told_matrix
@@ -202,9 +203,15 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     shown = {axis: name for axis, name in names.items() if axis not in repeats}
-    trials = [(trial, trial.events()) for trial in sweep]
-    told = {trial.trial_id: events for trial, events in trials}
-    groups = [[(trial, told[trial.trial_id]) for trial in members] for members in _groups(sweep, shown)]
+    costs, at_work = _Costs(), list[AtWork]()
+    trials = []
+    for trial in sweep:  # of thousands no two journals are held at the same time
+        events = trial.events()
+        trials.append(_told(trial, events))
+        costs.add(trial, events)
+        at_work += held_at_work(events)
+    told = {each.trial.trial_id: each for each in trials}
+    groups = [[told[trial.trial_id] for trial in members] for members in _groups(sweep, shown)]
     configurations = tuple(_configuration(members, shown) for members in groups)
     if baseline:
         configurations = _compared(configurations, groups, shown, repeats, baseline)
@@ -214,25 +221,16 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         repeats=tuple(names.get(axis, axis) for axis in repeats),
         configurations=configurations,
         ended_early=tuple(
-            Ended({names[axis]: trial.values[axis] for axis in sweep.axes}, status(events), end_reason(events))
-            for trial, events in trials
-            if status(events) in ("failed", "stopped")
+            Ended({names[axis]: each.trial.values[axis] for axis in sweep.axes}, each.status, each.reason)
+            for each in trials
+            if each.status in ("failed", "stopped")
         ),
-        started_again=tuple(
-            f"{label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id} {line}"
-            for trial, events in trials
-            if (line := _restart_line(events))
-        ),
-        mixed=_mixed(
-            {
-                label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id: computed_with(events)
-                for trial, events in trials
-            }
-        ),
+        started_again=tuple(f"{_label(each.trial, names)} {each.restarted}" for each in trials if each.restarted),
+        mixed=_mixed({_label(each.trial, names): each.computed_with for each in trials}),
         tuned=tuple(tuning_lines(read_tuning(sweep) or [])),
-        counts=Counter(status(events) for _, events in trials),
-        cost=_cost(trials),
-        spent=spent(sweep, [events for _, events in trials]),
+        counts=Counter(each.status for each in trials),
+        cost=costs.total(),
+        spent=spent(sweep, at_work),
     )
 
 
@@ -247,7 +245,7 @@ def summarise_one(sweep: SweepFolder, members: Sequence[TrialFolder]) -> Configu
     Raises:
         StoreError: a journal of them is damaged.
     """
-    return _configuration([(trial, trial.events()) for trial in members], _shown(sweep))
+    return _configuration([_told(trial, trial.events()) for trial in members], _shown(sweep))
 
 
 def _shown(sweep: SweepFolder) -> dict[str, str]:
@@ -273,12 +271,62 @@ def _axis(wanted: str, names: Mapping[str, str]) -> str:
     )
 
 
-def computed_with(*trials: Sequence[Event]) -> dict[str, tuple[str, ...]]:
-    """Map library, `device` or `dtype` to every value that the trials' stages were learned or scored with, sorted."""
-    newest = [event for events in trials for event in stages(events)]
-    sources = [event.get(name) or {} for event in newest for name in ("learned_with", "scored_with")]
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a summary needs of a trial's journal, a small part of it."""
+
+    trial: TrialFolder
+    status: Status
+    reason: str
+    """Why it ended without finishing."""
+    restarted: str
+    """Why it was started again, and what was changed."""
+    trained_numbers: tuple[int, ...]
+    steps: tuple[int, ...]
+    computed_with: Mapping[str, tuple[str, ...]]
+    finish: float | None = None
+    """When it finished, in Unix seconds; None, as all below, where it has not."""
+    metrics: Mapping[str, float] | None = None
+    matrix: ScoreMatrix | None = None
+    router: Mapping[str, float] | None = None
+    """By `ROUTER_MEASURES`."""
+
+
+def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
+    """Take what a summary needs of a journal."""
+    told = stages(events)
+    known = _Told(
+        trial,
+        status(events),
+        end_reason(events),
+        _restart_line(events),
+        _distinct(stage.get("trained_numbers") for stage in told),
+        _distinct(stage.get("steps") for stage in told),
+        computed_with(events),
+    )
+    if known.status != "finished":
+        return known
+    last = events[-1]
+    return replace(
+        known, finish=last["time"], metrics=last["metrics"], matrix=told_matrix(told), router=_router_measures(told)
+    )
+
+
+def _label(trial: TrialFolder, names: Mapping[str, str]) -> str:
+    """The settings of a trial that vary, by their short names; its id where none does."""
+    return label({name: trial.values[axis] for axis, name in names.items()}) or trial.trial_id
+
+
+def computed_with(events: Sequence[Event]) -> dict[str, tuple[str, ...]]:
+    """Map library, `device` or `dtype` to every value that a trial's stages were learned or scored with, sorted."""
+    sources = [event.get(name) or {} for event in stages(events) for name in ("learned_with", "scored_with")]
+    return _values_by_name(source.items() for source in sources)
+
+
+def _values_by_name(sources: Iterable[Iterable[tuple[str, str]]]) -> dict[str, tuple[str, ...]]:
+    """Map each name to every value that it has, sorted."""
     found: dict[str, set[str]] = {}
-    for name, value in (item for source in sources for item in source.items()):
+    for name, value in itertools.chain.from_iterable(sources):
         found.setdefault(name, set()).add(value)
     return {name: tuple(sorted(values)) for name, values in found.items()}
 
@@ -310,67 +358,74 @@ def _restart_line(events: Sequence[Event]) -> str:
     return f"started again after {', '.join(why)}" + (f"; now {', '.join(now)}" if now else "")
 
 
-def _configuration(members: Sequence[tuple[TrialFolder, list[Event]]], shown: Mapping[str, str]) -> Configuration:
-    first, _ = members[0]
-    finished = [events for _, events in members if status(events) == "finished"]
-    matrices = tuple(told_matrix(stages(events)) for events in finished)
-    final_metrics = [events[-1]["metrics"] for events in finished]
-    final_scores = [stages(events)[-1]["scores"] for events in finished]
-    told = [stage for _, events in members for stage in stages(events)]
+def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Configuration:
+    first, finished = members[0].trial, [each for each in members if each.status == "finished"]
+    matrices = tuple(each.matrix for each in finished if each.matrix is not None)
+    final_metrics = [each.metrics for each in finished if each.metrics is not None]
+    final_scores = [dict(zip(matrix.tasks, matrix.rows[-1], strict=True)) for matrix in matrices]
     tasks = dict.fromkeys(task for scores in final_scores for task in scores)
     per_task = {task: Statistic.of([scores[task] for scores in final_scores if task in scores]) for task in tasks}
     return Configuration(
         values={name: first.values[axis] for axis, name in shown.items()},
-        trial_ids=tuple(trial.trial_id for trial, _ in members),
+        trial_ids=tuple(each.trial.trial_id for each in members),
         settings={
             path: value
             for path, value in first.params.items()
-            if all(trial.params.get(path) == value for trial, _ in members)
+            if all(each.trial.params.get(path) == value for each in members)
         },
         n_tasks=first.n_tasks,
-        finished_ids=tuple(trial.trial_id for trial, events in members if status(events) == "finished"),
-        last_finish=max((events[-1]["time"] for events in finished), default=None),
+        finished_ids=tuple(each.trial.trial_id for each in finished),
+        last_finish=max((each.finish for each in finished if each.finish is not None), default=None),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
         learning_accuracy=Statistic.of([matrix.mean_diagonal() for matrix in matrices]),
         forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
-        trained_numbers=_distinct(stage.get("trained_numbers") for stage in told),
-        learning_rates=_distinct(trial.params.get("training.learning_rate") for trial, _ in members),
-        steps=_distinct(stage.get("steps") for stage in told),
+        trained_numbers=_distinct(number for each in members for number in each.trained_numbers),
+        learning_rates=_distinct(each.trial.params.get("training.learning_rate") for each in members),
+        steps=_distinct(number for each in members for number in each.steps),
         task_scores={task: found for task, found in per_task.items() if found is not None},
-        router=_router_statistics(finished),
-        computed_with=computed_with(*(events for _, events in members)),
+        router=_router_statistics([each.router for each in finished if each.router is not None]),
+        computed_with=_values_by_name(
+            ((name, value) for name, values in each.computed_with.items() for value in values) for each in members
+        ),
         matrices=matrices,
     )
 
 
-def _cost(trials: Sequence[tuple[TrialFolder, list[Event]]]) -> Cost:
-    """Add up what journals tell; trials that share a training tell each of it, and it counts once."""
-    learning: dict[tuple[str, int], float] = {}
-    answering = 0.0
-    reused, shares = 0, []
-    for trial, events in trials:
+class _Costs:
+    """Adds up what journals tell; trials that share a training tell each of it, and it counts once."""
+
+    def __init__(self) -> None:
+        self._learning: dict[tuple[str, int], float] = {}
+        """Seconds, by training id and tasks seen."""
+        self._answering, self._reused, self._generated, self._asked = 0.0, 0, 0.0, 0
+
+    def add(self, trial: TrialFolder, events: Sequence[Event]) -> None:
+        """Add what a trial's journal tells."""
         for stage in stages(events):
             metrics, place = stage["metrics"], (trial.training_id, stage["tasks_seen"])
-            answering += metrics.get("seconds_eval", 0.0)
+            self._answering += metrics.get("seconds_eval", 0.0)
             if stage.get("reused"):
-                reused += 1
+                self._reused += 1
             else:
-                learning.setdefault(place, metrics.get("seconds_train", 0.0))
+                self._learning.setdefault(place, metrics.get("seconds_train", 0.0))
             if "generated_share" in metrics:
-                shares.append((metrics["generated_share"], len(stage["scores"])))
-    asked = sum(weight for _, weight in shares)
-    return Cost(
-        seconds_learning=sum(learning.values()),
-        seconds_answering=answering,
-        learned=len(learning),
-        reused=reused,
-        generated_share=sum(share * weight for share, weight in shares) / asked if asked else None,
-    )
+                self._generated += metrics["generated_share"] * len(stage["scores"])
+                self._asked += len(stage["scores"])
+
+    def total(self) -> Cost:
+        """Return what they have taken together."""
+        return Cost(
+            seconds_learning=sum(self._learning.values()),
+            seconds_answering=self._answering,
+            learned=len(self._learning),
+            reused=self._reused,
+            generated_share=self._generated / self._asked if self._asked else None,
+        )
 
 
 def _compared(
     configurations: Sequence[Configuration],
-    groups: Sequence[Sequence[tuple[TrialFolder, list[Event]]]],
+    groups: Sequence[Sequence[_Told]],
     shown: Mapping[str, str],
     repeats: Sequence[str],
     baseline: Sequence[str],
@@ -383,14 +438,14 @@ def _compared(
     return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
 
 
-def _outcomes(members: Sequence[tuple[TrialFolder, list[Event]]], repeats: Sequence[str]) -> dict[str, Outcome]:
+def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[str, Outcome]:
     """What the finished trials have come to, by what tells one repetition from another."""
     return {
-        json.dumps([trial.params[axis] for axis in repeats]): Outcome(
-            events[-1]["metrics"]["AP"], events[-1]["metrics"]["FM"], row_scores(trial.path, events)
+        json.dumps([each.trial.params[axis] for axis in repeats]): Outcome(
+            each.metrics["AP"], each.metrics["FM"], row_scores(each.trial.path, each.trial.events())
         )
-        for trial, events in members
-        if status(events) == "finished"
+        for each in members
+        if each.metrics is not None
     }
 
 
@@ -399,19 +454,26 @@ def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(sorted({value for value in values if value is not None}))
 
 
-def _router_statistics(finished: Sequence[Sequence[Event]]) -> dict[str, Statistic]:
-    """Summarise what is known of the router; without one, and in journals of earlier versions, there may be nothing.
+def _router_measures(told: Sequence[Event]) -> dict[str, float]:
+    """What the stages of a trial tell of the router; without one, and in journals of earlier versions, maybe nothing.
 
     Novelty exists while tasks are still to come, so its AUROC is a mean over those stages; the rest is of the last one.
     """
     found = {}
     for measure in ROUTER_MEASURES:
-        told = [
-            [event["metrics"][measure.metric] for event in stages(events) if measure.metric in event["metrics"]]
-            for events in finished
-        ]
-        of_trials = [statistics.fmean(v) if measure.metric == "router_novelty_auroc" else v[-1] for v in told if v]
-        if (statistic := Statistic.of(of_trials)) is not None:
+        values = [stage["metrics"][measure.metric] for stage in told if measure.metric in stage["metrics"]]
+        if values:
+            mean = measure.metric == "router_novelty_auroc"
+            found[measure.metric] = statistics.fmean(values) if mean else values[-1]
+    return found
+
+
+def _router_statistics(finished: Sequence[Mapping[str, float]]) -> dict[str, Statistic]:
+    """Summarise what is known of the routers of trials, in the order of `ROUTER_MEASURES`."""
+    found = {}
+    for measure in ROUTER_MEASURES:
+        values = [measures[measure.metric] for measures in finished if measure.metric in measures]
+        if (statistic := Statistic.of(values)) is not None:
             found[measure.metric] = statistic
     return found
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from latent_sweep.errors import StoreError
 from latent_sweep.settings import local_path, read_regular
@@ -51,20 +51,31 @@ def write_file(path: Path, content: bytes | bytearray, modified_ns: int | None =
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nodes may share a folder and a process id
     with committing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as file:
+            with _created(partial) as file:
                 file.write(content)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
+                now_ns = os.fstat(file.fileno()).st_mtime_ns
             if modified_ns is None:
-                modified_ns = max(partial.stat().st_mtime_ns, modified(path) + 1)
-            stamp(partial, modified_ns)
+                modified_ns = max(now_ns, modified(path) + 1)
+            if modified_ns != now_ns:
+                stamp(partial, modified_ns)
             os.replace(partial, path)
-        finally:
+        except BaseException:
             with suppress(OSError):  # the folder itself may be what is missing
                 partial.unlink()
+            raise
+
+
+def _created(path: Path) -> BinaryIO:
+    """Open a new file, in a folder that is made where it is missing."""
+    try:
+        return path.open("wb")
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
 
 
 @contextmanager

@@ -2,16 +2,17 @@ import csv
 import io
 import math
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
-from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_to_end, start, write_sweep
+from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, run_to_end, start, write_sweep
 from matplotlib import image
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results import report, summaries
-from latent_sweep.results.figures import curve_figure, score_matrix_figure, score_matrix_png
+from latent_sweep.results.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
 
@@ -29,6 +30,25 @@ def summary(tmp_path):
     learn(trials[5], 1, 0.2)
     journal_of(trials[5]).append("stopped", tasks_seen=1, reason="below the median")
     return summaries.summarise(sweep)
+
+
+def test_no_two_journals_are_held_at_the_same_time(tmp_path):
+    sweep = write_sweep(tmp_path, {"seed": list(range(40))})
+    run_copies(sweep, n_tasks=30)
+    first = next(iter(sweep))  # which reads `sweep.json`
+    summaries.summarise_one(sweep, [first])  # which imports what it needs
+    tracemalloc.start()
+    try:
+        journal = first.events()
+        one, _ = tracemalloc.get_traced_memory()
+        del journal
+        tracemalloc.reset_peak()
+        summary = summaries.summarise(sweep)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert summary.configurations[0].n_finished == 40
+    assert peak < 10 * one
 
 
 def test_numbers_worked_by_hand(summary):
@@ -278,7 +298,7 @@ def test_the_quick_score_matrix_is_the_figure(n_tasks):
     tasks = [f"task {i}" for i in range(n_tasks)]
     scores = [[None if (i, j) == (3, 1) else (1 + i + j) / 10 for j in range(i + 1)] for i in range(n_tasks)]
     expected = io.BytesIO()
-    score_matrix_figure(tasks, scores).savefig(expected, format="png")
+    score_matrix_figure(tasks, scores).savefig(expected, format="png", dpi=QUICK_DPI)
     expected.seek(0)
     slow = image.imread(expected)[..., :3]
     for _ in range(2):  # the second time with what was kept
@@ -286,6 +306,7 @@ def test_the_quick_score_matrix_is_the_figure(n_tasks):
         assert quick.shape == slow.shape
         inside = [(i, j, 0.2) for i in range(n_tasks) for j in range(i + 1)]
         figure = score_matrix_figure(tasks, scores)
+        figure.set_dpi(QUICK_DPI)
         figure.draw_without_rendering()
         places = figure.axes[0].transData.transform([(j - dy, i - dy) for i, j, dy in inside]).astype(int)
         for x, y in places:

@@ -9,9 +9,9 @@ import random
 import re
 import statistics
 import time
-from types import SimpleNamespace
 
 import pytest
+from helpers.patience import PATIENCE
 from helpers.sweep_folders import TASKS, PackOf, finish, learn, run_to_end, start, write_sweep
 from rich.console import Console
 
@@ -74,7 +74,8 @@ def test_nothing_has_begun(sweep):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_what_a_worker_begins_is_seen_at_once(sweep, phase):
+def test_what_a_worker_begins_is_seen(sweep, phase, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
     first, second, *_ = sweep
     with driving(sweep, refuse):
         writer = ProgressWriter(sweep, PackOf(first, second), workers=2)
@@ -91,26 +92,44 @@ def test_what_a_worker_begins_is_seen_at_once(sweep, phase):
     assert re.fullmatch(expected, line)
 
 
-def test_steps_are_told_with_their_loss_once_a_second_and_the_last_one_always(sweep, monkeypatch):
-    moments = iter((10.0, 10.5, 11.5, 11.5, 11.6, 11.7, 11.8))
-    monkeypatch.setattr(progress, "time", SimpleNamespace(time=time.time, monotonic=lambda: next(moments)))
+def test_steps_are_told_with_their_loss(sweep, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
     first, *_ = sweep
     start(first)
     learn(first, 1, 0.5)
     with driving(sweep, refuse):
         writer = ProgressWriter(sweep, PackOf(first))
-        seen = []
-        for step in (1, 2, 3, 40):
-            writer.write(Step(1, "learning", step, 40, {"task": 0.5, "ortho": 0.25}, "t"))
-            (worker,) = look(sweep).running
-            seen.append(worker.step)
-        assert seen == [1, 1, 3, 40]
-        assert worker.loss == 0.75
+        writer.write(Step(1, "learning", 40, 40, {"task": 0.5, "ortho": 0.25}, "t"))
+        (worker,) = look(sweep).running
+        assert (worker.step, worker.loss) == (40, 0.75)
         assert worker.done == pytest.approx((1 + 0.9) / 3)
         writer.write(Step(1, "scoring", 1, 2, {}, "t"))
         (worker,) = look(sweep).running
         assert (worker.doing, worker.step, worker.steps, worker.loss) == ("answering", 1, 2, None)
         assert worker.done == pytest.approx((1 + 0.95) / 3)
+
+
+def test_a_worker_that_writes_rests_before_it_writes_again(sweep, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 3600.0)
+    first, *_ = sweep
+    with driving(sweep, refuse):
+        with ProgressWriter(sweep, PackOf(first)) as writer:
+            for step in (1, 2, 40):
+                writer.write(Step(1, "learning", step, 40, {"task": 0.5}, "t"))
+                assert [worker.step for worker in look(sweep).running] == [1]
+        assert look(sweep).running == (), "that it ends is told at once"
+
+
+def test_what_was_told_in_a_pause_is_written_after_it(sweep, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.05)
+    first, *_ = sweep
+    with driving(sweep, refuse), ProgressWriter(sweep, PackOf(first)) as writer:
+        for step in range(1, 41):
+            writer.write(Step(1, "learning", step, 40, {"task": 0.5}, "t"))
+        deadline = time.monotonic() + PATIENCE
+        while [worker.step for worker in look(sweep).running] != [40]:
+            assert time.monotonic() < deadline, "the newest step is not told"
+            time.sleep(0.01)
 
 
 def test_what_is_for_display_is_not_flushed_to_disk(sweep, monkeypatch):

@@ -26,12 +26,24 @@ BOTH = tiny(name="both", search={"seed": [0, 1]})
 """Shares the training of seed 0 with the other sweep."""
 
 
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """What a sweep that was run on one node has left in an object store."""
+    folder = tmp_path_factory.mktemp("left")
+    filesystem = PyFileSystem(FSSpecHandler(WholeFiles(auto_mkdir=True)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "_connect", lambda uri: (filesystem, str(folder / "bucket")))
+        patch.setattr(leases, "SETTLING_SECONDS", 0.0)
+        patch.setenv("LATENT_SWEEP_CACHE", str(folder / "node"))
+        assert main(["run", write(folder, ONE | {"run": ONE["run"] | {"storage": URI}}), "--local"]) == 0
+    return folder / "bucket"
+
+
 @pytest.fixture
-def ran(node, tmp_path, monkeypatch):
-    """A sweep in an object store, run on one node; this is another node now."""
+def ran(left_behind, node, tmp_path, monkeypatch):
+    """A sweep in an object store, run on another node than this one."""
     monkeypatch.setattr(leases, "SETTLING_SECONDS", 0.0)
-    node("a")
-    assert main(["run", write(tmp_path / "a", ONE | {"run": ONE["run"] | {"storage": URI}}), "--local"]) == 0
+    shutil.copytree(left_behind, tmp_path / "bucket")
     node("b")
     return tmp_path / "bucket"
 
