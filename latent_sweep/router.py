@@ -26,11 +26,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 from safetensors.numpy import load_file
-from scipy.linalg import LinAlgError, cho_factor, cho_solve, solve_triangular
-from scipy.linalg.blas import dsyrk
-from scipy.linalg.lapack import dtpttr, dtrttp
-from scipy.spatial.distance import cdist
-from scipy.special import log_softmax, softmax
 
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.methods.protocol import Mixing
@@ -38,6 +33,7 @@ from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings, content
 from latent_sweep.store import versions
 from latent_sweep.store.sealed import intact, write_sealed
 
+# scipy is imported where it is used: it takes half a second, and plans read the settings alone
 Array = npt.NDArray[np.float64]
 _Factor = tuple[npt.NDArray[np.floating[Any]], bool]
 """What `scipy.linalg.cho_factor` returns: U with C = U' U in the upper triangle, and False."""
@@ -322,6 +318,8 @@ def fit_mixture(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: in
         RouterError: fewer embeddings than components, or embeddings that are not finite, or a singular covariance
             where one is needed (`gmm.whiten_first`, `gmm.em_iters`).
     """
+    from scipy.special import softmax
+
     X, K = _Centred(embeddings), settings.components
     if len(X.centred) < K:
         raise RouterError(
@@ -348,6 +346,9 @@ class _Centred:
     @cached_property
     def scatter(self) -> TaskScatter:
         # dsyrk computes one triangle, half the work of a product, in place: (d, n) is the transposed view's own order
+        from scipy.linalg.blas import dsyrk
+        from scipy.linalg.lapack import dtrttp
+
         upper, _ = dtrttp(dsyrk(1.0, self.centred.T), uplo="U")
         return TaskScatter(upper, len(self.centred))
 
@@ -372,6 +373,7 @@ class _Centred:
 
 def _kmeans(X: _Centred, settings: RouterSettings, seed: int) -> Array:
     """Cluster into (n, K) one-hot membership; clusters without members are left out."""
+    from scipy.linalg import solve_triangular
     from sklearn.cluster import KMeans  # a second to import, and only fitting needs it
 
     gmm, points = settings.gmm, X.centred
@@ -453,6 +455,9 @@ def pooled_covariance(pooled: PooledScatter, mixtures: Sequence[TaskMixture], se
     Raises:
         RouterError: no tasks, or the denominator is not positive.
     """
+    from scipy.linalg.blas import dsyrk
+    from scipy.linalg.lapack import dtpttr
+
     tasks = len(pooled.names)
     denominator = pooled.count - (tasks if settings.cov.ddof == "tasks" else 0)
     if denominator <= 0:
@@ -536,6 +541,8 @@ class GaussianRouter:
             RouterNotFitted: `fit` was not called.
             RouterError: the embeddings are not finite, or have another width than the records.
         """
+        from scipy.special import log_softmax
+
         scores = (self._centred(embeddings) @ self.slopes_ + self.offsets_).astype(np.float64, copy=False)
         log_likelihood = np.logaddexp.reduceat(scores, self.first_components_, axis=1)
         return log_softmax((log_likelihood + self.log_prior_) / self.settings.temperature, axis=1)
@@ -550,6 +557,8 @@ class GaussianRouter:
             RouterNotFitted: `fit` was not called.
             RouterError: the embeddings are not finite, or have another width than the records.
         """
+        from scipy.spatial.distance import cdist
+
         rows = self._whitened(self._centred(embeddings))
         return cdist(rows, self.whitened_).min(axis=1)
 
@@ -562,6 +571,8 @@ class GaussianRouter:
 
     def _whitened(self, centred: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
         """Return U'^-1 x of each row, (n, d): its squared length is x' C^-1 x."""
+        from scipy.linalg import solve_triangular
+
         return solve_triangular(self.factor_, centred.T, trans="T", check_finite=False).T
 
     def posterior(self, embeddings: npt.NDArray[Any]) -> Array:
@@ -585,6 +596,8 @@ class GaussianRouter:
 
 def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSettings) -> _Factor:
     """Factor a covariance given by its upper triangle, which is overwritten; refuse one singular to its precision."""
+    from scipy.linalg import LinAlgError, cho_factor
+
     d, dtype = len(covariance), covariance.dtype
     largest_variance = float(covariance.diagonal().max())
     try:
@@ -606,6 +619,8 @@ def _linear_form(
     factor: _Factor, means: npt.NDArray[np.floating[Any]], shares: Array
 ) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]:
     """Slopes (d, M) and offsets (M,) such that `x @ slopes + offsets` is log(pi N(x | mu, C)) up to a constant in x."""
+    from scipy.linalg import cho_solve
+
     slopes = cho_solve(factor, means.T, check_finite=False)
     offsets = np.log(shares) - 0.5 * np.einsum("md,dm->m", means, slopes)
     return slopes, offsets.astype(slopes.dtype, copy=False)
