@@ -12,8 +12,7 @@ import torch
 from helpers.moments import Moment, at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import nodes
-from helpers.sweeps import TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
-from helpers.tiny import HALTING_STEPS
+from helpers.sweeps import HALTING_STEPS, TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
 
 from latent_sweep.backends import ray_group, ray_tune
 from latent_sweep.backends.ray_group import keep_to_share

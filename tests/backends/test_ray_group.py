@@ -6,8 +6,7 @@ import psutil
 import pytest
 from helpers.group_of_processes import ZERO_3, group_of
 from helpers.patience import PATIENCE
-from helpers.sweeps import end, events, start, sweep_folder, tiny, wait_until, write
-from helpers.tiny import HALTING_STEPS
+from helpers.sweeps import HALTING_STEPS, end, events, start, sweep_folder, tiny, wait_until, write
 
 pytestmark = pytest.mark.slow
 

@@ -330,10 +330,11 @@ def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu)
     assert [(event["event"], event["kind"]) for event in ends] == [("lost", "worker_died")] * 2
 
 
-def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu):
+def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu, monkeypatch):
     from latent_sweep.backends.ray_tune import _loss_kind, _run_work
     from latent_sweep.store.storage import question
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as a worker sets it, for all that this process starts later
     sweep = parse_sweep(tiny(search={}), "test")
     (one,) = pack(expand(sweep))
     folder = open_sweep(tmp_path / sweep.name)

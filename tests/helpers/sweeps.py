@@ -17,7 +17,6 @@ import psutil
 import yaml
 
 from helpers.patience import PATIENCE
-from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.store.folders import SweepFolder, open_sweep
 
 TINY: dict[str, Any] = {
@@ -51,6 +50,9 @@ def tiny(**changes: Any) -> dict[str, Any]:
 
 SMALL = tiny(search={"router.components": [1, 2]})
 """One training of two tasks, two trials."""
+
+HALTING_STEPS = 24
+"""Of sweeps on `two_cpus` whose tasks have so many steps, the first one halts in its second task."""
 
 
 def write(folder: Path, content: dict[str, Any]) -> str:
@@ -118,7 +120,6 @@ def change_benchmark(folder: Path, **changes: Any) -> None:
     for key, value in changes.items():
         (content["tasks"][0] if key.startswith("task_") else content)[key.removeprefix("task_")] = value
     (folder / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    load_benchmark.cache_clear()
 
 
 SPARING = {

@@ -51,10 +51,6 @@ class Runs(testing.Runs):
         return self.packs_of(tiny(**changes))
 
 
-HALTING_STEPS = 24
-"""Of sweeps on `two_cpus` whose tasks have so many steps, the first one halts in its second task."""
-
-
 def checkpoint_at(path: Path):
     """A checkpoint inside a task, at this path of a plain folder."""
     from latent_sweep.store.snapshots import TaskCheckpoint
