@@ -7,6 +7,7 @@ T tasks seen. One adapter is a stack of matrices R_Mrr in float32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Literal, overload
 
@@ -16,7 +17,7 @@ from torch.nn.functional import dropout, pad
 
 from latent_sweep.adapters.bank import Delta
 from latent_sweep.adapters.factors import Factors
-from latent_sweep.adapters.low_rank import LowRank
+from latent_sweep.adapters.low_rank import LowRank, scaled_alike
 
 SigmaSide = Literal["out", "in", "none"]
 OrthoNorm = Literal["frobenius", "spectral"]
@@ -98,7 +99,7 @@ class LatentSpace:
 
     def deltas(self, R: Tensor, dropout: float = 0.0) -> LatentDeltas:
         """One delta per projection from R of shape (M, r, r), or (M, B, r, r) with a matrix for each row."""
-        return LatentDeltas(self, self.scale * R, dropout)
+        return LatentDeltas(self, R, self.scale, dropout)
 
     def new_adapter(self, std: float, generator: torch.Generator) -> Tensor:
         """R_Mrr drawn from N(0, std^2), float32 (A7)."""
@@ -132,23 +133,31 @@ class LatentDeltas(Sequence[Delta]):
     """The deltas of all projections.
 
     Args:
-        scaled_R: s R, (M, r, r) for all rows, (M, B, r, r) for each row, or (M, P, r, r) for members.
+        R: (M, r, r) for all rows, (M, B, r, r) for each row, or (M, P, r, r) for members.
+        scale: s.
         dropout: rate on the inputs.
         counts: how many rows of the batch belong to each member.
     """
 
-    def __init__(self, space: LatentSpace, scaled_R: Tensor, dropout: float = 0.0, counts: Sequence[int] | None = None):
-        self.space, self.scaled_R, self.dropout, self.counts = space, scaled_R, dropout, counts
+    def __init__(
+        self, space: LatentSpace, R: Tensor, scale: float, dropout: float = 0.0, counts: Sequence[int] | None = None
+    ):
+        self.space, self.R, self.scale, self.dropout, self.counts = space, R, scale, dropout, counts
         self._dtype = space.lefts[0].dtype
+
+    @property
+    def scaled_R(self) -> Tensor:
+        """Compute s R."""
+        return self.R if self.scale == 1 else self.scale * self.R
 
     @property
     def alike(self) -> bool:
         """Whether they are the same for every row: not with masks of dropout, which are drawn for each."""
-        return self.scaled_R.dim() == 3 and not self.dropout
+        return self.R.dim() == 3 and not self.dropout
 
     def __len__(self) -> int:
         """Return M, the number of adapted projections."""
-        return len(self.scaled_R)
+        return len(self.R)
 
     @overload
     def __getitem__(self, index: int) -> Delta: ...
@@ -180,8 +189,9 @@ class LatentDeltas(Sequence[Delta]):
         alike = {(member.space.sigma_side, member.space.kind) for member in members}
         if len(alike) > 1 or not all(member.alike for member in members):
             return None
-        padded = [pad(m.scaled_R, (0, space.rank - m.space.rank) * 2) for m in members]
-        return LatentDeltas(space, torch.stack(padded, dim=1), counts=counts)
+        together, scale = scaled_alike([(m.R, m.scale) for m in members])
+        padded = [R if len(R[0]) == space.rank else pad(R, (0, space.rank - len(R[0])) * 2) for R in together]
+        return LatentDeltas(space, torch.stack(padded, dim=1), scale, counts=counts)
 
 
 def blend(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -241,4 +251,15 @@ class OrthoPenalty:
             per_projection = torch.stack(norms).sum(0)
         else:
             per_projection = (new * (self.G @ new)).sum((-1, -2))
-        return per_projection.sum() if self.reduce == "sum" else per_projection.mean()
+        return per_projection.sum(-1) if self.reduce == "sum" else per_projection.mean(-1)
+
+    @staticmethod
+    def together(members: Sequence[tuple[OrthoPenalty, Tensor]]) -> Tensor | None:
+        """Compute the penalties of P new adapters, (P,), in one product; None where they have no form in common."""
+        forms = {(penalty.S.shape, penalty.side, penalty.reduce) for penalty, _ in members}
+        if len(forms) != 1 or any(penalty.earlier is not None for penalty, _ in members):
+            return None
+        joined = copy(members[0][0])
+        joined.S = torch.stack([penalty.S for penalty, _ in members])
+        joined.G = torch.stack([penalty.G for penalty, _ in members])
+        return joined(torch.stack([R for _, R in members]))

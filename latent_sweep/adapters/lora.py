@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, pad
 
 from latent_sweep.adapters.bank import Adaptation, Delta, cast, side_by_side
-from latent_sweep.adapters.low_rank import LowRank
+from latent_sweep.adapters.low_rank import LowRank, scaled_alike
 
 Branch = tuple[Tensor, Tensor]
 """A_Mrn and B_Or of one adapter."""
@@ -122,9 +122,10 @@ class LoraDeltas(Sequence[Delta]):
         if not all(member.alike for member in members):
             return None
         rank = max(member.A.shape[1] for member in members)
-        A = [pad(member.A, (0, 0, 0, rank - member.A.shape[1])) for member in members]
-        B = [pad(member._scaled_B, (0, rank - member.B.shape[1])) for member in members]
-        return LoraDeltas(torch.stack(A, 1), torch.stack(B, 1), members[0].outputs, 1.0, counts=counts)
+        together, scale = scaled_alike([(member.B, member.scale) for member in members])
+        A = [m.A if m.A.shape[1] == rank else pad(m.A, (0, 0, 0, rank - m.A.shape[1])) for m in members]
+        B = [own if own.shape[1] == rank else pad(own, (0, rank - own.shape[1])) for own in together]
+        return LoraDeltas(torch.stack(A, 1), torch.stack(B, 1), members[0].outputs, scale, counts=counts)
 
 
 @dataclass(frozen=True)

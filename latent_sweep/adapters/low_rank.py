@@ -44,6 +44,14 @@ class LowRank:
         return self
 
 
+def scaled_alike(members: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], float]:
+    """Return tensors that a common factor scales, and the factor: 1 where theirs differ, which are in them then."""
+    scales = {scale for _, scale in members}
+    if len(scales) == 1:
+        return [tensor for tensor, _ in members], scales.pop()
+    return [scale * tensor for tensor, scale in members], 1.0
+
+
 class _AddLowRank(torch.autograd.Function):
     """`output += (h right) left^T` in two products forward and three or four backward, in place.
 

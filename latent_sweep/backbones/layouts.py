@@ -247,7 +247,7 @@ class _Rest(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layout: Shared) -> tuple[Tensor, Tensor]:
         ctx.layout = layout
         rest = x.flatten(0, 1).index_select(0, layout.take_rest)
-        return x[:, : layout.shared].contiguous(), rest.view(-1, layout.longest, x.shape[-1])
+        return x[:, : layout.shared], rest.view(-1, layout.longest, x.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -263,7 +263,7 @@ class _Whole(torch.autograd.Function):
         ctx.layout = layout
         whole = x.flatten(0, 1).index_select(0, layout.take_whole)
         width = layout.shared + layout.longest
-        return x[:, : layout.shared].contiguous(), whole.view(-1, width, x.shape[-1])
+        return x[:, : layout.shared], whole.view(-1, width, x.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -288,7 +288,7 @@ class _Together(torch.autograd.Function):
         rest = x.flatten(0, 1).index_select(0, layout.take_rest)
         if layout.rest_padding is not None:
             rest.index_fill_(0, layout.rest_padding, 0)
-        return x[:, : layout.shared].contiguous(), rest.view(-1, layout.longest, x.shape[-1]), None
+        return x[:, : layout.shared], rest.view(-1, layout.longest, x.shape[-1]), None
 
 
 rests: Any = _Rest.apply

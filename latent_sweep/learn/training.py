@@ -27,7 +27,7 @@ from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.optimizing import Optimizer, Trained, optimizer_of
 from latent_sweep.learn.worker_group import WorkerGroup
-from latent_sweep.methods.capabilities import load_state, rows_trained, state_of
+from latent_sweep.methods.capabilities import load_state, penalties_of, rows_trained, state_of
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.store.snapshots import TaskCheckpoint
 from latent_sweep.sweep.groups import TrainingSettings
@@ -345,8 +345,10 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
             for name, term in found.items():
                 mine[name] = mine[name] + term.detach() if name in mine else term.detach()
         every = [term for found in terms for term in found.values() if term.requires_grad]
-        if every:
-            torch.autograd.backward(every)
+        if len(every) == 1:
+            every[0].backward()
+        elif every:  # from one number, so that there is one gradient of 1 to begin with, and not one for each
+            torch.stack([term.float() for term in every]).sum().backward()
 
     begins = any(trainer.step == 0 for trainer in trainers)
     for index in range(len(batches.passes)):
@@ -358,7 +360,7 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
                 "no gradient reaches the first adapted projection: training would change nothing. With gradient "
                 "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
             )
-    add([trainer.learner.penalty() for trainer in trainers])
+    add(penalties_of([trainer.learner for trainer in trainers]))
     return losses
 
 
@@ -385,9 +387,7 @@ def _forward_and_back(
     with bank.active(side_by_side(adaptations, batch.counts)):
         with bank.watching(watch) as arrived:
             logits = label_logits(batches.backbone, batch)
-        targets = [sum(len(row["target_ids"]) for row in part.rows) for part in parts]
-        cut = zip(parts, logits.split(targets), batch.labels.split(targets), batches.denominators, strict=True)
-        outputs = [Outputs(part.rows, *found) for part, *found in cut]
+        outputs = Outputs.of_all([part.rows for part in parts], logits, batch.labels, batches.denominators)
         terms = [t.learner.loss(o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
         add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
     for sequences in arrived:

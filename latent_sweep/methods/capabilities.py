@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.protocol import Learner, Method
@@ -105,6 +105,28 @@ class Measured(Protocol):
 
     def facts(self) -> dict[str, float]:
         """Numbers worth telling once the task is learned, after `finish`: counts, rates, sizes."""
+
+
+@runtime_checkable
+class SharesPenalty(Protocol):
+    """Computes the penalties of several learners of its kind at once, when they train side by side."""
+
+    @staticmethod
+    def penalties(learners: Sequence[Any]) -> list[dict[str, Tensor]]:
+        """What `penalty` of each of them gives, in their order."""
+
+
+def penalties_of(learners: Sequence[Learner]) -> list[dict[str, Tensor]]:
+    """The penalty of each of several learners, at once where they are of one kind that knows how.
+
+    A kind with a `penalty` of its own does not know it from the kind that it is derived from.
+    """
+    kind = type(learners[0])
+    if len(learners) > 1 and issubclass(kind, SharesPenalty) and all(type(each) is kind for each in learners):
+        alone, together = (next(of for of in kind.__mro__ if name in vars(of)) for name in ("penalty", "penalties"))
+        if issubclass(together, alone):
+            return kind.penalties(learners)
+    return [learner.penalty() for learner in learners]
 
 
 def rows_trained(learner: Learner, rows: Sequence[Example]) -> Sequence[Example]:

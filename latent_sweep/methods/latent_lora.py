@@ -205,14 +205,11 @@ class LatentLearner(Learner):
         active: Tensor | None,
         dropout: float,
     ):
+        import torch
+
         self.R = R.requires_grad_(True)
-        self._space, self._penalty, self._lambda, self._active, self._dropout = (
-            space,
-            penalty,
-            ortho_lambda,
-            active,
-            dropout,
-        )
+        self._space, self._penalty, self._active, self._dropout = space, penalty, active, dropout
+        self._lambda = torch.tensor(ortho_lambda, dtype=R.dtype, device=R.device)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return R alone."""
@@ -230,3 +227,17 @@ class LatentLearner(Learner):
     def penalty(self) -> dict[str, Tensor]:
         """Return lambda times the interference with the earlier adapters, equation (10)."""
         return {} if self._penalty is None else {"ortho_penalty": self._lambda * self._penalty(self.R)}
+
+    @staticmethod
+    def penalties(learners: Sequence[LatentLearner]) -> list[dict[str, Tensor]]:
+        """Return the penalty of each of several learners, all in one product where they are measured alike."""
+        import torch
+
+        from latent_sweep.adapters.latent import OrthoPenalty
+
+        measured = [(each._penalty, each.R, each._lambda) for each in learners if each._penalty is not None]
+        together = OrthoPenalty.together([(penalty, R) for penalty, R, _ in measured])
+        if together is None:
+            return [learner.penalty() for learner in learners]
+        weighted = iter((torch.stack([weight for *_, weight in measured]) * together).unbind())
+        return [{} if learner._penalty is None else {"ortho_penalty": next(weighted)} for learner in learners]

@@ -220,6 +220,36 @@ def test_its_gradient_is_that_of_finite_differences(side):
     assert_same_to_rounding(R.grad[0].double(), expected, 4 * PRODUCT)
 
 
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("side", SIDES)
+def test_several_penalties_together_are_each_its_own(side, reduce):
+    space, _ = values_space(side)
+    penalties = [
+        OrthoPenalty(space, [normal(3, RANK, RANK, seed=seed + 10 * i) for seed in range(1 + i)], reduce, scale=1 + i)
+        for i in range(3)
+    ]
+    own, beside = ([normal(3, RANK, RANK, seed=99 + i).requires_grad_() for i in range(3)] for _ in range(2))
+    together = OrthoPenalty.together(list(zip(penalties, beside, strict=True)))
+    together.sum().backward()
+    for penalty, alone, R, value in zip(penalties, own, beside, together, strict=True):
+        expected = penalty(alone)
+        expected.backward()
+        assert_same_to_rounding(value, expected, 4 * PRODUCT)
+        assert_same_to_rounding(R.grad, alone.grad, 4 * PRODUCT)
+
+
+def test_penalties_of_different_forms_are_not_joined():
+    space, _ = values_space("out")
+    earlier, R = [normal(3, RANK, RANK)], normal(3, RANK, RANK, seed=1)
+    traces = OrthoPenalty(space, earlier)
+    norms = OrthoPenalty(space, earlier, norm="spectral")
+    means = OrthoPenalty(space, earlier, reduce="mean")
+    assert OrthoPenalty.together([]) is None
+    for other in (norms, means):
+        assert OrthoPenalty.together([(traces, R), (other, R)]) is None
+    assert OrthoPenalty.together([(norms, R), (norms, R)]) is None
+
+
 def test_with_sigma_outside_the_gradient_is_2_G_R():
     space, values = values_space("out", modules=1)
     earlier = [normal(1, RANK, RANK, seed=seed) for seed in range(3)]

@@ -15,6 +15,8 @@ from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.packing import PackTiming, best_size, measure, split
 from latent_sweep.learn.training import TaskTraining, train_pack
 from latent_sweep.methods import method_class
+from latent_sweep.methods.capabilities import penalties_of
+from latent_sweep.methods.latent_lora import LatentLearner
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
 from latent_sweep.store.journal import status
@@ -30,6 +32,8 @@ LATENT = [
     {"rank": 2, "alpha": 8.0, "ortho_lambda": 0.0, "R_init": "zero"},
 ]
 LORA = [{"rank": 8, "alpha": 16.0}, {"rank": 2, "alpha": 16.0}, {"rank": 4, "alpha": 4.0}, {"rank": 8, "alpha": 8.0}]
+SAME = [{"rank": 4, "alpha": 8.0}] * 4
+LAMBDAS = [{"rank": 8, "alpha": 32.0, "ortho_lambda": weight} for weight in (1e-2, 0.0, 1e-3, 1e-4)]
 MEMBERS = {"latent_lora": LATENT, "seq_lora": LORA}
 TRAINING = [
     {"learning_rate": 1e-3, "batch_size": 4},
@@ -43,9 +47,9 @@ TRAINING = [
 def trainings(backbone, bank, tmp_path):
     """Four fresh trainings of the second task that differ in everything that members may differ in."""
 
-    def build(method, name="checkpoint", only=None):
+    def build(method, name="checkpoint", only=None, members=None):
         made = []
-        for i, (settings, training) in enumerate(zip(MEMBERS[method], TRAINING, strict=True)):
+        for i, (settings, training) in enumerate(zip(members or MEMBERS[method], TRAINING, strict=True)):
             kind = method_class(method)
             resolved = kind.resolve(as_written(kind.settings_class)(**settings), "tiny", "builtin")
             own = kind(resolved, MethodContext(backbone, bank, tmp_path, 8))
@@ -72,9 +76,9 @@ def trained(trainings):
     return [{name: p.detach() for name, p in lesson.learner.parameters().items()} for lesson in trainings]
 
 
-@pytest.mark.parametrize("method", list(MEMBERS))
-def test_every_member_ends_as_it_would_alone(trainings, backbone, bank, method):
-    together, alone = trainings(method), trainings(method)
+@pytest.mark.parametrize(("method", "members"), [*MEMBERS.items(), ("latent_lora", LAMBDAS), ("seq_lora", SAME)])
+def test_every_member_ends_as_it_would_alone(trainings, backbone, bank, method, members):
+    together, alone = (trainings(method, members=members) for _ in range(2))
     start = [{name: value.clone() for name, value in values.items()} for values in trained(together)]
     summaries = train_pack(together, Engine(backbone=backbone), bank)
     for i, lesson in enumerate(alone):
@@ -85,6 +89,21 @@ def test_every_member_ends_as_it_would_alone(trainings, backbone, bank, method):
         for name, value in trained([lesson])[0].items():
             assert_trained_alike(trained(together)[i][name], value, start[i][name])
             assert float((value - start[i][name]).abs().max()) > 1e-3, "it must have learned for this to mean anything"
+
+
+def test_a_penalty_of_its_own_is_not_that_of_the_kind_it_is_derived_from(trainings):
+    learners = [lesson.learner for lesson in trainings("latent_lora", members=LAMBDAS, only=[0, 2])]
+    shared = penalties_of(learners)
+    for learner, found in zip(learners, shared, strict=True):
+        assert_same_to_rounding(found["ortho_penalty"], learner.penalty()["ortho_penalty"], 4 * PRODUCT)
+
+    class Own(LatentLearner):
+        def penalty(self):
+            return {"own": self.R.square().sum()}
+
+    for learner in learners:
+        learner.__class__ = Own
+    assert [list(found) for found in penalties_of(learners)] == [["own"]] * 2
 
 
 def changed(delta, h, target):

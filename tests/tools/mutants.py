@@ -542,9 +542,30 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "adapters/latent.py",
         "s is left out",
-        "LatentDeltas(self, self.scale * R,",
-        "LatentDeltas(self, R,",
+        "LatentDeltas(self, R, self.scale,",
+        "LatentDeltas(self, R, 1.0,",
         "latent_adapter::test_the_bank_answers_like_the_changed_weight",
+    ),
+    _mutant(
+        "adapters/latent.py",
+        "members of a pack pay for what the first one interferes with",
+        "joined.G = torch.stack([penalty.G for penalty, _ in members])",
+        "joined.G = torch.stack([members[0][0].G for _ in members])",
+        "latent_adapter::test_several_penalties_together_are_each_its_own",
+    ),
+    _mutant(
+        "adapters/low_rank.py",
+        "members of a pack lose the scale that they have in common",
+        "return [tensor for tensor, _ in members], scales.pop()",
+        "return [tensor for tensor, _ in members], 1.0",
+        "packs::test_every_member_ends_as_it_would_alone",
+    ),
+    _mutant(
+        "backbones/outputs.py",
+        "a learner of a pack has the first one's loss",
+        "self.cross_entropy.sums[self.place]",
+        "self.cross_entropy.sums[0]",
+        "packs::test_every_member_ends_as_it_would_alone",
     ),
     _mutant(
         "adapters/latent.py",
