@@ -14,8 +14,6 @@ from latent_sweep.backbones.identity import unpinned
 from latent_sweep.backends.addresses import check_ray_address
 from latent_sweep.benchmarks.loaders import one_look
 from latent_sweep.errors import ConfigError, MissingData, StoreError
-from latent_sweep.results.sections import PAGE_FILE
-from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
 from latent_sweep.settings import Settings, canonical_json, content_hash, flatten, yaml_text
 from latent_sweep.store.files import read_file
@@ -161,6 +159,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.results.progress import say_driving
     from latent_sweep.results.report import render
     from latent_sweep.results.screen import Following, screen_for
+    from latent_sweep.results.sections import PAGE_FILE
     from latent_sweep.results.summaries import summarise
 
     folder = write_sweep(sweep, trials, storage)
@@ -207,6 +206,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
 def _write_page(folder: SweepFolder, tell: Callable[[str], None]) -> None:
     """Write the report as a page. What it cannot tell ends no sweep: trials and tables are there without it."""
     from latent_sweep.results.page import render_page  # with matplotlib
+    from latent_sweep.results.sections import PAGE_FILE
 
     try:
         folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())
@@ -263,6 +263,8 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
         return
     lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
     if lost:
+        from latent_sweep.results.tracked import trial_name  # with all results, which a plan does not read
+
         settings = {canonical_json(_params(trial)) for trial in trials}
         same = sum(canonical_json(trial.params) in settings for trial in lost)
         changed = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import uuid
 from collections import Counter
@@ -28,8 +29,9 @@ LIST_PAGE = 1000
 PART_BYTES = 10 * 2**20
 """An object from this size on is put in parts, with a request before them and one after."""
 
-_REQUESTS: dict[str, Counter[RequestKind]] = {}
-"""Requests of this process, by URI and kind."""
+_REQUESTS: Counter[RequestKind] = Counter()
+"""Requests of this process, by kind; several threads count them."""
+_COUNTING = threading.Lock()
 _CLOCKS: dict[str, float] = {}
 """What an object store's clock shows, less what `elapsed` does, by URI: no change of this node's clock counts."""
 
@@ -50,10 +52,13 @@ def elapsed() -> float:
 
 def requests() -> Mapping[RequestKind, int]:
     """Return how many requests this process has sent to object stores, by kind."""
-    found: Counter[RequestKind] = Counter()
-    for counted in _REQUESTS.values():
-        found.update(counted)
-    return found
+    with _COUNTING:
+        return dict(_REQUESTS)
+
+
+def _count(kind: RequestKind, number: int = 1) -> None:
+    with _COUNTING:
+        _REQUESTS[kind] += number
 
 
 class Bucket:
@@ -65,12 +70,11 @@ class Bucket:
     def __init__(self, uri: str):
         self._uri = uri
         self._filesystem, self._root = _connect(uri)
-        self._count = _REQUESTS.setdefault(uri, Counter())
 
     def put(self, key: str, content: bytes | bytearray) -> None:
         """Write an object, or replace it: one request."""
         parts = -(-len(content) // PART_BYTES)
-        self._count["put"] += parts + 2 if parts > 1 else 1
+        _count("put", parts + 2 if parts > 1 else 1)
         with self._talking(key), self._filesystem.open_output_stream(self._path(key)) as stream:
             stream.write(content)
 
@@ -106,20 +110,20 @@ class Bucket:
         with self._talking(prefix):
             selector = FileSelector(self._path(prefix), recursive=True, allow_not_found=True)
             found = self._filesystem.get_file_info(selector)
-        self._count["list"] += max(1, -(-len(found) // LIST_PAGE))
+        _count("list", max(1, -(-len(found) // LIST_PAGE)))
         files = (info for info in found if info.is_file)
         return {info.path[len(self._root) + 1 :]: ObjectFacts(info.size, self._whole(info.mtime_ns)) for info in files}
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one: three requests, since pyarrow keeps its folder; or one."""
-        self._count["head"] += 1
+        _count("head")
         with self._talking(key):
             try:
                 self._filesystem.delete_file(self._path(key))
             except FileNotFoundError:
                 return
-        self._count["delete"] += 1
-        self._count["put"] += 1
+        _count("delete")
+        _count("put")
 
     def now(self) -> float:
         """Seconds since 1970 by the object store's clock."""
@@ -137,12 +141,13 @@ class Bucket:
 
     def _open(self, key: str, content: bool) -> tuple[bytes, ObjectFacts | None] | None:
         """An object's content, where it is wanted, and what opening it has told of it; None where there is none."""
-        self._count["head"] += 1
+        _count("head")
         with self._talking(key):
             try:
                 with self._filesystem.open_input_stream(self._path(key)) as stream:
                     told = stream.metadata()
-                    self._count["get"] += content
+                    if content:
+                        _count("get")
                     found = stream.read() if content else b""
             except FileNotFoundError:
                 return None
