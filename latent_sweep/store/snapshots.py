@@ -63,9 +63,7 @@ class SnapshotStore:
 
         Their digests are checked when they are read.
         """
-        names = {
-            path.name for path in self._storage.files(self.folder) if path.parent == self.folder
-        }  # damaged lie below
+        names = self._storage.names(self.folder)  # damaged ones lie below
         found = {name.removesuffix(".json") for name in names if name.endswith(".json")}
         return {lineage for lineage in found if self.path(lineage).name in names}
 

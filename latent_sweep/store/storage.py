@@ -151,6 +151,14 @@ class Storage:
                     found[path] = FileFacts(facts.st_size, facts.st_mtime)
         return found
 
+    def names(self, folder: Path) -> set[str]:
+        """Return the names of the files in a folder itself, as `files` finds them, without a look at each."""
+        try:
+            with os.scandir(folder) as entries:
+                return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        except FileNotFoundError:
+            return set()
+
     def remove(self, path: Path) -> None:
         """Remove a file here and where all nodes read it; it need not be there."""
         path.unlink(missing_ok=True)
@@ -278,6 +286,10 @@ class ObjectStorage(Storage):
         """Return all files below a folder, here and in the object store."""
         there = {path: FileFacts(info.size, info.mtime_ns / 1e9) for path, info in self._list(folder).items()}
         return super().files(folder) | there
+
+    def names(self, folder: Path) -> set[str]:
+        """Return the names of the files in a folder itself, here and in the object store."""
+        return super().names(folder) | {path.name for path in self._list(folder) if path.parent == folder}
 
     def remove(self, path: Path) -> None:
         """Remove a file here and in the object store; it need not be there."""
