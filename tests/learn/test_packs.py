@@ -76,7 +76,11 @@ def trained(trainings):
     return [{name: p.detach() for name, p in lesson.learner.parameters().items()} for lesson in trainings]
 
 
-@pytest.mark.parametrize(("method", "members"), [*MEMBERS.items(), ("latent_lora", LAMBDAS), ("seq_lora", SAME)])
+@pytest.mark.parametrize(
+    ("method", "members"),
+    [*MEMBERS.items(), ("latent_lora", LAMBDAS), ("seq_lora", SAME)],
+    ids=["latent", "lora", "lambdas", "alike"],
+)
 def test_every_member_ends_as_it_would_alone(trainings, backbone, bank, method, members):
     together, alone = (trainings(method, members=members) for _ in range(2))
     start = [{name: value.clone() for name, value in values.items()} for values in trained(together)]
