@@ -169,7 +169,8 @@ def live_bytes(known):
         def __init__(self):
             super().__init__()
             self.now = self.peak = 0
-            self.known = {tensor.untyped_storage()._cdata for tensor in known}
+            self.held = [tensor.untyped_storage() for tensor in known]  # or others would get their addresses
+            self.known = {storage._cdata for storage in self.held}
 
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
             found = function(*arguments, **(keywords or {}))
@@ -217,7 +218,6 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
         known += learner.parameters().values()
         known += [*method.space.rights, *method.space.lefts] if s.method.name == "latent_lora" else []
         trainings.append(TaskTraining(learner, rows, settings, (member, "task"), checkpoint_at(folder / str(member))))
-    own = {tensor.untyped_storage()._cdata for tensor in known}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
@@ -225,7 +225,9 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    with live_bytes(known) as live, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    counting = live_bytes(known)
+    own = {storage._cdata for storage in counting.held}
+    with counting as live, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outcomes = train_pack(trainings, Engine(backbone=backbone), bank)
     bank.remove()
     assert [outcome.steps for outcome in outcomes] == [steps] * members
