@@ -298,6 +298,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_steps_packs_and_answers_need_neither_cluster_nor_tracker_nor_network(tmp_path, without_data):
     parts = ["--only", "step", "packs", "generate", "--quick", "--json"]
     bench = ["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(tmp_path), *parts]

@@ -71,6 +71,7 @@ def killed(tmp_path_factory):
     return folder / "runs"
 
 
+@pytest.mark.slow
 def test_a_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, killed, uninterrupted, steps_taken):
     shutil.copytree(killed, tmp_path / "runs")
     assert main(["run", write(tmp_path, CHECKPOINTED), "--local"]) == 0
@@ -78,6 +79,7 @@ def test_a_run_killed_inside_a_task_goes_on_from_its_checkpoint(tmp_path, killed
     assert steps_taken == [(1, step) for step in range(11, STEPS + 1)], "the step after the last checkpoint"
 
 
+@pytest.mark.slow
 def test_a_torn_journal_line_and_a_torn_checkpoint_are_no_obstacle(
     tmp_path, killed, uninterrupted, steps_taken, caplog
 ):

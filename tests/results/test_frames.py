@@ -416,7 +416,7 @@ def run(folder, axes, name):
     assert main(["run", write(folder, tiny(name=name, search=axes)), "--local"]) == 0
 
 
-@pytest.mark.parametrize("make", [told, run])
+@pytest.mark.parametrize("make", [told, pytest.param(run, marks=pytest.mark.slow)])
 def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
     """A small sweep stands for the quickstart, with its axes; the numbers printed and drawn are those of the table."""
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

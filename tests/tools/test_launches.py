@@ -27,7 +27,7 @@ def launches(name, kind, depth, folder, method="latent_lora"):
     [
         ("t5-large", "apart", "latent_lora"),
         ("llama-2-7b", "apart", "latent_lora"),
-        ("llama-2-7b", "apart", "seq_lora"),
+        pytest.param("llama-2-7b", "apart", "seq_lora", marks=pytest.mark.slow),
         ("llama-2-7b", "prefix", "latent_lora"),
     ],
 )
