@@ -13,11 +13,11 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import dropout
 
 from latent_sweep.adapters.bank import Delta
 from latent_sweep.adapters.factors import Factors
-from latent_sweep.adapters.low_rank import LowRank, scaled_alike
+from latent_sweep.adapters.low_rank import LowRank, scaled_alike, widened
 
 SigmaSide = Literal["out", "in", "none"]
 OrthoNorm = Literal["frobenius", "spectral"]
@@ -190,8 +190,8 @@ class LatentDeltas(Sequence[Delta]):
         if len(alike) > 1 or not all(member.alike for member in members):
             return None
         together, scale = scaled_alike([(m.R, m.scale) for m in members])
-        padded = [R if len(R[0]) == space.rank else pad(R, (0, space.rank - len(R[0])) * 2) for R in together]
-        return LatentDeltas(space, torch.stack(padded, dim=1), scale, counts=counts)
+        wide = [widened(R, (0, space.rank - R.shape[-1]) * 2) for R in together]
+        return LatentDeltas(space, torch.stack(wide, dim=1), scale, counts=counts)
 
 
 def blend(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:

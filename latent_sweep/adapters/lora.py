@@ -15,10 +15,10 @@ from typing import ClassVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import dropout
 
 from latent_sweep.adapters.bank import Adaptation, Delta, cast, side_by_side
-from latent_sweep.adapters.low_rank import LowRank, scaled_alike
+from latent_sweep.adapters.low_rank import LowRank, scaled_alike, widened
 
 Branch = tuple[Tensor, Tensor]
 """A_Mrn and B_Or of one adapter."""
@@ -123,8 +123,8 @@ class LoraDeltas(Sequence[Delta]):
             return None
         rank = max(member.A.shape[1] for member in members)
         together, scale = scaled_alike([(member.B, member.scale) for member in members])
-        A = [m.A if m.A.shape[1] == rank else pad(m.A, (0, 0, 0, rank - m.A.shape[1])) for m in members]
-        B = [own if own.shape[1] == rank else pad(own, (0, rank - own.shape[1])) for own in together]
+        A = [widened(member.A, (0, 0, 0, rank - member.A.shape[1])) for member in members]
+        B = [widened(B, (0, rank - B.shape[1])) for B in together]
         return LoraDeltas(torch.stack(A, 1), torch.stack(B, 1), members[0].outputs, scale, counts=counts)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 
 class LowRank:
@@ -50,6 +51,11 @@ def scaled_alike(members: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor],
     if len(scales) == 1:
         return [tensor for tensor, _ in members], scales.pop()
     return [scale * tensor for tensor, scale in members], 1.0
+
+
+def widened(tensor: Tensor, padding: Sequence[int]) -> Tensor:
+    """Pad with zeros, as `torch.nn.functional.pad` does; a tensor that needs none is not copied."""
+    return pad(tensor, list(padding)) if any(padding) else tensor
 
 
 class _AddLowRank(torch.autograd.Function):

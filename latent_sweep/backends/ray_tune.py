@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,11 @@ def _control_otherwise(tell: Callable[[Any], None]) -> None:
 
         def _maybe_reuse_cached_actor(self, trial: Any) -> bool:
             if self._trial_to_actor.get(trial) in self._actor_manager.live_actors:
-                trial = next(self._waiting_for_room(), trial)
+                # of the trials that no node has room for, the first in the queue: all ask for the same
+                pending = (self._actor_to_trial.get(actor) for actor in self._actor_manager.pending_actors)
+                trial = next(filter(None, pending), trial)
             reused: bool = super()._maybe_reuse_cached_actor(trial)
             return reused
-
-        def _waiting_for_room(self) -> Iterator[Any]:
-            """Yield the trials that no node has room for, the first in the queue first; all ask for the same."""
-            for actor in self._actor_manager.pending_actors:
-                if actor in self._actor_to_trial:
-                    yield self._actor_to_trial[actor]
 
     tune.TuneController = Controller
 
