@@ -85,7 +85,13 @@ def add(commands: Commands) -> None:
         "copied with the archive in the folder's place. Caches stay behind, and are made again when needed.",
     )
     cp.add_argument("folder", help="the sweep's folder or its URI, or an archive, e.g. runs/lambda")
-    cp.add_argument("target", help="a storage: a folder or a URI; or an archive: .tar, .tar.gz or .tgz")
+    cp.add_argument("target", help="a storage: a folder or a URI; or an archive: .tar, .tar.gz, .tgz or .tar.xz")
+    cp.add_argument(
+        "--without-snapshots",
+        action="store_true",
+        help="leave the weights behind: the evidence behind a table, for `report`, `figures` and `rescore`; `verify` "
+        "says of each snapshot that it is missing, and `run` learns nothing again that has ended",
+    )
 
 
 def _add_storage(parser: Parser) -> None:
@@ -254,14 +260,15 @@ def _cp(options: argparse.Namespace) -> int:
 
     if is_archive(options.folder):
         with unpacked(Path(options.folder)) as (storage, name):
-            copied = copy_sweep(storage, name, options.target)
+            copied = copy_sweep(storage, name, options.target, not options.without_snapshots)
     else:
         sweep = open_sweep(options.folder)
         name = sweep.name
-        copied = copy_sweep(sweep.storage, name, options.target)
+        copied = copy_sweep(sweep.storage, name, options.target, not options.without_snapshots)
     print(printable(f"{', '.join(copied.sweeps)}: {copied.files:,} files, {bytes_text(copied.size)}"))
+    check = "verify" if copied.snapshots else "rescore"
     if is_archive(options.target):
-        print(printable(f"elsewhere: latent-sweep cp {options.target} runs && latent-sweep verify runs/{name}"))
+        print(printable(f"elsewhere: latent-sweep cp {options.target} runs && latent-sweep {check} runs/{name}"))
     else:
-        print(printable(f"check it: latent-sweep verify {options.target.rstrip('/')}/{name}"))
+        print(printable(f"check it: latent-sweep {check} {options.target.rstrip('/')}/{name}"))
     return 0

@@ -11,7 +11,7 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ AT_WORK = 3600.0
 """Seconds for which what is being written is left alone, however few days are to be kept."""
 
 _LINEAGE_FILE = re.compile(r"[0-9a-f]{16,}\.(json|safetensors|lock)")
-_ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
+_ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".tar.xz": "w:xz"}
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def _undriven(sweep: SweepFolder) -> Iterator[None]:
 
 
 def is_archive(place: str) -> bool:
-    """Whether a place is named as an archive is: `.tar`, `.tar.gz` or `.tgz`."""
+    """Whether a place is named as an archive is: `.tar`, `.tar.gz`, `.tgz` or `.tar.xz`."""
     return place.endswith(tuple(_ARCHIVES))
 
 
@@ -346,15 +346,19 @@ class Copied(NamedTuple):
     files: int
     size: int
     """In bytes."""
+    snapshots: bool
+    """Whether weights are among the files."""
 
 
-def copy_sweep(source: Storage, name: str, place: str) -> Copied:
+def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = True) -> Copied:
     """Copy a sweep, those of its candidates, and the snapshots that they refer to, into a storage or an archive.
 
     Caches stay behind: they are made again. A copy that was cut is no sweep, and the same command goes on with it.
 
     Args:
         place: a folder, the URI of an object store, or the path of an archive, which is one storage in a file.
+        with_snapshots: whether the weights go with it. What its tables, pictures and scores come from is in the copy
+            either way, and its trials that have ended stay ended.
 
     Raises:
         ConfigError: there is no such sweep; or there is another one of this name where it is to go, or the same one,
@@ -368,7 +372,7 @@ def copy_sweep(source: Storage, name: str, place: str) -> Copied:
     # journals speak of files that were written before them: they are read first and written last
     journals = {t.journal.path: t.journal.path.read_bytes() for s in sweeps for t in s if t.journal.path.exists()}
     marks = {sweep.path / SWEEP_FILE: (sweep.path / SWEEP_FILE).read_bytes() for sweep in sweeps}
-    files = list(_to_copy(source, sweeps))
+    files = list(_to_copy(source, sweeps, with_snapshots))
     if is_archive(place):
         return _archive(source, sweeps, files, journals | marks, Path(place))
     target = open_storage(place)
@@ -393,13 +397,13 @@ def copy_sweep(source: Storage, name: str, place: str) -> Copied:
     for path, content in (journals | marks).items():
         target.write(placed[path], content)
         size += len(content)
-    return Copied([sweep.name for sweep in sweeps], len(placed), size)
+    return _copied(source, sweeps, placed, size)
 
 
 _ELSEWHERE = "delete it (latent-sweep delete), or copy into another storage"
 
 
-def _to_copy(source: Storage, sweeps: Sequence[SweepFolder]) -> Iterator[Path]:
+def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: bool) -> Iterator[Path]:
     """Yield the files that sweeps need, present here then; journals and what makes a folder a sweep are not among them.
 
     Snapshots are whole when their facts are there, which come after the tensors.
@@ -410,7 +414,7 @@ def _to_copy(source: Storage, sweeps: Sequence[SweepFolder]) -> Iterator[Path]:
             left = name.parts[0] == LOCKS or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
             if not left and path.suffix not in (".damaged", ".lock"):
                 yield path
-    for lineage in sorted(frozenset().union(*map(lineages_of, sweeps))):
+    for lineage in sorted(frozenset().union(*map(lineages_of, sweeps))) if with_snapshots else ():
         tensors, facts = (source.folder / SNAPSHOTS / f"{lineage}{suffix}" for suffix in (".safetensors", ".json"))
         if source.share(facts) and source.share(tensors):
             yield from (tensors, facts)
@@ -439,7 +443,12 @@ def _archive(
             partial.replace(archive)
         finally:
             partial.unlink(missing_ok=True)
-    return Copied([sweep.name for sweep in sweeps], len(files) + len(last), size)
+    return _copied(source, sweeps, (*files, *last), size)
+
+
+def _copied(source: Storage, sweeps: Sequence[SweepFolder], files: Collection[Path], size: int) -> Copied:
+    weights = (source.folder / SNAPSHOTS, source.folder / CHECKPOINTS)
+    return Copied([sweep.name for sweep in sweeps], len(files), size, any(path.parent in weights for path in files))
 
 
 @contextmanager

@@ -309,6 +309,31 @@ def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
     assert len(learned) == 6 and sorted(seeds.values()) == [0, 1, 2], "four were learned before the copy was taken"
 
 
+@pytest.mark.parametrize("ending", ["", ".tar.xz"])
+def test_evidence_goes_without_weights(place, tmp_path, ending, capsys):
+    """Tables and scores can be looked at elsewhere, and what has ended there is not learned again."""
+    assert main(["report", str(place / "one")]) == 0
+    table = capsys.readouterr().out
+    target = str(tmp_path / "elsewhere" / f"copy{ending}")
+    assert main(["cp", str(place / "one"), target, "--without-snapshots"]) == 0
+    assert "latent-sweep rescore " in capsys.readouterr().out
+    shutil.rmtree(place)
+    if ending:
+        assert main(["cp", target, str(tmp_path / "elsewhere" / "runs")]) == 0
+        assert "latent-sweep rescore " in capsys.readouterr().out
+        target = str(tmp_path / "elsewhere" / "runs")
+    assert sorted(path.name for path in open_sweep(f"{target}/one").storage.folder.iterdir()) == ["one"]
+    assert main(["rescore", f"{target}/one"]) == 0
+    capsys.readouterr()
+    assert main(["report", f"{target}/one"]) == 0
+    assert capsys.readouterr().out == table
+    faults = verify_disk(copy := open_sweep(f"{target}/one")).faults
+    assert len(faults) == 2 * 2 and all("snapshot" in fault for fault in faults), "two tasks of two trials"
+    kept = results(copy)
+    assert main(["run", write(tmp_path, {**ONE, "run": {**ONE["run"], "storage": target}}), "--local"]) == 0
+    assert results(open_sweep(f"{target}/one")) == kept and not snapshots(copy.storage.folder)
+
+
 def test_a_sweep_is_copied_whatever_another_one_is_like(place, tmp_path):
     (place / "two" / "sweep.json").write_text("{}")
     assert main(["cp", str(place / "one"), str(tmp_path / "there")]) == 0
