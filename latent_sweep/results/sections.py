@@ -5,6 +5,7 @@ Scores of a summary are fractions; in cells they are per cent with two decimals.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,10 +84,40 @@ def together(summaries: Sequence[Summary]) -> Section:
     rows.sort(key=lambda row: -math.inf if row[3].size is None else row[3].size, reverse=True)
     header = ["sweep", "configuration", "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
     notes = ["sweeps may differ in data, backbone and budget: compare rows of the same benchmark, backbone and steps"]
+    notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
     return Section("together", f"{len(summaries)} sweeps compared", Table(header, rows), notes)
 
 
+def _same_order(*pair: Summary) -> Iterator[str]:
+    """Say how far two sweeps rank what both have finished alike, whatever was chosen for either by tuning."""
+    chosen = frozenset().union(*(summary.chosen for summary in pair))
+    first, second = (
+        {
+            label({name: value for name, value in one.values.items() if name not in chosen}): one.average_performance
+            for one in summary.configurations
+            if one.average_performance is not None
+        }
+        for summary in pair
+    )
+    both = [(found.mean, second[name].mean) for name, found in first.items() if name in second]
+    if len(both) < _RANKING:
+        return
+    from scipy.stats import kendalltau  # takes half a second
+
+    tau = float(kendalltau(*zip(*both, strict=True)).statistic)
+    swapped = sum((a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(both, 2))
+    if not math.isnan(tau):
+        yield (
+            f"{pair[0].name} and {pair[1].name} rank the {len(both)} configurations that both have by AP with "
+            f"Kendall's tau {tau:.2f} (1: alike, 0: unrelated, -1: reversed); {swapped} of "
+            f"{math.comb(len(both), 2)} pairs swap"
+        )
+
+
 NOT_ALIKE = "Not all trials were computed alike"
+
+_RANKING = 3
+"""So many configurations make a ranking."""
 
 _FEW = 5
 """So many repetitions tell a bootstrap well how they vary."""

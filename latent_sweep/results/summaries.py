@@ -144,6 +144,8 @@ class Summary:
     """What was not the same for all trials: library, `device` or `dtype` -> value -> the trials computed with it."""
     tuned: tuple[str, ...]
     """A line for every choice of settings that was made before the trials ran."""
+    chosen: frozenset[str]
+    """Short names of the axes whose values were chosen so."""
     counts: Mapping[Status, int]
     cost: Cost
     spent: tuple[Item, ...]
@@ -211,6 +213,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         costs.add(trial, events)
         at_work += held_at_work(events)
     told = {each.trial.trial_id: each for each in trials}
+    tuning = read_tuning(sweep) or []
     groups = [[told[trial.trial_id] for trial in members] for members in _groups(sweep, shown)]
     configurations = tuple(_configuration(members, shown) for members in groups)
     if baseline:
@@ -227,7 +230,8 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         ),
         started_again=tuple(f"{_label(each.trial, names)} {each.restarted}" for each in trials if each.restarted),
         mixed=_mixed({_label(each.trial, names): each.computed_with for each in trials}),
-        tuned=tuple(tuning_lines(read_tuning(sweep) or [])),
+        tuned=tuple(tuning_lines(tuning)),
+        chosen=frozenset(names[axis] for choice in tuning for axis in choice.values if axis in names),
         counts=Counter(each.status for each in trials),
         cost=costs.total(),
         spent=spent(sweep, at_work),

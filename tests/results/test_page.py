@@ -11,6 +11,7 @@ from helpers.sweep_folders import run_to_end, start, write_sweep
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.results.page import render_page
+from latent_sweep.store.sealed import sealed_json
 
 
 @pytest.fixture
@@ -118,6 +119,28 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
     else:
         assert text.index("2 sweeps compared") < text.index("48.00")
         assert "soft" in text
+
+
+def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
+    """Whatever rate was chosen for a configuration, it is the same one; what only one sweep has is left out."""
+    found = {
+        "here": (0.001, {"ewc": 0.1, "lwf": 0.2, "o_lora": 0.3, "gain_lora": 0.4}),
+        "elsewhere": (0.003, {"ewc": 0.2, "lwf": 0.1, "o_lora": 0.3, "gain_lora": 0.4, "tasl": 0.0}),
+        "few": (0.003, {"ewc": 0.2, "lwf": 0.1}),
+    }
+    for name, (rate, averages) in found.items():
+        axes = {"method.name": list(averages), "training.learning_rate": [rate], "seed": [0]}
+        sweep = write_sweep(tmp_path, axes, name=name)
+        tried = {"values": {"training.learning_rate": rate}, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8}
+        choice = {"shared": {}, "values": tried["values"], "tried": [tried | {"seconds": 1.0}], "remarks": []}
+        (sweep.path / "tuning.json").write_bytes(sealed_json({"chosen": [choice]}))
+        for trial, average in zip(sweep, averages.values(), strict=True):
+            run_to_end(trial, average, 0.1)
+    assert main(["report", *(str(tmp_path / name) for name in found)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "here and elsewhere rank the 4 configurations that both have by AP with Kendall's tau 0.67" in text
+    assert "1 of 6 pairs swap" in text
+    assert text.count("Kendall") == 1, "two make no ranking"
 
 
 def test_figures_are_written_beside_the_sweep(sweep, capsys):
