@@ -112,12 +112,12 @@ def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage
     tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
     folder = SweepFolder(storage, tuning.name)
     storage.pull(folder.path)
-    chosen = known_choices(due, folder)
+    chosen = known_choices(due, folder)  # reads which candidates there have been until now
     if chosen is None:
         warnings = check_sweep(tuning, candidates, storage.folder)
         _tell("\n".join(describe_tuning(sweep, due, trials)))
         _run_trials(tuning, candidates, storage, warnings, how)
-        chosen = choose(due, folder)
+        chosen = choose(due, SweepFolder(storage, tuning.name))
     _tell("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
     return chosen
 

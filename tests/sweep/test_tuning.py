@@ -312,6 +312,14 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert not (sweep.path / TUNING).exists(), "nothing was chosen for these trials"
 
 
+def test_candidates_that_are_added_later_are_chosen_among(tmp_path):
+    path = write(tmp_path, tuned({"search": {RATE: [1e-3]}}, search={"seed": [3]}))
+    assert run_sweep(path, local=True) == 0
+    assert run_sweep(path, [f"tune.search={{{RATE}: [1.0e-3, 0.1]}}"], local=True, replace=True) == 0
+    (chosen,) = read_tuning(sweep_folder(tmp_path))
+    assert [tried.values[RATE] for tried in chosen.tried] == [1e-3, 0.1]
+
+
 def test_a_method_that_learns_nothing_runs_without_candidates(tmp_path, capsys):
     path = write(tmp_path, tuned(search={"method.name": ["zero_shot"]}, trial__method=None))
     assert main(["plan", path]) == 0
