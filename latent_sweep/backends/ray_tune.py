@@ -22,7 +22,7 @@ from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.results.progress import MEASURING, say_driving
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
 from latent_sweep.store.failures import failure_facts, failure_kind
-from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.folders import TUNES_OWN, SweepFolder
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage, question, sees, unseen_message
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
@@ -91,7 +91,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 reuse_actors=True,  # a worker that goes on to its next pack has its backbone loaded already
             ),
             run_config=tune.RunConfig(
-                name="ray",
+                name=TUNES_OWN,
                 storage_path=str(sweep.path),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
                 callbacks=[

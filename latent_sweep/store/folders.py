@@ -29,6 +29,8 @@ SWEEP_FILE = "sweep.json"
 """What makes a folder a sweep's: what its driver has planned."""
 LOCKS = "locks"
 """Folder of the leases of a sweep's driver and of its trainings."""
+TUNES_OWN = "ray"
+"""Folder of what Ray Tune keeps of a run; nothing reads it, for the journals tell all that counts."""
 SETTINGS = "trial.yaml"
 """A trial's settings, among the artifacts of its run; in its folder where an earlier version has written it."""
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.store.files import committing
-from latent_sweep.store.folders import LOCKS, SWEEP_FILE, SweepFolder, driving
+from latent_sweep.store.folders import LOCKS, SWEEP_FILE, TUNES_OWN, SweepFolder, driving
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import JOURNAL, NODE_LOCAL, PROBES, FileFacts, Storage, open_storage
 
@@ -406,12 +406,15 @@ _ELSEWHERE = "delete it (latent-sweep delete), or copy into another storage"
 def _to_copy(source: Storage, sweeps: Sequence[SweepFolder], with_snapshots: bool) -> Iterator[Path]:
     """Yield the files that sweeps need, present here then; journals and what makes a folder a sweep are not among them.
 
-    Snapshots are whole when their facts are there, which come after the tensors.
+    Nor is what Ray Tune keeps: pickles, and paths of where it ran. Snapshots are whole when their facts are there,
+    which come after the tensors.
     """
     for sweep in sweeps:
         for path in sorted(path for path in sweep.path.rglob("*") if path.is_file()):
             name = path.relative_to(sweep.path)
-            left = name.parts[0] == LOCKS or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
+            left = (
+                name.parts[0] in (LOCKS, TUNES_OWN) or name.name in (JOURNAL, SWEEP_FILE) or name.name.startswith(".")
+            )
             if not left and path.suffix not in (".damaged", ".lock"):
                 yield path
     for lineage in sorted(frozenset().union(*map(lineages_of, sweeps))) if with_snapshots else ():

@@ -287,6 +287,8 @@ def test_candidates_go_with_their_sweep(tmp_path):
 def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
     """It is verified where it lies, and nothing of it is learned again; a trial that it lacks is."""
     target = str(tmp_path / "elsewhere" / f"copy{ending}")
+    (place / "one" / "ray").mkdir()
+    (place / "one" / "ray" / "tuner.pkl").write_bytes(b"of Tune's own")
     assert main(["cp", str(place / "one"), target]) == 0
     if ending:
         assert "latent-sweep cp" in capsys.readouterr().out
@@ -295,6 +297,7 @@ def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
         target = str(tmp_path / "elsewhere" / "runs")
     copy = open_sweep(f"{target}/one")
     assert verify_disk(copy).faults == []
+    assert not (copy.path / "ray").exists()
     assert main(["verify", f"{target}/one"]) == 0
     assert sorted(path.name for path in copy.storage.folder.iterdir()) == ["one", "snapshots"]
     assert snapshots(copy.storage.folder) == lineages_of(copy)
