@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -56,8 +56,10 @@ class Reuse:
     """Snapshots that differ."""
     stored: int
     """Of those, already in the store."""
+    to_learn: int
+    """Of the others, those that a trial needs that has not come to its end."""
     steps: int
-    """Optimizer steps of the others."""
+    """Optimizer steps of these."""
     answers: int
     """Rows to answer if every trial answered every task it has seen, at every stage."""
     passes: Span
@@ -111,17 +113,18 @@ def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
 
 def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     lineages = {trial.training_id: trial.lineages() for trial in _trainings(trials)}
-    missing = _missing_stages(trials, lineages, folder.snapshots)
-    distinct = len({lineage for history in lineages.values() for lineage in history})
+    rows_of = [_recorded_rows(trial, folder) for trial in trials]
+    unfinished = [trial for trial, rows in zip(trials, rows_of, strict=True) if rows < len(trial.tasks)]
+    distinct = frozenset().union(*lineages.values())
+    stored = folder.snapshots.lineages()
+    missing = _missing_stages(unfinished, lineages, stored)
     answers = 0
     least, most, known = _Passes(), _Passes(), _Passes()
     written: Counter[str] = Counter()
-    open_trainings = set()
-    for trial in trials:
-        recorded, found = _recorded_rows(trial, folder), _StagePasses.of(trial, lineages[trial.training_id])
+    for trial, recorded in zip(trials, rows_of, strict=True):
+        found = _StagePasses.of(trial, lineages[trial.training_id])
         answers += sum(found.seen)
         if recorded < len(trial.tasks):
-            open_trainings.add(trial.training_id)
             written["trials"] += 1
             written["rows"] += len(trial.tasks) - recorded
             written["files"] += sum(range(recorded + 1, len(trial.tasks) + 1))
@@ -133,15 +136,16 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
                 if stage < recorded:
                     known.add(snapshots, tests)
     return Reuse(
-        distinct=distinct,
-        stored=distinct - len(missing),
+        distinct=len(distinct),
+        stored=len(distinct & stored),
+        to_learn=len(missing),
         steps=sum(trial.steps(position) for trial, position in missing.values()),
         answers=answers,
         passes=Span(least.count(), most.count()),
         open_passes=Span(least.count(known), most.count(known)),
         open_answers=Span(least.answers(known), most.answers(known)),
         writing=Writing(
-            trainings=len(open_trainings),
+            trainings=len(_trainings(unfinished)),
             stages=len(missing),
             numbers=sum(_numbers(trial) for trial, position in missing.values() if trial.rows_learned(position)),
             checkpoints=sum(  # none after the last step
@@ -172,7 +176,7 @@ def _trainings(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _missing_stages(
-    trials: Sequence[Trial], lineages: Mapping[str, Sequence[str]], store: SnapshotStore
+    trials: Sequence[Trial], lineages: Mapping[str, Sequence[str]], stored: Collection[str]
 ) -> dict[str, tuple[Trial, int]]:
     """The lineages to learn, each with a trial and a position that learn it."""
     places = {
@@ -180,7 +184,6 @@ def _missing_stages(
         for trial in _trainings(trials)
         for position, lineage in reversed(list(enumerate(lineages[trial.training_id])))
     }
-    stored = store.lineages()
     return {lineage: place for lineage, place in places.items() if lineage not in stored}
 
 
@@ -397,7 +400,7 @@ def _reuse_lines(found: Estimate) -> list[str]:
     if found.reuse is None:
         return [alone, passes, f"  reuse unknown, the data is not at hand: {found.missing_data}"]
     r = found.reuse
-    to_learn = f"{r.distinct - r.stored:,} to learn: {r.steps:,} optimizer steps"
+    to_learn = f"{r.to_learn:,} to learn: {r.steps:,} optimizer steps"
     lines = [
         alone,
         f"  {r.distinct:,} distinct stages, {r.stored:,} in the store, {to_learn}",
@@ -586,7 +589,8 @@ def _work(trials: Sequence[Trial], folder: SweepFolder, found: Estimate) -> list
 def _work_by(profile: Profile, trials: Sequence[Trial], folder: SweepFolder, reuse: Reuse) -> _Work:
     reader = reader_of(trials[0].settings.backbone)
     least, most = (rows / profile.rows_per_second_generate for rows in reuse.open_answers)
-    learning = training_tokens(trials, folder.snapshots, reader) / profile.tokens_per_second_train
+    unfinished = [trial for trial in trials if _recorded_rows(trial, folder) < len(trial.tasks)]
+    learning = training_tokens(unfinished, folder.snapshots, reader) / profile.tokens_per_second_train
     return _Work(profile, reader, learning, (least, most))
 
 
@@ -628,7 +632,7 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reade
     lineages = {trial.training_id: trial.lineages() for trial in _trainings(trials)}
     lengths: dict[Any, float] = {}
     tokens = 0.0
-    for trial, position in _missing_stages(trials, lineages, store).values():
+    for trial, position in _missing_stages(trials, lineages, store.lineages()).values():
         batch_size, rows = trial.settings.training.batch_size, trial.rows_learned(position)
         for i in rows:
             key = trial.tasks[i].name, trial.settings.benchmark

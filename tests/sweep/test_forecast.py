@@ -153,9 +153,14 @@ def test_a_run_learns_and_answers_what_was_foreseen(mode, runs):
     assert before.open_answers == Span(3 * before.open_passes.least, 3 * before.open_passes.most)
     if mode in ("sum", "last", "oracle"):
         assert before.open_passes == Span(answered, answered)
-    assert (between.stored, between.steps) == (3, 2 * 2)
+    assert (between.stored, between.to_learn, between.steps) == (3, before.distinct - 3, 2 * 2)
     assert 0 < between.open_passes.most < before.open_passes.most
     assert (after.stored, after.steps, after.open_passes) == (before.distinct, 0, Span(0, 0))
+    for path in (runs.folder / "snapshots").glob("*.*"):
+        path.unlink()
+    gone = estimate(trials, runs.sweep).reuse
+    assert (gone.stored, gone.to_learn, gone.steps) == (0, 0, 0), "what has ended is not learned again"
+    assert estimate(trials, open_sweep(runs.folder / "elsewhere")).reuse.to_learn == before.distinct
 
 
 def test_rows_whose_settings_changed_are_to_be_scored_again(runs):
