@@ -83,7 +83,7 @@ def test_a_group_that_fails_says_why_and_ends(two_cpus, tmp_path, checkpoint):
 
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
 def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, tmp_path):
-    """Two trials of SmolLM2 in shards over two workers, one trial after the other, against one whole worker each.
+    """SmolLM2 in shards over two workers, against one whole worker.
 
     Shards add up in another order: 1e-7 of a gradient, which Adam's first steps make up to 1e-3 of an update where a
     gradient is that small. Other rows, or a reduction that is none, would turn updates by their own size.
@@ -103,7 +103,7 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, tmp_
             },
             "training": {"epochs": 1, "batch_size": 4},
         },
-        "search": {"seed": [0, 1]},
+        "search": {"seed": [1]},
         "run": {"tracking": {"uri": "none"}},
     }
     code, printed = run(content, tmp_path / "one", "--local")
@@ -112,18 +112,18 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, tmp_
     in_shards = {**content, "run": {**content["run"], **shared}}
     code, printed = run(in_shards, tmp_path / "two", **two_cpus)
     assert code == 0, printed
-    for alone, together in zip(sweep_folder(tmp_path / "one"), sweep_folder(tmp_path / "two"), strict=True):
-        assert together.trial_id == alone.trial_id
-        assert together.read_json("result.json")["hardware"]["workers"] == 2
-        for stage, same in zip(stages(together.events()), stages(alone.events()), strict=True):
-            learned, expected = (
-                load_file(tmp_path / place / "runs/snapshots" / f"{same['lineage']}.safetensors")["R"]
-                for place in ("two", "one")
-            )
-            assert stage["lineage"] == same["lineage"]
-            assert (learned - expected).norm() < 0.01 * expected.norm()
-            for task, score in same["scores"].items():
-                assert abs(stage["scores"][task] - score) < 1.01 / 3, "one row of three may hang on a near tie"
+    (alone,), (together,) = sweep_folder(tmp_path / "one"), sweep_folder(tmp_path / "two")
+    assert together.trial_id == alone.trial_id
+    assert together.read_json("result.json")["hardware"]["workers"] == 2
+    for stage, same in zip(stages(together.events()), stages(alone.events()), strict=True):
+        learned, expected = (
+            load_file(tmp_path / place / "runs/snapshots" / f"{same['lineage']}.safetensors")["R"]
+            for place in ("two", "one")
+        )
+        assert stage["lineage"] == same["lineage"]
+        assert (learned - expected).norm() < 0.01 * expected.norm()
+        for task, score in same["scores"].items():
+            assert abs(stage["scores"][task] - score) < 1.01 / 3, "one row of three may hang on a near tie"
 
 
 @pytest.fixture
