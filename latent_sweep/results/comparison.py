@@ -10,17 +10,8 @@ from typing import Any
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value, label
 from latent_sweep.results.bootstrap import Interval, Repetition, bootstrap_means, percentile_interval, student_interval
+from latent_sweep.results.outcomes import MEASURES, Measure, Outcome
 from latent_sweep.store.trial_files import RowScores
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a finished trial has come to."""
-
-    average_performance: float
-    forgetting: float
-    rows: Mapping[str, RowScores] | None
-    """By task, the scores of its test rows after the last task; None where they are not at hand."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +20,8 @@ class Difference:
 
     mean: float
     interval: Interval | None
+    resampled: str
+    """What the interval is from: repetitions, rows, both or nothing."""
 
     @property
     def told_apart(self) -> bool:
@@ -44,19 +37,18 @@ class Comparison:
     """Its label."""
     n: int
     """How many pairs there are."""
-    average_performance: Difference | None
-    forgetting: Difference | None
-    """Both None without a pair."""
-    resampled: str
-    """What the interval of AP is from: repetitions, rows, both or nothing."""
+    differences: Mapping[Measure, Difference]
+    """Empty without a pair."""
 
 
+Outcomes = Mapping[Measure, Outcome]
+"""Of one trial."""
 Pair = tuple[Outcome, Outcome]
-"""The same repetition of a configuration and of its baseline."""
+"""A measure of the same repetition of a configuration and of its baseline."""
 
 
 def compare(
-    configurations: Sequence[Mapping[str, Outcome]], baselines: Sequence[int], labels: Sequence[str]
+    configurations: Sequence[Mapping[str, Outcomes]], baselines: Sequence[int], labels: Sequence[str]
 ) -> list[Comparison | None]:
     """Compare each configuration with its baseline; None for one that is its own.
 
@@ -65,43 +57,45 @@ def compare(
         baselines: the position of each one's baseline.
         labels: what each is called.
     """
-    pairs = [
-        [] if position == own else _pairs(configurations[own], configurations[position])
+    pairs = {
+        (own, measure): _pairs(configurations[own], configurations[position], measure)
         for own, position in enumerate(baselines)
-    ]
-    rows = [_row_differences(found) for found in pairs]
-    by_row = iter(map(percentile_interval, bootstrap_means([found for found in rows if found])))
-    intervals = [next(by_row) if found else None for found in rows]
+        for measure in MEASURES
+        if position != own
+    }
+    rows = {place: found for place in pairs if (found := _row_differences(pairs[place]))}
+    intervals = dict(zip(rows, map(percentile_interval, bootstrap_means(list(rows.values()))), strict=True))
     return [
-        None if position == own else _comparison(pairs[own], intervals[own], labels[position])
+        None
+        if position == own
+        else Comparison(
+            labels[position],
+            len(pairs[own, MEASURES[0]]),
+            {
+                measure: _difference(pairs[own, measure], intervals.get((own, measure)))
+                for measure in MEASURES
+                if pairs[own, measure]
+            },
+        )
         for own, position in enumerate(baselines)
     ]
 
 
-def _pairs(ours: Mapping[str, Outcome], theirs: Mapping[str, Outcome]) -> list[Pair]:
-    return [(ours[key], theirs[key]) for key in ours if key in theirs]
+def _pairs(ours: Mapping[str, Outcomes], theirs: Mapping[str, Outcomes], measure: Measure) -> list[Pair]:
+    return [(ours[key][measure], theirs[key][measure]) for key in ours if key in theirs]
 
 
-def _comparison(pairs: Sequence[Pair], by_row: Interval | None, baseline: str) -> Comparison:
-    """Put together what is known: the interval of AP from rows, or else from repetitions alone."""
-    if not pairs:
-        return Comparison(baseline, 0, None, None, "nothing")
-    performance = [mine.average_performance - other.average_performance for mine, other in pairs]
-    forgetting = [mine.forgetting - other.forgetting for mine, other in pairs]
+def _difference(pairs: Sequence[Pair], by_row: Interval | None) -> Difference:
+    """Put together what is known: the interval from rows, or else from repetitions alone."""
+    values = [mine.value - other.value for mine, other in pairs]
     sources = ["repetitions"] * (len(pairs) > 1) + ["rows"] * (by_row is not None)
-    return Comparison(
-        baseline,
-        len(pairs),
-        Difference(statistics.fmean(performance), by_row or student_interval(performance)),
-        Difference(statistics.fmean(forgetting), student_interval(forgetting)),
-        " and ".join(sources) or "nothing",
-    )
+    return Difference(statistics.fmean(values), by_row or student_interval(values), " and ".join(sources) or "nothing")
 
 
 def _row_differences(pairs: Sequence[Pair]) -> list[Repetition]:
-    """Of each pair, by task and the ids of its rows, what a row scores more than with the baseline.
+    """Of each pair, by task and the ids of its rows, what a row adds more than with the baseline.
 
-    Empty unless all pairs have the scores of the same rows.
+    Empty unless all pairs have the same rows.
     """
     found: list[Repetition] = []
     for mine, other in pairs:

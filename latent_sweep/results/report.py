@@ -17,6 +17,7 @@ from typing import Any
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value
 from latent_sweep.results.comparison import Comparison, Difference
+from latent_sweep.results.outcomes import MEASURES, Measure
 from latent_sweep.results.sections import Cell, Section, counts, router_value, sections, tasks_of, together, value_range
 from latent_sweep.results.summaries import ROUTER_MEASURES, Statistic, Summary, protocol
 from latent_sweep.security import printable, spelled_out
@@ -55,21 +56,29 @@ def _comparison_record(comparison: Comparison | None, is_compared: bool) -> dict
     """What a flat row says of a comparison: nothing where no configuration has one."""
     if not is_compared:
         return {}
-    found = comparison or Comparison("", 0, None, None, "nothing")
+    found = comparison or Comparison("", 0, {})
     return {
         "baseline": found.baseline or None,
         "n_pairs": found.n,
-        **_difference_record("AP", found.average_performance),
-        **_difference_record("FM", found.forgetting),
-        "AP_resampled": found.resampled,
+        **{
+            column: value
+            for measure in MEASURES
+            for column, value in _difference_record(measure, found.differences.get(measure)).items()
+        },
     }
 
 
-def _difference_record(name: str, difference: Difference | None) -> dict[str, float | None]:
+def _difference_record(measure: Measure, difference: Difference | None) -> dict[str, Any]:
     low, high = difference.interval if difference and difference.interval else (None, None)
     mean = difference.mean if difference else None
     values = {"difference": mean, "difference_low": low, "difference_high": high}
-    return {f"{name}_{part}": None if value is None else round(100 * value, 2) + 0.0 for part, value in values.items()}
+    return {
+        **{
+            f"{measure}_{part}": None if value is None else round(100 * value, 2) + 0.0
+            for part, value in values.items()
+        },
+        f"{measure}_resampled": difference.resampled if difference else "nothing",
+    }
 
 
 def _percent(statistic: Statistic | None, part: str) -> float | None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.labels import format_value, label
 from latent_sweep.results.bootstrap import RESAMPLES
-from latent_sweep.results.comparison import Difference
+from latent_sweep.results.comparison import Comparison, Difference
+from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
 from latent_sweep.store.journal import Status
@@ -155,8 +156,7 @@ def _score(statistic: Statistic | None, best: bool = False, spread: bool = True)
 
 
 def _main(summary: Summary) -> Table:
-    cells = _protocol_cells(summary)
-    columns = [cells[name] for name in _differing(summary)]
+    columns = _differing(_protocol_beside_axes(summary))
     rows = []
     for row, configuration in enumerate(summary.configurations):
         finished, of = configuration.n_finished, configuration.n_trials
@@ -167,16 +167,25 @@ def _main(summary: Summary) -> Table:
                 _score(configuration.average_performance, summary.is_best(configuration)),
                 _score(configuration.learning_accuracy),
                 _score(configuration.forgetting),
-                *(column[row] for column in columns),
+                *(cells[row] for cells in columns.values()),
             ]
         )
-    return Table([*summary.axes, "n", "AP (%)", "LA (%)", "FM (%)", *_differing(summary)], rows)
+    return Table([*summary.axes, "n", "AP (%)", "LA (%)", "FM (%)", *columns], rows)
 
 
-def _differing(summary: Summary) -> list[str]:
-    """What of the protocol is not the same for all configurations that it is known of, and so has a column."""
-    known = {name: {cell.text for cell in cells} - {"-"} for name, cells in _protocol_cells(summary).items()}
-    return [name for name, texts in known.items() if len(texts) > 1]
+def _protocol_beside_axes(summary: Summary) -> dict[str, list[Cell]]:
+    """The cells of the protocol, but what an axis says too: the learning rate, where all that learn have one."""
+    axes = [
+        [cell.text for cell in axis]
+        for axis in zip(*(_axes(configuration) for configuration in summary.configurations), strict=True)
+    ]
+    cells = _protocol_cells(summary)
+    return {name: found for name, found in cells.items() if [cell.text for cell in found] not in axes}
+
+
+def _differing(told: Mapping[str, list[Cell]]) -> dict[str, list[Cell]]:
+    """What of it is not the same for all configurations that it is known of."""
+    return {name: cells for name, cells in told.items() if len({cell.text for cell in cells} - {"-"}) > 1}
 
 
 def _protocol_cells(summary: Summary) -> dict[str, list[Cell]]:
@@ -203,10 +212,11 @@ def _main_notes(summary: Summary) -> list[str]:
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
         "trained: numbers (parameters) a task trains; rate: learning rate as run; steps: optimizer steps of a task",
     ]
-    differing = _differing(summary)
+    told = _protocol_beside_axes(summary)
+    differing = _differing(told)
     alike = {
         name: next((cell.text for cell in cells if cell.text != "-"), "unknown")
-        for name, cells in _protocol_cells(summary).items()
+        for name, cells in told.items()
         if name not in differing
     }
     found = ", ".join(f"{name} {text}" for name, text in alike.items())
@@ -220,9 +230,19 @@ def _compared(summary: Summary) -> Table | None:
     rows = []
     for configuration in summary.configurations:
         if (found := configuration.comparison) is not None:
-            differences = [_difference(found.average_performance), _difference(found.forgetting)]
-            rows.append([*_axes(configuration), Cell(str(found.n), found.n), *differences, Cell(found.resampled)])
-    return Table([*summary.axes, "n", "AP", "FM", "AP resampled"], rows) if summary.is_compared else None
+            differences = [_difference(found.differences.get(measure)) for measure in MEASURES]
+            rows.append([*_axes(configuration), Cell(str(found.n), found.n), *differences, Cell(_resampled(found))])
+    return Table([*summary.axes, "n", *MEASURES, "resampled"], rows) if summary.is_compared else None
+
+
+def _resampled(comparison: Comparison) -> str:
+    """What the intervals are from, once where it is the same for all."""
+    found: dict[str, list[str]] = {}
+    for measure, difference in comparison.differences.items():
+        found.setdefault(difference.resampled, []).append(measure)
+    if len(found) < 2:
+        return next(iter(found), "nothing")
+    return "; ".join(f"{', '.join(measures)}: {sources}" for sources, measures in found.items())
 
 
 def _difference(difference: Difference | None) -> Cell:
@@ -247,14 +267,15 @@ def _how(summary: Summary) -> list[str]:
     notes = [
         f"baseline: {'; '.join(dict.fromkeys(comparison.baseline for comparison in found))}",
         f"n: pairs of finished trials with the same {' and '.join(summary.repeats)}; in brackets 95 % intervals",
-        f"AP: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test rows, alike for both",
-        "FM: Student's t over the repetitions, for rows of earlier stages are not kept",
+        f"from rows: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test rows, alike for both",
+        "FM from rows: of the scores at the stage at which a task's was best, less the last ones",
         "cannot be told apart: 0 lies in the interval",
     ]
-    if any(comparison.resampled == "repetitions" for comparison in found):
-        notes.append("AP from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
-    if any(1 < comparison.n < _FEW and "rows" in comparison.resampled for comparison in found):
-        notes.append("AP of two to four pairs: too narrow an interval where seeds matter far more than test rows")
+    sources = {difference.resampled for comparison in found for difference in comparison.differences.values()}
+    if "repetitions" in sources:
+        notes.append("from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
+    if "repetitions and rows" in sources and any(1 < comparison.n < _FEW for comparison in found):
+        notes.append("two to four pairs: too narrow an interval from rows where seeds matter far more than test rows")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
     if len(found) > 1:

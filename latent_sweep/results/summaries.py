@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.results.comparison import Comparison, Outcome, compare, find_baselines
+from latent_sweep.results.comparison import Comparison, Outcomes, compare, find_baselines
+from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
-from latent_sweep.store.trial_files import row_scores, told_matrix
+from latent_sweep.store.trial_files import told_matrix
 from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
@@ -442,14 +443,12 @@ def _compared(
     return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
 
 
-def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[str, Outcome]:
+def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[str, Outcomes]:
     """What the finished trials have come to, by what tells one repetition from another."""
     return {
-        json.dumps([each.trial.params[axis] for axis in repeats]): Outcome(
-            each.metrics["AP"], each.metrics["FM"], row_scores(each.trial.path, each.trial.events())
-        )
+        json.dumps([each.trial.params[axis] for axis in repeats]): outcomes(each.trial)
         for each in members
-        if each.metrics is not None
+        if each.status == "finished"
     }
 
 
@@ -522,6 +521,6 @@ def protocol(configuration: Configuration) -> dict[str, tuple[Any, ...]]:
     """How its tasks were learned: every number of trained parameters, learning rate and number of steps."""
     return {
         "trained": configuration.trained_numbers,
-        "rate": configuration.learning_rates,
+        "rate": () if configuration.trained_numbers == (0,) else configuration.learning_rates,
         "steps": configuration.steps,
     }

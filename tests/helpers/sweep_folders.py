@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.store.answers import Answer, answers_file, changes
 from latent_sweep.store.folders import SweepFolder, TrialFolder, open_sweep
 from latent_sweep.store.journal import Journal
 from latent_sweep.store.sealed import sealed_json
@@ -101,6 +103,7 @@ def learn(
     scores: float | list[float],
     steps: int = 24,
     files: dict[str, str] | None = None,
+    trained: int = 147_456,
 ) -> None:
     """The stage after `tasks_seen` tasks, with the scores of the tasks seen, or one for all of them."""
     row = scores if isinstance(scores, list) else [scores] * tasks_seen
@@ -112,7 +115,7 @@ def learn(
         reused=False,
         files=files or {},
         steps=steps,
-        trained_numbers=147_456,
+        trained_numbers=trained,
         scores=dict(zip(TASKS, row, strict=False)),
         metrics={"AP": statistics.fmean(row), "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
     )
@@ -193,19 +196,39 @@ def run_with_rows(
     trial: TrialFolder, rows: dict[str, list[float]], forgetting: float = 0.0, rows_from: str = "test"
 ) -> None:
     """A whole trial whose last stage has left a score for each test row, by task; ids say where rows are from."""
-    start(trial)
     scores = [statistics.fmean(rows[task]) for task in TASKS]
-    for tasks_seen in range(1, len(TASKS)):
-        learn(trial, tasks_seen, scores[:tasks_seen])
-    answers = {
+    matrix = [scores[:seen] for seen in range(1, len(TASKS) + 1)]
+    _run(trial, matrix, {len(TASKS): _predictions(rows, rows_from)}, forgetting)
+
+
+def run_with_answers(trial: TrialFolder, by_stage: list[dict[str, list[float]]]) -> None:
+    """A whole trial that has kept the answers of every stage: of each, the scores of all rows of the tasks seen."""
+    files, before = {}, {}
+    for seen, rows in enumerate(by_stage, start=1):
+        answers = {task: [Answer(str(score), score) for score in found] for task, found in rows.items()}
+        files[seen], before = {answers_file(seen): changes(answers, before).decode()}, answers
+    files[len(TASKS)] |= _predictions(by_stage[-1])
+    matrix = [[statistics.fmean(rows[task]) for task in TASKS[:seen]] for seen, rows in enumerate(by_stage, start=1)]
+    _run(trial, matrix, files, ScoreMatrix(tuple(TASKS), tuple(map(tuple, matrix))).forgetting())
+
+
+def _predictions(rows: dict[str, list[float]], rows_from: str = "test") -> dict[str, str]:
+    return {
         f"predictions/{task}.jsonl": "".join(
             json.dumps({"id": f"{rows_from}-{i}", "score": score}) + "\n" for i, score in enumerate(found)
         )
         for task, found in rows.items()
     }
-    (trial.path / "predictions").mkdir()
-    for name, content in answers.items():
-        (trial.path / name).write_text(content)
-    digests = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in answers.items()}
-    learn(trial, len(TASKS), scores, files=digests)
-    journal_of(trial).append("finished", metrics={"AP": statistics.fmean(scores), "FM": forgetting}, files={})
+
+
+def _run(trial: TrialFolder, matrix: list[list[float]], files: dict[int, dict[str, str]], forgetting: float) -> None:
+    """A whole trial with these scores, and files by the tasks seen."""
+    start(trial)
+    for seen, row in enumerate(matrix, start=1):
+        for name, content in (left := files.get(seen, {})).items():
+            (trial.path / name).parent.mkdir(exist_ok=True)
+            (trial.path / name).write_text(content)
+        digests = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in left.items()}
+        learn(trial, seen, row, files=digests)
+    metrics = {"AP": statistics.fmean(matrix[-1]), "FM": forgetting}
+    journal_of(trial).append("finished", metrics=metrics, files={})

@@ -2,10 +2,12 @@
 
 import csv
 import io
+import random
+import statistics
 
 import numpy as np
 import pytest
-from helpers.sweep_folders import TASKS, run_to_end, run_with_rows, start, write_sweep
+from helpers.sweep_folders import TASKS, run_to_end, run_with_answers, run_with_rows, start, write_sweep
 
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
@@ -44,17 +46,17 @@ def test_differences_are_those_of_pairs(sweep):
     assert found["method=seq_lora"] is None
     comparison = found["method=o_lora"]
     assert (comparison.baseline, comparison.n) == ("method=seq_lora", 3)
-    assert comparison.resampled == "repetitions and rows"
+    assert comparison.differences["AP"].resampled == "repetitions and rows"
     first, second = (
         [trial.events()[-1]["metrics"]["AP"] for trial in sweep if trial.values["method.name"] == name]
         for name in ("seq_lora", "o_lora")
     )
-    difference = comparison.average_performance
+    difference = comparison.differences["AP"]
     assert difference.mean == pytest.approx(np.mean(second) - np.mean(first))
     assert difference.interval[0] < difference.mean < difference.interval[1]
     assert difference.told_apart
-    assert comparison.forgetting.mean == pytest.approx(-0.19)
-    assert comparison.forgetting.told_apart
+    assert comparison.differences["FM"].mean == pytest.approx(-0.19)
+    assert comparison.differences["FM"].told_apart
 
 
 def test_seeds_are_paired_whatever_their_places(tmp_path):
@@ -64,8 +66,8 @@ def test_seeds_are_paired_whatever_their_places(tmp_path):
         seed, better = trial.values["seed"], trial.values["method.name"] == "o_lora"
         run_to_end(trial, 0.1 + 0.4 * seed + (0.01 + 0.001 * seed) * better, 0.0)
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
-    assert comparison.average_performance.mean == pytest.approx(0.011)
-    assert comparison.average_performance.told_apart
+    assert comparison.differences["AP"].mean == pytest.approx(0.011)
+    assert comparison.differences["AP"].told_apart
 
 
 def test_what_is_equal_cannot_be_told_apart(tmp_path):
@@ -73,9 +75,9 @@ def test_what_is_equal_cannot_be_told_apart(tmp_path):
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, trial.values["seed"]), 0.2)
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
-    assert comparison.average_performance.interval == comparison.forgetting.interval == (0.0, 0.0)
+    assert comparison.differences["AP"].interval == comparison.differences["FM"].interval == (0.0, 0.0)
     text = report.render(summaries.summarise(sweep, baseline=["method=seq_lora"]))
-    assert text.count("+0.00 [+0.00, +0.00], cannot be told apart") == 2
+    assert text.count("+0.00 [+0.00, +0.00], cannot be told apart") == 3
 
 
 def test_only_repetitions_that_both_have_finished_are_pairs(tmp_path):
@@ -84,7 +86,7 @@ def test_only_repetitions_that_both_have_finished_are_pairs(tmp_path):
         if number != 1:
             run_to_end(trial, 0.9 if number == 4 else 0.5, 0.0)  # whose partner has not finished
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
-    assert (comparison.n, comparison.average_performance.mean) == (2, 0.0)
+    assert (comparison.n, comparison.differences["AP"].mean) == (2, 0.0)
 
 
 def test_without_rows_repetitions_alone_are_taken(tmp_path):
@@ -92,8 +94,8 @@ def test_without_rows_repetitions_alone_are_taken(tmp_path):
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5 + 0.01 * number, 0.0)
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
-    assert summary.configurations[1].comparison.resampled == "repetitions"
-    assert "AP from repetitions alone: Student's t over them" in report.render(summary)
+    assert summary.configurations[1].comparison.differences["AP"].resampled == "repetitions"
+    assert "from repetitions alone: Student's t over them" in report.render(summary)
 
 
 @pytest.mark.parametrize("damage", ["gone", "other", "rows"])
@@ -101,21 +103,21 @@ def test_rows_that_are_not_as_the_journal_says_are_not_read(sweep, damage):
     path = next(iter(sweep)).path / "predictions" / "summary.jsonl"
     content = {"other": path.read_text().replace("0.0", "1.0"), "rows": "not even JSON"}
     path.unlink() if damage == "gone" else path.write_text(content[damage])
-    assert compared(sweep, "method=seq_lora")["method=o_lora"].resampled == "repetitions"
+    assert compared(sweep, "method=seq_lora")["method=o_lora"].differences["AP"].resampled == "repetitions"
 
 
 def test_other_test_rows_are_no_pairs(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, 0, n=30 if trial.values["method.name"] == "o_lora" else 40))
-    assert compared(sweep, "method=seq_lora")["method=o_lora"].resampled == "repetitions"
+    assert compared(sweep, "method=seq_lora")["method=o_lora"].differences["AP"].resampled == "repetitions"
 
 
 def test_the_same_number_of_other_test_rows_is_no_pair(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, 0), rows_from=trial.values["method.name"])
-    assert compared(sweep, "method=seq_lora")["method=o_lora"].resampled == "repetitions"
+    assert compared(sweep, "method=seq_lora")["method=o_lora"].differences["AP"].resampled == "repetitions"
 
 
 def test_one_repetition_tells_of_rows_alone(tmp_path):
@@ -124,9 +126,9 @@ def test_one_repetition_tells_of_rows_alone(tmp_path):
         run_with_rows(trial, rows_of(0.2 + 0.6 * number, 0), 0.1)
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
-    assert comparison.resampled == "rows"
-    assert comparison.average_performance.told_apart
-    assert comparison.forgetting.interval is None
+    assert comparison.differences["AP"].resampled == "rows"
+    assert comparison.differences["AP"].told_apart
+    assert comparison.differences["FM"].interval is None
     assert "with one pair, an interval tells of other test rows, and nothing of another seed" in report.render(summary)
 
 
@@ -136,16 +138,100 @@ def test_one_repetition_without_rows_has_no_interval(tmp_path):
         run_to_end(trial, 0.5 + 0.1 * number, 0.0)
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
-    assert (comparison.resampled, comparison.average_performance.interval) == ("nothing", None)
-    assert "o_lora  1  +10.00  +0.00  nothing" in report.render(summary)
+    assert (comparison.differences["AP"].resampled, comparison.differences["AP"].interval) == ("nothing", None)
+    assert "o_lora  1  +10.00  +10.00  +0.00  nothing" in report.render(summary)
 
 
 def test_before_anything_has_finished_there_is_nothing_to_compare(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     start(next(iter(sweep)))
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
-    assert summary.configurations[1].comparison.average_performance is None
+    assert summary.configurations[1].comparison.differences == {}
     assert all(report.render(summary, format) for format in report.FORMATS)
+
+
+# --- what the answers of every stage tell ----------------------------------------------------------------------------
+
+
+def stages_of(seed, keeps, n=40):
+    """Rows of three tasks after each of three stages: of those right when new, a later stage keeps so large a share.
+
+    The first task scores best at the second stage, not when it is new.
+    """
+    source = np.random.default_rng(seed)
+    new = {task: source.binomial(1, 0.7, n).astype(float) for task in TASKS}
+    kept = {task: new[task] * source.binomial(1, keeps, n) for task in TASKS}
+    first, second, third = TASKS
+    better = np.maximum(new[first], np.arange(n) % 4 == 0)
+    rows = [{first: new[first]}, {first: better, second: new[second]}, kept | {third: new[third]}]
+    return [{task: found.tolist() for task, found in stage.items()} for stage in rows]
+
+
+@pytest.fixture
+def answered(tmp_path):
+    """seq_lora keeps half of its right answers, o_lora nine of ten."""
+    sweep = write_sweep(tmp_path, AXES)
+    for trial in sweep:
+        keeps = 0.9 if trial.values["method.name"] == "o_lora" else 0.5
+        run_with_answers(trial, stages_of(trial.values["seed"], keeps))
+    return sweep
+
+
+def loops(measure, seed=3, resamples=3_000):
+    """The difference of a measure, and its interval, with nothing but loops over the rows of each task."""
+    source = random.Random(seed)
+    first, second, third = TASKS
+
+    def rows(keeps, repetition):
+        at = stages_of(repetition, keeps)
+        if measure == "AP":
+            return {task: at[2][task] for task in TASKS}
+        if measure == "LA":
+            return {first: at[0][first], second: at[1][second], third: at[2][third]}
+        return {task: [x - y for x, y in zip(at[1][task], at[2][task], strict=True)] for task in (first, second)}
+
+    pairs = [(rows(0.9, seed), rows(0.5, seed)) for seed in range(3)]
+    apart = [{task: [x - y for x, y in zip(a[task], b[task], strict=True)] for task in a} for a, b in pairs]
+    mean = statistics.fmean(statistics.fmean(statistics.fmean(r[t]) for t in r) for r in apart)
+    values = []
+    for _ in range(resamples):
+        drawn = {task: source.choices(range(40), k=40) for task in TASKS}
+        chosen = source.choices(apart, k=3)
+        values.append(
+            statistics.fmean(statistics.fmean(statistics.fmean(r[t][i] for i in drawn[t]) for t in r) for r in chosen)
+        )
+    values.sort()
+    return mean, (values[round(0.025 * resamples)], values[round(0.975 * resamples)])
+
+
+@pytest.mark.parametrize("measure", ["AP", "LA", "FM"])
+def test_every_measure_has_the_interval_of_its_rows(answered, measure):
+    found = compared(answered, "method=seq_lora")["method=o_lora"].differences[measure]
+    mean, interval = loops(measure)
+    assert found.resampled == "repetitions and rows"
+    assert found.mean == pytest.approx(mean)
+    assert found.interval == pytest.approx(interval, abs=0.02)
+    assert found.told_apart == (measure != "LA"), "the tasks are learned alike"
+
+
+def test_one_repetition_tells_of_what_rows_forget(tmp_path):
+    sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
+    for trial in sweep:
+        run_with_answers(trial, stages_of(0, 0.9 if trial.values["method.name"] == "o_lora" else 0.5))
+    found = compared(sweep, "method=seq_lora")["method=o_lora"].differences["FM"]
+    assert (found.resampled, found.told_apart) == ("rows", True)
+
+
+@pytest.mark.parametrize("damage", ["gone", "other"])
+def test_without_the_answers_of_a_stage_repetitions_alone_tell_of_forgetting(answered, damage):
+    path = next(iter(answered)).path / "answers" / "2.jsonl"
+    path.unlink() if damage == "gone" else path.write_text(path.read_text().replace("1.0", "0.0"))
+    found = compared(answered, "method=seq_lora")["method=o_lora"].differences
+    assert {measure: each.resampled for measure, each in found.items()} == {
+        "AP": "repetitions and rows",
+        "LA": "repetitions",
+        "FM": "repetitions",
+    }
 
 
 # --- which one is the baseline ---------------------------------------------------------------------------------------
@@ -194,7 +280,7 @@ def test_orders_are_pairs_where_they_repeat(tmp_path):
         run_to_end(trial, 0.1 * (number % 4) + 0.2 * (number >= 4), 0.0)
     comparison = compared(sweep, "method=seq_lora", over=["order"])["method=o_lora mode=sum"]
     assert comparison.n == 4
-    assert comparison.average_performance.mean == pytest.approx(0.2)
+    assert comparison.differences["AP"].mean == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -215,18 +301,19 @@ def test_a_baseline_that_is_not_one_names_what_there_is(tmp_path, wanted, expect
 
 def test_the_tables_of_all_formats(sweep):
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
-    difference = summary.configurations[1].comparison.average_performance
+    difference = summary.configurations[1].comparison.differences["AP"]
     low, high = (round(100 * bound, 2) for bound in difference.interval)
     cell = f"{100 * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
     text, markdown, latex = (report.render(summary, format) for format in ("text", "markdown", "latex"))
     assert "Differences from the baseline (percentage points)\n\nmethod  n  AP" in text
     assert "baseline: method=seq_lora\n" in text
-    assert f"\no_lora  3  {cell}  -19.00 [" in text
+    assert f"\no_lora  3  {cell}  +8.61 [" in text
+    assert "  -19.00 [" in text
     escaped = cell.replace("[", r"\[").replace("]", r"\]")
-    assert rf"| o_lora | 3 | {escaped} | -19.00 \[" in markdown
-    assert "| repetitions and rows |" in markdown
+    assert rf"| o_lora | 3 | {escaped} | +8.61 \[" in markdown
+    assert "| AP: repetitions and rows; LA, FM: repetitions |" in markdown
     escaped = cell.replace("[", "{[}").replace("]", "{]}")
-    assert rf"o\_lora & 3 & {escaped} & -19.00 {{[}}" in latex
+    assert rf"o\_lora & 3 & {escaped} & +8.61 {{[}}" in latex
     assert "% baseline: method=seq_lora\n" in latex
     baseline, ours = csv.DictReader(io.StringIO(report.render(summary, "csv")))
     assert (baseline["AP_difference"], baseline["baseline"], baseline["n_pairs"]) == ("", "", "0")
@@ -234,9 +321,9 @@ def test_the_tables_of_all_formats(sweep):
         f"{100 * value:.2f}" for value in (difference.mean, *difference.interval)
     ]
     assert (ours["baseline"], ours["n_pairs"], ours["FM_difference"]) == ("method=seq_lora", "3", "-19.00")
-    assert ours["AP_resampled"] == "repetitions and rows"
+    assert (ours["AP_resampled"], ours["FM_resampled"]) == ("repetitions and rows", "repetitions")
     assert "comparisons" not in text
-    assert "AP of two to four pairs: too narrow an interval" in text
+    assert "two to four pairs: too narrow an interval from rows" in text
 
 
 def test_without_a_baseline_nothing_is_said_of_differences(sweep):

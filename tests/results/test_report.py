@@ -3,6 +3,7 @@ import io
 import math
 import re
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,6 +142,25 @@ def test_what_was_not_learned_alike_has_a_column(tmp_path):
     assert "the same in all rows: trained 147,456\n" in text
     rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarise(sweep), "csv"))))
     assert [row["steps"] for row in rows] == ["24", "24", "0 to 1200", ""]
+
+
+def test_the_rate_has_no_second_column_beside_its_axis(tmp_path):
+    """What trains nothing has no rate, whatever its settings are by default."""
+    axes = {"method.name": ["zero_shot", "seq_lora"], "training.learning_rate": [None, 1e-3, 1e-2], "seed": [0]}
+    sweep = write_sweep(tmp_path, axes)
+    for trial in sweep:
+        none = trial.values["method.name"] == "zero_shot"
+        start(trial)
+        learn(trial, 1, 0.5, steps=0 if none else 24, trained=0 if none else 147_456)
+    summary = summaries.summarise(sweep)
+    no_rate, _, _, _, low, high = summary.configurations
+    for found in ((no_rate, low, high), (no_rate, low)):
+        lines = report.render(replace(summary, configurations=found)).splitlines()
+        assert lines[2].split()[-3:] == ["(%)", "trained", "steps"]
+        assert not [line for line in lines if line.startswith("the same in all rows")]
+    rows = list(csv.DictReader(io.StringIO(report.render(summary, "csv"))))
+    assert [row["rate"] for row in rows] == ["", "", "", "", "0.001", "0.01"]
+    assert " rate " in report.render(summary).splitlines()[2], "the axis also gives one to what trains nothing"
 
 
 def test_what_no_stage_tells_is_unknown(tmp_path):

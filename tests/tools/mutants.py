@@ -254,8 +254,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "results/summaries.py",
         "every seed is paired with any",
-        "json.dumps([each.trial.params[axis] for axis in repeats]): Outcome(",
-        "str(len(members)): Outcome(",
+        "json.dumps([each.trial.params[axis] for axis in repeats]): outcomes(",
+        "str(len(members)): outcomes(",
         "comparison::test_differences_are_those_of_pairs",
     ),
     _mutant(
