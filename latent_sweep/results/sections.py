@@ -137,11 +137,27 @@ def counts(summary: Summary) -> str:
     return f"{sum(summary.counts.values())} trials" + (f" ({', '.join(found)})" if found else "")
 
 
-def _axes(configuration: Configuration) -> list[Cell]:
-    return [
-        Cell(format_value(value), value if type(value) in (int, float) else None)
-        for value in configuration.values.values()
-    ]
+class _Axes:
+    """The columns that tell configurations apart: one for each axis, but a common one for those that few have."""
+
+    def __init__(self, summary: Summary):
+        values = {name: [one.values[name] for one in summary.configurations] for name in summary.axes}
+        few = [name for name, found in values.items() if 2 * found.count(None) > len(found)]
+        self._few = few if len(few) > 1 else []
+        self.header = list(dict.fromkeys(_FEW_HAVE if name in self._few else name for name in summary.axes))
+
+    def cells(self, configuration: Configuration) -> list[Cell]:
+        """The cells of a configuration's row."""
+        return [self._cell(name, configuration.values) for name in self.header]
+
+    def _cell(self, column: str, values: Mapping[str, Any]) -> Cell:
+        if self._few and column == _FEW_HAVE:
+            return Cell(label({name: values[name] for name in self._few}) or "-")
+        return Cell(format_value(values[column]), values[column] if type(values[column]) in (int, float) else None)
+
+
+_FEW_HAVE = "its settings"
+"""The heading of the column of what few configurations have; no axis is called so, for names have no spaces."""
 
 
 def _score(statistic: Statistic | None, best: bool = False, spread: bool = True) -> Cell:
@@ -156,13 +172,13 @@ def _score(statistic: Statistic | None, best: bool = False, spread: bool = True)
 
 
 def _main(summary: Summary) -> Table:
-    columns = _differing(_protocol_beside_axes(summary))
+    axes, columns = _Axes(summary), _differing(_protocol_beside_axes(summary))
     rows = []
     for row, configuration in enumerate(summary.configurations):
         finished, of = configuration.n_finished, configuration.n_trials
         rows.append(
             [
-                *_axes(configuration),
+                *axes.cells(configuration),
                 Cell(str(of) if finished == of else f"{finished}/{of}", finished),
                 _score(configuration.average_performance, summary.is_best(configuration)),
                 _score(configuration.learning_accuracy),
@@ -170,22 +186,26 @@ def _main(summary: Summary) -> Table:
                 *(cells[row] for cells in columns.values()),
             ]
         )
-    return Table([*summary.axes, "n", "AP (%)", "LA (%)", "FM (%)", *columns], rows)
+    return Table([*axes.header, "n", "AP (%)", "LA (%)", "FM (%)", *columns], rows)
 
 
 def _protocol_beside_axes(summary: Summary) -> dict[str, list[Cell]]:
     """The cells of the protocol, but what an axis says too: the learning rate, where all that learn have one."""
-    axes = [
-        [cell.text for cell in axis]
-        for axis in zip(*(_axes(configuration) for configuration in summary.configurations), strict=True)
+    axes = _Axes(summary)
+    columns = [
+        list(column) for column in zip(*(map(_text, axes.cells(one)) for one in summary.configurations), strict=True)
     ]
     cells = _protocol_cells(summary)
-    return {name: found for name, found in cells.items() if [cell.text for cell in found] not in axes}
+    return {name: found for name, found in cells.items() if [*map(_text, found)] not in columns}
+
+
+def _text(cell: Cell) -> str:
+    return cell.text
 
 
 def _differing(told: Mapping[str, list[Cell]]) -> dict[str, list[Cell]]:
     """What of it is not the same for all configurations that it is known of."""
-    return {name: cells for name, cells in told.items() if len({cell.text for cell in cells} - {"-"}) > 1}
+    return {name: cells for name, cells in told.items() if len({*map(_text, cells)} - {"-"}) > 1}
 
 
 def _protocol_cells(summary: Summary) -> dict[str, list[Cell]]:
@@ -227,12 +247,14 @@ def _main_notes(summary: Summary) -> list[str]:
 
 
 def _compared(summary: Summary) -> Table | None:
-    rows = []
+    axes, rows = _Axes(summary), []
     for configuration in summary.configurations:
         if (found := configuration.comparison) is not None:
             differences = [_difference(found.differences.get(measure)) for measure in MEASURES]
-            rows.append([*_axes(configuration), Cell(str(found.n), found.n), *differences, Cell(_resampled(found))])
-    return Table([*summary.axes, "n", *MEASURES, "resampled"], rows) if summary.is_compared else None
+            rows.append(
+                [*axes.cells(configuration), Cell(str(found.n), found.n), *differences, Cell(_resampled(found))]
+            )
+    return Table([*axes.header, "n", *MEASURES, "resampled"], rows) if summary.is_compared else None
 
 
 def _resampled(comparison: Comparison) -> str:
@@ -293,7 +315,7 @@ _LESS = ("benchmark.train_per_task", "benchmark.test_per_task", "training.max_st
 
 
 def _published(summary: Summary) -> Table | None:
-    rows = []
+    axes, rows = _Axes(summary), []
     for configuration in summary.configurations:
         found = find_published(configuration.settings, configuration.n_tasks)
         if found is None:
@@ -305,14 +327,14 @@ def _published(summary: Summary) -> Table | None:
         )
         rows.append(
             [
-                *_axes(configuration),
+                *axes.cells(configuration),
                 Cell(str(found.table), found.table),
                 *(cell for ours, theirs in pairs for cell in _beside(ours, theirs)),
                 Cell(label(less) or "-"),
             ]
         )
     columns = ["table", *(f"{name} {part}" for name in ("AP", "FM") for part in ("paper", "ours", "gap"))]
-    return Table([*summary.axes, *columns, "other settings"], rows) if rows else None
+    return Table([*axes.header, *columns, "other settings"], rows) if rows else None
 
 
 def _published_notes() -> list[str]:
@@ -340,12 +362,12 @@ def tasks_of(summary: Summary) -> list[str]:
 
 
 def _by_task(summary: Summary) -> Table | None:
-    tasks = tasks_of(summary)
+    tasks, axes = tasks_of(summary), _Axes(summary)
     rows = [
-        [*_axes(configuration), *(_score(configuration.task_scores.get(task), spread=False) for task in tasks)]
+        [*axes.cells(configuration), *(_score(configuration.task_scores.get(task), spread=False) for task in tasks)]
         for configuration in summary.configurations
     ]
-    return Table([*summary.axes, *(f"T{number}" for number in range(1, len(tasks) + 1))], rows) if tasks else None
+    return Table([*axes.header, *(f"T{number}" for number in range(1, len(tasks) + 1))], rows) if tasks else None
 
 
 def _task_names(summary: Summary) -> list[str]:
@@ -354,13 +376,13 @@ def _task_names(summary: Summary) -> list[str]:
 
 def _router(summary: Summary) -> Table | None:
     """A row for each configuration of which something is known of its router."""
-    rows = []
+    axes, rows = _Axes(summary), []
     for configuration in summary.configurations:
         if configuration.router:
             values = [router_value(configuration, measure) for measure in ROUTER_MEASURES]
             cells = [Cell("-" if value is None else f"{value:.2f}", value) for value in values]
-            rows.append([*_axes(configuration), *cells])
-    return Table([*summary.axes, *(measure.heading for measure in ROUTER_MEASURES)], rows) if rows else None
+            rows.append([*axes.cells(configuration), *cells])
+    return Table([*axes.header, *(measure.heading for measure in ROUTER_MEASURES)], rows) if rows else None
 
 
 def router_value(configuration: Configuration, measure: RouterMeasure) -> float | None:

@@ -163,6 +163,24 @@ def test_the_rate_has_no_second_column_beside_its_axis(tmp_path):
     assert " rate " in report.render(summary).splitlines()[2], "the axis also gives one to what trains nothing"
 
 
+def test_what_few_configurations_have_is_in_one_column(tmp_path):
+    """A list of methods has an axis for each setting that one of them names; most cells would be empty."""
+    axes = {"method.name": ["ewc", "lwf", "o_lora"], "method.ewc_lambda": [None, 100.0], "method.alpha_kd": [None, 0.5]}
+    summary = summaries.summarise(write_sweep(tmp_path, axes | {"seed": [0]}))
+    wanted = {"method=ewc ewc_lambda=100.0", "method=lwf alpha_kd=0.5", "method=o_lora"}
+    three = replace(summary, configurations=[one for one in summary.configurations if label(one.values) in wanted])
+    header, _, *rows = report.render(three).splitlines()[2:7]
+    assert [re.split(r"  +", row)[:3] for row in (header, *rows)] == [
+        ["method", "its settings", "n"],
+        ["ewc", "ewc_lambda=100.0", "0/1"],
+        ["lwf", "alpha_kd=0.5", "0/1"],
+        ["o_lora", "-", "0/1"],
+    ]
+    assert "ewc_lambda" in report.render(three, "csv").splitlines()[0], "a file for programs has a column for each"
+    two = replace(three, axes=("method", "ewc_lambda"))
+    assert report.render(two).splitlines()[2].split()[:3] == ["method", "ewc_lambda", "n"], "one axis needs no other"
+
+
 def test_what_no_stage_tells_is_unknown(tmp_path):
     text = report.render(summaries.summarise(write_sweep(tmp_path, {"seed": [0]})))
     assert "the same in all rows: trained unknown, rate 0.0003, steps unknown" in text
