@@ -31,6 +31,10 @@ def export_pictures(sweep: SweepFolder, folder: Path, over: Sequence[str] = ()) 
         for picture in found:
             for kind in ("pdf", "png"):
                 picture.figure.savefig(folder / f"{picture.name}.{kind}", dpi=_DPI)
-    captions = [f"- `{picture.name}`: {picture.title}. {picture.caption}." for picture in found]
+    captions = [f"- `{picture.name}`: {_sentence(picture.title)} {_sentence(picture.caption)}" for picture in found]
     (folder / "README.md").write_text("\n".join([f"# Pictures of {sweep.name}", "", *captions, ""]), encoding="utf-8")
     return [picture.name for picture in found]
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?")) else f"{text}."

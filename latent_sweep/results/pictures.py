@@ -28,6 +28,8 @@ NAMED = len(COLOURS)
 """So many configurations have a colour and a name."""
 MATRICES = 6
 ROWS = 30
+EQUAL = 4
+"""So many groups of configurations with equal scores are told by name."""
 _GREY = "#c8c8c8"
 
 Array = npt.NDArray[np.float64]
@@ -38,11 +40,13 @@ def sweep_pictures(summary: Summary) -> list[Picture]:
     ranked = _ranked(summary)
     if not ranked:
         return []
-    several = [configuration for configuration in ranked if len(configuration.matrices[0].tasks) > 1]
-    found = [*_curves(summary, ranked), *_interactions(summary)]
+    different, equal = _different(ranked)
+    several = [configuration for configuration in different if len(configuration.matrices[0].tasks) > 1]
+    found = [_matrices(different)]
     if several:
-        found += [_over_tasks(several), _forgetting(several)]
-    return [*found, _matrices(ranked)]
+        found = [_over_tasks(several), _forgetting(several), *found]
+    drawn = [picture._replace(caption=picture.caption + equal) for picture in found]
+    return [*_curves(summary, ranked), *_interactions(summary), *drawn]
 
 
 def _ranked(summary: Summary) -> list[Configuration]:
@@ -50,6 +54,17 @@ def _ranked(summary: Summary) -> list[Configuration]:
     found = [(configuration.average_performance, configuration) for configuration in summary.configurations]
     finished = [(statistic.mean, one) for statistic, one in found if statistic is not None and one.matrices]
     return [one for _, one in sorted(finished, key=lambda pair: -pair[0])]
+
+
+def _different(ranked: Sequence[Configuration]) -> tuple[list[Configuration], str]:
+    """The first of those with the same score matrices, as with a router that is certain, and a line on the others."""
+    alike: dict[tuple[ScoreMatrix, ...], list[Configuration]] = {}
+    for one in ranked:
+        alike.setdefault(one.matrices, []).append(one)
+    groups = [", ".join(map(_name, found)) for found in alike.values() if len(found) > 1]
+    more = f"; and {len(groups) - EQUAL} more groups" if len(groups) > EQUAL else ""
+    told = f"; with the same scores, and drawn once: {'; '.join(groups[:EQUAL])}{more}" if groups else ""
+    return [found[0] for found in alike.values()], told
 
 
 def _name(configuration: Configuration) -> str:

@@ -124,3 +124,16 @@ def test_pictures_become_files_with_embedded_fonts(sweep, tmp_path):
     captions = (tmp_path / "out" / "README.md").read_text()
     assert all(f"- `{name}`: " in captions for name in names)
     assert TASKS[0] not in captions
+    assert ".." not in captions and "?." not in captions
+
+
+def test_equal_configurations_are_drawn_once(tmp_path):
+    """As soft and hard routing where the router is certain; a seed that differs is a difference."""
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard", "oracle"], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.5, 0.6, 0.5, 0.6, 0.5, 0.7), strict=True):
+        run_to_end(trial, average, 0.0)
+    found = pictures_of(sweep)
+    for name in ("over_tasks", "forgetting", "matrices"):
+        assert found[name].caption.endswith("; with the same scores, and drawn once: mode=soft, mode=hard")
+    maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
+    assert [axes.get_title() for axes in maps] == ["mode=oracle", "mode=soft"], "the highest AP first"
