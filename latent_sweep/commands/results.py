@@ -55,6 +55,7 @@ def add(commands: Commands) -> None:
     add_sweep_folder(figures)
     figures.add_argument("--output", metavar="FOLDER", help="default: figures in the sweep's folder")
     figures.add_argument("--over", action="append", default=[], metavar="AXIS", help="as for report")
+    figures.add_argument("--baseline", action="append", default=[], metavar="NAME=VALUE", help="as for report")
 
     rescore = add_command(
         commands,
@@ -102,7 +103,7 @@ def _figures(options: argparse.Namespace) -> int:
 
     sweep = open_sweep(options.folder)
     folder = Path(options.output) if options.output else sweep.path / "figures"
-    names = export_pictures(sweep, folder, options.over)
+    names = export_pictures(sweep, folder, options.over, options.baseline)
     print(printable(f"{len(names)} pictures as PDF and PNG in {folder}"))
     return 0
 

@@ -15,17 +15,19 @@ _EMBEDDED = {"pdf.fonttype": 42}  # TrueType, which publishers accept; matplotli
 _DPI = 300
 
 
-def export_pictures(sweep: SweepFolder, folder: Path, over: Sequence[str] = ()) -> list[str]:
-    """Write every picture as PDF and PNG, and their captions into README.md.
+def export_pictures(
+    sweep: SweepFolder, folder: Path, over: Sequence[str] = (), baseline: Sequence[str] = ()
+) -> list[str]:
+    """Write every picture as PDF and PNG, and their captions into README.md; `over` and `baseline` as in `summarise`.
 
     Returns:
         The names of the pictures.
 
     Raises:
-        ConfigError: the sweep has no such axis.
+        ConfigError: the sweep has no such axis, or not exactly one such configuration.
         StoreError: the sweep or a journal is missing or damaged.
     """
-    found = all_pictures(sweep, summarise(sweep, over))
+    found = all_pictures(sweep, summarise(sweep, over, baseline))
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_EMBEDDED):
         for picture in found:

@@ -21,7 +21,22 @@ from matplotlib.figure import Figure
 from latent_sweep.labels import format_value, label
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.figures import Picture, scale_x, shortened
-from latent_sweep.results.panels import COLOURS, COLUMN, DASHES, MARKERS, PAGE, decimals, draw_cells, new_figure, plain
+from latent_sweep.results.outcomes import MEASURES
+from latent_sweep.results.panels import (
+    COLOURS,
+    COLUMN,
+    DASHES,
+    GREYS,
+    INK,
+    MARKERS,
+    NORMAL,
+    PAGE,
+    decimals,
+    draw_cells,
+    new_figure,
+    plain,
+    tidy,
+)
 from latent_sweep.results.summaries import Configuration, Summary, numeric_axes
 
 NAMED = len(COLOURS)
@@ -45,6 +60,8 @@ def sweep_pictures(summary: Summary) -> list[Picture]:
     found = [_matrices(different)]
     if several:
         found = [_over_tasks(several), _forgetting(several), *found]
+    if compared := [one for one in different if one.comparison is not None and one.comparison.differences]:
+        found = [_differences(compared), *found]
     drawn = [picture._replace(caption=picture.caption + equal) for picture in found]
     return [*_curves(summary, ranked), *_interactions(summary), *drawn]
 
@@ -212,6 +229,39 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
         "matrices",
         "Score matrices",
         f"score (%) on each task (columns) after learning each task (rows), mean over finished trials{rest}",
+        figure,
+    )
+
+
+def _differences(ranked: Sequence[Configuration]) -> Picture:
+    """Differences from the baseline with their intervals; ranked are configurations that are compared."""
+    shown = ranked[:ROWS]
+    figure = new_figure(PAGE, 0.9 + 0.3 * len(shown))
+    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    for axes, measure in zip(panels, MEASURES, strict=True):
+        axes.axvline(0, color=INK, linewidth=0.7)
+        for row, one in enumerate(shown):
+            if one.comparison is None:
+                continue
+            found = one.comparison.differences[measure]
+            low, high = found.interval or (found.mean, found.mean)
+            colour = COLOURS[0] if found.told_apart else GREYS[1]
+            axes.plot([100 * low, 100 * high], [row, row], color=colour, linewidth=1.2)
+            inside = colour if found.told_apart else "white"
+            axes.plot([100 * found.mean], [row], "o", markersize=4, color=colour, markerfacecolor=inside)
+        axes.set_title(f"difference of {measure}", fontsize=NORMAL)
+        axes.set_xlabel("percentage points")
+        axes.grid(axis="x", color="#e4e4e4", linewidth=0.5)
+        tidy(axes)
+    panels[0].set_yticks(range(len(shown)), [_wrapped(_name(one), 36) for one in shown])
+    panels[0].set_ylim(len(shown) - 0.5, -0.5)
+    baselines = dict.fromkeys(one.comparison.baseline for one in shown if one.comparison)
+    rest = f"; the {len(shown)} with the highest AP of {len(ranked)}" if len(shown) < len(ranked) else ""
+    return Picture(
+        "differences",
+        "Differences from the baseline",
+        f"from {'; '.join(baselines)}, over pairs of finished trials, with intervals of 95 %; grey and hollow where 0 "
+        f"lies in the interval, or there is none{rest}",
         figure,
     )
 

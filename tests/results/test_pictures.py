@@ -6,6 +6,7 @@ from helpers.sweep_folders import TASKS, finish, learn, run_to_end, start, write
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
+from latent_sweep.cli import main
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results import summaries
 from latent_sweep.results.export import export_pictures
@@ -137,3 +138,30 @@ def test_equal_configurations_are_drawn_once(tmp_path):
         assert found[name].caption.endswith("; with the same scores, and drawn once: mode=soft, mode=hard")
     maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
     assert [axes.get_title() for axes in maps] == ["mode=oracle", "mode=soft"], "the highest AP first"
+
+
+def test_differences_from_a_baseline_have_their_intervals(tmp_path):
+    """One worse, one the same but for a seed; the baseline itself has no row."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "o_lora", "inc_lora"], "seed": [0, 1, 2]})
+    averages = {"seq_lora": (0.5, 0.52, 0.51), "o_lora": (0.3, 0.33, 0.31), "inc_lora": (0.52, 0.5, 0.51)}
+    for trial in sweep:
+        run_to_end(trial, averages[trial.values["method.name"]][trial.values["seed"]], 0.0)
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    picture = next(picture for picture in sweep_pictures(summary) if picture.name == "differences")
+    assert_legible(picture)
+    assert picture.caption.startswith("from method=seq_lora, ")
+    performance = picture.figure.axes[0]
+    assert [text.get_text() for text in performance.get_yticklabels()] == ["inc_lora", "o_lora"]
+    found = {one.values["method"]: one.comparison for one in summary.configurations}
+    _, *drawn = performance.lines
+    for name, interval, mean in zip(("inc_lora", "o_lora"), drawn[::2], drawn[1::2], strict=True):
+        difference = found[name].differences["AP"]
+        assert list(interval.get_xdata()) == pytest.approx([100 * bound for bound in difference.interval])
+        assert list(mean.get_xdata()) == pytest.approx([100 * difference.mean])
+        assert (mean.get_markerfacecolor() == "white") == (name == "inc_lora") == (not difference.told_apart)
+    assert "differences" not in pictures_of(sweep)
+
+
+def test_the_command_draws_differences(sweep, tmp_path, capsys):
+    assert main(["figures", str(sweep.path), "--output", str(tmp_path / "out"), "--baseline", "lambda=0.0 K=1"]) == 0
+    assert (tmp_path / "out" / "differences.pdf").is_file()
