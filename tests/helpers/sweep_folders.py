@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,13 +202,20 @@ def run_with_rows(
     _run(trial, matrix, {len(TASKS): _predictions(rows, rows_from)}, forgetting)
 
 
-def run_with_answers(trial: TrialFolder, by_stage: list[dict[str, list[float]]]) -> None:
-    """A whole trial that has kept the answers of every stage: of each, the scores of all rows of the tasks seen."""
-    files, before = {}, {}
+def run_with_answers(
+    trial: TrialFolder, by_stage: list[dict[str, list[float]]], kept: Sequence[int] = (1, 2, 3)
+) -> None:
+    """A whole trial that has kept the answers of these stages.
+
+    Args:
+        by_stage: the scores of all rows of the tasks seen.
+    """
+    files, before = {len(TASKS): _predictions(by_stage[-1])}, {}
     for seen, rows in enumerate(by_stage, start=1):
         answers = {task: [Answer(str(score), score) for score in found] for task, found in rows.items()}
-        files[seen], before = {answers_file(seen): changes(answers, before).decode()}, answers
-    files[len(TASKS)] |= _predictions(by_stage[-1])
+        if seen in kept:
+            files.setdefault(seen, {})[answers_file(seen)] = changes(answers, before).decode()
+        before = answers if seen in kept else {}
     matrix = [[statistics.fmean(rows[task]) for task in TASKS[:seen]] for seen, rows in enumerate(by_stage, start=1)]
     _run(trial, matrix, files, ScoreMatrix(tuple(TASKS), tuple(map(tuple, matrix))).forgetting())
 

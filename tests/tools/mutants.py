@@ -252,6 +252,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "comparison::test_differences_are_those_of_pairs",
     ),
     _mutant(
+        "results/outcomes.py",
+        "what was forgotten is counted from when a task was new",
+        "position + scores.index(max(scores)) + 1",
+        "position + 1",
+        "comparison::test_every_measure_has_the_interval_of_its_rows",
+    ),
+    _mutant(
+        "results/outcomes.py",
+        "learning accuracy takes the last answers",
+        "RowScores(last[task].ids, by_stage[seen][task]) for",
+        "RowScores(last[task].ids, last[task].scores) for",
+        "comparison::test_every_measure_has_the_interval_of_its_rows",
+    ),
+    _mutant(
+        "results/outcomes.py",
+        "answers of some stages are taken for those of all",
+        "len(by_stage := _by_stage(trial, told)) == len(told)",
+        "(by_stage := _by_stage(trial, told))",
+        "comparison::test_answers_of_some_stages_do_not_tell_of_forgetting",
+    ),
+    _mutant(
         "results/summaries.py",
         "every seed is paired with any",
         "json.dumps([each.trial.params[axis] for axis in repeats]): outcomes(",
