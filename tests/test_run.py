@@ -200,7 +200,7 @@ def test_a_table_compares_by_the_answers_that_trials_have_left(finished, capsys)
     baseline, other = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert (baseline["AP_difference"], baseline["AP_resampled"]) == ("", "nothing")
     assert (other["baseline"], other["n_pairs"]) == ("K=1", "2")
-    assert {other[f"{measure}_resampled"] for measure in ("AP", "LA", "FM")} == {"repetitions and rows"}
+    assert {other[f"{measure}_resampled"] for measure in ("AP", "LA", "BWT", "FM")} == {"repetitions and rows"}
     expected = float(other["AP_mean"]) - float(baseline["AP_mean"])
     assert float(other["AP_difference"]) == pytest.approx(expected, abs=0.02)
     assert float(other["AP_difference_low"]) <= float(other["AP_difference"]) <= float(other["AP_difference_high"])

@@ -35,7 +35,7 @@ def bootstrap_means(
 ) -> list[Array]:
     """Of each comparison, the mean over repetitions, tasks and rows for every resample: (resamples,).
 
-    Comparisons share the draws of rows, which take most of the time.
+    Comparisons share the draws of rows, and those of as many repetitions theirs: what is equal has equal intervals.
 
     Args:
         comparisons: the repetitions of each.
@@ -45,7 +45,7 @@ def bootstrap_means(
     means = _means_of_repetitions([r for repetitions in comparisons for r in repetitions], resamples, generator)
     ends = itertools.accumulate(map(len, comparisons))
     own = [slice(end - len(repetitions), end) for end, repetitions in zip(ends, comparisons, strict=True)]
-    return [_means_over_repetitions(means[:, columns], generator) for columns in own]
+    return [_means_over_repetitions(means[:, columns], np.random.default_rng((seed, 1))) for columns in own]
 
 
 def _means_of_repetitions(repetitions: Sequence[Repetition], resamples: int, generator: np.random.Generator) -> Array:

@@ -63,8 +63,10 @@ def compare(
         for measure in MEASURES
         if position != own
     }
-    rows = {place: found for place in pairs if (found := _row_differences(pairs[place]))}
-    intervals = dict(zip(rows, map(percentile_interval, bootstrap_means(list(rows.values()))), strict=True))
+    intervals: dict[tuple[int, Measure], Interval] = {}
+    for each in MEASURES:  # one at a time, for what is resampled takes memory
+        rows = {place: found for place in pairs if place[1] == each and (found := _row_differences(pairs[place]))}
+        intervals |= zip(rows, map(percentile_interval, bootstrap_means(list(rows.values()))), strict=True)
     return [
         None
         if position == own

@@ -15,12 +15,12 @@ from latent_sweep.store.folders import TrialFolder
 from latent_sweep.store.journal import Event, stages
 from latent_sweep.store.trial_files import RowScores, checked_answers, row_scores, told_matrix
 
-Measure = Literal["AP", "LA", "FM"]
-"""Average performance, learning accuracy and forgetting, as tables have them."""
-MEASURES: tuple[Measure, ...] = ("AP", "LA", "FM")
+Measure = Literal["AP", "LA", "BWT", "FM"]
+"""Average performance, learning accuracy, backward transfer and forgetting."""
+MEASURES: tuple[Measure, ...] = ("AP", "LA", "BWT", "FM")
 
-_ByStage = Mapping[int, Mapping[str, npt.NDArray[np.float64]]]
-"""Scores of rows, (rows,), by the tasks seen and task."""
+Scores = npt.NDArray[np.float64]
+"""Of the rows of one task, (rows,)."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Outcome:
     value: float
     """A fraction."""
     rows: Mapping[str, RowScores] | None
-    """By task, what each row adds: the mean over a task's rows, and then over tasks, is `value`. None where the scores
-    of rows are not at hand."""
+    """By task, what each row adds: the mean over a task's rows, and then over tasks, is `value`. None where there are
+    no such rows, or their scores are not at hand."""
 
 
 def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:
     """Return the measures of a finished trial.
 
-    AP has the scores that rows end with, and LA those that they had when their task was new. FM has, for all tasks but
-    the last, the scores at the stage at which their task's score was best, the first of several, less the last ones:
-    equation (17) is linear in rows once the best stages are known. LA and FM need the answers of every stage, which
-    `run.keep_answers: all` keeps.
+    AP has the scores that rows end with, and LA those that they had when their task was new. Of all tasks but the last,
+    BWT has the last scores less those when new, and FM the scores at the stage at which their task's score was best,
+    the first of several, less the last ones: equation (17) is linear in rows once the best stages are known. All but AP
+    need the answers of every stage, which `run.keep_answers: all` keeps.
 
     Raises:
         StoreError: its journal is damaged.
@@ -48,31 +48,43 @@ def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:
     events = trial.events()
     told, metrics = stages(events), events[-1]["metrics"]
     matrix, last = told_matrix(told), row_scores(trial.path, events)
-    new = forgotten = None
-    if last is not None and len(by_stage := _by_stage(trial, told)) == len(told):
-        new = {task: RowScores(last[task].ids, by_stage[seen][task]) for seen, task in enumerate(matrix.tasks, start=1)}
-        forgotten = {
-            task: RowScores(last[task].ids, by_stage[seen][task] - last[task].scores)
-            for task, seen in _best_stages(matrix).items()
-        }
-    return {
-        "AP": Outcome(metrics["AP"], last),
-        "LA": Outcome(matrix.mean_diagonal(), new),
-        "FM": Outcome(metrics["FM"], forgotten),
+    values: dict[Measure, float] = {
+        "AP": metrics["AP"],
+        "LA": matrix.mean_diagonal(),
+        "BWT": matrix.backward_transfer(),
+        "FM": metrics["FM"],
     }
+    rows: dict[Measure, dict[str, Scores]] = {}
+    if last is not None:
+        rows["AP"] = {task: found.scores for task, found in last.items()}
+        if by_stage := _by_stage(trial, told, last):
+            rows["LA"] = {task: by_stage[seen, task] for seen, task in enumerate(matrix.tasks, start=1)}
+            best = {task: by_stage[seen, task] for task, seen in _best_stages(matrix).items()}
+            rows["BWT"] = {task: rows["AP"][task] - rows["LA"][task] for task in best}
+            rows["FM"] = {task: best[task] - rows["AP"][task] for task in best}
+    return {measure: Outcome(values[measure], _with_ids(rows.get(measure), last)) for measure in MEASURES}
 
 
-def _by_stage(trial: TrialFolder, told: Sequence[Event]) -> _ByStage:
-    """Read what rows scored at the stages whose answers are kept; nothing where a file is not as the journal says."""
+def _by_stage(
+    trial: TrialFolder, told: Sequence[Event], last: Mapping[str, RowScores]
+) -> dict[tuple[int, str], Scores]:
+    """Read what rows scored, by the tasks seen and task; nothing unless every stage has left its answers."""
     try:
-        return {
-            event["tasks_seen"]: {
-                task: np.array([answer.score for answer in found], dtype=float) for task, found in answers.items()
-            }
-            for event, answers in checked_answers(trial.path, told)
+        found = {
+            (event["tasks_seen"], task): np.array([answer.score for answer in answers], dtype=float)
+            for event, answered in checked_answers(trial.path, told)
+            for task, answers in answered.items()
         }
-    except StoreError:
+    except (OSError, StoreError, ValueError):
         return {}
+    expected = {(event["tasks_seen"], task): last[task].scores.shape for event in told for task in event["scores"]}
+    return found if {place: scores.shape for place, scores in found.items()} == expected else {}
+
+
+def _with_ids(rows: Mapping[str, Scores] | None, last: Mapping[str, RowScores] | None) -> dict[str, RowScores] | None:
+    if not rows or last is None:
+        return None
+    return {task: RowScores(last[task].ids, scores) for task, scores in rows.items()}
 
 
 def _best_stages(matrix: ScoreMatrix) -> dict[str, int]:

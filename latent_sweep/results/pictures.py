@@ -37,6 +37,7 @@ from latent_sweep.results.panels import (
     plain,
     tidy,
 )
+from latent_sweep.results.sections import how_compared
 from latent_sweep.results.summaries import Configuration, Summary, numeric_axes
 
 NAMED = len(COLOURS)
@@ -44,7 +45,7 @@ NAMED = len(COLOURS)
 MATRICES = 6
 ROWS = 30
 EQUAL = 4
-"""So many groups of configurations with equal scores are told by name."""
+"""So many groups of configurations with equal scores are told, by the names of so many."""
 _GREY = "#c8c8c8"
 
 Array = npt.NDArray[np.float64]
@@ -60,10 +61,8 @@ def sweep_pictures(summary: Summary) -> list[Picture]:
     found = [_matrices(different)]
     if several:
         found = [_over_tasks(several), _forgetting(several), *found]
-    if compared := [one for one in different if one.comparison is not None and one.comparison.differences]:
-        found = [_differences(compared), *found]
     drawn = [picture._replace(caption=picture.caption + equal) for picture in found]
-    return [*_curves(summary, ranked), *_interactions(summary), *drawn]
+    return [*_curves(summary, ranked), *_interactions(summary), *_differences(summary, ranked), *drawn]
 
 
 def _ranked(summary: Summary) -> list[Configuration]:
@@ -78,10 +77,15 @@ def _different(ranked: Sequence[Configuration]) -> tuple[list[Configuration], st
     alike: dict[tuple[ScoreMatrix, ...], list[Configuration]] = {}
     for one in ranked:
         alike.setdefault(one.matrices, []).append(one)
-    groups = [", ".join(map(_name, found)) for found in alike.values() if len(found) > 1]
+    groups = [_listed(list(map(_name, found))) for found in alike.values() if len(found) > 1]
     more = f"; and {len(groups) - EQUAL} more groups" if len(groups) > EQUAL else ""
     told = f"; with the same scores, and drawn once: {'; '.join(groups[:EQUAL])}{more}" if groups else ""
     return [found[0] for found in alike.values()], told
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - EQUAL} more" if len(names) > EQUAL else ""
+    return ", ".join(names[:EQUAL]) + more
 
 
 def _name(configuration: Configuration) -> str:
@@ -233,37 +237,35 @@ def _matrices(ranked: Sequence[Configuration]) -> Picture:
     )
 
 
-def _differences(ranked: Sequence[Configuration]) -> Picture:
-    """Differences from the baseline with their intervals; ranked are configurations that are compared."""
-    shown = ranked[:ROWS]
+def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
+    """Differences from the baseline with their intervals; nothing where none was asked for, or there are no pairs."""
+    compared = [(one, one.comparison.differences) for one in ranked if one.comparison and one.comparison.differences]
+    if not compared:
+        return []
+    shown = compared[:ROWS]
     figure = new_figure(PAGE, 0.9 + 0.3 * len(shown))
     panels = figure.subplots(1, len(MEASURES), sharey=True)
     for axes, measure in zip(panels, MEASURES, strict=True):
         axes.axvline(0, color=INK, linewidth=0.7)
-        for row, one in enumerate(shown):
-            if one.comparison is None:
-                continue
-            found = one.comparison.differences[measure]
+        for row, (_, differences) in enumerate(shown):
+            found = differences[measure]
             low, high = found.interval or (found.mean, found.mean)
             colour = COLOURS[0] if found.told_apart else GREYS[1]
-            axes.plot([100 * low, 100 * high], [row, row], color=colour, linewidth=1.2)
             inside = colour if found.told_apart else "white"
+            axes.plot([100 * low, 100 * high], [row, row], color=colour, linewidth=1.2)
             axes.plot([100 * found.mean], [row], "o", markersize=4, color=colour, markerfacecolor=inside)
-        axes.set_title(f"difference of {measure}", fontsize=NORMAL)
-        axes.set_xlabel("percentage points")
+        axes.set_title(measure, fontsize=NORMAL)
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.5)
         tidy(axes)
-    panels[0].set_yticks(range(len(shown)), [_wrapped(_name(one), 36) for one in shown])
+    figure.supxlabel("difference (percentage points)", fontsize=NORMAL)
+    panels[0].set_yticks(range(len(shown)), [_wrapped(_name(one), 36) for one, _ in shown])
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
-    baselines = dict.fromkeys(one.comparison.baseline for one in shown if one.comparison)
-    rest = f"; the {len(shown)} with the highest AP of {len(ranked)}" if len(shown) < len(ranked) else ""
-    return Picture(
-        "differences",
-        "Differences from the baseline",
-        f"from {'; '.join(baselines)}, over pairs of finished trials, with intervals of 95 %; grey and hollow where 0 "
-        f"lies in the interval, or there is none{rest}",
-        figure,
+    rest = f"; the {len(shown)} with the highest AP of {len(compared)}" if len(shown) < len(compared) else ""
+    caption = (
+        "means of the pairs, with intervals of 95 %; grey and hollow where 0 lies in the interval, or there is none"
+        f"{rest}; {'; '.join(how_compared(summary))}"
     )
+    return [Picture("differences", "Differences from the baseline", caption, figure)]
 
 
 # --- against settings

@@ -57,7 +57,9 @@ def sections(summary: Summary) -> list[Section]:
     """Return the sections for which there is something to tell; the first one is that of the main table."""
     found = [
         Section("main", f"sweep {summary.name}: {counts(summary)}", _main(summary), _main_notes(summary)),
-        Section("compared", "Differences from the baseline (percentage points)", _compared(summary), _how(summary)),
+        Section(
+            "compared", "Differences from the baseline (percentage points)", _compared(summary), how_compared(summary)
+        ),
         Section("published", "Beside the paper's numbers", _published(summary), _published_notes()),
         Section("tasks", "Final scores by task (%)", _by_task(summary), _task_names(summary)),
         Section("router", "Router", _router(summary), (_ROUTER_NOTE,)),
@@ -190,13 +192,14 @@ def _main(summary: Summary) -> Table:
 
 
 def _protocol_beside_axes(summary: Summary) -> dict[str, list[Cell]]:
-    """The cells of the protocol, but what an axis says too: the learning rate, where all that learn have one."""
-    axes = _Axes(summary)
-    columns = [
-        list(column) for column in zip(*(map(_text, axes.cells(one)) for one in summary.configurations), strict=True)
-    ]
-    cells = _protocol_cells(summary)
-    return {name: found for name, found in cells.items() if [*map(_text, found)] not in columns}
+    """The cells of the protocol, but the rates where the axis of the learning rate has the same in its column."""
+    axes, cells = _Axes(summary), _protocol_cells(summary)
+    rates = [*map(_text, cells.get("rate", ()))]
+    for place, name in enumerate(axes.header):
+        if name.endswith("learning_rate") and rates == [axes.cells(one)[place].text for one in summary.configurations]:
+            del cells["rate"]
+            break
+    return cells
 
 
 def _text(cell: Cell) -> str:
@@ -223,6 +226,13 @@ def value_range(values: Sequence[Any], write: Callable[[Any], str]) -> str:
     return " to ".join(write(value) for value in dict.fromkeys((*values[:1], *values[-1:])))
 
 
+_PROTOCOL = {
+    "trained": "numbers (parameters) a task trains",
+    "rate": "learning rate as run",
+    "steps": "optimizer steps of a task",
+}
+
+
 def _main_notes(summary: Summary) -> list[str]:
     """What the columns of the main table are, and what is the same in all its rows."""
     notes = [
@@ -230,10 +240,10 @@ def _main_notes(summary: Summary) -> list[str]:
         "AP, average performance: mean score over all tasks after the last one",
         "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
-        "trained: numbers (parameters) a task trains; rate: learning rate as run; steps: optimizer steps of a task",
     ]
     told = _protocol_beside_axes(summary)
     differing = _differing(told)
+    notes.append("; ".join(f"{name}: {meaning}" for name, meaning in _PROTOCOL.items() if name in told))
     alike = {
         name: next((cell.text for cell in cells if cell.text != "-"), "unknown")
         for name, cells in told.items()
@@ -281,22 +291,31 @@ def points(fraction: float) -> str:
     return f"{round(100 * fraction, 2) + 0.0:+.2f}"  # no -0.00
 
 
-def _how(summary: Summary) -> list[str]:
-    """What the columns of the comparisons are, and how far they can be trusted."""
+def how_compared(summary: Summary) -> list[str]:
+    """Say what the differences of a comparison are, and how far they can be trusted."""
     found = [configuration.comparison for configuration in summary.configurations if configuration.comparison]
     if not found:
         return []
+    pairs = sorted({comparison.n for comparison in found})
     notes = [
         f"baseline: {'; '.join(dict.fromkeys(comparison.baseline for comparison in found))}",
-        f"n: pairs of finished trials with the same {' and '.join(summary.repeats)}; in brackets 95 % intervals",
-        f"from rows: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test rows, alike for both",
-        "FM from rows: of the scores at the stage at which a task's was best, less the last ones",
+        f"n: pairs of finished trials with the same {' and '.join(summary.repeats)}, {value_range(pairs, str)}; in "
+        "brackets 95 % intervals",
+        "BWT, backward transfer: mean over the earlier tasks of the last score minus that when new",
+        "FM counts from the best stage, so answers that change without a trend have some: beside a baseline whose "
+        "answers never change, a small difference of FM is no evidence of forgetting where BWT has none",
         "cannot be told apart: 0 lies in the interval",
     ]
-    sources = {difference.resampled for comparison in found for difference in comparison.differences.values()}
-    if "repetitions" in sources:
+    sources = [
+        (difference.resampled, comparison.n) for comparison in found for difference in comparison.differences.values()
+    ]
+    if any("rows" in source for source, _ in sources):
+        notes.append(
+            f"from rows: hierarchical bootstrap, {RESAMPLES:,} resamples of repetitions and test rows, alike for both"
+        )
+    if any(source == "repetitions" for source, _ in sources):
         notes.append("from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
-    if "repetitions and rows" in sources and any(1 < comparison.n < _FEW for comparison in found):
+    if any(source == "repetitions and rows" and n < _FEW for source, n in sources):
         notes.append("two to four pairs: too narrow an interval from rows where seeds matter far more than test rows")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")

@@ -117,13 +117,11 @@ def test_the_interval_of_forgetting_holds_the_truth_although_the_best_stage_is_c
     """Two methods of which one forgets more; the maximum in FM is of the noisy means of few rows."""
     source = np.random.default_rng(11)
     many = source.normal(0, 0.7, 2_000)
-    truth = statistics.fmean(
-        forgotten(stages).mean() * sign
-        for drop, sign in ((0.6, 1), (0.2, -1))
-        for stages in stages_right(source, many, drop, 200)
+    more, less = (
+        statistics.fmean(forgotten(stages).mean() for stages in stages_right(source, many, drop, 200))
+        for drop in (0.6, 0.2)
     )
-    truth *= 2  # a mean over both, not their difference
-    held = 0
+    held, widths = 0, []
     for data_set in range(200):
         difficulties = source.normal(0, 0.7, (3, 40))
         mine, other = (
@@ -133,8 +131,10 @@ def test_the_interval_of_forgetting_holds_the_truth_although_the_best_stage_is_c
             {task: forgotten(mine[task][r]) - forgotten(other[task][r]) for task in range(3)} for r in range(n)
         ]
         low, high = percentile_interval(means_of(repetitions, resamples=400, seed=data_set))
-        held += low <= truth <= high
+        held += low <= more - less <= high
+        widths.append(high - low)
     assert held / 200 >= least
+    assert statistics.fmean(widths) < 4 * (2 * 2 * 0.25 / (3 * 40)) ** 0.5, "of two differences of rows right or wrong"
 
 
 def test_pairing_tells_apart_what_alone_cannot_be():

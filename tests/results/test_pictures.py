@@ -149,19 +149,47 @@ def test_differences_from_a_baseline_have_their_intervals(tmp_path):
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     picture = next(picture for picture in sweep_pictures(summary) if picture.name == "differences")
     assert_legible(picture)
-    assert picture.caption.startswith("from method=seq_lora, ")
+    assert "; baseline: method=seq_lora; n: pairs of finished trials with the same seed, 3; " in picture.caption
+    found = {one.values["method"]: one.comparison for one in summary.configurations}
+    for axes, measure in zip(picture.figure.axes, ("AP", "LA", "BWT", "FM"), strict=True):
+        assert axes.get_title() == measure
+        _, *drawn = axes.lines
+        for name, interval, mean in zip(("inc_lora", "o_lora"), drawn[::2], drawn[1::2], strict=True):
+            difference = found[name].differences[measure]
+            assert list(interval.get_xdata()) == pytest.approx([100 * bound for bound in difference.interval])
+            assert list(mean.get_xdata()) == pytest.approx([100 * difference.mean])
+            assert (mean.get_markerfacecolor() == "white") == (not difference.told_apart)
     performance = picture.figure.axes[0]
     assert [text.get_text() for text in performance.get_yticklabels()] == ["inc_lora", "o_lora"]
-    found = {one.values["method"]: one.comparison for one in summary.configurations}
-    _, *drawn = performance.lines
-    for name, interval, mean in zip(("inc_lora", "o_lora"), drawn[::2], drawn[1::2], strict=True):
-        difference = found[name].differences["AP"]
-        assert list(interval.get_xdata()) == pytest.approx([100 * bound for bound in difference.interval])
-        assert list(mean.get_xdata()) == pytest.approx([100 * difference.mean])
-        assert (mean.get_markerfacecolor() == "white") == (name == "inc_lora") == (not difference.told_apart)
+    assert [found[name].differences["AP"].told_apart for name in ("inc_lora", "o_lora")] == [False, True]
     assert "differences" not in pictures_of(sweep)
+
+
+def test_equal_scores_are_compared_each_with_its_own_pairs(tmp_path):
+    """Of the first to be drawn no trial has the seed of one of the baseline's."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "o_lora", "inc_lora"], "seed": [0, 1]})
+    for trial in sweep:
+        name, seed = trial.values.values()
+        if (name, seed) in {("seq_lora", 0), ("o_lora", 1), ("inc_lora", 0)}:
+            run_to_end(trial, 0.5 if name == "seq_lora" else 0.7, 0.0)
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    (picture,) = (picture for picture in sweep_pictures(summary) if picture.name == "differences")
+    assert [text.get_text() for text in picture.figure.axes[0].get_yticklabels()] == ["inc_lora"]
+
+
+def test_differences_of_many_configurations_are_legible(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.rank": list(range(1, 101)), "seed": [0]})
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.3 + 0.1 * (number % 2), 0.0)
+    found = {p.name: p for p in sweep_pictures(summaries.summarise(sweep, baseline=["rank=1"]))}
+    assert_legible(found["differences"])
+    assert len(found["differences"].figure.axes[0].get_yticks()) == ROWS
+    assert f"the {ROWS} with the highest AP of 99" in found["differences"].caption
+    assert found["matrices"].caption.count(" and 46 more") == 2
 
 
 def test_the_command_draws_differences(sweep, tmp_path, capsys):
     assert main(["figures", str(sweep.path), "--output", str(tmp_path / "out"), "--baseline", "lambda=0.0 K=1"]) == 0
     assert (tmp_path / "out" / "differences.pdf").is_file()
+    assert main(["figures", str(sweep.path), "--output", str(tmp_path / "out"), "--over", "nothing"]) == 2
+    assert "found 'nothing'" in capsys.readouterr().err
