@@ -276,12 +276,16 @@ def _blend(trial: Trial, lineages: Sequence[str]) -> str:
 
 
 def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
-    """Count the rows of the trial's score matrix that a run would keep."""
-    try:
-        events = folder.journal(trial.trial_id).read()
-    except StoreError:  # a run says why
-        return 0
-    return len(told_rows(events, trial.row_keys())) if events else 0
+    """Count the rows of the trial's score matrix that a run would keep; its journal is read once for a plan."""
+
+    def count() -> int:
+        try:
+            events = folder.journal(trial.trial_id).read()
+        except StoreError:  # a run says why
+            return 0
+        return len(told_rows(events, trial.row_keys())) if events else 0
+
+    return once("recorded rows", (trial, folder), count)
 
 
 # --- the text --------------------------------------------------------------------------------------------------------
