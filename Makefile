@@ -37,9 +37,9 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -n auto --maxprocesses 4 $(BY_FILE)
 
-# two at a time: most start clusters, servers and workers of their own
+# three at a time: most start clusters, servers and workers of their own, and wait for them
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not exhaustive" -n 2 $(BY_FILE)
+	$(PYTEST) -m "slow and not exhaustive" -n 3 $(BY_FILE)
 
 # every method on every family of backbones, as tiny random models
 conformance: $(STAMP)

@@ -39,44 +39,50 @@ def test_a_sweep_of_the_repository_passes_plan_on_the_real_rows(path, tmp_path, 
     assert "reuse unknown" not in capsys.readouterr().out
 
 
-def test_routing_keeps_a_real_task_that_another_follows(tmp_path):
-    file = tmp_path / "sweep.yaml"
-    file.write_text(SWEEP.replace("STORAGE", str(tmp_path / "runs")))
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The folder of the sweep, run to its end."""
+    folder = tmp_path_factory.mktemp("learned")
+    run(folder)
+    return folder
+
+
+def run(folder):
+    """Run it in a folder."""
+    file = folder / "sweep.yaml"
+    file.write_text(SWEEP.replace("STORAGE", str(folder / "runs")))
     assert main(["run", str(file), "--local"]) == 0
-    trials = {trial.values["router.mode"]: trial for trial in sweep_folder(tmp_path)}
+
+
+def generated_shares(folder):
+    """Of each stage, by the router's mode."""
+    return {
+        trial.values["router.mode"]: [event["metrics"]["generated_share"] for event in stages(trial.events())]
+        for trial in sweep_folder(folder)
+    }
+
+
+def test_routing_keeps_a_real_task_that_another_follows(learned):
+    trials = {trial.values["router.mode"]: trial for trial in sweep_folder(learned)}
     routed = stages(trials["soft"].events())
     assert [event["metrics"]["router_accuracy"] for event in routed] == [1.0, 1.0]
     first, last = (event["scores"] for event in routed)
     assert last["task1687"] == first["task1687"] > 0, "its adapter alone answers, so its score stays"
     assert routed[-1]["metrics"]["FM"] == 0
     assert routed[-1]["metrics"]["generated_share"] == 0.5, "the first task's answers were known"
-    store = SnapshotStore(Storage(tmp_path / "runs"))
+    store = SnapshotStore(Storage(learned / "runs"))
     for event in routed:
         facts = store.get(event["lineage"]).facts
         assert facts["losses"]["task"] < 0.5 * facts["first_losses"]["task"]
 
 
-def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(tmp_path, monkeypatch):
+def test_a_matrix_of_known_answers_is_the_one_that_generates_them_all(learned, tmp_path, monkeypatch):
     """Exactly, in float32: every stage scored with nothing known, on the snapshots of the first run."""
-    sizes = {"train_per_task: 48": "train_per_task: 8", "test_per_task: 8": "test_per_task: 4", "[soft, sum]": "[soft]"}
-    text = SWEEP.replace("STORAGE", str(tmp_path / "runs"))
-    for before, after in sizes.items():
-        text = text.replace(before, after)
-    file = tmp_path / "sweep.yaml"
-    file.write_text(text)
-
-    def run():
-        assert main(["run", str(file), "--local"]) == 0
-        (trial,) = sweep_folder(tmp_path)
-        shares = [event["metrics"]["generated_share"] for event in stages(trial.events())]
-        return results(sweep_folder(tmp_path)), shares
-
-    cached, shares = run()
-    assert shares == [1.0, 0.5], "the second stage knows the first task's answers"
-    shutil.rmtree(tmp_path / "runs" / "tiny")
-    shutil.rmtree(tmp_path / "runs" / "predictions")
+    assert generated_shares(learned)["soft"] == [1.0, 0.5], "the second stage knows the first task's answers"
+    forgotten = shutil.ignore_patterns("tiny", "predictions")
+    shutil.copytree(learned / "runs", tmp_path / "runs", ignore=forgotten)
     monkeypatch.setattr(evaluation, "read_sealed_json", lambda path: None)
     monkeypatch.setattr(Context, "recent", lambda self, trial, position: {})
-    generated, shares = run()
-    assert shares == [1.0, 1.0]
-    assert generated == cached
+    run(tmp_path)
+    assert generated_shares(tmp_path) == {"soft": [1.0, 1.0], "sum": [1.0, 1.0]}
+    assert results(sweep_folder(tmp_path)) == results(sweep_folder(learned))

@@ -14,10 +14,35 @@ from pathlib import Path
 
 from helpers.sweeps import wait_until
 
-HALTING = """
+ARRIVALS = """
+import importlib.util
+import sys
+
+
+class Arrival:
+    # Calls `then(module)` when it is imported, and not before: Ray gives a worker a minute to appear, and torch takes
+    # long on a busy machine.
+
+    def __init__(self, name, then):
+        self.name, self.then = name, then
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), self.then(module))
+        return spec
+"""
+"""The beginning of a `sitecustomize` that changes a module as soon as it is there."""
+
+HALTING = (
+    ARRIVALS
+    + """
 import contextlib
 import os
-import sys
 
 PLACE = os.environ["MOMENT"]
 PROGRAMS = ("latent_sweep.run", "latent_sweep.cli", "default_worker.py")
@@ -25,33 +50,37 @@ PROGRAMS = ("latent_sweep.run", "latent_sweep.cli", "default_worker.py")
 
 def wrap():
     import functools
-    import importlib
     import json
     import time
 
     with open(os.path.join(PLACE, "moment.json"), encoding="utf-8") as file:
         moment = json.load(file)
-    module, _, names = moment["function"].partition(":")
-    *owners, name = names.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    call, halts = getattr(owner, name), eval(moment["when"])
+    name, _, names = moment["function"].partition(":")
 
-    @functools.wraps(call)
-    def halting(*arguments, **named):
-        if halts(*arguments, **named):
-            with contextlib.suppress(FileExistsError):  # somebody has halted before: only the first one does
-                with open(os.path.join(PLACE, "reached"), "x", encoding="utf-8") as file:
-                    file.write(str(os.getpid()))
-                while os.path.isdir(PLACE) and not os.path.exists(os.path.join(PLACE, "let go")):
-                    time.sleep(0.02)
-        return call(*arguments, **named)
+    def arrived(module):
+        *owners, name = names.split(".")
+        owner = functools.reduce(getattr, owners, module)
+        call, halts = getattr(owner, name), eval(moment["when"])
 
-    setattr(owner, name, halting)
+        @functools.wraps(call)
+        def halting(*arguments, **named):
+            if halts(*arguments, **named):
+                with contextlib.suppress(FileExistsError):  # somebody has halted before: only the first one does
+                    with open(os.path.join(PLACE, "reached"), "x", encoding="utf-8") as file:
+                        file.write(str(os.getpid()))
+                    while os.path.isdir(PLACE) and not os.path.exists(os.path.join(PLACE, "let go")):
+                        time.sleep(0.02)
+            return call(*arguments, **named)
+
+        setattr(owner, name, halting)
+
+    Arrival(name, arrived)
 
 
 if any(name in argument for argument in sys.orig_argv for name in PROGRAMS):
     wrap()
 """
+)
 
 
 class Moment:

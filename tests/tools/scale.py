@@ -39,6 +39,7 @@ from typing import Any
 
 import psutil
 from helpers.mlflow_server import Server, empty_database
+from helpers.moments import ARRIVALS
 from helpers.ray_heads import node, nodes
 from helpers.sweeps import start, write, write_benchmark
 from tools.chaos import HEADER as KILLS_HEADER
@@ -58,25 +59,14 @@ SAMPLE_SECONDS = 1.0
 LONGEST_SECONDS = 3600.0
 """For one sweep."""
 
-IMITATION = """
+IMITATION = (
+    ARRIVALS
+    + """
 import os
-import sys
 
-if any("default_worker.py" in argument for argument in sys.orig_argv):
-    import importlib.util
+if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep.run", "default_worker.py")):
     import random
 
-    class Arrival:  # not at the start: Ray gives a worker a minute to appear, and torch takes long on a busy machine
-        def find_spec(self, name, path=None, target=None):
-            if name != "latent_sweep.learn.trial":
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (run(module), imitate(module))
-            return spec
-
-    sys.meta_path.insert(0, Arrival())
     chance = float(os.environ["SCALE_FAILURES"])
     known = {}
 
@@ -117,7 +107,10 @@ if any("default_worker.py" in argument for argument in sys.orig_argv):
                 file.write(b".")
 
         stage.train_pack, evaluation.Evaluator.score, trial.say_finished = train_pack, score, say_finished
+
+    Arrival("latent_sweep.learn.trial", imitate)
 """
+)
 """What each worker imports at its start, as `sitecustomize`."""
 
 
@@ -346,7 +339,7 @@ REFUSED = 40
 
 
 class Crowd(Killed):
-    """An imitated sweep on a cluster that is struck, and every process that it has had."""
+    """An imitated sweep on a cluster that is struck, and its processes; one without workers is local."""
 
     def __init__(
         self,
@@ -363,7 +356,9 @@ class Crowd(Killed):
             hooks.write(IMITATION)
         self.path = imitation.path
         self.environment = imitation.environment | self.events.environment
-        self.cluster, self.ray = stack.enter_context(nodes(0, *[1] * workers, **self.environment))
+        self.ray: Mapping[str, str] = {}
+        if workers:
+            self.cluster, self.ray = stack.enter_context(nodes(0, *[1] * workers, **self.environment))
         self.members: set[psutil.Process] = set()
         self.process: subprocess.Popen[str] | None = None
         self.landed: list[Landed] = []
@@ -371,7 +366,8 @@ class Crowd(Killed):
     def launch(self) -> subprocess.Popen[str]:
         """The main job, if it is not there already."""
         if self.process is None:
-            self.process = start(self.path, **self.ray, **self.environment)
+            where = [] if self.ray else ["--local"]
+            self.process = start(self.path, *where, **self.ray, **self.environment)
             assert self.process.stdout is not None
             fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
         return self.process
@@ -451,7 +447,7 @@ def struck(
     """
     broken: list[str] = []
     with contextlib.ExitStack() as stack:
-        calm = Crowd(Imitation(folder / "calm", trials, failures=0), workers, stack, watched)
+        calm = Crowd(Imitation(folder / "calm", trials, failures=0), 0, stack, watched)
         stack.callback(calm.close)
         calm.finish()
         expected, totals = outcome(calm.sweep()), {kind: calm.events.count(kind) for kind in KINDS}
