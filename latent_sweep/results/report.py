@@ -1,6 +1,7 @@
 """Runs on disk to tables: mean and spread over repetitions for each configuration, as text, Markdown, CSV or LaTeX.
 
-Inside, scores are fractions; in the tables they are per cent with two decimals.
+Inside, scores are fractions; in the tables they are per cent with two decimals. What programs read has four, for
+whoever rounds them again would round twice.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from latent_sweep.results.sections import Cell, Section, counts, router_value, s
 from latent_sweep.results.summaries import ROUTER_MEASURES, Statistic, Summary, protocol
 from latent_sweep.security import printable, spelled_out
 
+DECIMALS = 4
+"""Of scores in what programs read."""
+
 
 def records(summary: Summary) -> list[dict[str, Any]]:
-    """One flat row per configuration, scores in per cent rounded to two decimals, None where there is none."""
+    """One flat row per configuration, scores in per cent rounded to four decimals, None where there is none."""
     tasks = tasks_of(summary)
     measures = ROUTER_MEASURES if any(configuration.router for configuration in summary.configurations) else ()
     return [
@@ -42,7 +46,7 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             **{name: value_range(values, json.dumps) or None for name, values in protocol(configuration).items()},
             **_comparison_record(configuration.comparison, summary.is_compared),
             **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
-            **{measure.metric: router_value(configuration, measure) for measure in measures},
+            **{measure.metric: _rounded(router_value(configuration, measure)) for measure in measures},
             **{
                 f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
                 for name in summary.mixed
@@ -73,17 +77,18 @@ def _difference_record(measure: Measure, difference: Difference | None) -> dict[
     mean = difference.mean if difference else None
     values = {"difference": mean, "difference_low": low, "difference_high": high}
     return {
-        **{
-            f"{measure}_{part}": None if value is None else round(100 * value, 2) + 0.0
-            for part, value in values.items()
-        },
+        **{f"{measure}_{part}": _rounded(None if value is None else 100 * value) for part, value in values.items()},
         f"{measure}_resampled": difference.resampled if difference else "nothing",
     }
 
 
 def _percent(statistic: Statistic | None, part: str) -> float | None:
     value = getattr(statistic, part, None)
-    return None if value is None else round(100 * value, 2)
+    return _rounded(None if value is None else 100 * value)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, DECIMALS) + 0.0  # no -0.0
 
 
 def score_matrix_csv(tasks: Sequence[str], scores: Sequence[Sequence[float | None]]) -> str:
@@ -157,7 +162,7 @@ def _csv_cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     return (
-        f"{value:.2f}"
+        f"{value:.{DECIMALS}f}"
         if isinstance(value, float) and name.startswith(("AP_", "LA_", "FM_", "score/", "router_"))
         else format_value(value)
     )

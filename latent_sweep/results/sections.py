@@ -407,7 +407,7 @@ def _router(summary: Summary) -> Table | None:
 def router_value(configuration: Configuration, measure: RouterMeasure) -> float | None:
     """A measure of the router as tables show it; None where nothing is known of it."""
     statistic = configuration.router.get(measure.metric)
-    return None if statistic is None else round(measure.factor * statistic.mean, 2)
+    return None if statistic is None else measure.factor * statistic.mean
 
 
 # --- lines

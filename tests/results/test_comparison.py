@@ -384,12 +384,12 @@ def test_the_tables_of_all_formats(sweep):
     baseline, ours = csv.DictReader(io.StringIO(report.render(summary, "csv")))
     assert (baseline["AP_difference"], baseline["baseline"], baseline["n_pairs"]) == ("", "", "0")
     assert [ours[f"AP_difference{part}"] for part in ("", "_low", "_high")] == [
-        f"{100 * value:.2f}" for value in (difference.mean, *difference.interval)
+        f"{100 * value:.4f}" for value in (difference.mean, *difference.interval)
     ]
-    assert (ours["baseline"], ours["n_pairs"], ours["FM_difference"]) == ("method=seq_lora", "3", "-19.00")
+    assert (ours["baseline"], ours["n_pairs"], ours["FM_difference"]) == ("method=seq_lora", "3", "-19.0000")
     assert (ours["AP_resampled"], ours["FM_resampled"]) == ("repetitions and rows", "repetitions")
     for measure, found in summary.configurations[1].comparison.differences.items():
-        assert float(ours[f"{measure}_difference"]) == round(100 * found.mean, 2)
+        assert float(ours[f"{measure}_difference"]) == round(100 * found.mean, 4)
     assert "comparisons" not in text and "3; in brackets" in text
     assert "two to four pairs: too narrow an interval from rows" in text
 
