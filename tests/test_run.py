@@ -77,6 +77,7 @@ def test_the_files_of_every_trial_are_there_and_agree(finished):
         assert result["timings"]["seconds_train"] > 0
         first, second = (event["metrics"]["generated_share"] for event in stages(trial.events()))
         assert result["generated_share"] == pytest.approx((first * 12 + second * 24) / 36)
+        assert [event["metrics"]["answers_asked"] for event in stages(trial.events())] == [12, 24]
 
 
 def test_the_journal_tells_the_same_story(finished):

@@ -3,7 +3,8 @@
 Exact on purpose: pretrained weights have almost no gap in their spectrum, so a randomised SVD with its usual settings
 returns another subspace (one principal angle near 90 degrees), and an adapter trained on one basis means nothing on
 another. Two conventions make the basis unique: descending singular values, and in each right singular vector the entry
-of largest magnitude is positive. The first r columns of a larger truncation are the smaller truncation.
+of largest magnitude is positive. The first r columns of a larger truncation are the smaller truncation; of a randomised
+one they are not, and each rank has a file of its own.
 
 Weights are read one at a time, from a loaded model or from the files of its checkpoint, as they are in the computation:
 in the type of `backbone.dtype`, however they were published.
@@ -166,7 +167,7 @@ def load_factors(
         projections: by name; each weight is read once, and let go before the next one is.
         weights_digest: identity of the weights; part of the file's name.
         compute_rank: rank to compute when the cache has none large enough: the largest of the sweep, so that one
-            file serves every rank of it.
+            file of exact factors serves every rank of it.
 
     Raises:
         ConfigError: rank exceeds the smallest side of a projection.
@@ -178,7 +179,7 @@ def load_factors(
             f"method.rank: found {rank}; the smallest side of this backbone's adapted projections is {largest}, "
             "so at most that is possible"
         )
-    compute_rank = min(max(rank, compute_rank or 0), largest)
+    compute_rank = rank if algorithm == "randomized" else min(max(rank, compute_rank or 0), largest)
     stem = factors_name(weights_digest, algorithm)
     with ExitStack() as stack:
         with committing(folder):
@@ -225,15 +226,16 @@ def factors_name(weights_digest: str, algorithm: Algorithm) -> str:
 
 
 def _cached(folder: Path, stem: str, rank: int) -> Path | None:
-    """The cached file of the smallest sufficient rank."""
+    """The cached file of the smallest rank that serves."""
     return next((path for path in _of_rank(folder, stem, rank) if intact(path) and _holds_its_own(path)), None)
 
 
 def _of_rank(folder: Path, stem: str, rank: int) -> list[Path]:
-    """The cached files of a sufficient rank, the smallest first."""
+    """The cached files that serve a rank, the smallest first: randomised factors serve no other rank than their own."""
     paths = {path.stem.rpartition("-r")[2]: path for path in folder.glob(f"{stem}-r*.safetensors")}
     ranks = {int(text): path for text, path in paths.items() if text.isdecimal()}
-    return [ranks[found] for found in sorted(ranks) if found >= rank]
+    own = "-randomized-" in stem
+    return [ranks[found] for found in sorted(ranks) if found == rank or (found > rank and not own)]
 
 
 def _holds_its_own(path: Path) -> bool:

@@ -60,7 +60,8 @@ class LatentSpace:
         scale: s, the factor in front of every delta (A1).
         sigma_side: where Sigma stands (A2): `out` as in the paper's equation, `in` as in LoRA-XS's code, or nowhere.
         device, dtype: of the backbone.
-        kind: tells spaces of one backbone apart that are not prefixes of each other, e.g. the algorithm's name.
+        kind: tells spaces of one backbone apart that are not prefixes of each other: the algorithm's name, and where it
+            gives every rank a space of its own, the rank.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
 It learns nothing and knows no meaning. A task is the character n-grams of what all its training prompts begin with, its
 definition, or, where they begin alike in nothing, the share of them that has each n-gram. A prompt goes to the task of
 the largest cosine; that of two sets of n-grams a and b is `|a & b| / sqrt(|a| |b|)`. Where this control is as good as
-the router, the router's accuracy shows no more than that every task has a text of its own.
+the router, the router's accuracy shows no more than that every task has a text of its own. Where prompts begin with
+words that are the same in all tasks, as without definitions, nothing tells tasks apart, and the earliest is nearest.
 """
 
 from __future__ import annotations

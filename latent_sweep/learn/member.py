@@ -132,7 +132,7 @@ class MemberRun:
         task_loss = summary.first_losses.get("task", 0.0)  # at the end it may be next to nothing
         for name in training.learner.penalty():
             loss = summary.losses.get(name, 0.0)
-            if loss > PENALTY_WARNING * task_loss:
+            if task_loss and loss > PENALTY_WARNING * task_loss:  # a method from outside may call its terms otherwise
                 message = "task %s ends with %s (%.3g) %.0f times the first task loss (%.3g); lower its coefficient"
                 log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
         with recomputing(self.context.backbone, self.settings.training):  # some measure gradients once more

@@ -125,12 +125,16 @@ def _first_steps(run: MemberRun, on_step: Progress) -> TaskTraining:
     return replace(run.training(0, on_step), settings=settings, checkpoint=nowhere, validation=())
 
 
+_SIZES = ("batch_size", "micro_batch_size", "gradient_checkpointing", "optimizer")
+"""Settings of the training that decide how much of the memory and of the device a member takes."""
+
+
 def _key(pack: Pack) -> str:
     s = pack.trials[0].settings
     what = {
         "method": s.method.training_identity(),
         "backbone": s.backbone.identity(),
-        "batch_size": s.training.batch_size,
+        **{name: getattr(s.training, name) for name in _SIZES},
         "benchmark": s.benchmark.training_identity(),
         "hardware": hardware(),
     }

@@ -181,4 +181,5 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
         measured = evidence.measures()
     run.files.record(row, context.keep_answers)
-    return {"seconds_eval": time.monotonic() - began, "generated_share": generated / total} | rouge_1 | measured
+    answers = {"answers_asked": float(total), "generated_share": generated / total}
+    return {"seconds_eval": time.monotonic() - began} | answers | rouge_1 | measured

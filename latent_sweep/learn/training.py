@@ -27,7 +27,7 @@ from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.optimizing import Optimizer, Trained, optimizer_of
 from latent_sweep.learn.worker_group import WorkerGroup
-from latent_sweep.methods.capabilities import load_state, penalties_of, rows_trained, state_of
+from latent_sweep.methods.capabilities import drawn_by, load_drawn, load_state, penalties_of, rows_trained, state_of
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.store.snapshots import TaskCheckpoint
 from latent_sweep.sweep.groups import TrainingSettings
@@ -175,6 +175,9 @@ class _Trainer:
     def __init__(self, training: TaskTraining, engine: Engine, bank: AdapterBank):
         settings, self.training = training.settings, training
         self.learner = training.learner
+        self._found: tuple[dict[str, Tensor], dict[str, Any]] | None = engine.group.first(training.checkpoint.load)
+        if self._found:  # the rows are those of the steps that were taken
+            load_drawn(self.learner, _named(self._found[0], "drawn."))
         self.rows = [dict(row) for row in rows_trained(training.learner, training.examples)]
         self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
         self.steps = settings.step_count(len(self.rows))
@@ -199,9 +202,9 @@ class _Trainer:
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one."""
-        found = self.group.first(self.training.checkpoint.load)
-        if found:
-            self.step = _resume(found, self.optimizer, self.history, self.selection, self.learner)
+        if self._found:
+            self.step = _resume(self._found, self.optimizer, self.history, self.selection, self.learner)
+            self._found = None
 
     @property
     def goes_on(self) -> bool:
@@ -236,13 +239,13 @@ class _Trainer:
                 _check_losses(losses, self.step)
                 _check_gradient(norm, self.step)
                 self.learner.after_step(self.step)
+                self.history.append(losses)
         except Exception as failure:
             self.failure = failure
         for parameter in self.learner.parameters().values():
             parameter.grad = None
         if self.failure is not None:
             return
-        self.history.append(losses)
         self.tokens += sum(self.lengths[i] for i in self.chosen(self.step))
         self.step += 1
         last = self.step == self.steps
@@ -472,6 +475,11 @@ class _History:
 
     def append(self, losses: Mapping[str, float]) -> None:
         self.names = self.names or list(losses)
+        if losses.keys() != set(self.names):
+            raise RuntimeError(
+                f"loss terms are {', '.join(losses)} at step {len(self.rows) + 1}, and were {', '.join(self.names)} "
+                "before; expected the same at every step of a task: give 0 for a term that a batch has nothing of"
+            )
         self.rows.append([losses[name] for name in self.names])
 
     def mean(self, last: bool) -> dict[str, float]:
@@ -527,6 +535,7 @@ def _state(
     together, member = optimizer
     tensors = {f"engine.{name}": value for name, value in together.state(member).items()}
     tensors |= {f"learner.{name}": value for name, value in state_of(learner).items()}
+    tensors |= {f"drawn.{name}": value for name, value in drawn_by(learner).items()}
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
     if selection:
         tensors |= {f"best.{name}": value for name, value in selection.parameters.items()}
@@ -543,16 +552,17 @@ def _resume(
 ) -> int:
     """Go on from a checkpoint; returns the steps already done."""
     tensors, facts = found
-
-    def named(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
     together, member = optimizer
-    together.load_state(member, named("engine."))
-    load_state(learner, named("learner."))
+    together.load_state(member, _named(tensors, "engine."))
+    load_state(learner, _named(tensors, "learner."))
     history.names, history.rows = facts["terms"], tensors["history"].tolist()
     if selection and facts["best_loss"] is not None:
         selection.loss = facts["best_loss"]
         parameters = learner.parameters()
-        selection.parameters = {name: t.to(parameters[name].device) for name, t in named("best.").items()}
+        selection.parameters = {name: t.to(parameters[name].device) for name, t in _named(tensors, "best.").items()}
     return int(facts["step"])
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -94,7 +94,11 @@ class RowFormat:
         known = target in self.labels if self.labels else bool(target)
         if not text or not known:
             return None
-        return {"prompt_ids": [*self.head, *text, *self.cue], "input_ids": text, "target_ids": [*target, self.eos]}
+        return self.row(text, target)
+
+    def row(self, text: Sequence[int], target: Sequence[int]) -> Example:
+        """Make a row of an input and a target, which has no EOS."""
+        return {"prompt_ids": [*self.head, *text, *self.cue], "input_ids": [*text], "target_ids": [*target, self.eos]}
 
 
 def separator(backbone: Backbone) -> int:
@@ -184,6 +188,21 @@ class Samples:
     """Well-formed ones, wanted or not."""
     drawn: int
     """All that were written."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors from which `load` has them again."""
+        return {
+            "inputs": padded([row["input_ids"] for row in self.rows]),
+            "targets": padded([row["target_ids"][:-1] for row in self.rows]),
+            "counts": torch.tensor([self.well_formed, self.drawn]),
+        }
+
+    @classmethod
+    def load(cls, format: RowFormat, tensors: Mapping[str, Tensor]) -> Samples:
+        """The samples that these tensors were made of."""
+        well_formed, drawn = map(int, tensors["counts"].tolist())
+        texts, targets = (unpadded(tensors[name]) for name in ("inputs", "targets"))
+        return cls(format, list(map(format.row, texts, targets)), well_formed, drawn)
 
 
 def draw(

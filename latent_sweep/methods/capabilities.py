@@ -100,6 +100,17 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
+class DrawsRows(Protocol):
+    """Draws what its rows are made of when the task begins; with other rounding, as elsewhere, it would draw others."""
+
+    def drawn(self) -> dict[str, Tensor]:
+        """Return what was drawn; the checkpoint keeps it."""
+
+    def load_drawn(self, drawn: Mapping[str, Tensor]) -> None:
+        """Take what `drawn` gave in place of what was drawn now, before the rows are made."""
+
+
+@runtime_checkable
 class Measured(Protocol):
     """Has numbers to tell of a task."""
 
@@ -143,6 +154,17 @@ def load_state(learner: Learner, state: Mapping[str, Tensor]) -> None:
     """Have a learner go on from what `state_of` gave."""
     if isinstance(learner, Stateful):
         learner.load_state(state)
+
+
+def drawn_by(learner: Learner) -> dict[str, Tensor]:
+    """Return what the rows were made of that were drawn when the task began."""
+    return learner.drawn() if isinstance(learner, DrawsRows) else {}
+
+
+def load_drawn(learner: Learner, drawn: Mapping[str, Tensor]) -> None:
+    """Have a learner make its rows of what `drawn_by` gave."""
+    if drawn and isinstance(learner, DrawsRows):
+        learner.load_drawn(drawn)
 
 
 def facts_of(learner: Learner) -> dict[str, float]:

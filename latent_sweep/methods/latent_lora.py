@@ -10,7 +10,7 @@ SVD in float32 (A35). The router's open points are in `latent_sweep.router`, the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -57,8 +57,8 @@ class LatentLoraSettings(MethodSettings):
     """r, rows and columns of every R."""
     alpha: float = Field(16.0, gt=0)
     """LoRA's alpha; the scale is s = alpha / rank (A1)."""
-    scale: Literal["alpha_over_r", "none"] | float = "alpha_over_r"
-    """s: alpha / rank, 1, or a number (A1)."""
+    scale: Literal["alpha_over_r", "none"] | Annotated[float, Field(gt=0)] = "alpha_over_r"
+    """s: alpha / rank, 1, or a number above 0 (A1)."""
     sigma_side: Literal["out", "in", "none"] = "out"
     """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS (A2)."""
     ortho_lambda: float = Field(ge=0, json_schema_extra=FROM_PRESET)
@@ -74,7 +74,7 @@ class LatentLoraSettings(MethodSettings):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input during training (A28)."""
     svd: Literal["exact", "randomized"] = "exact"
-    """How factors are computed; `randomized` is LoRA-XS's own, another subspace (A35)."""
+    """How factors are computed; `randomized` is LoRA-XS's own, another subspace, for every rank its own (A35)."""
 
     @property
     def s(self) -> float:
@@ -118,7 +118,7 @@ class LatentLora(Method):
         if identity["R_init"] != "normal":
             del identity["R_std"]
         del identity["alpha"]  # it acts through the scale alone
-        return {**identity, "scale": s.s, "factors": versions.FACTORS}
+        return {**identity, "scale": s.s, "factors": versions.FACTORS if s.svd == "exact" else versions.RANDOMIZED}
 
     def rank(self) -> int:
         """Return the adapter rank r."""
@@ -144,7 +144,8 @@ class LatentLora(Method):
                 s.svd,
                 self.context.largest_rank,
             )
-            self._space = LatentSpace(factors, s.s, s.sigma_side, backbone.device, backbone.model.dtype, s.svd)
+            kind = s.svd if s.svd == "exact" else f"{s.svd} {s.rank}"
+            self._space = LatentSpace(factors, s.s, s.sigma_side, backbone.device, backbone.model.dtype, kind)
         return self._space
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LatentLearner:

@@ -210,6 +210,22 @@ class Lfpt5Learner(Learner):
         own = [self._with_prompt(row, self._format, pseudo=False) for row in rows]
         return own + [self._with_prompt(row, s.format, pseudo=True) for s in self._samples for row in s.rows]
 
+    def drawn(self) -> dict[str, Tensor]:
+        """Return the pseudo-samples, by the position of their task."""
+        parts = ((position, samples.tensors()) for position, samples in enumerate(self._samples))
+        return {f"{position}.{name}": tensor for position, tensors in parts for name, tensor in tensors.items()}
+
+    def load_drawn(self, drawn: Mapping[str, Tensor]) -> None:
+        """Take the pseudo-samples that the steps so far have replayed."""
+        from latent_sweep.methods._pseudo_samples import Samples
+
+        self._samples = [
+            Samples.load(
+                samples.format, {part: drawn[f"{position}.{part}"] for part in ("inputs", "targets", "counts")}
+            )
+            for position, samples in enumerate(self._samples)
+        ]
+
     def _with_prompt(self, row: Example, format: RowFormat, pseudo: bool) -> Example:
         written = format.write(row, self._settings.sample_length)
         lm = {"prompt_ids": self._method.prompt(format.name), "target_ids": written}

@@ -6,7 +6,8 @@ measures `float64`, times `datetime64[ns, UTC]`; what is not known is missing (`
 
 A setting's column has the type that fits its values in all trials of the sweep, run or not: `string` for texts, `Int64`
 for whole numbers, `float64` where others are among them, `boolean`, and `object`, with the values as the sweep file has
-them, for lists and for what mixes such kinds. A setting that a trial does not read is missing there.
+them, for what mixes such kinds and for lists, as tuples, which `groupby` takes. A setting that a trial does not read is
+missing there.
 """
 
 from __future__ import annotations
@@ -233,7 +234,8 @@ class SweepResults:
         return {name: _dtype(trial.values[path] for trial in self._folder) for path, name in self.axes.items()}
 
     def _settings(self, trial: TrialFolder) -> Row:
-        return {name: trial.values[path] for path, name in self.axes.items()}
+        values = ((name, trial.values[path]) for path, name in self.axes.items())
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
 
     def _trial_row(self, trial: TrialFolder) -> Row:
         events = trial.events()

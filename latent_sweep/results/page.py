@@ -96,7 +96,10 @@ def _worth_reading(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequ
     return [(name, rows) for name, rows in found if rows]
 
 
-_SHOWN = ("method.name", "backbone.name", "backbone.dtype", "benchmark.name", "benchmark.order", "training.epochs")
+_SHOWN = (
+    *("method.name", "backbone.name", "backbone.dtype", "benchmark.name", "benchmark.order", "training.epochs"),
+    *("benchmark.tasks", "benchmark.train_per_task", "benchmark.test_per_task"),
+)
 
 
 def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
@@ -104,14 +107,14 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
     trials = list(sweep)
     values = {axis: dict.fromkeys(format_value(trial.values[axis]) for trial in trials) for axis in sweep.axes}
     varies = [f"{axis}: {', '.join(found)}" for axis, found in values.items()]
-    fixed = {
-        path: format_value(trials[0].params[path])
-        for path in (*_SHOWN, "benchmark.tasks", "benchmark.train_per_task", "benchmark.test_per_task")
-        if trials and path in trials[0].params and path not in sweep.axes
-    }
+    told = [path for path in _SHOWN if path not in sweep.axes]
+    found = {path: dict.fromkeys(format_value(trial.params.get(path)) for trial in trials) for path in told}
+    fixed = {path: next(iter(each)) for path, each in found.items() if len(each) == 1 and each.keys() != {"-"}}
+    follows = [f"{path}: {', '.join(each)}" for path, each in found.items() if len(each) > 1]
     cost = summary.cost
     facts = [("varies", "; ".join(varies) or "nothing")]
     facts += [("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items()))]
+    facts += [("follows from these", "; ".join(follows))]
     hours = f"{cost.seconds_learning / 3600:.2f} hours learning, {cost.seconds_answering / 3600:.2f} hours answering"
     facts += [("took", f"{hours}, of all workers together")]
     facts += [("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or there already")]

@@ -7,10 +7,11 @@ colour-blind, markers and dashes without any colour.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,14 @@ def sweep_pictures(summary: Summary) -> list[Picture]:
     if not ranked:
         return []
     different, equal = _different(ranked)
-    several = [configuration for configuration in different if len(configuration.matrices[0].tasks) > 1]
-    found = [_matrices(different)]
-    if several:
-        found = [_over_tasks(several), _forgetting(several), *found]
-    drawn = [picture._replace(caption=picture.caption + equal) for picture in found]
+    long, by_task = (_repetitions_alike(different, key) for key in (len, tuple))
+    found = [(_matrices(by_task), by_task)]
+    if several := [one for one in by_task if len(one.matrices[0].tasks) > 1]:
+        lines = [one for one in long if len(one.matrices[0].tasks) > 1]
+        found = [(_over_tasks(lines), long), (_forgetting(several), by_task), *found]
+    drawn = [
+        picture._replace(caption=picture.caption + _left_out(different, shown) + equal) for picture, shown in found
+    ]
     return [*_curves(summary, ranked), *_interactions(summary), *_differences(summary, ranked), *drawn]
 
 
@@ -81,6 +85,20 @@ def _different(ranked: Sequence[Configuration]) -> tuple[list[Configuration], st
     more = f"; and {len(groups) - EQUAL} more groups" if len(groups) > EQUAL else ""
     told = f"; with the same scores, and drawn once: {'; '.join(groups[:EQUAL])}{more}" if groups else ""
     return [found[0] for found in alike.values()], told
+
+
+def _repetitions_alike(found: Sequence[Configuration], key: Callable[[Sequence[str]], Any]) -> list[Configuration]:
+    """Each with those of its trials alone whose tasks have the same key as its first one's: others have no mean."""
+    first = [key(one.matrices[0].tasks) for one in found]
+    return [
+        dataclasses.replace(one, matrices=tuple(matrix for matrix in one.matrices if key(matrix.tasks) == wanted))
+        for one, wanted in zip(found, first, strict=True)
+    ]
+
+
+def _left_out(found: Sequence[Configuration], shown: Sequence[Configuration]) -> str:
+    count = sum(len(one.matrices) for one in found) - sum(len(one.matrices) for one in shown)
+    return f"; without {count} trials of other streams of tasks than their configuration's first one" if count else ""
 
 
 def _listed(names: Sequence[str]) -> str:

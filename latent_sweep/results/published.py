@@ -23,6 +23,8 @@ class Published:
     table: int
     average_performance: float
     forgetting: float
+    protocol: Mapping[str, Any]
+    """Settings that it was trained with, by dotted path."""
 
 
 def find_published(settings: Mapping[str, Any], n_tasks: int) -> Published | None:
@@ -32,14 +34,15 @@ def find_published(settings: Mapping[str, Any], n_tasks: int) -> Published | Non
         settings: what all trials of the configuration have in common, by dotted path.
         n_tasks: how many tasks its stream has.
     """
-    order = str(settings.get("benchmark.order"))
-    as_published = n_tasks == TASKS and settings.get("backbone.targets") is None
-    for row in content()["rows"] if as_published else ():
+    order, told = str(settings.get("benchmark.order")), content()
+    streams = {str(number): name for number, name in told["benchmarks"].items()}
+    own = n_tasks != TASKS or settings.get("benchmark.name") != streams.get(order)
+    for row in () if own else told["rows"]:
         named = (row["method"], row["backbone"]) == (settings.get("method.name"), settings.get("backbone.name"))
         numbers = {str(number): found for number, found in row["orders"].items()}.get(order)
-        wanted = row.get("settings", content()["settings"])
+        wanted = told["of_all"] | row.get("settings", told["settings"])
         if named and numbers and all(_is_one_of(settings.get(path), values) for path, values in wanted.items()):
-            return Published(row["table"], numbers[0] / 100, numbers[1] / 100)
+            return Published(row["table"], numbers[0] / 100, numbers[1] / 100, told["protocol"][row["backbone"]])
     return None
 
 

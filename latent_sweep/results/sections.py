@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,15 +94,8 @@ def together(summaries: Sequence[Summary]) -> Section:
 def _same_order(*pair: Summary) -> Iterator[str]:
     """Say how far two sweeps rank what both have finished alike, whatever was chosen for either by tuning."""
     chosen = frozenset().union(*(summary.chosen for summary in pair))
-    first, second = (
-        {
-            label({name: value for name, value in one.values.items() if name not in chosen}): one.average_performance
-            for one in summary.configurations
-            if one.average_performance is not None
-        }
-        for summary in pair
-    )
-    both = [(found.mean, second[name].mean) for name, found in first.items() if name in second]
+    first, second = (_by_label(summary, chosen) for summary in pair)
+    both = [(first[name], second[name]) for name in first if name in second]
     if len(both) < _RANKING:
         return
     from scipy.stats import kendalltau  # takes half a second
@@ -115,6 +108,16 @@ def _same_order(*pair: Summary) -> Iterator[str]:
             f"Kendall's tau {tau:.2f} (1: alike, 0: unrelated, -1: reversed); {swapped} of "
             f"{math.comb(len(both), 2)} pairs swap"
         )
+
+
+def _by_label(summary: Summary, chosen: Set[str]) -> dict[str, float]:
+    """Mean AP by a configuration's label without what was chosen, where no other configuration has the same one."""
+    found: dict[str, list[float]] = {}
+    for one in summary.configurations:
+        if one.average_performance is not None:
+            name = label({name: value for name, value in one.values.items() if name not in chosen})
+            found.setdefault(name, []).append(one.average_performance.mean)
+    return {name: means[0] for name, means in found.items() if len(means) == 1}
 
 
 NOT_ALIKE = "Not all trials were computed alike"
@@ -241,6 +244,11 @@ def _main_notes(summary: Summary) -> list[str]:
         "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
     ]
+    if any(one.n_stopped and one.n_finished for one in summary.configurations):
+        notes.append(
+            "where a scheduler has stopped some trials of a row and others have finished, its means are those of the "
+            "better ones: no other row compares with them, and it is never the best"
+        )
     told = _protocol_beside_axes(summary)
     differing = _differing(told)
     notes.append("; ".join(f"{name}: {meaning}" for name, meaning in _PROTOCOL.items() if name in told))
@@ -339,7 +347,9 @@ def _published(summary: Summary) -> Table | None:
         found = find_published(configuration.settings, configuration.n_tasks)
         if found is None:
             continue
-        less = {path: value for path in _LESS if (value := configuration.settings.get(path)) is not None}
+        settings = configuration.settings
+        less = {path: value for path in _LESS if (value := settings.get(path)) is not None}
+        less |= {path: settings[path] for path, value in found.protocol.items() if settings.get(path, value) != value}
         pairs = (
             (configuration.average_performance, found.average_performance),
             (configuration.forgetting, found.forgetting),
@@ -359,7 +369,7 @@ def _published(summary: Summary) -> Table | None:
 def _published_notes() -> list[str]:
     return [
         f"paper: {content()['source']}; ours: this sweep's mean; gap: ours minus the paper's, in percentage points",
-        "other settings: what makes less of the paper's cell, so that ours is not quite the same",
+        "other settings: limits that make less of the paper's cell, and other numbers of epochs and rows in a batch",
     ]
 
 

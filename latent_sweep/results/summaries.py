@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.comparison import Comparison, Outcomes, compare, find_baselines
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
@@ -89,6 +90,8 @@ class Configuration:
     """Metric of `ROUTER_MEASURES` -> its value after the last task that has one; a mean over stages of the AUROC."""
     computed_with: Mapping[str, tuple[str, ...]]
     """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
+    n_stopped: int = 0
+    """How many of its trials a scheduler has stopped."""
     matrices: tuple[ScoreMatrix, ...] = ()
     """Of its finished trials."""
     comparison: Comparison | None = None
@@ -154,10 +157,12 @@ class Summary:
 
     @cached_property
     def best_average_performance(self) -> float | None:
-        """The highest mean AP of any configuration; None before the first trial finishes."""
-        return max(
-            (c.average_performance.mean for c in self.configurations if c.average_performance is not None), default=None
-        )
+        """The highest mean AP of any configuration none of whose trials was stopped; None where none has finished.
+
+        What a scheduler has stopped was the worse part, so the mean of the rest compares with no other's.
+        """
+        found = [c.average_performance for c in self.configurations if not c.n_stopped]
+        return max((statistic.mean for statistic in found if statistic is not None), default=None)
 
     @cached_property
     def is_compared(self) -> bool:
@@ -165,9 +170,9 @@ class Summary:
         return any(configuration.comparison is not None for configuration in self.configurations)
 
     def is_best(self, configuration: Configuration) -> bool:
-        """Whether no configuration has a higher mean AP."""
-        found = configuration.average_performance
-        return found is not None and found.mean == self.best_average_performance
+        """Whether no configuration has a higher mean AP, but for the rounding of sums."""
+        found, best = configuration.average_performance, self.best_average_performance
+        return found is not None and best is not None and not configuration.n_stopped and best - found.mean < ROUNDING
 
 
 @dataclass(frozen=True)
@@ -392,6 +397,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
         computed_with=_values_by_name(
             ((name, value) for name, values in each.computed_with.items() for value in values) for each in members
         ),
+        n_stopped=sum(each.status == "stopped" for each in members),
         matrices=matrices,
     )
 
@@ -402,7 +408,7 @@ class _Costs:
     def __init__(self) -> None:
         self._learning: dict[tuple[str, int], float] = {}
         """Seconds, by training id and tasks seen."""
-        self._answering, self._reused, self._generated, self._asked = 0.0, 0, 0.0, 0
+        self._answering, self._reused, self._generated, self._asked = 0.0, 0, 0.0, 0.0
 
     def add(self, trial: TrialFolder, events: Sequence[Event]) -> None:
         """Add what a trial's journal tells."""
@@ -414,8 +420,9 @@ class _Costs:
             else:
                 self._learning.setdefault(place, metrics.get("seconds_train", 0.0))
             if "generated_share" in metrics:
-                self._generated += metrics["generated_share"] * len(stage["scores"])
-                self._asked += len(stage["scores"])
+                asked = metrics.get("answers_asked", len(stage["scores"]))  # earlier versions tell of tasks alone
+                self._generated += metrics["generated_share"] * asked
+                self._asked += asked
 
     def total(self) -> Cost:
         """Return what they have taken together."""
@@ -446,7 +453,7 @@ def _compared(
 def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[str, Outcomes]:
     """What the finished trials have come to, by what tells one repetition from another."""
     return {
-        json.dumps([each.trial.params[axis] for axis in repeats]): outcomes(each.trial)
+        json.dumps([each.trial.params.get(axis) for axis in repeats]): outcomes(each.trial)
         for each in members
         if each.status == "finished"
     }

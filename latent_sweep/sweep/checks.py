@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,9 +30,9 @@ from latent_sweep.benchmarks.prompts import (
     split_prompts,
 )
 from latent_sweep.benchmarks.rows import Row
-from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
+from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
 from latent_sweep.errors import DataError, MissingData
-from latent_sweep.metrics import normalise_answer
+from latent_sweep.metrics import normalise_answer, number_match
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
 from latent_sweep.sweep.config import Sweep, fault_report
@@ -42,10 +43,18 @@ log = logging.getLogger(__name__)
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
 
+UNCOUNTED: Mapping[str, tuple[Callable[[str], bool], str]] = {
+    **dict.fromkeys(
+        ("rouge_l", "rouge_1"), (lambda text: not re.search("[a-z0-9]", text.lower()), "a to z or a digit")
+    ),
+    "number_match": (lambda text: not number_match(text, [text]), "number"),
+}
+"""Metric -> whether even an equal answer scores 0, and what of an answer it counts."""
+
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
 
-CHECKS_VERSION = 2
+CHECKS_VERSION = 3
 """Raised when `check_pack` would find something else in the same rows."""
 
 
@@ -124,6 +133,7 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
         if not _marker(case.key, folder).exists():
             _check_targets(case, found)
             _check_empty(case, found)
+            _check_uncounted(case, found)
             _check_room(case, found)
             counted.append(case.key)
     for warning in found.warnings:
@@ -384,6 +394,7 @@ def check_rows(case: Case, found: Findings) -> bool:
     _check_definition(case, found)
     _check_targets(case, found)
     _check_empty(case, found)
+    _check_uncounted(case, found)
     if case.reader.tokenizer is None:
         return False
     _check_room(case, found)
@@ -455,6 +466,18 @@ def _check_empty(case: Case, found: Findings) -> None:
             advice = f"leave them out by benchmark.drop_unlabelled: true, or {advice}"
         problem = "hold no letter or digit, so that an empty answer counts as equal"
         _tell(case.name, case, split, problem, spoiled, advice, "empty_answers", found)
+
+
+def _check_uncounted(case: Case, found: Findings) -> None:
+    """Find answers that their metric gives 0 whatever is answered; `_check_empty` finds those that hold nothing."""
+    metric = scoring_metric(case.settings, case.task)
+    if metric not in UNCOUNTED:
+        return
+    lacks, what = UNCOUNTED[metric]
+    spoiled = _spoiled(case, case.rows["test"], "test", lambda text: bool(normalise_answer(text)) and lacks(text))
+    problem = f"hold no {what}, which is all that {metric} counts: it gives 0 to an equal answer"
+    advice = "score the task by another metric, e.g. edit_similarity or chrf"
+    _tell(case.name, case, "test", problem, spoiled, advice, "empty_answers", found)
 
 
 class _Spoiled(NamedTuple):

@@ -19,7 +19,7 @@ from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
 from latent_sweep.benchmarks.prompts import LOST, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, load_benchmark
 from latent_sweep.errors import DataError
-from latent_sweep.metrics import normalise_answer, number_match
+from latent_sweep.metrics import normalise_answer
 from latent_sweep.sweep.checks import Case, Findings, check_rows, reader_of
 from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
 
@@ -283,10 +283,6 @@ def _warn(case: Case, report: TaskReport, found: Findings) -> None:
             task,
             f"{report.alike:,} of {report.splits['test'].rows:,}",
         )
-    if case.task.metric == "number_match":
-        without = sum(not number_match(row.references[0], row.references[:1]) for row in case.rows["test"])
-        if without:
-            found.warn(f"{name}: answers hold no number, and number_match gives 0", task, f"{without:,} test")
 
 
 # --- near duplicates -------------------------------------------------------------------------------------------------

@@ -336,13 +336,15 @@ def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | N
     trials: dict[str, Trial] = {}
     faults: list[str] = []
     places: dict[str, str] = {}
-    for point in points(sweep):
+    found = points(sweep)
+    numbers = {path for point in found for path, value in point.items() if type(value) in (int, float)}
+    for point in found:
         try:
             written = trial_settings(sweep, point)
             if chosen is not None:
                 point = {**point, **chosen(written)}
                 written = trial_settings(sweep, point)
-            trial = plan_trial(written, point)
+            trial = plan_trial(written, point, sorted(numbers - point.keys()))
         except ConfigError as error:
             faults.append(str(error))
             continue
@@ -489,11 +491,12 @@ def _draw(kind: str, values: Sequence[Any], source: random.Random) -> Any:
     return math.exp(source.uniform(math.log(values[0]), math.log(values[1])))
 
 
-def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
+def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[str] = ()) -> Trial:
     """Plan one trial: defaults resolved, and what lies outside the settings looked at.
 
     Args:
         point: paths of the settings that vary.
+        elsewhere: paths of numbers that vary among other trials; its own, where it has them, are points of their curve.
     """
     s = resolve(written)
     spec = load_benchmark(s.benchmark.name)
@@ -520,7 +523,8 @@ def plan_trial(written: WrittenTrial, point: Iterable[str]) -> Trial:
     )
     unread = s.router.mode not in ROUTED
     # the values as resolved; what the router would not read says nothing about the trial
-    read = [path for path in point if not (unread and path.startswith("router.") and path != "router.mode")]
+    told = [*point, *(path for path in elsewhere if has_setting(s, path) and setting(s, path) is not None)]
+    read = [path for path in told if not (unread and path.startswith("router.") and path != "router.mode")]
     return Trial(
         trial_id=text_hash(json_list([training, inference])),
         training_id=text_hash(training),
@@ -571,6 +575,15 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
     )
 
 
+def has_setting(settings: TrialSettings, path: str) -> bool:
+    """Whether a trial has a setting, or a group of settings, at a dotted path: methods have others."""
+    try:
+        setting(settings, path)
+    except AttributeError:
+        return False
+    return True
+
+
 def setting(settings: Any, path: str) -> Any:
     """Return the setting, or the group of settings, at a dotted path."""
     for name in path.split("."):
@@ -586,6 +599,11 @@ def trial_faults(trial: Trial) -> list[str]:
     if s.router.mode not in trial.method().mixings:
         possible = ", ".join(trial.method().mixings)
         faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
+    if s.benchmark.score_on == "validation" and s.training.select == "best_validation":
+        faults.append(
+            "training.select: found best_validation where rows held out are scored (benchmark.score_on: validation, as "
+            "tune: does), but it would choose among epochs by those very rows; use last"
+        )
     if s.router.mode in ROUTED:
         faults += once("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
     # rows that cannot be scored are better found before anything is learned
@@ -636,6 +654,11 @@ def _definition_faults(trial: Trial) -> list[str]:
     told = [task for task in trial.tasks if task.instruction.strip()]
     if wanted == "verbatim":
         return []
+    if trial.settings.benchmark.score_on == "validation":
+        return [
+            f"benchmark.prompts.definition: found {wanted!r} with benchmark.score_on: validation, but rows held out of "
+            "the training rows keep the definition that is trained with; use verbatim, or score_on: test"
+        ]
     if not told:
         return [
             f"benchmark.prompts.definition: found {wanted!r}, but no task of {trial.spec.name} has an instruction; "

@@ -24,7 +24,10 @@ from latent_sweep.store.journal import stages, status
 from latent_sweep.store.sealed import is_sealed, sealed_json
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
 from latent_sweep.sweep.groups import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
-from latent_sweep.sweep.plan import Trial, plan_trial, points, resolve, setting, trial_faults
+from latent_sweep.sweep.plan import ROUTED, Trial, has_setting, plan_trial, points, resolve, setting, trial_faults
+
+EXACT = 9
+"""Decimals of a mean score: counts of right rows tell scores apart before them, and the order of a sum only after."""
 
 TUNING = "tuning.json"
 """What was chosen, in the sweep's folder."""
@@ -63,13 +66,30 @@ def choices(sweep: Sweep) -> list[Choice]:
     if tune is None:
         return []
     found: dict[str, Choice] = {}
+    unread: dict[str, frozenset[str]] = {}
     faults: list[str] = []
-    methods = set()
+    methods, judged, unknown = set(), set(), set(tune.apply_to)
     for point in points(sweep):
         settings = resolve(trial_settings(sweep, point))
         methods.add(settings.method.name)
-        shared = _shared(settings, tune, sweep)
-        if (key := canonical_json(shared)) not in found:
+        unknown -= {path for path in unknown if has_setting(settings, path)}
+        shared = _shared(settings, tune)
+        key, b = canonical_json(shared), settings.benchmark
+        if (stream := (b.name, b.order, b.tasks)) not in judged:  # of each, for trials that share a choice may differ
+            judged.add(stream)
+            try:
+                _rows_read(tune, settings)
+            except ConfigError as error:
+                faults.append(str(error))
+                continue
+        unread.setdefault(key, _unread(tune, settings))
+        if missed := sorted(unread[key] - _unread(tune, settings)):
+            faults.append(
+                f"tune: candidates are made from the first trial of a choice, which does not read {', '.join(missed)}, "
+                f"and a trial with router.mode {settings.router.mode} does, which shares that choice; add router.mode "
+                "to tune.apply_to"
+            )
+        if key not in found:
             try:
                 choice = Choice(shared, tuple(_candidates(sweep, tune, point, settings)))
             except ConfigError as error:
@@ -80,11 +100,13 @@ def choices(sweep: Sweep) -> list[Choice]:
     for name in tune.by_method:
         if name not in methods:
             faults.append(f"tune.by_method.{name}: no trial has this method; they have {', '.join(sorted(methods))}")
+    for path in sorted(unknown):
+        faults.append(f"tune.apply_to: found {path!r}; expected a group or setting of trial, e.g. method.rank")
     count = sum(len(choice.candidates) for choice in found.values())
     if count > MOST_TRIALS:
         faults.append(f"tune: {count:,} candidates; at most {MOST_TRIALS:,} are possible. Try fewer values")
     if faults:
-        raise fault_report(sweep.source, faults)
+        raise fault_report(sweep.source, list(dict.fromkeys(faults)))
     return list(found.values())
 
 
@@ -113,18 +135,23 @@ def candidate_trials(found: Sequence[Choice]) -> list[Trial]:
     return list(trials.values())
 
 
-def _shared(settings: TrialSettings, tune: TuneSettings, sweep: Sweep) -> dict[str, Any]:
-    """Return what trials that share a choice have in common, as training reads it."""
-    shared = {}
+def _shared(settings: TrialSettings, tune: TuneSettings) -> dict[str, Any]:
+    """Return what trials that share a choice have in common: of groups what training reads, or all where it is nothing.
+
+    A setting that the trial's method does not have is None.
+    """
+    shared: dict[str, Any] = {}
     for path in tune.apply_to:
-        try:
-            value = setting(settings, path)
-        except AttributeError:
-            raise fault_report(
-                sweep.source, [f"tune.apply_to: found {path!r}; expected a group or setting of trial, e.g. method.rank"]
-            ) from None
-        shared[path] = value.training_identity() if isinstance(value, Settings) else value
+        value = setting(settings, path) if has_setting(settings, path) else None
+        shared[path] = value.training_identity() or value.identity() if isinstance(value, Settings) else value
     return shared
+
+
+def _unread(tune: TuneSettings, settings: TrialSettings) -> frozenset[str]:
+    """Return the paths of what would be tried that the trial does not read: those of a router that it does without."""
+    tried = tune.tried(settings.method.name)
+    routers = frozenset(path for path in tried if path.startswith("router.") and path != "router.mode")
+    return frozenset() if settings.router.mode in ROUTED else routers
 
 
 def _candidates(
@@ -147,7 +174,9 @@ def _candidates(
 
 def _rows_read(tune: TuneSettings, settings: TrialSettings) -> dict[str, Any]:
     """Return the settings of the benchmark that candidates read, by dotted path."""
-    judged, held_out = settings.benchmark, {"score_on": "validation", "validation_fraction": tune.validation_fraction}
+    judged = settings.benchmark
+    held_out: dict[str, Any] = {"score_on": "validation", "validation_fraction": tune.validation_fraction}
+    held_out["prompts.definition"] = "verbatim"  # as all training rows have it
     spec = load_benchmark(judged.name)
     if isinstance(tune.on, str):
         names = [task.name for task in task_sequence(judged, spec)]
@@ -265,7 +294,11 @@ def _tried(candidate: Candidate, trial: TrialFolder) -> Tried:
 def _rank(tried: Tried) -> tuple[Any, ...]:
     """Return a key by which the better of two candidates is the smaller."""
     assert tried.score is not None
-    return -tried.score, math.inf if tried.loss is None else tried.loss, *map(_size, tried.values.values())
+    return (
+        -round(tried.score, EXACT),
+        math.inf if tried.loss is None else tried.loss,
+        *map(_size, tried.values.values()),
+    )
 
 
 def _size(value: Any) -> tuple[int, float, str]:
@@ -283,7 +316,9 @@ def _remarks(best: Tried, tried: Sequence[Tried]) -> Iterator[str]:
         if len(others) > 1 and value in (others[0], others[-1]):
             edge = "smallest" if value == others[0] else "largest"
             yield f"the best {names[path]}, {format_value(value)}, is the {edge} tried"
-    equal = [t for t in tried if t.score == best.score and t is not best]
+    assert best.score is not None
+    as_good = round(best.score, EXACT)
+    equal = [t for t in tried if t.score is not None and round(t.score, EXACT) == as_good and t is not best]
     if equal:
         verb = "was" if len(equal) == 1 else "were"
         yield f"as good {verb} {'; '.join(_label(t.values) for t in equal)}, with a higher loss or larger values"
@@ -303,7 +338,7 @@ def chosen_for(sweep: Sweep, chosen: Sequence[Chosen]) -> Callable[[WrittenTrial
         return None
 
     def look_up(written: WrittenTrial) -> Mapping[str, Any]:
-        return values[canonical_json(_shared(resolve(written), tune, sweep))]
+        return values[canonical_json(_shared(resolve(written), tune))]
 
     return look_up
 

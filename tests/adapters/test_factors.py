@@ -16,7 +16,7 @@ from scipy.linalg import subspace_angles
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from latent_sweep.adapters import factors
-from latent_sweep.adapters.factors import load_factors, truncated_svd
+from latent_sweep.adapters.factors import load_factors, stored_singular_values, truncated_svd
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.stored import StoredProjection, stored_backbone
@@ -180,6 +180,18 @@ def test_other_weights_and_another_algorithm_have_files_of_their_own(targets, tm
         "one-randomized-v1-r4.safetensors",
         "two-exact-v1-r4.safetensors",
     ]
+
+
+def test_randomised_factors_are_those_of_their_rank_whatever_else_is_there(targets, tmp_path):
+    """A smaller rank's are no prefix of a larger one's: another subspace, in which a stored R means nothing."""
+    alone = parts(load_factors(targets, "digest", 4, tmp_path / "alone", "randomized"))
+    load_factors(targets, "digest", 16, tmp_path / "both", "randomized")
+    beside = parts(load_factors(targets, "digest", 4, tmp_path / "both", "randomized", compute_rank=16))
+    assert files(tmp_path / "both") == ["digest-randomized-v1-r16.safetensors", "digest-randomized-v1-r4.safetensors"]
+    assert all(torch.equal(alone[name], tensor) for name, tensor in beside.items())
+    values = stored_singular_values(["a"], "digest", 4, tmp_path / "both", "randomized")
+    assert np.array_equal(values[0], alone["a.S"])
+    assert stored_singular_values(["a"], "digest", 8, tmp_path / "both", "randomized") is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "flipped"])

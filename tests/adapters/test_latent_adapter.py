@@ -8,7 +8,7 @@ from torch import nn
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.adapters.factors import Factors, truncated_svd
-from latent_sweep.adapters.latent import LatentSpace, OrthoPenalty, blend
+from latent_sweep.adapters.latent import LatentDeltas, LatentSpace, OrthoPenalty, blend
 
 SIDES = ["out", "in", "none"]
 RANK, SCALE = 5, 0.5
@@ -46,6 +46,17 @@ def test_the_bank_answers_like_the_changed_weight(layers, side):
         for index, layer in enumerate(layers.values()):
             W = layer.weight.double() + dense_delta(layer.weight, R[index], side)
             assert_same_to_rounding(layer(h), (h.double() @ W.T).float(), 4 * PRODUCT)
+
+
+def test_ranks_with_a_space_of_their_own_are_not_trained_side_by_side(layers):
+    """Randomised factors of a smaller rank are no prefix of a larger one's; exact ones are."""
+
+    def deltas(rank, kind):
+        factors = {name: truncated_svd(layer.weight, rank, kind.split()[0]) for name, layer in layers.items()}
+        return LatentSpace(factors, SCALE, "out", kind=kind).deltas(normal(2, rank, rank))
+
+    assert LatentDeltas.beside([deltas(2, "exact"), deltas(4, "exact")], [1, 1]) is not None
+    assert LatentDeltas.beside([deltas(2, "randomized 2"), deltas(4, "randomized 4")], [1, 1]) is None
 
 
 @pytest.mark.parametrize("side", SIDES)

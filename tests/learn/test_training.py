@@ -13,7 +13,7 @@ from latent_sweep.backbones.batches import collate, epoch_batches, forward, labe
 from latent_sweep.backbones.known import KNOWN
 from latent_sweep.backbones.outputs import Outputs
 from latent_sweep.errors import NonFiniteLoss
-from latent_sweep.learn.training import derived_seed
+from latent_sweep.learn.training import _History, derived_seed
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.sweep.groups import TrainingSettings
@@ -334,6 +334,15 @@ def test_the_best_epoch_on_validation_is_kept(backbone, bank, train):
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_loss_terms_that_come_and_go_end_their_own_learner():
+    history = _History()
+    history.append({"task": 1.0, "kl": 0.5})
+    history.append({"kl": 0.4, "task": 0.9})
+    with pytest.raises(RuntimeError, match="loss terms are task at step 3, and were task, kl before"):
+        history.append({"task": 0.8})
+    assert history.mean(last=True) == {"task": 0.9, "kl": 0.4}
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice(train, tmp_path):

@@ -449,6 +449,32 @@ def test_cut_inside_a_task_it_ends_the_same(backbone, bank, tmp_path, writes):
     assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
 
 
+@pytest.mark.one_machine
+def test_what_a_task_has_drawn_is_what_it_replays_after_a_cut(backbone, bank, tmp_path, writes):
+    """Another machine would draw other pseudo-samples, and the steps taken have learned from these."""
+    own = method(backbone, bank, tmp_path)
+    snapshot, task = history_of(own, tmp_path, writes), second_task(backbone)
+
+    def run(name, *drawn, **others):
+        writes(*drawn)
+        learner = own.begin_task(task, [snapshot])
+        learn(learner, task.rows, backbone, bank, TRAINING, tmp_path / name, **others)
+        return learner.finish(), learner.facts()
+
+    def cut(step, steps, losses):
+        if step == 5:
+            raise KeyboardInterrupt
+
+    whole, facts = run("whole.safetensors", "warm|up", "cold|down")
+    for elsewhere in (("hot|up", "icy|down"), ("nothing", "of it")):
+        with pytest.raises(KeyboardInterrupt):
+            run("cut.safetensors", "warm|up", "cold|down", on_step=cut)
+        resumed, told = run("cut.safetensors", *elsewhere)
+        assert told == facts
+        assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
+        (tmp_path / "cut.safetensors").unlink()
+
+
 def test_recomputed_activations_change_nothing(backbone, bank, tmp_path):
     """The backward pass runs layers again after the passes for writing and for the teacher."""
     own = method(backbone, bank, tmp_path, kl_weight=0.2)

@@ -108,6 +108,41 @@ def test_a_method_from_outside_plans_like_one_of_ours_and_is_another(place):
     assert {source_of(name) for name in METHODS} == {None}
 
 
+NAMED = """
+from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner
+
+
+class NamedSettings(BranchSettings):
+    name: str
+
+
+class NamedLearner(LoraLearner):
+    def loss(self, outputs):
+        return {"cross_entropy": outputs.task_loss()}
+
+    def penalty(self):
+        return {"pull": 0.01 * self.A.square().sum()}
+
+
+class Named(BranchMethod):
+    settings_class = NamedSettings
+
+    def begin_task(self, task, history):
+        return NamedLearner(self.fresh(task), self.outputs, self.settings, self.active(history))
+"""
+
+
+def test_its_loss_terms_have_the_names_that_it_gives_them(place, tmp_path, runs):
+    """None needs to be called `task`, also beside a penalty."""
+    package = place.partition(".")[0]
+    (tmp_path / package / "named.py").write_text(NAMED)
+    benchmark = {"name": "builtin", "tasks": ["mood", "past"], "train_per_task": 8, "test_per_task": 2}
+    trial = {"method": {"name": f"{package}.named:Named", "rank": 4}, "benchmark": benchmark}
+    trial |= {"backbone": {"name": "tiny-llama", "dtype": "float32"}, "training": {"epochs": 1, "batch_size": 4}}
+    runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
+    assert [done.tasks_seen for done in runs.stages] == [1, 2]
+
+
 @pytest.mark.parametrize("file", ["sharp.py", "__init__.py", "helper.py"])
 def test_its_code_is_part_of_what_identifies_its_results(place, tmp_path, file):
     """Of all of its package, since the module may import any of it."""

@@ -168,4 +168,5 @@ def test_students_interval_is_scipys():
     found = student_interval([x - y for x, y in zip(ours, theirs, strict=True)])
     assert found == pytest.approx((expected.low, expected.high))
     assert student_interval([0.1]) is None
-    assert student_interval([0.0, 0.0]) == (0.0, 0.0)
+    assert student_interval([0.0, 0.0]) == student_interval([0.1 + 0.2 - 0.3, 0.0]) == (0.0, 0.0)
+    assert student_interval([0.005, 0.005]) is None, "two of two rows that differ alike are no certainty"

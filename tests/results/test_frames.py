@@ -163,7 +163,7 @@ def test_columns_and_types_are_those_of_the_docstring_also_when_nothing_is_there
         ([True, False], "boolean"),
         ([True, 1], "object"),
         (["auto", 1], "object"),
-        ([[1, 2], [3]], "object"),
+        ([(1, 2), (3,)], "object"),
         ([None], "object"),
     ],
 )

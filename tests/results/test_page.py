@@ -10,7 +10,10 @@ from helpers.sweep_folders import run_to_end, start, write_sweep
 
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
-from latent_sweep.results.page import render_page
+from latent_sweep.results import summaries
+from latent_sweep.results.page import _facts, render_page
+from latent_sweep.results.sections import together
+from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
 
 
@@ -141,6 +144,41 @@ def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
     assert "here and elsewhere rank the 4 configurations that both have by AP with Kendall's tau 0.67" in text
     assert "1 of 6 pairs swap" in text
     assert text.count("Kendall") == 1, "two make no ranking"
+
+
+def test_a_label_of_several_configurations_has_no_rank(tmp_path):
+    """Where one sweep has the rate as an axis, and in the other it was chosen."""
+    names = ["ewc", "lwf", "tasl", "o_lora"]
+    grid = write_sweep(
+        tmp_path, {"method.name": names, "training.learning_rate": [1e-3, 1e-2], "seed": [0]}, name="grid"
+    )
+    for number, trial in enumerate(grid):
+        run_to_end(trial, (0.1 + 0.1 * (number // 2)) if number % 2 == 0 else 0.9 - 0.1 * number, 0.0)
+    tuned = write_sweep(tmp_path, {"method.name": names, "training.learning_rate": [1e-3], "seed": [0]}, name="tuned")
+    values = {"training.learning_rate": 1e-3}
+    tried = {"values": values, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8, "seconds": 1.0}
+    choice = {"shared": {}, "values": values, "tried": [tried], "remarks": []}
+    (tuned.path / "tuning.json").write_bytes(sealed_json({"chosen": [choice]}))
+    for number, trial in enumerate(tuned):
+        run_to_end(trial, 0.1 + 0.1 * number, 0.0)
+    notes = " ".join(together([summaries.summarise(sweep) for sweep in (grid, tuned)]).notes)
+    assert "Kendall" not in notes
+
+
+def test_what_differs_between_trials_is_not_told_as_the_same_for_all(tmp_path):
+    """Defaults follow from the backbone: no axis of their own, and not the same."""
+    sweep = write_sweep(tmp_path, {"backbone.name": ["t5-large", "llama-2-7b"], "seed": [0]})
+    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
+    for entry, epochs in zip(content["trials"], (30, 15), strict=True):
+        entry["params"]["training.epochs"] = epochs
+    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    sweep = open_sweep(sweep.path)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    told = dict(_facts(sweep, summaries.summarise(sweep)))
+    assert "training.epochs" not in told["the same for all"]
+    assert told["follows from these"] == "training.epochs: 30, 15"
+    assert "benchmark.order 1" in told["the same for all"]
 
 
 def test_figures_are_written_beside_the_sweep(sweep, capsys):

@@ -156,13 +156,32 @@ def test_differences_from_a_baseline_have_their_intervals(tmp_path):
         _, *drawn = axes.lines
         for name, interval, mean in zip(("inc_lora", "o_lora"), drawn[::2], drawn[1::2], strict=True):
             difference = found[name].differences[measure]
-            assert list(interval.get_xdata()) == pytest.approx([100 * bound for bound in difference.interval])
+            bounds = difference.interval or (difference.mean, difference.mean)
+            assert list(interval.get_xdata()) == pytest.approx([100 * bound for bound in bounds])
             assert list(mean.get_xdata()) == pytest.approx([100 * difference.mean])
             assert (mean.get_markerfacecolor() == "white") == (not difference.told_apart)
     performance = picture.figure.axes[0]
     assert [text.get_text() for text in performance.get_yticklabels()] == ["inc_lora", "o_lora"]
     assert [found[name].differences["AP"].told_apart for name in ("inc_lora", "o_lora")] == [False, True]
     assert "differences" not in pictures_of(sweep)
+
+
+@pytest.mark.parametrize("streams", [[TASKS, TASKS[::-1]], [TASKS, TASKS[:2]]])
+def test_only_trials_of_one_stream_have_a_mean_by_task(streams, tmp_path, monkeypatch):
+    """Orders that repeat a configuration learn other tasks at a position, or are shorter."""
+    scores = {"sentiment": 0.9, "summary": 0.5, "intent": 0.1}
+    sweep = write_sweep(tmp_path, {"benchmark.order": ["1", "2"], "seed": [0]})
+    for trial, tasks in zip(sweep, streams, strict=True):
+        monkeypatch.setattr("helpers.sweep_folders.TASKS", tasks)
+        learned(trial, [[scores[task] for task in tasks[:seen]] for seen in range(1, len(tasks) + 1)])
+    found = {p.name: p for p in sweep_pictures(summaries.summarise(sweep, over=["benchmark.order"]))}
+    (matrix, *_) = found["matrices"].figure.axes
+    np.testing.assert_allclose(matrix.images[0].get_array()[-1], [90, 50, 10])
+    assert "without 1 trials of other streams of tasks" in found["matrices"].caption
+    assert "without 1 trials of other streams of tasks" in found["forgetting"].caption
+    (line,) = found["over_tasks"].figure.axes[0].lines
+    orders = [[90, 70, 50], [10, 30, 50]] if len(streams[1]) == 3 else [[90, 70, 50]]  # of one length
+    np.testing.assert_allclose(line.get_ydata(), np.mean(orders, axis=0))
 
 
 def test_equal_scores_are_compared_each_with_its_own_pairs(tmp_path):

@@ -1,5 +1,6 @@
 import csv
 import io
+import json
 import math
 import re
 import tracemalloc
@@ -14,6 +15,8 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results import report, summaries
 from latent_sweep.results.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.sealed import sealed_json
 
 AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
 
@@ -65,15 +68,19 @@ def test_numbers_worked_by_hand(summary):
     assert (second.n_finished, second.n_trials) == (1, 3)
     assert second.average_performance == summaries.Statistic(mean=0.5, std=None, n=1)
     assert summary.counts == {"finished": 4, "failed": 1, "stopped": 1}
-    assert summary.best_average_performance == 0.5
+    # of the second one a scheduler has stopped a trial: its mean of the others is no better one
+    assert (first.n_stopped, second.n_stopped) == (0, 1)
+    assert summary.best_average_performance == pytest.approx(0.42)
+    assert [summary.is_best(one) for one in summary.configurations] == [True, False]
 
 
 def test_the_text_table(summary):
     lines = report.render(summary).splitlines()
     assert lines[0] == "sweep lambda: 6 trials (4 finished, 1 failed, 1 stopped)"
     assert lines[2].split() == ["lambda", "n", "AP", "(%)", "LA", "(%)", "FM", "(%)"]
-    assert lines[4].split() == ["0.0", "3", "42.00", "±", "2.65", "42.00", "±", "2.65", "12.00", "±", "2.00"]
-    assert lines[5].split() == ["0.1", "1/3", "50.00", "*", "50.00", "2.00"]
+    assert lines[4].split() == ["0.0", "3", "42.00", "±", "2.65", "*", "42.00", "±", "2.65", "12.00", "±", "2.00"]
+    assert lines[5].split() == ["0.1", "1/3", "50.00", "50.00", "2.00"]
+    assert any("a scheduler has stopped some trials of a row" in line for line in lines)
     assert "n: finished trials, one for each seed; mean ± sample standard deviation over them" in lines
     assert "the same in all rows: trained 147,456, rate 0.0003, steps 24" in lines
     assert "lambda=0.1 seed=1 failed: non_finite at task summary, step 120: the loss is nan" in lines
@@ -84,15 +91,15 @@ def test_the_text_table(summary):
 def test_the_markdown_table(summary):
     text = report.render(summary, "markdown")
     assert "| lambda | n | AP (%) | LA (%) | FM (%) |\n| --- | --- | --- | --- | --- |" in text
-    assert "| 0.1 | 1/3 | **50.00** | 50.00 | 2.00 |" in text
+    assert "| 0.0 | 3 | **42.00 ± 2.65** | 42.00 ± 2.65 | 12.00 ± 2.00 |\n| 0.1 | 1/3 | 50.00 | 50.00 | 2.00 |" in text
     assert "| 0.0 | 42.00 | 42.00 | 42.00 |" in text
 
 
 def test_the_latex_table(summary):
     text = report.render(summary, "latex")
     assert r"$\lambda$ & $n$ & AP (\%) & LA (\%) & FM (\%) \\" in text
-    assert r"0.0 & 3 & 42.00 $\pm$ 2.65 & 42.00 $\pm$ 2.65 & 12.00 $\pm$ 2.00 \\" in text
-    assert r"\textbf{50.00}" in text
+    assert r"0.0 & 3 & \textbf{42.00 $\pm$ 2.65} & 42.00 $\pm$ 2.65 & 12.00 $\pm$ 2.00 \\" in text
+    assert r"\textbf{50.00}" not in text
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
 
 
@@ -108,13 +115,41 @@ def test_the_csv_table(summary):
         "LA_std": "2.6458",
         "FM_mean": "12.0000",
         "FM_std": "2.0000",
-        "best_AP": "false",
+        "best_AP": "true",
         "trained": "147456",
         "rate": "0.0003",
         "steps": "24",
         **{f"score/{task}": "42.0000" for task in TASKS},
     }
-    assert (rows[1]["AP_std"], rows[1]["best_AP"]) == ("", "true")
+    assert (rows[1]["AP_std"], rows[1]["best_AP"]) == ("", "false")
+
+
+def test_the_share_of_answers_that_were_generated_counts_rows(tmp_path):
+    """Of a long and a short task: at the second stage only the short one's are generated."""
+    (trial,) = sweep = write_sweep(tmp_path, {"seed": [0]})
+    start(trial)
+    for seen, asked, share in ((1, 1000.0, 1.0), (2, 1010.0, 10 / 1010)):
+        metrics = {"AP": 0.5, "generated_share": share, "answers_asked": asked}
+        told = {"task": TASKS[seen - 1], "lineage": "a", "reused": False, "files": {}, "scores": {"sentiment": 0.5}}
+        journal_of(trial).append("stage", tasks_seen=seen, metrics=metrics, **told)
+    assert summaries.summarise(sweep).cost.generated_share == pytest.approx(1010 / 2010)
+
+
+def test_an_axis_that_some_trials_lack_may_repeat_configurations(tmp_path):
+    """A baseline without the setting has its pairs where the seeds are the same."""
+    sweep = write_sweep(
+        tmp_path, {"method.name": ["joint_lora", "inf_lora"], "method.gpm.energy": ["sigma2"], "seed": [0]}
+    )
+    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
+    for place in ("values", "params"):
+        del content["trials"][0][place]["method.gpm.energy"]
+    content["trials"][0]["values"]["method.gpm.energy"] = None
+    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    sweep = open_sweep(sweep.path)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    found = summaries.summarise(sweep, over=["method.gpm.energy"], baseline=["method=joint_lora"])
+    assert [one.comparison is None for one in found.configurations] == [True, False]
 
 
 def test_learning_accuracy_is_the_mean_score_of_tasks_when_new(tmp_path):

@@ -119,10 +119,19 @@ def test_what_would_spoil_scores_is_a_fault_that_names_what_mends_it(own: Path, 
 
 
 def test_an_answer_that_its_metric_cannot_score(own: Path) -> None:
-    put(own, "test", [("a", "7"), ("b", "seven")])
+    """One of many is a warning, more than a few are a fault; in whatever language an answer is written."""
+    put(own, "test", [(f"other {i}", "7" if i else "seven") for i in range(40)])
     change_benchmark(own, task_metric="number_match")
-    told = "\n".join(examine_benchmark(str(own), "tiny-llama").warnings)
-    assert "answers hold no number, and number_match gives 0: left 1 test" in told
+    report = examine_benchmark(str(own), "tiny-llama")
+    problem = "hold no number, which is all that number_match counts: it gives 0 to an equal answer"
+    assert f"targets {problem}: left 1 of 40 test" in "\n".join(report.warnings)
+    assert not report.faults
+    for metric, answer in (("rouge_l", "\u5317\u4eac"), ("rouge_1", "\u041c\u043e\u0441\u043a\u0432\u0430")):
+        put(own, "test", [(f"other {i}", answer) for i in range(4)])
+        change_benchmark(own, task_metric=metric)
+        fault = "\n".join(examine_benchmark(str(own), "tiny-llama").faults)
+        assert f"all 4 test targets hold no a to z or a digit, which is all that {metric} counts" in fault
+        assert "chrf" in fault and "allow: [empty_answers]" in fault
 
 
 def test_without_a_tokenizer_no_token_is_counted(own: Path) -> None:

@@ -224,6 +224,7 @@ OUTSIDE = {
     "TRAINING": "lineage rows answers",
     "TOKENS": "lineage rows answers tokens pooled record scatter",
     "FACTORS": "lineage rows answers factors",
+    "RANDOMIZED": NOTHING,  # these factors are exact
     "POOLING": "rows pooled record scatter",
     "RECORDS": "rows record scatter",
     "DECODING": "rows answers",

@@ -35,6 +35,14 @@ def trials_of(content):
     return expand(parse_sweep(content, "sweep.yaml"))
 
 
+def test_a_number_that_an_entry_leaves_to_its_default_is_a_point_of_the_curve():
+    """So that no curve along it lacks one, and no column says that the trial does not read it."""
+    entries = [{"training": {"epochs": 3}}, {"training": {"epochs": 5}}, {"router": {"components": 2}}]
+    found = trials_of(tiny(search={"trial": entries}, trial__training={"batch_size": 4, "epochs": 1}))
+    assert [trial.values["training.epochs"] for trial in found] == [3, 5, 1]
+    assert [trial.values["router.components"] for trial in found] == [5, 5, 2]
+
+
 def trials_over(**search):
     """Trials of the tiny template over axes given as `router__components=[1, 2]`."""
     return trials_of(tiny(search={path.replace("__", "."): values for path, values in search.items()}))

@@ -342,3 +342,58 @@ def test_the_file_written_down_is_the_same_sweep_again(tmp_path):
         RATE,
         "method.ortho_lambda",
     ]
+
+
+# --- what trials that share a choice have to have in common ----------------------------------------------------------
+
+
+def test_nothing_is_tried_that_the_first_trial_of_a_choice_does_not_read():
+    """Its candidates would all be one, and the others' setting chosen from nothing."""
+    tried = {"search": {"router.temperature": [50.0, 1.0]}}
+    search = {"router.mode": ["sum", "soft"]}
+    with pytest.raises(ConfigError, match=r"does not read router\.temperature.*add router\.mode to tune\.apply_to"):
+        choices(sweep_of(tried, search=search))
+    for group in ("router.mode", "router"):
+        told = choices(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
+        assert [len(choice.candidates) for choice in told] == [1, 2]
+    assert len(choices(sweep_of(tried, search={"router.mode": ["soft", "oracle"]}))[0].candidates) == 2
+
+
+def test_no_trial_of_a_choice_is_judged_on_what_was_looked_at(tmp_path):
+    streams = {"benchmark.tasks": [["mood", "ticket", "date"], ["mood"]]}
+    with pytest.raises(ConfigError, match=r"tune\.tasks: found 1, but trials learn 1 tasks"):
+        choices(sweep_of(search=streams))
+    own = str(write_benchmark(tmp_path))
+    other = {"on": {"name": own}, "apply_to": ["method"]}
+    benchmark = {"trial__benchmark": {"name": "builtin", "train_per_task": 8, "test_per_task": 4}}
+    with pytest.raises(ConfigError, match=r"tune\.on: found own, the benchmark that trials are judged on"):
+        choices(sweep_of(other, search={"benchmark.name": ["builtin", own]}, **benchmark))
+
+
+def test_epochs_are_not_chosen_by_the_rows_that_score_a_candidate():
+    with pytest.raises(ConfigError, match=r"training\.select: found best_validation .*; use last"):
+        choices(sweep_of({"search": {"training.select": ["last", "best_validation"]}}))
+
+
+def test_candidates_keep_the_definitions_of_training_rows():
+    changes = {"search": {"benchmark.prompts.definition": ["none", "verbatim"]}}
+    (choice,) = choices(sweep_of(**changes))
+    kept = {c.trial.settings.benchmark.prompts.definition for c in choice.candidates}
+    assert kept == {"verbatim"}
+
+
+def test_a_setting_that_only_some_methods_have_may_tell_choices_apart():
+    apart = {"apply_to": ["method.name", "method.rank"]}
+    trials = [{"method": {"name": "zero_shot"}}, {"method": {"name": "ewc", "rank": 4}}]
+    found = choices(sweep_of(apart, search={"trial": trials}, trial__method=None))
+    assert [choice.shared for choice in found] == [
+        {"method.name": "zero_shot", "method.rank": None},
+        {"method.name": "ewc", "method.rank": 4},
+    ]
+
+
+def test_the_order_of_a_sum_breaks_no_tie(tmp_path):
+    due, folder, _ = ended(tmp_path, [(0.1 + 0.2, 9.9), (0.3, 0.1)])
+    (chosen,) = choose(due, folder)
+    assert chosen.values == {RATE: 0.1}
+    assert any("as good was learning_rate=0.01" in remark for remark in chosen.remarks)
