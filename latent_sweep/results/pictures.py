@@ -98,7 +98,7 @@ def _repetitions_alike(found: Sequence[Configuration], key: Callable[[Sequence[s
 
 def _left_out(found: Sequence[Configuration], shown: Sequence[Configuration]) -> str:
     count = sum(len(one.matrices) for one in found) - sum(len(one.matrices) for one in shown)
-    return f"; without {count} trials of other streams of tasks than their configuration's first one" if count else ""
+    return f"; left out, as other streams of tasks than their configuration's first trial: {count}" if count else ""
 
 
 def _listed(names: Sequence[str]) -> str:
