@@ -60,9 +60,10 @@ def sweep_pictures(summary: Summary) -> list[Picture]:
     different, equal = _different(ranked)
     long, by_task = (_repetitions_alike(different, key) for key in (len, tuple))
     found = [(_matrices(by_task), by_task)]
-    if several := [one for one in by_task if len(one.matrices[0].tasks) > 1]:
-        lines = [one for one in long if len(one.matrices[0].tasks) > 1]
-        found = [(_over_tasks(lines), long), (_forgetting(several), by_task), *found]
+    several = [len(one.matrices[0].tasks) > 1 for one in different]
+    if any(several):
+        lines, columns = (list(itertools.compress(each, several)) for each in (long, by_task))
+        found = [(_over_tasks(lines), long), (_forgetting(columns), by_task), *found]
     drawn = [
         picture._replace(caption=picture.caption + _left_out(different, shown) + equal) for picture, shown in found
     ]

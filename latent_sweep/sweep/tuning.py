@@ -316,9 +316,7 @@ def _remarks(best: Tried, tried: Sequence[Tried]) -> Iterator[str]:
         if len(others) > 1 and value in (others[0], others[-1]):
             edge = "smallest" if value == others[0] else "largest"
             yield f"the best {names[path]}, {format_value(value)}, is the {edge} tried"
-    assert best.score is not None
-    as_good = round(best.score, EXACT)
-    equal = [t for t in tried if t.score is not None and round(t.score, EXACT) == as_good and t is not best]
+    equal = [t for t in tried if t.score is not None and t is not best and _rank(t)[0] == _rank(best)[0]]
     if equal:
         verb = "was" if len(equal) == 1 else "were"
         yield f"as good {verb} {'; '.join(_label(t.values) for t in equal)}, with a higher loss or larger values"
