@@ -373,10 +373,13 @@ class _Centred:
 
 def _kmeans(X: _Centred, settings: RouterSettings, seed: int) -> Array:
     """Cluster into (n, K) one-hot membership; clusters without members are left out."""
-    from scipy.linalg import solve_triangular
-    from sklearn.cluster import KMeans  # a second to import, and only fitting needs it
-
     gmm, points = settings.gmm, X.centred
+    if settings.components == 1:
+        return np.ones((len(points), 1))
+
+    from scipy.linalg import solve_triangular
+    from sklearn.cluster import KMeans  # a second to import, and only more components need it
+
     if gmm.whiten_first:
         U, _ = X.factor(X.mixture(np.ones((len(points), 1)), settings), settings)
         points = solve_triangular(U, points.T, trans="T", check_finite=False).T

@@ -119,6 +119,17 @@ def bank(backbone):
 
 
 @pytest.fixture(scope="module")
+def one_thread():
+    """What is computed in this process has one thread, as a pack with one CPU has."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of the small sweep, run to its end."""
     from latent_sweep.cli import main

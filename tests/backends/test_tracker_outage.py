@@ -40,11 +40,10 @@ def server(tmp_path, database):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory, one_thread):
     """Results of the tiny sweep without a tracker."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, printed = finish(start(write(folder, tiny()), "--local"))
-    assert code == 0, printed
+    assert main(["run", write(folder, tiny()), "--local"]) == 0
     return results(sweep_folder(folder))
 
 

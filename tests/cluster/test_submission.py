@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import yaml
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
@@ -22,7 +21,7 @@ STEPS = 24
 LONG = tiny(
     trial__training__epochs=STEPS // 8,
     trial__training__checkpoint_every=5,
-    search={"router.components": [1, 2]},
+    search={"router.epsilon": [0.01, 0.1]},
     name="long",
 )
 """One pack of two trials that is cut inside its second task."""
@@ -82,10 +81,10 @@ def test_the_job_log_tells_plan_progress_and_result(submitted):
     assert submitted.returncode == 0, submitted.stdout
     parts = [
         r"4 trials, 2 distinct trainings in 2 packs",
-        r"\[\d+:\d\d\] K=1 seed=[01]: 1/2 mood \(.*\) AP",
-        r"\[\d+:\d\d\] K=2 seed=[01]: finished",
+        r"\[\d+:\d\d\] epsilon=0\.01 seed=[01]: 1/2 mood \(.*\) AP",
+        r"\[\d+:\d\d\] epsilon=0\.1 seed=[01]: finished",
         r"sweep tiny: 4 trials \(4 finished\)",
-        r"K +n +AP \(%\) +LA \(%\) +FM \(%\)",
+        r"epsilon +n +AP \(%\) +LA \(%\) +FM \(%\)",
         r"Job 'raysubmit_\w+' succeeded",
     ]
     found = [re.search(part, submitted.stdout) for part in parts]
@@ -125,7 +124,9 @@ def drivers(cluster, name):
     return found
 
 
-def test_a_sweep_whose_driver_is_killed_goes_on_when_submitted_again(cluster, place, inside_the_second_task, tmp_path):
+def test_a_sweep_whose_driver_is_killed_goes_on_when_submitted_again(
+    cluster, place, inside_the_second_task, tmp_path, one_thread
+):
     submitted = submit(cluster, place, "long", "--no-wait")  # it returns though the work waits to be let go
     assert submitted.returncode == 0, submitted.stdout
     assert eventually(lambda: inside_the_second_task.reached, 240)
@@ -150,12 +151,7 @@ def results_of(sweep):
 
 def undisturbed(folder):
     """The same, run at once without Ray."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a pack with one CPU has
-    try:
-        assert main(["run", write(folder, LONG), "--local"]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert main(["run", write(folder, LONG), "--local"]) == 0
     return results_of(sweep_folder(folder, "long"))
 
 

@@ -5,7 +5,6 @@ import shutil
 import signal
 
 import pytest
-import torch
 from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, write
@@ -14,19 +13,13 @@ from latent_sweep.cli import main
 from latent_sweep.results.progress import ProgressWriter
 from latent_sweep.store.snapshots import TaskCheckpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS, STRUCK_AT = 24, 13
 CHECKPOINTED = tiny(
-    trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=5, search={"router.components": [1, 2]}
+    trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=5, search={"router.epsilon": [0.01, 0.1]}
 )
 """One pack of two trials, with a checkpoint every few steps."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

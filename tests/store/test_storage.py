@@ -625,18 +625,15 @@ def on_node(tmp_path, monkeypatch):
 
 
 CHECKPOINTED = tiny(
-    trial__training__epochs=3, trial__training__checkpoint_every=5, search={"router.components": [1, 2]}
+    trial__training__epochs=3, trial__training__checkpoint_every=5, search={"router.epsilon": [0.01, 0.1]}
 )
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain(tmp_path_factory, one_thread):
     """What the sweep gives in a plain folder, undisturbed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("plain")
     assert main(["run", write(folder, CHECKPOINTED), "--local"]) == 0
-    torch.set_num_threads(threads)
     return results(sweep_folder(folder))
 
 

@@ -267,7 +267,7 @@ def test_a_hostile_override_is_refused_with_the_reason(tmp_path, override, fault
 
 
 def test_overrides_change_settings_and_axes(tmp_path):
-    overrides = ["trial.training.epochs=1", "search.seed=[7]", "search.router.components=null", "run.resources.cpus=2"]
+    overrides = ["trial.training.epochs=1", "search.seed=[7]", "search.router.epsilon=null", "run.resources.cpus=2"]
     sweep = load_sweep(write(tmp_path, TINY), overrides)
     (trial,) = expand(sweep)
     assert (trial.settings.training.epochs, trial.settings.seed, sweep.run.resources.cpus) == (1, 7, 2)

@@ -187,7 +187,7 @@ def test_plan_explains_when_asked(tmp_path, capsys):
     assert printed.removeprefix(plain).splitlines()[:3] == [
         "",
         "why stages are learned, and shared",
-        "  router.components  2 values cost no training",
+        "  router.epsilon  2 values cost no training",
     ]
 
 

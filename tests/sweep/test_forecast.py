@@ -296,7 +296,10 @@ def test_the_text_of_a_plan(tmp_path):
         "  training          trials",
         *text.splitlines()[-2:],
     ]
-    assert [line[20:] for line in text.splitlines()[-2:]] == ["2: seed=0 | K=1, K=2", "2: seed=1 | K=1, K=2"]
+    assert [line[20:] for line in text.splitlines()[-2:]] == [
+        "2: seed=0 | epsilon=0.01, epsilon=0.1",
+        "2: seed=1 | epsilon=0.01, epsilon=0.1",
+    ]
 
 
 def test_trainings_of_one_pack_stand_together():

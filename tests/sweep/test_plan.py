@@ -38,7 +38,9 @@ def trials_of(content):
 def test_a_number_that_an_entry_leaves_to_its_default_is_a_point_of_the_curve():
     """So that no curve along it lacks one, and no column says that the trial does not read it."""
     entries = [{"training": {"epochs": 3}}, {"training": {"epochs": 5}}, {"router": {"components": 2}}]
-    found = trials_of(tiny(search={"trial": entries}, trial__training={"batch_size": 4, "epochs": 1}))
+    found = trials_of(
+        tiny(search={"trial": entries}, trial__training={"batch_size": 4, "epochs": 1}, trial__router=None)
+    )
     assert [trial.values["training.epochs"] for trial in found] == [3, 5, 1]
     assert [trial.values["router.components"] for trial in found] == [5, 5, 2]
 
@@ -70,7 +72,11 @@ def test_ids_do_not_depend_on_the_order_of_keys_or_axes():
 
 
 def test_writing_a_default_out_changes_no_id():
-    written = tiny(trial__router={"epsilon": 0.01, "mode": "soft"}, trial__training__weight_decay=0.0, trial__seed=0)
+    written = tiny(
+        trial__router={"components": 1, "mode": "soft", "prior": "uniform"},
+        trial__training__weight_decay=0.0,
+        trial__seed=0,
+    )
     assert {t.trial_id for t in trials_of(written)} == {t.trial_id for t in trials_of(TINY)}
 
 
@@ -91,7 +97,7 @@ CHANGES = {
     "order": {"trial__benchmark__order": 2},
     "dtype": {"trial__backbone__dtype": "bfloat16"},
     "test rows": {"trial__benchmark__test_per_task": 11},
-    "epsilon": {"trial__router__epsilon": 0.1},
+    "temperature": {"trial__router__temperature": 2.0},
 }
 
 

@@ -76,7 +76,7 @@ def test_imitated_trials_run_through_all_of_it(tmp_path):
 @pytest.mark.slow
 def test_a_node_that_joins_learns_although_trials_are_shorter_than_its_start(tmp_path):
     """Tune gives the trial that a starting worker is meant for to one that is free, and ends the one that starts."""
-    imitation = scale.Imitation(tmp_path / "sweep", trials=200, failures=0, tracker="none")
+    imitation = scale.Imitation(tmp_path / "sweep", trials=120, failures=0, tracker="none")
     with nodes(0, 1, **imitation.environment) as (cluster, environment):
         process = start(imitation.path, **environment, **imitation.environment)
         try:
@@ -90,7 +90,7 @@ def test_a_node_that_joins_learns_although_trials_are_shorter_than_its_start(tmp
         event["pid"] for trial in imitation.sweep() for event in trial.events() if event["event"] == "started"
     )
     assert len(runs) == 2
-    assert min(runs.values()) > 10, runs
+    assert min(runs.values()) > 5, runs
 
 
 @pytest.mark.slow
