@@ -23,11 +23,9 @@ NOT_NUMERIC = {
     "test_planned.py": "edits what was planned",
     "test_ray.py": "torch is told its number of threads",
     "test_report.py": "prints tables",
-    "test_resume.py": "torch is told its number of threads",
     "test_retries.py": "torch is told its number of threads",
     "test_snapshots.py": "stores tensors",
     "test_storage.py": "torch is told its number of threads",
-    "test_submission.py": "torch is told its number of threads",
     "test_verify.py": "damages files",
 }
 """Test files that import what computes and compare no numbers, and why they do."""
