@@ -160,10 +160,22 @@ def backbone_of(name, dtype, targets=None):
 
 
 def live_bytes(known):
-    """A context in which new tensors are counted: `peak` is the most bytes that they had at a time."""
+    """A context in which new tensors are counted: `peak` is the most bytes that they had at a time.
+
+    Products of bfloat16 are computed in float32 and rounded, uncounted: a processor without instructions for bfloat16
+    takes ten times as long for them.
+    """
+    import torch
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+    def computed(function, arguments, keywords):
+        if function not in products or arguments[0].dtype != torch.bfloat16:
+            return function(*arguments, **keywords)
+        return function(*tree_map_only(Tensor, Tensor.float, arguments), **keywords).bfloat16()
 
     class LiveBytes(TorchDispatchMode):
         def __init__(self):
@@ -173,7 +185,7 @@ def live_bytes(known):
             self.known = {storage._cdata for storage in self.held}
 
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            found = function(*arguments, **(keywords or {}))
+            found = computed(function, arguments, keywords or {})
             for tensor in tree_leaves(found):
                 if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
                     storage = tensor.untyped_storage()
