@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,9 @@ from latent_sweep.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+WITHOUT_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
+"""What torch computes with on processors of Intel and AMD that multiply no bfloat16, as torch names it."""
 
 
 def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
@@ -30,6 +34,24 @@ def device_of(settings: BackboneSettings) -> Literal["cpu", "cuda"]:
             "backbone.device: cuda was asked for but torch sees no GPU; install a CUDA build or use `auto`"
         )
     return settings.device
+
+
+def slow_bfloat16(settings: BackboneSettings) -> str:
+    """Say what to do where a backbone is to compute in bfloat16 on a processor without instructions for it.
+
+    Returns:
+        What was found and what is better; an empty text where there is nothing to say.
+    """
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    lacking = platform.machine() in ("x86_64", "AMD64") and capability in WITHOUT_BFLOAT16
+    if settings.dtype != "bfloat16" or device_of(settings) != "cpu" or not lacking:
+        return ""
+    return (
+        f"backbone.dtype: bfloat16, for which this processor has no instructions (it computes with {capability}): a "
+        "step takes ten times as long as in float32, or more. Use `dtype: float32`, or a GPU"
+    )
 
 
 def free_memory(settings: BackboneSettings) -> float:

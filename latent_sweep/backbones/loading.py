@@ -19,6 +19,7 @@ from latent_sweep.backbones.architectures import (
     random_model,
     separate_head,
     set_dropout,
+    slow_bfloat16,
 )
 from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
@@ -153,6 +154,8 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
     import torch
 
     hide_progress_bars()
+    if slow := slow_bfloat16(settings):
+        log.warning("%s.", slow)
     dtype, device, known = getattr(torch, settings.dtype), device_of(settings), describe(settings)
     if known is not None and known.source == "config":
         # drawing billions of weights takes minutes, so where a GPU is to have them they are kept: the same bits

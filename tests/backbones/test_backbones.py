@@ -158,6 +158,26 @@ def test_bfloat16_is_the_rounded_model(name):
     assert rounded.weights_digest != exact.weights_digest
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "machine", "warns"),
+    [
+        ("bfloat16", "AVX2", "x86_64", True),
+        ("bfloat16", "AVX512", "x86_64", False),
+        ("bfloat16", "DEFAULT", "aarch64", False),
+        ("float32", "AVX2", "x86_64", False),
+    ],
+)
+def test_bfloat16_on_a_processor_that_lacks_it_is_said_to_be_slow(
+    dtype, capability, machine, warns, monkeypatch, caplog
+):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    load_backbone(BackboneSettings(name="tiny-llama", dtype=dtype, device="cpu"))
+    said = [record.getMessage() for record in caplog.records if "backbone.dtype" in record.getMessage()]
+    assert len(said) == warns
+    assert all("AVX2" in line and "Use `dtype: float32`" in line for line in said)
+
+
 def test_the_byte_tokenizer_round_trips_any_text():
     tokenizer = byte_tokenizer()
     text = "Ünïcode, tabs\tand\nlines — 日本 and  blanks "
