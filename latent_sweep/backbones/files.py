@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from filelock import FileLock
 
@@ -120,12 +119,16 @@ def _reading_gguf() -> Iterator[None]:
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    with (
-        mock.patch.object(reading, "tqdm", partial(reading.tqdm, disable=True)),
-        mock.patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
-        mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-    ):
+    ours: list[tuple[Any, str, Any]] = [(reading, "tqdm", partial(reading.tqdm, disable=True))]
+    ours += [(gguf, name, cache(getattr(gguf, name))) for name in ("GGUFReader", "get_tensor_name_map")]
+    theirs = [(module, name, getattr(module, name)) for module, name, _ in ours]
+    try:
+        for place in ours:
+            setattr(*place)
         yield
+    finally:
+        for place in theirs:
+            setattr(*place)
 
 
 def local_folder(settings: BackboneSettings) -> Path:
