@@ -537,8 +537,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "learn/evidence.py",
         "seen rows are the positive ones",
-        "np.repeat([0, 1]",
-        "np.repeat([1, 0]",
+        "near = np.sort(seen)",
+        "seen, unseen = unseen, seen; near = np.sort(seen)",
+        "evidence::test_the_area_is_the_share_of_pairs_in_order",
+    ),
+    _mutant(
+        "learn/evidence.py",
+        "equal distances count as farther",
+        'np.searchsorted(near, unseen, side="left")',
+        'np.searchsorted(near, unseen, side="right")',
         "evidence::test_the_area_is_the_share_of_pairs_in_order",
     ),
     _mutant(
