@@ -14,6 +14,7 @@ from latent_sweep.backbones.identity import unpinned
 from latent_sweep.backends.addresses import check_ray_address
 from latent_sweep.benchmarks.loaders import one_look
 from latent_sweep.errors import ConfigError, MissingData, StoreError
+from latent_sweep.learn.heap import loading_modules
 from latent_sweep.security import printable
 from latent_sweep.settings import Settings, canonical_json, content_hash, flatten, yaml_text
 from latent_sweep.store.files import read_file
@@ -179,7 +180,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                 with Following(folder, screen), others:
                     if how.local:
                         say_driving(folder, "loading PyTorch")
-                        from latent_sweep.backends.local import run_here
+                        with loading_modules():
+                            from latent_sweep.backends.local import run_here
 
                         run_here(todo, folder, sweep.run, how.fail_fast, screen.tell)
                     else:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from latent_sweep.learn.heap import loading_modules
 from latent_sweep.learn.worker_group import ALONE, WorkerGroup, join, listen
 from latent_sweep.security import log_without_secrets
 from latent_sweep.store.failures import failure_kind
@@ -59,10 +60,11 @@ def run_part(
             progress.write(Begun("starting"))
 
         # not at the top: who only watches a group needs no torch; nor before that was said: loading it takes seconds
-        from latent_sweep.backbones.architectures import free_memory
-        from latent_sweep.backends.engines import engine_of
-        from latent_sweep.learn.trial import run_pack
-        from latent_sweep.sweep.memory import decided
+        with loading_modules():
+            from latent_sweep.backbones.architectures import free_memory
+            from latent_sweep.backends.engines import engine_of
+            from latent_sweep.learn.trial import run_pack
+            from latent_sweep.sweep.memory import decided
 
         def emit(event: Begun | Step | StageDone) -> None:
             if isinstance(event, StageDone):

@@ -19,6 +19,7 @@ from typing import Any
 from latent_sweep.backends.ray_nodes import check_every_node_sees, connect
 from latent_sweep.backends.retries import LossKind, has_failed, journal_lengths, say_lost, still_to_try, unfinished
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
+from latent_sweep.learn.heap import loading_modules
 from latent_sweep.results.progress import MEASURING, say_driving
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
 from latent_sweep.store.failures import failure_facts, failure_kind
@@ -389,10 +390,12 @@ def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list
 
 def _measure_there(pack: Pack, storage: Storage, run: RunSettings) -> Sequence[Any]:
     """Run `packing.measure` on a node, which has a folder of its own for an object store."""
-    from latent_sweep.backbones.architectures import free_memory
     from latent_sweep.backends.ray_group import keep_to_share
-    from latent_sweep.learn.packing import measure
-    from latent_sweep.sweep.memory import decided
+
+    with loading_modules():
+        from latent_sweep.backbones.architectures import free_memory
+        from latent_sweep.learn.packing import measure
+        from latent_sweep.sweep.memory import decided
 
     keep_to_share(run.resources)
     return measure(decided(pack, run, free_memory), storage, max(1, int(run.resources.cpus)))

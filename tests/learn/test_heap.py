@@ -1,4 +1,4 @@
-"""What a worker holds of the host's memory beyond what it uses."""
+"""What a worker holds of the host's memory beyond what it uses, and what its garbage collector looks at."""
 
 import subprocess
 import sys
@@ -40,3 +40,30 @@ def test_memory_that_is_free_goes_back_to_the_system():
 def test_a_library_that_cannot_is_left_alone(monkeypatch):
     monkeypatch.setattr(heap, "_trim", lambda: None)
     heap.give_back_memory()
+
+
+LOADING = """
+import gc
+from latent_sweep.learn.heap import loading_modules
+
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+with loading_modules():
+    import transformers
+print(len(collections), gc.isenabled(), gc.get_freeze_count() > 10_000)
+
+class Cycle: pass
+garbage = Cycle()
+garbage.itself = garbage
+del garbage  # until a collection finds it
+frozen = gc.get_freeze_count()
+with loading_modules():
+    import torch.nn
+print(gc.isenabled(), gc.get_freeze_count() <= frozen)
+"""
+
+
+def test_modules_are_loaded_without_collections_and_left_out_of_them_once():
+    command = [sys.executable, "-c", LOADING]
+    printed = subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines() == ["0 True True", "True True"]
