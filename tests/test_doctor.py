@@ -417,6 +417,18 @@ def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypat
     assert "warning  first step: not taken: tiny-llama is forecast to need" in printed
 
 
+@pytest.mark.parametrize(("capability", "mark"), [("AVX2", "warning"), ("AVX512", "ok")])
+def test_a_processor_that_is_slow_in_bfloat16_is_warned_of(capability, mark, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    code, printed = examine(capsys, sweep(tmp_path, trial__backbone={"name": "tiny-llama", "dtype": "bfloat16"}))
+    assert code == 0
+    assert f"{mark:7}  backbone: tiny-llama (bfloat16) loaded on cpu" in printed
+    assert ("-> backbone.dtype: bfloat16, for which this processor has no instructions" in printed) == (
+        mark == "warning"
+    )
+
+
 # --- a cluster -------------------------------------------------------------------------------------------------------
 
 

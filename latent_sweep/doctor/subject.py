@@ -72,13 +72,16 @@ def _on(trial: Trial, device: str) -> Trial:
 def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
     import torch
 
+    from latent_sweep.backbones.architectures import slow_bfloat16
     from latent_sweep.learn.context import Context
     from latent_sweep.learn.training import train_pack
 
     name, on_gpu, began = trial.settings.backbone.name, device == "cuda", time.monotonic()
     context, told = Context(trial, subject.storage), list[Mapping[str, float]]()
     _ = context.backbone
-    yield ok("backbone", f"{name} ({trial.settings.backbone.dtype}) loaded on {device} in {_since(began)}")
+    loaded = f"{name} ({trial.settings.backbone.dtype}) loaded on {device} in {_since(began)}"
+    slow = slow_bfloat16(trial.settings.backbone)
+    yield warning("backbone", loaded, advice=slow) if slow else ok("backbone", loaded)
     began = time.monotonic()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()  # what lies there is counted
