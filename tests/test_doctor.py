@@ -149,7 +149,7 @@ def test_a_version_out_of_range_is_a_fault(installed):
     installed["transformers"] = "4.57.1"
     (found,) = faults(packages.look_at_packages())
     assert (found.what, found.found) == ("transformers", "4.57.1")
-    assert "<5.24" in found.expected and "pip install 'transformers" in found.advice
+    assert "<5.25" in found.expected and "pip install 'transformers" in found.advice
 
 
 def test_a_missing_package_is_a_warning_where_sweeps_do_without_it(installed):

@@ -276,7 +276,7 @@ class _CausalDecoder:
         self._cache = Cache(layer_class_to_replicate=partial(_StaticLayer, mask.shape[1], longest - 1))
         if shared:
             prefix = torch.tensor([list(prompts[0][:shared])], device=backbone.device)
-            self._model.base_model(input_ids=prefix, past_key_values=self._cache, use_cache=True)
+            self._model.base_model(input_ids=prefix, use_cache=True, **{backbone.cache_name: self._cache})
             self._cache.batch_repeat_interleave(len(prompts))
 
     def next_logits(self) -> Tensor:
@@ -285,8 +285,8 @@ class _CausalDecoder:
             input_ids=self._ids,
             attention_mask=self._mask,
             **placed(self._backbone, self._positions),
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._backbone.cache_name: self._cache},
             **keep,
         ).logits[:, -1]
 
@@ -305,7 +305,7 @@ class _DecoderBehindEncoder:
     """The encoder runs once; the decoder reads its own last token, and cross-attention keys are cached."""
 
     def __init__(self, backbone: Backbone, prompts: Sequence[Sequence[int]], longest: int):
-        self._model = backbone.model
+        self._model, self._backbone = backbone.model, backbone
         ids, mask = pad_prompts(prompts, backbone)
         self._read = ids.shape[1]
         masks: Any = _Padding if backbone.traits.laid_out else _Plain
@@ -323,8 +323,8 @@ class _DecoderBehindEncoder:
             encoder_outputs=self._encoded,
             attention_mask=self._padding.of(self._read),
             decoder_input_ids=self._ids,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._backbone.cache_name: self._cache},
         ).logits[:, -1]
 
     def feed(self, tokens: Tensor) -> None:

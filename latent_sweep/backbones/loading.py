@@ -84,6 +84,11 @@ class Backbone:
         """What the model's forward pass takes by name."""
         return frozenset(inspect.signature(self.model.forward).parameters)
 
+    @property
+    def cache_name(self) -> str:
+        """What the forward pass calls the cache of keys and values; transformers 5.24 has renamed it."""
+        return "cache" if "cache" in self.accepts else "past_key_values"
+
     def lays_out(self, tokens: int) -> bool:
         """Whether sequences of so many tokens may be laid out: else masks are as transformers makes them."""
         return self.traits.laid_out and tokens <= self.window
