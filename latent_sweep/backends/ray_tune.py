@@ -95,18 +95,14 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 name=TUNES_OWN,
                 storage_path=str(sweep.path),
                 failure_config=tune.FailureConfig(max_failures=-1),  # the worker decides, from its trials' journals
-                callbacks=[
-                    _placement_watch(run.resources),
-                    _loss_recorder(sweep, run),
-                    *([stopper] if fail_fast else []),
-                ],
                 stop=stopper if fail_fast else None,
                 verbose=0,
             ),
         )
         say_driving(sweep, "waiting for workers")
         _take_killed_for_lost()
-        _control_otherwise(lambda trial: ended.update({trial.config["pack_id"]: _end_of(trial)}))
+        callbacks = [_placement_watch(run.resources), _loss_recorder(sweep, run), *([stopper] if fail_fast else [])]
+        _control_otherwise(callbacks, lambda trial: ended.update({trial.config["pack_id"]: _end_of(trial)}))
         for name, value in {**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": _waiting()}.items():
             os.environ.setdefault(name, value)
         _fit(tuner)
@@ -136,20 +132,27 @@ def _take_killed_for_lost() -> None:
         module.RayActorError = lost_errors()
 
 
-def _control_otherwise(tell: Callable[[Any], None]) -> None:
-    """Change two habits of Tune's controller (2.60, 2.61).
+def _control_otherwise(callbacks: Sequence[Any], tell: Callable[[Any], None]) -> None:
+    """Change three habits of Tune's controller (2.60, 2.61).
 
-    At each step it walks through all trials that it knows: now it forgets those that have ended. And it gives a worker
-    whose trial has ended the next trial in the queue, even if that trial's own worker is starting, which it then ends:
-    where trials take less time than a worker to start, a node that joins would never have one.
+    Callbacks that come to it through Tune are counted on the way, for Ray's statistics of usage, even where those are
+    off, and all of MLflow is imported for that: ours do not come that way. At each step it walks through all trials
+    that it knows: now it forgets those that have ended. And it gives a worker whose trial has ended the next trial in
+    the queue, even if that trial's own worker is starting, which it then ends: where trials take less time than a
+    worker to start, a node that joins would never have one.
 
     Args:
+        callbacks: what it calls before those that Tune adds.
         tell: gets each trial that has ended; of one that it could not even begin Tune tells no callback.
     """
     from ray.tune import tune
     from ray.tune.execution.tune_controller import TuneController
 
     class Controller(TuneController):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            options["callbacks"] = [*callbacks, *(options.get("callbacks") or [])]
+            super().__init__(*arguments, **options)
+
         def step(self) -> None:
             super().step()
             if ended := self._stopped_trials | self._failed_trials:
