@@ -37,7 +37,9 @@ started_here = ray_tune.connect()
 import ray
 ray_tune.connect, ray.shutdown = (lambda: started_here), (lambda: None)
 for path in sys.argv[1:]:
-    print(f"\\nended with {main([path])}", flush=True)
+    code = main([path])
+    print("MLflow was imported" if "mlflow" in sys.modules else "without MLflow")
+    print(f"\\nended with {code}", flush=True)
 """
 """Runs one sweep after another on the cluster that the first would have started: a start costs ten seconds."""
 
@@ -112,6 +114,10 @@ def test_a_sweep_on_ray_runs_to_its_end(on_ray):
     assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
         ["started", "stage", "stage", "finished"]
     ] * 4
+
+
+def test_a_driver_without_a_tracker_does_not_import_mlflow(on_ray):
+    assert "\nwithout MLflow\n" in on_ray[1]["tiny"]
 
 
 def test_ray_changes_no_byte(on_ray, tmp_path, one_thread):
