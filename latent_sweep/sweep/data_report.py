@@ -293,14 +293,15 @@ def near_duplicates(texts: Sequence[str]) -> list[tuple[int, int]]:
 
     Of texts with the same shingles only the first one stands in pairs with others.
     """
-    shingles = [_shingles(text) for text in texts]
-    frequency = Counter(shingle for found in shingles for shingle in found)
-    order = {shingle: rank for rank, (shingle, _) in enumerate(sorted(frequency.items(), key=lambda item: item[1]))}
-    sets = [frozenset(order[shingle] for shingle in found) for found in shingles]
+    # any one order of all shingles would do; in this one those that are seen late come first, most of which are rare
+    order: dict[tuple[str, ...], int] = {}
+    sets: list[frozenset[int]] = []
     first: dict[frozenset[int], int] = {}
     index: dict[int, list[int]] = {}
     pairs = []
-    for j, found in enumerate(sets):
+    for j, text in enumerate(texts):
+        found = frozenset(order.setdefault(shingle, -len(order)) for shingle in _shingles(text))
+        sets.append(found)
         if not found:
             continue
         if (same := first.setdefault(found, j)) != j:
