@@ -16,6 +16,7 @@ case "${1:-}" in
   head)
     ray get-auth-token --generate > /dev/null    # kept in ~/.ray/auth_token, readable by its owner only
     shift
+    export RAY_prestart_worker_first_driver=0    # one worker for each CPU, which Tune's trials could not use
     exec ray start --head --dashboard-host=127.0.0.1 --disable-usage-stats "$@"
     ;;
   worker)

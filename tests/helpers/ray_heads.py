@@ -20,7 +20,7 @@ from unittest import mock
 import psutil
 
 from helpers.patience import PATIENCE
-from helpers.sweeps import SPARING, end, family, wait_until
+from helpers.sweeps import end, family, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def head(
         with (Path(home) / "head.log").open("w+") as log:
             process = subprocess.Popen(
                 [ROOT / "cluster" / "local.sh", "head", *arguments, *options, *prepare(port)],
-                env=inherited | SPARING | own | environment,
+                env=inherited | own | environment,
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -117,7 +117,9 @@ def head(
 @contextlib.contextmanager
 def nodes(*cpus: int, **environment: str) -> Iterator[tuple[Any, dict[str, str]]]:
     """A cluster of nodes with so many CPUs each, the head first; its nodes and what a driver needs to belong to it."""
-    own = SPARING | {
+    own = {
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux too: every socket on 127.0.0.1

@@ -123,15 +123,6 @@ def change_benchmark(folder: Path, **changes: Any) -> None:
     (folder / "benchmark.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
-SPARING = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # no workers before there is work: importing ray costs each a second or more
-    "RAY_enable_worker_prestart": "0",
-    "RAY_prestart_worker_first_driver": "0",
-}
-"""What Ray need not do for a test."""
-
-
 def start(path: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """The main job in a process group of its own, on one thread; of Ray it knows what `environment` says."""
     return launch("-m", "latent_sweep.run", path, *arguments, **environment)
@@ -142,7 +133,7 @@ def launch(*command: str, **environment: str) -> subprocess.Popen[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, *command],
-        env=inherited | {"OMP_NUM_THREADS": "1"} | SPARING | environment,
+        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,7 +14,7 @@ import threading
 
 import pytest
 from helpers.sweep_folders import start, write_sweep
-from helpers.sweeps import SMALL, SPARING, family, sweep_folder, wait_until, write
+from helpers.sweeps import SMALL, family, sweep_folder, wait_until, write
 from rich.console import Console
 from tqdm import tqdm
 
@@ -104,7 +104,7 @@ def test_a_terminal_shows_what_ray_runs(tmp_path):
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "NO_COLOR"
     }
-    environment = inherited | SPARING | TERMINAL
+    environment = inherited | TERMINAL
     command = [sys.executable, "-m", "latent_sweep.run", write(tmp_path, SMALL)]
     process = Popen(
         command, env=environment, stdin=place.slave, stdout=place.slave, stderr=place.slave, start_new_session=True
