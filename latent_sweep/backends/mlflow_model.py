@@ -12,13 +12,13 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.errors import StoreError
 from latent_sweep.results.tracked import MODEL_FOLDER
 from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.versions import declared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,7 +85,7 @@ def log_best(sweep: SweepFolder) -> None:
 
 def requirements() -> list[str]:
     """What pip installs for a model to answer: this package's own requirements, with the versions it allows."""
-    found = [text for text in requires("latent-sweep") or [] if ";" not in text]
+    found = [text for text in declared().requirements if ";" not in text]
     return sorted(text for text in found if re.split(r"[^\w.-]", text)[0] not in NOT_NEEDED)
 
 

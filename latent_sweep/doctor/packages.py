@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import latent_sweep
 from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
+from latent_sweep.store.versions import OURS, declared
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-
-OURS = "latent-sweep"
 
 NEEDED_FOR: Mapping[str, str] = {
     "ray": "runs without --local",
@@ -45,14 +44,13 @@ def look_at_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
         needed: packages that the sweep cannot do without, whatever others can, e.g. `deepspeed`.
     """
     try:
-        metadata = importlib.metadata.metadata(OURS)
+        asked_for = declared()
     except importlib.metadata.PackageNotFoundError:
         advice = "`make setup`, or `pip install`"
         yield fault(OURS, "not installed, so nothing says which versions it needs", advice=advice)
         return
-    range_of_python = (metadata.get_all("Requires-Python") or [""])[0]
-    yield from examined("python", partial(_python, range_of_python))
-    yield _ours(metadata["Version"])
+    yield from examined("python", partial(_python, asked_for.python))
+    yield _ours(asked_for.version)
     for asked in _requirements():
         yield from examined(asked.name, partial(_package, asked.name, str(asked.specifier), needed))
 
@@ -86,7 +84,7 @@ def _requirements() -> list[Requirement]:
     """What latent-sweep needs on this system, its extras left out."""
     from packaging.requirements import Requirement
 
-    asked = map(Requirement, importlib.metadata.requires(OURS) or [])
+    asked = map(Requirement, declared().requirements)
     return [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 

@@ -212,7 +212,7 @@ def backbone_facts(backbone: Backbone) -> dict[str, str]:
 
 def computed_with(backbone: Backbone) -> dict[str, str]:
     """Return what can move a number in its last digits: libraries, device and type."""
-    libraries = {name: versions.library(name) for name in ("latent-sweep", *versions.LIBRARIES)}
+    libraries = {name: versions.library(name) for name in (versions.OURS, *versions.LIBRARIES)}
     return {**libraries, "device": device_name(backbone.device), "dtype": str(backbone.model.dtype).split(".")[-1]}
 
 

@@ -7,8 +7,13 @@ taken for the new one's. `tests/sweep/test_identities.py` lists what must change
 from __future__ import annotations
 
 import platform
+import sys
+from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, metadata, version
+from pathlib import Path
+
+from latent_sweep import __version__
 
 TRAINING = 4
 """Of the loop over steps: part of every snapshot's lineage."""
@@ -27,16 +32,51 @@ DECODING = 4
 SCORING = 3
 """Of how snapshots are weighed, and answers scored: part of rows."""
 
+OURS = "latent-sweep"
+
 LIBRARIES = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "rouge-score", "rapidfuzz", "sacrebleu")
 """What can move a result in its last digits, and with them a decision that hangs on a near tie."""
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What this package asks for, as it says to those who install it."""
+
+    version: str
+    python: str
+    """A range of versions, as in `>=3.10`."""
+    requirements: tuple[str, ...]
+    """What pip installs with it, a line each; those of its extras have a marker, where they are told at all."""
+
+
+def declared() -> Declared:
+    """Read it from the metadata, or from the pyproject.toml beside code that nobody has installed.
+
+    A job brings this package to the nodes of a cluster in its working directory.
+
+    Raises:
+        PackageNotFoundError: neither is there, or it takes Python 3.11 to read the latter.
+    """
+    try:
+        found = metadata(OURS)
+        return Declared(found["Version"], found["Requires-Python"], tuple(found.get_all("Requires-Dist") or ()))
+    except PackageNotFoundError:
+        if sys.version_info >= (3, 11):
+            import tomllib
+
+            path = Path(__file__).parents[2] / "pyproject.toml"
+            project = tomllib.loads(path.read_text(encoding="utf-8"))["project"] if path.is_file() else {}
+            if project.get("name") == OURS:
+                return Declared(project["version"], project["requires-python"], tuple(project["dependencies"]))
+        raise
+
+
 @cache
 def library(name: str) -> str:
-    """The installed version of a package."""
-    return version(name)
+    """The installed version of a package; of this one that of its code, which need not be installed."""
+    return __version__ if name == OURS else version(name)
 
 
 def installed() -> dict[str, str]:
     """Versions of what computes the results."""
-    return {"python": platform.python_version(), **{name: library(name) for name in ("latent-sweep", *LIBRARIES)}}
+    return {"python": platform.python_version(), **{name: library(name) for name in (OURS, *LIBRARIES)}}

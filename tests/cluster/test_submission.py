@@ -12,6 +12,7 @@ from helpers.moments import at_step
 from helpers.patience import PATIENCE
 from helpers.ray_heads import ROOT, eventually, head
 from helpers.sweeps import TINY, events, family, results, sweep_folder, tiny, write
+from helpers.uninstalled import HIDING
 
 from latent_sweep.cli import main
 
@@ -29,8 +30,15 @@ LONG = tiny(
 
 @pytest.fixture(scope="module")
 def inside_the_second_task(tmp_path_factory):
-    """Where the worker of `LONG` halts; the other sweep has more steps."""
-    return at_step(tmp_path_factory.mktemp("moment") / "moment", position=1, step=8, of=STEPS)
+    """Where the worker of `LONG` halts; the other sweep has more steps.
+
+    Its processes find this package in their working directory, and not among those that are installed.
+    """
+    folder = tmp_path_factory.mktemp("moment") / "moment"
+    moment = at_step(folder, position=1, step=8, of=STEPS)
+    with (folder / "sitecustomize.py").open("a", encoding="utf-8") as hooks:
+        hooks.write(HIDING)
+    return moment
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +55,8 @@ def place(tmp_path_factory):
     checkout = folder / "checkout"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "latent_sweep", checkout / "latent_sweep", ignore=ignore)
-    shutil.copy(ROOT / ".gitignore", checkout)
+    for name in (".gitignore", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
     for content in (TINY, LONG):
         content = content | {"run": content["run"] | {"storage": str(folder / "runs")}}
         (checkout / f"{content['name']}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
