@@ -136,22 +136,24 @@ def _control_otherwise(callbacks: Sequence[Any], tell: Callable[[Any], None]) ->
     """Change three habits of Tune's controller (2.60, 2.61).
 
     Callbacks that come to it through Tune are counted on the way, for Ray's statistics of usage, even where those are
-    off, and all of MLflow is imported for that: ours do not come that way. At each step it walks through all trials
+    off, and all of MLflow is imported for that: ours do not come that way. Tune's own that prints what each trial has
+    reported last, which is nothing, is left out. At each step it walks through all trials
     that it knows: now it forgets those that have ended. And it gives a worker whose trial has ended the next trial in
     the queue, even if that trial's own worker is starting, which it then ends: where trials take less time than a
     worker to start, a node that joins would never have one.
 
     Args:
-        callbacks: what it calls before those that Tune adds.
+        callbacks: what it calls before the others that Tune adds.
         tell: gets each trial that has ended; of one that it could not even begin Tune tells no callback.
     """
     from ray.tune import tune
     from ray.tune.execution.tune_controller import TuneController
+    from ray.tune.progress_reporter import TrialProgressCallback
 
     class Controller(TuneController):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            options["callbacks"] = [*callbacks, *(options.get("callbacks") or [])]
-            super().__init__(*arguments, **options)
+            others = [each for each in options["callbacks"] if not isinstance(each, TrialProgressCallback)]
+            super().__init__(*arguments, **{**options, "callbacks": [*callbacks, *others]})
 
         def step(self) -> None:
             super().step()

@@ -62,7 +62,7 @@ class LatentLoraSettings(MethodSettings):
     sigma_side: Literal["out", "in", "none"] = "out"
     """Side of the singular values: `out` as in equation (5), `in` as in LoRA-XS (A2)."""
     ortho_lambda: float = Field(ge=0, json_schema_extra=FROM_PRESET)
-    """Weight of the interference penalty (lambda); None is the paper's for this benchmark and backbone (A4b)."""
+    """Weight of the interference penalty (lambda); None: the paper's 0.05 (Long Sequence 0.02), SmolLM2 1e-5 (A4b)."""
     ortho: OrthoSettings = OrthoSettings()
     """How the penalty is measured."""
     R_init: Literal["normal", "zero", "prev"] = "normal"

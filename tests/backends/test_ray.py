@@ -111,6 +111,7 @@ def test_a_sweep_on_ray_runs_to_its_end(on_ray):
     folder, printed, _ = on_ray
     assert printed["tiny"].endswith("ended with 0"), printed
     assert "sweep tiny: 4 trials (4 finished)" in printed["tiny"]
+    assert "Last result" not in printed["tiny"], "Tune itself has nothing to say"
     assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
         ["started", "stage", "stage", "finished"]
     ] * 4
