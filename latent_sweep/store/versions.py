@@ -33,6 +33,7 @@ SCORING = 3
 """Of how snapshots are weighed, and answers scored: part of rows."""
 
 OURS = "latent-sweep"
+"""This package."""
 
 LIBRARIES = ("torch", "transformers", "numpy", "scikit-learn", "datasets", "rouge-score", "rapidfuzz", "sacrebleu")
 """What can move a result in its last digits, and with them a decision that hangs on a near tie."""
@@ -50,9 +51,9 @@ class Declared:
 
 
 def declared() -> Declared:
-    """Read it from the metadata, or from the pyproject.toml beside code that nobody has installed.
+    """Return what this package asks for: by its metadata, or where nobody has installed it, by its pyproject.toml.
 
-    A job brings this package to the nodes of a cluster in its working directory.
+    The nodes of a cluster get it in the working directory of a job, with that file beside its folder.
 
     Raises:
         PackageNotFoundError: neither is there, or it takes Python 3.11 to read the latter.

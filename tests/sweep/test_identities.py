@@ -541,9 +541,8 @@ def test_every_setting_stands_in_a_table(unchanged):
     assert written == set(SETTINGS)
     assert set(BenchmarkSpec.model_fields) == set(SPEC)
     assert set(TaskSpec.model_fields) == set(TASK)
-    assert {name for name in dir(versions) if name.isupper()} - {"LIBRARIES", "OURS"} | set(versions.LIBRARIES) <= set(
-        OUTSIDE
-    )
+    constants = {name for name in dir(versions) if name.isupper()} - {"LIBRARIES", "OURS"}
+    assert constants | set(versions.LIBRARIES) <= set(OUTSIDE)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "latent_lora"])
