@@ -55,7 +55,7 @@ def connect() -> bool:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on Linux too: every socket on 127.0.0.1
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        # one for each CPU, in an environment that is not that of Tune's workers, which take none of them
+        # Ray would start a worker for each CPU; Tune's have an environment of their own, and are none of these
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

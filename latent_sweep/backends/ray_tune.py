@@ -137,10 +137,10 @@ def _control_otherwise(callbacks: Sequence[Any], tell: Callable[[Any], None]) ->
 
     Callbacks that come to it through Tune are counted on the way, for Ray's statistics of usage, even where those are
     off, and all of MLflow is imported for that: ours do not come that way. Tune's own that prints what each trial has
-    reported last, which is nothing, is left out. At each step it walks through all trials that it knows: now it forgets
-    those that have ended. And it gives a worker whose trial has ended the next trial in the queue, even if that trial's
-    own worker is starting, which it then ends: where trials take less time than a worker to start, a node that joins
-    would never have one.
+    reported last, nothing or what journals tell, is left out. At each step it walks through all trials that it knows:
+    now it forgets those that have ended. And it gives a worker whose trial has ended the next trial in the queue, even
+    if that trial's own worker is starting, which it then ends: where trials take less time than a worker to start, a
+    node that joins would never have one.
 
     Args:
         callbacks: what it calls before the others that Tune adds.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import latent_sweep
 from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
-from latent_sweep.store.versions import OURS, declared
+from latent_sweep.store.versions import OURS, Declared, declared
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -51,7 +51,7 @@ def look_at_packages(needed: Sequence[str] = ()) -> Iterator[Finding]:
         return
     yield from examined("python", partial(_python, asked_for.python))
     yield _ours(asked_for.version)
-    for asked in _requirements():
+    for asked in _requirements(asked_for):
         yield from examined(asked.name, partial(_package, asked.name, str(asked.specifier), needed))
 
 
@@ -75,16 +75,16 @@ def versions() -> dict[str, str]:
     """Return all that nodes of one cluster must agree on, by name."""
     found = {"python": platform.python_version(), f"{OURS} (code)": code_digest()}
     try:
-        return found | {asked.name: _installed(asked.name) or "not installed" for asked in _requirements()}
+        return found | {asked.name: _installed(asked.name) or "not installed" for asked in _requirements(declared())}
     except importlib.metadata.PackageNotFoundError:
         return found
 
 
-def _requirements() -> list[Requirement]:
+def _requirements(asked_for: Declared) -> list[Requirement]:
     """What latent-sweep needs on this system, its extras left out."""
     from packaging.requirements import Requirement
 
-    asked = map(Requirement, declared().requirements)
+    asked = map(Requirement, asked_for.requirements)
     return [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
