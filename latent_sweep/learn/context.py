@@ -212,8 +212,8 @@ def backbone_facts(backbone: Backbone) -> dict[str, str]:
 
 def computed_with(backbone: Backbone) -> dict[str, str]:
     """Return what can move a number in its last digits: libraries, device and type."""
-    libraries = {name: versions.library(name) for name in (versions.OURS, *versions.LIBRARIES)}
-    return {**libraries, "device": device_name(backbone.device), "dtype": str(backbone.model.dtype).split(".")[-1]}
+    dtype = str(backbone.model.dtype).split(".")[-1]
+    return {**versions.libraries(), "device": device_name(backbone.device), "dtype": dtype}
 
 
 def hardware(engine: Engine | None = None) -> dict[str, Any]:

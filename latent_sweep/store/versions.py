@@ -78,6 +78,11 @@ def library(name: str) -> str:
     return __version__ if name == OURS else version(name)
 
 
+def libraries() -> dict[str, str]:
+    """Versions of this package and of the libraries that compute the results."""
+    return {name: library(name) for name in (OURS, *LIBRARIES)}
+
+
 def installed() -> dict[str, str]:
-    """Versions of what computes the results."""
-    return {"python": platform.python_version(), **{name: library(name) for name in (OURS, *LIBRARIES)}}
+    """Versions of what computes the results, Python's too."""
+    return {"python": platform.python_version(), **libraries()}

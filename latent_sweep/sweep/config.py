@@ -154,9 +154,10 @@ def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:
     points = samples * math.prod(map(len, grid.values()))
     if points <= MOST_TRIALS:
         return []
+    drawn = "draw fewer" if samples > 1 else "draw some of them at random"
     return [
         f"search: {points:,} points; at most {MOST_TRIALS:,} are possible. Leave values out, spread them over several "
-        "sweep files, or draw some of them at random (run.num_samples)"
+        f"sweep files, or {drawn} (run.num_samples)"
     ]
 
 

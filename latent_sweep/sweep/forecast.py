@@ -364,10 +364,11 @@ def describe_tuning(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial]
     """
     tune, candidates = sweep.tune, candidate_trials(due)
     assert tune is not None
+    made = sum(bool(choice.candidates) for choice in due)
     judged_on = {f"{t.spec.name}: {' '.join(task.name for task in t.tasks)}": None for t in candidates}
     return [
-        f"tuning of {sweep.name}: {len(due)} choices among {len(candidates):,} candidates, the sweep "
-        f"{tuning_sweep(sweep).name}",
+        f"tuning of {sweep.name}: {made} {'choice' if made == 1 else 'choices'} among {len(candidates):,} candidates, "
+        f"the sweep {tuning_sweep(sweep).name}",
         f"  on         {'; '.join(judged_on)}; {tune.validation_fraction:.0%} of the training rows are held out and "
         "scored, test rows are not read",
         *(f"  {name}: {_tried_text(c)}" for name, c in zip(choice_names([c.shared for c in due]), due, strict=True)),

@@ -252,7 +252,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     path = write(tmp_path, content)
     main(["plan", path])
     planned = capsys.readouterr().out
-    assert "1 choices among 3 candidates, the sweep tiny-tuning" in planned
+    assert "1 choice among 3 candidates, the sweep tiny-tuning" in planned
     assert "builtin: mood; 20% of the training rows are held out and scored, test rows are not read" in planned
     assert "nothing yet: below, the first candidates stand for it" in planned
 

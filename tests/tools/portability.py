@@ -1,6 +1,6 @@
 """The numeric tests on imitated machines, as `make portability`: rounding that another processor would give.
 
-    PYTHONPATH=tests python -m tools.portability [TEST FILES]
+    PYTHONPATH=tests python -m tools.portability [TEST FILES or other arguments of pytest]
 
 Libraries that add and multiply choose their instructions by what the processor can do, and by the number of threads;
 both can be told. What compares a computation with itself, or adds and multiplies as another test does
@@ -82,6 +82,9 @@ def counts(printed: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Try every machine and print a line for each; returns the exit code."""
+    if {"-h", "--help"}.intersection(arguments):  # pytest would answer, six times
+        print(__doc__)
+        return 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = []
         for outcome in pool.map(lambda machine: try_on(machine, arguments), MACHINES):

@@ -58,3 +58,8 @@ def test_counts_are_those_of_the_last_line():
         "2 failed, 812 passed, 3 skipped"
     )
     assert portability.counts("") == ""
+
+
+def test_help_starts_nothing(capsys):
+    assert portability.main(["--help"]) == 0
+    assert capsys.readouterr().out == portability.__doc__ + "\n"
