@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     from latent_sweep.results.report import render_all
-    from latent_sweep.results.summaries import summarise
+    from latent_sweep.results.summaries import summarise_all
     from latent_sweep.store.files import write_file
     from latent_sweep.store.folders import open_sweep
 
@@ -88,7 +88,7 @@ def _report(options: argparse.Namespace) -> int:
         output = output or (sweeps[0].path / PAGE_FILE if len(sweeps) == 1 else Path(PAGE_FILE))
         text = render_page(sweeps, options.over, options.baseline)
     else:
-        text = render_all([summarise(sweep, options.over, options.baseline) for sweep in sweeps], options.format)
+        text = render_all(summarise_all(sweeps, options.over, options.baseline), options.format)
     if output is None:
         print(text)
     else:

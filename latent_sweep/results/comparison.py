@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value, label
-from latent_sweep.results.bootstrap import Interval, Repetition, bootstrap_means, percentile_interval, student_interval
-from latent_sweep.results.outcomes import MEASURES, Measure, Outcome
-from latent_sweep.store.trial_files import RowScores
+from latent_sweep.results.bootstrap import (
+    ROUNDING,
+    Interval,
+    Repetition,
+    bootstrap_means,
+    percentile_interval,
+    student_interval,
+)
+from latent_sweep.results.outcomes import MEASURES, Measure, Outcome, mean_outcome, row_ids
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,8 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Whether there is an interval, and 0 is not in it."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+        """Whether there is an interval, and 0 is not in it, nor at its bound but for the rounding of sums."""
+        return self.interval is not None and not self.interval[0] - ROUNDING <= 0 <= self.interval[1] + ROUNDING
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,20 @@ class Comparison:
     """How many pairs there are."""
     differences: Mapping[Measure, Difference]
     """Empty without a pair."""
+    averaged: tuple[int, ...] = ()
+    """Places in `Repeat` of settings that one of the two does not read: the other's trials are averaged over them."""
 
 
 Outcomes = Mapping[Measure, Outcome]
 """Of one trial."""
+Repeat = tuple[str | None, ...]
+"""What tells a repetition from others: the settings that repeat a configuration; None for one that is not read."""
 Pair = tuple[Outcome, Outcome]
 """A measure of the same repetition of a configuration and of its baseline."""
 
 
 def compare(
-    configurations: Sequence[Mapping[str, Outcomes]], baselines: Sequence[int], labels: Sequence[str]
+    configurations: Sequence[Mapping[Repeat, Outcomes]], baselines: Sequence[int], labels: Sequence[str]
 ) -> list[Comparison | None]:
     """Compare each configuration with its baseline; None for one that is its own.
 
@@ -78,13 +88,36 @@ def compare(
                 for measure in MEASURES
                 if pairs[own, measure]
             },
+            _read_by_one(configurations[own], configurations[position]),
         )
         for own, position in enumerate(baselines)
     ]
 
 
-def _pairs(ours: Mapping[str, Outcomes], theirs: Mapping[str, Outcomes], measure: Measure) -> list[Pair]:
-    return [(ours[key][measure], theirs[key][measure]) for key in ours if key in theirs]
+def _pairs(ours: Mapping[Repeat, Outcomes], theirs: Mapping[Repeat, Outcomes], measure: Measure) -> list[Pair]:
+    """Pair what is equal in all that both read, averaged over what only one of them reads."""
+    places = [place for place, values in _by_place(ours, theirs) if None not in values]
+    mine, others = ({key: mean_outcome(found) for key, found in _at(each, places, measure)} for each in (ours, theirs))
+    return [(mine[key], others[key]) for key in mine if key in others]
+
+
+def _by_place(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> Iterator[tuple[int, tuple[str | None, ...]]]:
+    """Each place of a repetition's settings with all values there."""
+    return enumerate(zip(*ours, *theirs, strict=True))
+
+
+def _at(
+    found: Mapping[Repeat, Outcomes], places: Sequence[int], measure: Measure
+) -> Iterable[tuple[Repeat, list[Outcome]]]:
+    """A measure of those trials together that have the settings at these places in common."""
+    together: dict[Repeat, list[Outcome]] = {}
+    for key, measured in found.items():
+        together.setdefault(tuple(key[place] for place in places), []).append(measured[measure])
+    return together.items()
+
+
+def _read_by_one(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> tuple[int, ...]:
+    return tuple(place for place, values in _by_place(ours, theirs) if None in values and set(values) != {None})
 
 
 def _difference(pairs: Sequence[Pair], by_row: Interval | None) -> Difference:
@@ -101,17 +134,13 @@ def _row_differences(pairs: Sequence[Pair]) -> list[Repetition]:
     """
     found: list[Repetition] = []
     for mine, other in pairs:
-        if mine.rows is None or other.rows is None or _ids(mine.rows) != _ids(other.rows):
+        if mine.rows is None or other.rows is None or row_ids(mine.rows) != row_ids(other.rows):
             return []
         found.append({(task, own.ids): own.scores - other.rows[task].scores for task, own in mine.rows.items()})
     return found
 
 
-def _ids(rows: Mapping[str, RowScores]) -> dict[str, tuple[str, ...]]:
-    return {task: found.ids for task, found in rows.items()}
-
-
-_TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks")
+TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks")
 
 
 def find_baselines(
@@ -127,7 +156,7 @@ def find_baselines(
     Raises:
         ConfigError: not exactly one configuration fits.
     """
-    tested_on = [name for name, path in paths.items() if path in _TESTED_ON]
+    tested_on = [name for name, path in paths.items() if path in TESTED_ON]
     backbone = [name for name, path in paths.items() if path == "backbone.name"]
     labels = [label(values) for values in configurations]
     found = [i for i, whole in enumerate(labels) if [whole] == list(wanted)]

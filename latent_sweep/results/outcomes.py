@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,22 @@ class Outcome:
     rows: Mapping[str, RowScores] | None
     """By task, what each row adds: the mean over a task's rows, and then over tasks, is `value`. None where there are
     no such rows, or their scores are not at hand."""
+
+
+def mean_outcome(found: Sequence[Outcome]) -> Outcome:
+    """Return the mean of a measure over several trials, of values and of what each row adds; rows must be the same."""
+    first, rows = found[0].rows, None
+    if first is not None and all(each.rows is not None and row_ids(each.rows) == row_ids(first) for each in found):
+        rows = {
+            task: RowScores(own.ids, np.mean([each.rows[task].scores for each in found if each.rows], axis=0))
+            for task, own in first.items()
+        }
+    return Outcome(statistics.fmean(each.value for each in found), rows)
+
+
+def row_ids(rows: Mapping[str, RowScores]) -> dict[str, tuple[str, ...]]:
+    """Return the ids of the rows of each task."""
+    return {task: found.ids for task, found in rows.items()}
 
 
 def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:

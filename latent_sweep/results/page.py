@@ -18,7 +18,7 @@ from latent_sweep.results.interference_pictures import interference_pictures
 from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.router_pictures import router_pictures
 from latent_sweep.results.sections import Section, counts, sections, together
-from latent_sweep.results.summaries import Configuration, Summary, summarise
+from latent_sweep.results.summaries import Configuration, Summary, summarise_all
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
 from latent_sweep.store.folders import SweepFolder, TrialFolder
@@ -51,7 +51,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
     """
     from jinja2 import Environment
 
-    summaries = [summarise(sweep, over, baseline) for sweep in sweeps]
+    summaries = summarise_all(sweeps, over, baseline)
     parts = [_part(sweep, summary) for sweep, summary in zip(sweeps, summaries, strict=True)]
     source = resources.files("latent_sweep.results").joinpath("page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
@@ -116,11 +116,11 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
     facts += [("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items()))]
     facts += [("follows from these", "; ".join(follows))]
     hours = f"{cost.seconds_learning / 3600:.2f} hours learning, {cost.seconds_answering / 3600:.2f} hours answering"
-    facts += [("took", f"{hours}, of all workers together")]
+    facts += [("took", f"{hours}, all trials together")]
     facts += [("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or there already")]
     if cost.generated_share is not None:
         generated = f"{100 * cost.generated_share:.0f} % generated"
-        facts += [("answers", f"{generated}; the others were known from earlier stages")]
+        facts += [("answers", f"{generated}; the others were known already")]
     return [(name, text) for name, text in facts if text]
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from latent_sweep.labels import format_value, label
-from latent_sweep.results.bootstrap import RESAMPLES
-from latent_sweep.results.comparison import Comparison, Difference
+from latent_sweep.labels import format_value, label, short_names
+from latent_sweep.results.bootstrap import RESAMPLES, ROUNDING
+from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference
 from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
@@ -92,32 +92,57 @@ def together(summaries: Sequence[Summary]) -> Section:
 
 
 def _same_order(*pair: Summary) -> Iterator[str]:
-    """Say how far two sweeps rank what both have finished alike, whatever was chosen for either by tuning."""
+    """Say how far two sweeps rank what both have finished alike, whatever was chosen for either by tuning.
+
+    What is tested on other tasks is ranked apart: that some tasks are harder than others says nothing of methods.
+    """
     chosen = frozenset().union(*(summary.chosen for summary in pair))
     first, second = (_by_label(summary, chosen) for summary in pair)
-    both = [(first[name], second[name]) for name in first if name in second]
-    if len(both) < _RANKING:
-        return
+    groups: dict[tuple[str, str], list[tuple[Configuration, Configuration]]] = {}
+    for name in (name for name in first if name in second):
+        groups.setdefault((_place(first[name]), _place(second[name])), []).append((first[name], second[name]))
+    for (place, _), both in groups.items():
+        if len(both) >= _RANKING:
+            yield from _agreement(pair, f" on {place}" if len(groups) > 1 else "", both)
+
+
+def _agreement(
+    pair: Sequence[Summary], place: str, both: Sequence[tuple[Configuration, Configuration]]
+) -> Iterator[str]:
+    """Say how far two sweeps rank these configurations alike; nothing where one of them ranks none above another."""
     from scipy.stats import kendalltau  # takes half a second
 
-    tau = float(kendalltau(*zip(*both, strict=True)).statistic)
-    swapped = sum((a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(both, 2))
+    means = [tuple(_exact_mean(one) for one in each) for each in both]
+    tau = float(kendalltau(*zip(*means, strict=True)).statistic)
+    swapped = sum((a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(means, 2))
+    finished = sorted({one.n_finished for each in both for one in each})
     if not math.isnan(tau):
         yield (
-            f"{pair[0].name} and {pair[1].name} rank the {len(both)} configurations that both have by AP with "
+            f"{pair[0].name} and {pair[1].name} rank the {len(both)} configurations that both have{place} by AP with "
             f"Kendall's tau {tau:.2f} (1: alike, 0: unrelated, -1: reversed); {swapped} of "
-            f"{math.comb(len(both), 2)} pairs swap"
+            f"{math.comb(len(both), 2)} pairs swap" + (f"; n is {value_range(finished, str)}" if finished[1:] else "")
         )
 
 
-def _by_label(summary: Summary, chosen: Set[str]) -> dict[str, float]:
-    """Mean AP by a configuration's label without what was chosen, where no other configuration has the same one."""
-    found: dict[str, list[float]] = {}
+def _exact_mean(configuration: Configuration) -> float:
+    """Mean AP without the rounding of sums, which would tell apart what is equal."""
+    assert configuration.average_performance is not None
+    return round(configuration.average_performance.mean / ROUNDING) * ROUNDING
+
+
+def _place(configuration: Configuration) -> str:
+    """What a configuration is tested on, as far as all of its trials have it in common."""
+    return label({name: configuration.settings.get(path) for path, name in short_names(TESTED_ON).items()})
+
+
+def _by_label(summary: Summary, chosen: Set[str]) -> dict[str, Configuration]:
+    """What has a mean AP that compares, by its label without what was chosen; what shares that label has no rank."""
+    found: dict[str, list[Configuration]] = {}
     for one in summary.configurations:
-        if one.average_performance is not None:
+        if one.average_performance is not None and not one.n_stopped:
             name = label({name: value for name, value in one.values.items() if name not in chosen})
-            found.setdefault(name, []).append(one.average_performance.mean)
-    return {name: means[0] for name, means in found.items() if len(means) == 1}
+            found.setdefault(name, []).append(one)
+    return {name: alike[0] for name, alike in found.items() if len(alike) == 1}
 
 
 NOT_ALIKE = "Not all trials were computed alike"
@@ -325,6 +350,14 @@ def how_compared(summary: Summary) -> list[str]:
         notes.append("from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
     if any(source == "repetitions and rows" and n < _FEW for source, n in sources):
         notes.append("two to four pairs: too narrow an interval from rows where seeds matter far more than test rows")
+    if any(one.n_stopped and one.n_finished for one in summary.configurations):
+        notes.append(
+            "a scheduler has stopped some trials, the worse ones: a difference of what is left of a configuration to "
+            "what is left of another says little"
+        )
+    if averaged := sorted({place for comparison in found for place in comparison.averaged}):
+        names = " and ".join(summary.repeats[place] for place in averaged)
+        notes.append(f"where only one of the two reads {names}, the trials of the other are averaged over it")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
     if len(found) > 1:

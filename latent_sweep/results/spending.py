@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from latent_sweep.results.trial_states import Span, cover
 from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import Event
+from latent_sweep.store.journal import Event, told_by_worker
 from latent_sweep.sweep.groups import PriceSettings, ResourceSettings
 from latent_sweep.sweep.prices import Item, gpu_price
 
@@ -36,7 +36,8 @@ def held_at_work(events: Sequence[Event]) -> list[AtWork]:
         if isinstance(hardware, Mapping):  # earlier versions said less
             gpu, workers = hardware.get("gpu"), hardware.get("workers", 1)
             amount = workers if gpu else workers * hardware.get("threads", 1)
-            span = event["time"], events[end - 1]["time"]
+            last = max(number for number in range(start, end) if told_by_worker(events[number]))
+            span = event["time"], events[last]["time"]
             found.append((Held(gpu, amount, (event["node"], event.get("pid"))), span))
     return found
 

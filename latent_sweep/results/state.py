@@ -220,7 +220,7 @@ class SweepWatch:
 
         def pending(trial: TrialFolder) -> TrialState:
             name = label({names[path]: value for path, value in trial.values.items()}) or trial.trial_id
-            return TrialState(trial.trial_id, name, trial.n_tasks)
+            return TrialState(trial.trial_id, trial.training_id, name, trial.n_tasks)
 
         self._trials = list(self.sweep)
         self._numbers = {trial.trial_id: number for number, trial in enumerate(self._trials)}
@@ -246,7 +246,7 @@ class SweepWatch:
                 raise StoreError(f"{trial.journal.path}: shorter than before")
             events, place = trial.journal.read_on(place)
         except StoreError:  # another journal lies there now, or this one is damaged
-            state = TrialState(state.trial_id, state.name, state.n_tasks)
+            state = TrialState(state.trial_id, state.training_id, state.name, state.n_tasks)
             events, place = trial.journal.read_on(START)
         self._known[number] = version, place
         self._tally.advance(number, advanced(state, events))

@@ -15,7 +15,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.bootstrap import ROUNDING
-from latent_sweep.results.comparison import Comparison, Outcomes, compare, find_baselines
+from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder
@@ -117,7 +117,7 @@ class Cost:
     learned: int
     """Stages that were learned."""
     reused: int
-    """Stages that were there: learned for another trial, or earlier."""
+    """Stages that were there, learned for another trial or earlier, or that trials of one training have together."""
     generated_share: float | None
     """Of all answers that the stages asked for, what was generated; None where nothing says."""
 
@@ -242,6 +242,25 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         cost=costs.total(),
         spent=spent(sweep, at_work),
     )
+
+
+def summarise_all(
+    sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()
+) -> list[Summary]:
+    """Summarise several sweeps as `summarise` does each; those of one name are called by their folders.
+
+    Raises:
+        ConfigError: a sweep is there twice, lacks such an axis, or has not exactly one such configuration.
+        StoreError: a sweep or a journal is missing or damaged.
+    """
+    times = Counter(sweep.path.resolve() for sweep in sweeps)
+    if twice := [str(path) for path, count in times.items() if count > 1]:
+        raise ConfigError(f"report: {', '.join(twice)} is named more than once; name each sweep once.")
+    names = Counter(sweep.name for sweep in sweeps)
+    return [
+        replace(found, name=str(sweep.path)) if names[sweep.name] > 1 else found
+        for sweep, found in ((sweep, summarise(sweep, over, baseline)) for sweep in sweeps)
+    ]
 
 
 def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
@@ -415,10 +434,10 @@ class _Costs:
         for stage in stages(events):
             metrics, place = stage["metrics"], (trial.training_id, stage["tasks_seen"])
             self._answering += metrics.get("seconds_eval", 0.0)
-            if stage.get("reused"):
+            if stage.get("reused") or place in self._learning:
                 self._reused += 1
             else:
-                self._learning.setdefault(place, metrics.get("seconds_train", 0.0))
+                self._learning[place] = metrics.get("seconds_train", 0.0)
             if "generated_share" in metrics:
                 asked = metrics.get("answers_asked", len(stage["scores"]))  # earlier versions tell of tasks alone
                 self._generated += metrics["generated_share"] * asked
@@ -450,13 +469,19 @@ def _compared(
     return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
 
 
-def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[str, Outcomes]:
-    """What the finished trials have come to, by what tells one repetition from another."""
+def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
+    """What the finished trials have come to, by what tells one repetition from another: settings that they read."""
     return {
-        json.dumps([each.trial.params.get(axis) for axis in repeats]): outcomes(each.trial)
+        tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(each.trial)
         for each in members
         if each.status == "finished"
     }
+
+
+def _repeat(trial: TrialFolder, axis: str) -> str | None:
+    """A trial's value on an axis that repeats it; the seed need not be one. None where the trial does not read it."""
+    value = trial.values.get(axis, trial.params.get(axis))
+    return None if value is None else json.dumps(value)
 
 
 def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latent_sweep.store.journal import Event, Status, status
+from latent_sweep.store.journal import Event, Status, status, told_by_worker
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 ENOUGH = 3
@@ -48,13 +48,15 @@ class TrialState:
     """Where a trial stands, by its journal."""
 
     trial_id: str
+    training_id: str
+    """Trials that share a training have it in common, and the stages that they tell of."""
     name: str
     """Its settings that vary, for people."""
     n_tasks: int
     status: Status = "pending"
     stages: tuple[Stage, ...] = ()
     at_work: tuple[Span, ...] = ()
-    """From when to when workers were at work on it, in Unix seconds; an attempt that was cut: to its last event."""
+    """From when to when workers were at work on it, in Unix seconds; an attempt that was cut: to what it told last."""
     message: str | None = None
     """Why it has failed or was stopped."""
     kind: str | None = None
@@ -78,7 +80,7 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
     for last in events:
         if last["event"] == "started":
             at_work.append((last["time"], last["time"]))
-        elif at_work:
+        elif at_work and told_by_worker(last):
             at_work[-1] = at_work[-1][0], last["time"]
         if last["event"] == "stage":
             told[last["tasks_seen"]] = _stage(last)
@@ -177,6 +179,11 @@ class Tally:
         return {status: self._counts[status] for status in order if self._counts[status]}
 
     @property
+    def learned(self) -> int:
+        """Stages that were learned; what trials of one training tell of the same stage counts once."""
+        return len(self._learned)
+
+    @property
     def failed(self) -> tuple[TrialState, ...]:
         """The trials that have failed."""
         return tuple(self.trials[number] for number in sorted(self._failed))
@@ -208,7 +215,8 @@ class Tally:
         """Add everything up anew."""
         self._counts: Counter[Status] = Counter()
         self._failed: set[int] = set()
-        self.tasks_done, self.learned, self.reused, self._remaining = 0, 0, 0, 0
+        self.tasks_done, self.reused, self._remaining = 0, 0, 0
+        self._learned: set[tuple[str, int]] = set()
         self._at_work: list[Span] = []
         self._ends: list[tuple[float, bool]] = []
         self._cut = False
@@ -233,8 +241,11 @@ class Tally:
         self._remaining += _remaining(trial)
         for stage in trial.stages:
             if id(stage) not in known:
-                self.reused += stage.reused
-                self.learned += not stage.reused
+                place = trial.training_id, stage.tasks_seen
+                reused = stage.reused or place in self._learned
+                self.reused += reused
+                if not reused:
+                    self._learned.add(place)
                 if stage.time >= self._since:
                     insort(self._ends, (stage.time, stage.reused))
         if len(self._ends) > 2 * RECENT:

@@ -64,6 +64,11 @@ class Place(NamedTuple):
 START = Place(0, 0)
 
 
+def told_by_worker(event: Event) -> bool:
+    """Whether an event says that a worker was there; of its loss somebody else tells, maybe days later."""
+    return event["event"] != "lost" and event.get("kind") != "lost"
+
+
 class Journal:
     """The append-only record of one trial's events; one writer at a time, any number of readers."""
 

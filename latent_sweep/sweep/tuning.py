@@ -218,7 +218,7 @@ class Tried:
     loss: float | None
     """Task loss at the end of each task, the mean over tasks."""
     steps: int
-    """Optimizer steps, all tasks together."""
+    """Optimizer steps of all tasks; what another candidate has learned takes none."""
     seconds: float
     """Of learning and answering; what another candidate has learned costs nothing."""
 
@@ -286,7 +286,7 @@ def _tried(candidate: Candidate, trial: TrialFolder) -> Tried:
         trial_id=trial.trial_id,
         score=None if not_finite else metrics[-1]["AP"],
         loss=math.fsum(losses) / len(losses) if losses and not not_finite else None,
-        steps=sum(candidate.trial.steps(position) for position in range(len(candidate.trial.tasks))),
+        steps=sum(event.get("steps") or 0 for event in told if not event.get("reused")),
         seconds=sum(found.get("seconds_train", 0.0) + found.get("seconds_eval", 0.0) for found in metrics),
     )
 

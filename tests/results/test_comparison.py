@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import random
 import statistics
 
@@ -13,6 +14,9 @@ from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label
 from latent_sweep.results import report, summaries
+from latent_sweep.results.comparison import Difference
+from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.sealed import sealed_json
 
 AXES = {"method.name": ["seq_lora", "o_lora"], "seed": [0, 1, 2]}
 
@@ -347,6 +351,46 @@ def test_orders_are_pairs_where_they_repeat(tmp_path):
     comparison = compared(sweep, "method=seq_lora", over=["order"])["method=o_lora mode=sum"]
     assert comparison.n == 4
     assert comparison.differences["AP"].mean == pytest.approx(0.2)
+
+
+def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_path):
+    """With K = 1 and 5 averaged for each seed: one K alone would give another difference."""
+    axes = {"router.mode": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
+    sweep = write_sweep(tmp_path, axes)
+    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
+    content["trials"] = [
+        entry | {"params": entry["params"] | {"router.components": entry["values"]["router.components"] or 5}}
+        for entry in content["trials"]
+        if (entry["values"]["router.mode"] == "oracle") == (entry["values"]["router.components"] is None)
+    ]
+    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    sweep = open_sweep(sweep.path)
+    for trial, average in zip(sweep, (0.3, 0.4, 0.4, 0.42, 0.5, 0.5), strict=True):
+        run_with_rows(trial, {task: [average] * 5 for task in TASKS}, 0.0)
+    found = compared(sweep, "mode=oracle", over=["K"])["mode=soft"]
+    assert found.n == 2
+    assert found.differences["AP"].mean == pytest.approx((0.15 + 0.06) / 2)
+    assert found.differences["AP"].resampled == "repetitions and rows"
+    text = report.render(summaries.summarise(sweep, ["K"], ["mode=oracle"]))
+    assert "where only one of the two reads K, the trials of the other are averaged over it" in text
+    assert compared(sweep, "mode=oracle")["mode=soft K=5"].n == 2
+
+
+def test_a_bound_of_nothing_but_rounding_is_zero():
+    assert not Difference(0.02, (1.7e-18, 0.05), "rows").told_apart
+    assert not Difference(-0.02, (-0.05, -1.7e-18), "rows").told_apart
+    assert Difference(0.02, (1e-3, 0.05), "rows").told_apart
+
+
+def test_a_comparison_tells_of_trials_that_were_stopped(tmp_path):
+    sweep = write_sweep(tmp_path, AXES)
+    *others, last = sweep
+    for trial in others:
+        run_to_end(trial, 0.5, 0.0)
+    start(last)
+    last.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    text = report.render(summaries.summarise(sweep, (), ["method=seq_lora"]))
+    assert "a scheduler has stopped some trials, the worse ones: a difference of what is left" in text
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_the_command_writes_it_beside_the_sweep(sweep, tmp_path, capsys, monkeyp
     assert capsys.readouterr().out.strip() == str(sweep.path / "report.html")
     assert (sweep.path / "report.html").read_text().startswith("<!doctype html>")
     monkeypatch.chdir(tmp_path)
-    assert main(["report", str(sweep.path), str(sweep.path), "--format", "html"]) == 0
+    other = write_sweep(tmp_path, {"seed": [0]}, name="other")
+    assert main(["report", str(sweep.path), str(other.path), "--format", "html"]) == 0
     assert "2 sweeps compared" in (tmp_path / "report.html").read_text()
     assert main(["report", str(sweep.path), "--output", "table.txt"]) == 0
     assert (tmp_path / "table.txt").read_text().startswith("sweep lambda: 4 trials")
@@ -144,6 +145,55 @@ def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
     assert "here and elsewhere rank the 4 configurations that both have by AP with Kendall's tau 0.67" in text
     assert "1 of 6 pairs swap" in text
     assert text.count("Kendall") == 1, "two make no ranking"
+
+
+def rankings(tmp_path, axes, *averages):
+    """What is said of the rankings of sweeps, by the AP of each one's trials; None is not run."""
+    found = []
+    for number, each in enumerate(averages):
+        sweep = write_sweep(tmp_path, axes, name=f"sweep{number}")
+        for trial, average in zip(sweep, each, strict=True):
+            if average is not None:
+                run_to_end(trial, average, 0.0)
+        found.append(summaries.summarise(sweep))
+    return [note for note in together(found).notes if "Kendall" in note]
+
+
+def test_rankings_on_other_tasks_are_no_agreement(tmp_path):
+    """Order 2 is harder for all methods, which says nothing of whether methods rank alike."""
+    axes = {"method.name": ["ewc", "lwf", "tasl"], "benchmark.order": [1, 2], "seed": [0]}
+    first, second = rankings(tmp_path, axes, (0.5, 0.1, 0.6, 0.2, 0.7, 0.3), (0.7, 0.3, 0.6, 0.2, 0.5, 0.1))
+    for note, order in ((first, 1), (second, 2)):
+        assert f"rank the 3 configurations that both have on benchmark=superni order={order} by AP" in note
+        assert "tau -1.00" in note and "3 of 3 pairs swap" in note
+
+
+def test_what_is_equal_but_for_rounding_swaps_with_nothing(tmp_path):
+    axes = {"method.name": ["ewc", "lwf", "tasl"], "seed": [0]}
+    (note,) = rankings(tmp_path, axes, (0.34, 0.33999999999999997, 0.1), (0.33999999999999997, 0.34, 0.1))
+    assert "tau 1.00" in note and "0 of 3 pairs swap" in note
+
+
+def test_a_ranking_leaves_out_what_was_stopped_and_tells_of_missing_trials(tmp_path):
+    axes = {"method.name": ["ewc", "lwf", "tasl", "o_lora"], "seed": [0, 1]}
+    whole = (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)
+    (note,) = rankings(tmp_path, axes, whole, (*whole[:7], None))
+    assert "rank the 4 configurations" in note and note.endswith("; n is 1 to 2")
+    trial = list(write_sweep(tmp_path, axes, name="sweep1"))[-1]
+    start(trial)
+    trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    sweeps = [summaries.summarise(open_sweep(tmp_path / name)) for name in ("sweep0", "sweep1")]
+    (note,) = (note for note in together(sweeps).notes if "Kendall" in note)
+    assert "rank the 3 configurations" in note and "n is" not in note
+
+
+def test_sweeps_of_one_name_are_told_apart_and_none_counts_twice(sweep, tmp_path, capsys):
+    other = write_sweep(tmp_path / "elsewhere", {"seed": [0]})
+    main(["report", str(sweep.path), str(other.path), "--format", "csv"])
+    names = [line.split(",")[0] for line in capsys.readouterr().out.split()[1:]]
+    assert names == [str(sweep.path), str(sweep.path), str(other.path)]
+    assert main(["report", str(sweep.path), f"{sweep.path}/../{sweep.name}"]) == 2
+    assert f"report: {sweep.path} is named more than once" in capsys.readouterr().err
 
 
 def test_a_label_of_several_configurations_has_no_rank(tmp_path):

@@ -25,10 +25,12 @@ from latent_sweep.results.lines import news, status_lines, summary
 from latent_sweep.results.progress import ProgressWriter, say_driving
 from latent_sweep.results.screen import Lines, Reel
 from latent_sweep.results.state import SweepWatch, current
+from latent_sweep.results.summaries import summarise
 from latent_sweep.results.trial_states import time_left
 from latent_sweep.store import telling
-from latent_sweep.store.folders import driven_since, driving
+from latent_sweep.store.folders import driven_since, driving, open_sweep
 from latent_sweep.store.journal import Journal
+from latent_sweep.store.sealed import sealed_json
 
 AXES = {"router.components": [1, 2], "seed": [0, 1]}
 PHASES = ["starting", "loading the backbone", "tokenising", "preparing", "fitting the router", "answering"]
@@ -186,6 +188,33 @@ def test_the_driver_says_what_it_does_until_workers_do(sweep):
         ProgressWriter(sweep, PackOf(first)).write(Begun("starting"))
         assert look(sweep).driving is None
     assert look(sweep).driving is None
+
+
+def test_what_trials_of_one_training_tell_of_it_was_learned_once(sweep):
+    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
+    for entry in content["trials"]:
+        entry["training_id"] = f"seed{entry['values']['seed']}"
+    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    sweep = open_sweep(sweep.path)
+    watch = SweepWatch(sweep)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+        watch.look()
+    for state in (watch.look(), look(sweep)):
+        assert (state.learned, state.reused) == (6, 6)
+    cost = summarise(sweep).cost
+    assert (cost.learned, cost.reused, cost.seconds_learning) == (6, 6, 6 * 1.5)
+
+
+def test_nobody_is_at_work_until_a_loss_is_noticed(sweep):
+    first, *_ = sweep
+    for seconds, event, told in (
+        (100, "started", {"attempt": 1, "node": "a", "versions": {}, "hardware": "cpu"}),
+        (160, "failed", {"kind": "error", "message": "no", "task": None, "step": None}),
+        (90_000, "lost", {"kind": "damaged", "message": "its snapshot is gone"}),
+    ):
+        first.journal.append(event, time=float(seconds), **told)
+    assert look(sweep).seconds_at_work == 60
 
 
 def test_failures_have_their_reasons(sweep, capsys):

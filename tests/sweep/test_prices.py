@@ -201,10 +201,11 @@ CPU = {"gpu": None, "threads": 4}
 @pytest.fixture
 def told(tmp_path):
     """Two trials of one pack on an A100 from hour 0 to 3, one of them alone from 5 to 6; a third on a CPU, for half
-    an hour; a group of two workers for an hour; and one by a version that did not say its hardware.
+    an hour; a group of two workers for an hour; and one by a version that did not say its hardware. That the first two
+    were lost was noticed days later, each time by somebody else.
     """
     sweep = write_sweep(tmp_path, {"seed": [0, 1, 2, 3, 4]})
-    lost = {"kind": "worker_lost", "message": "gone"}
+    failed = {"kind": "error", "message": "no", "task": None, "step": None}
 
     def at(hour, trial, name, **fields):
         journal_of(trial).append(name, time=3600.0 * hour, **fields)
@@ -215,15 +216,18 @@ def told(tmp_path):
     first, second, third, fourth, fifth = sweep
     for trial in (first, second):
         started(0, trial, 1, A100)
-        at(3 if trial is second else 2, trial, "lost", **lost)
+        at(3 if trial is second else 2, trial, "failed", **failed)
+    at(4, first, "lost", kind="worker_died", message="gone")
     started(5, first, 2, A100)
-    at(6, first, "lost", **lost)
+    at(6, first, "failed", **failed)
+    at(60, first, "lost", kind="damaged", message="its snapshot is gone")
+    at(90, second, "failed", **failed | {"kind": "lost"})
     started(0, third, 3, CPU)
-    at(0.5, third, "lost", **lost)
+    at(0.5, third, "failed", **failed)
     started(1, fourth, 4, A100 | {"gpu": "NVIDIA H100 80GB HBM3", "workers": 2})
-    at(2, fourth, "lost", **lost)
+    at(2, fourth, "failed", **failed)
     started(1, fifth, 5, "cpu")
-    at(9, fifth, "lost", **lost)
+    at(9, fifth, "failed", **failed)
     return sweep
 
 

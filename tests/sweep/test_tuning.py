@@ -247,6 +247,16 @@ def test_nothing_is_chosen_where_no_loss_was_finite(tmp_path):
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
+def test_what_candidates_share_is_spent_once(tmp_path):
+    """EWC's penalty begins with the second task, so the first is learned for one of three."""
+    block = {"tasks": 2, "search": {"method.ewc_lambda": [1.0, 10.0, 100.0]}}
+    content = tuned(block, search={"seed": [3]}, trial__method={"name": "ewc", "rank": 4})
+    assert run_sweep(write(tmp_path, content), local=True) == 0
+    (chosen,) = read_tuning(sweep_folder(tmp_path))
+    assert sorted(tried.steps for tried in chosen.tried) == [4, 4, 8]
+    assert "3 tried, 16 steps" in tuning_lines([chosen])[0]
+
+
 def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     content = tuned({"search": {RATE: [1e-3, 0.1, 1e30]}})
     path = write(tmp_path, content)
@@ -276,7 +286,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
         stages = [event for event in trial.events() if event["event"] == "stage"]
         assert tried.trial_id == trial.trial_id
         assert tried.score == (stages[-1]["metrics"]["AP"] if stages else None)
-        assert tried.steps == 4  # 13 of 16 rows, 4 at a time
+        assert tried.steps == (4 if stages else 0)  # 13 of 16 rows, 4 at a time
 
     before = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
     (sweep.path / TUNING).unlink()
