@@ -17,11 +17,13 @@ from helpers.sweeps import end, events, results, start, sweep_folder, tiny, writ
 
 from latent_sweep.backbones.known import KNOWN, target_shapes
 from latent_sweep.backends import mlflow_mirror
+from latent_sweep.backends.local import run_here
 from latent_sweep.cli import main
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.folders import SweepFolder, open_sweep
 from latent_sweep.store.journal import stages, status
-from latent_sweep.sweep.config import load_sweep
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -302,6 +304,13 @@ def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(diverged, tmp_p
     assert "1 of 2 trainings are complete" in capsys.readouterr().out
 
 
+def test_what_takes_ray_is_said_where_there_is_none(tmp_path):
+    said = []
+    asha = parse_sweep(tiny(run__scheduler={"name": "asha"}), "test").run
+    run_here((), SweepFolder(Storage(tmp_path), "tiny"), asha, False, said.append)
+    assert said == ["run.scheduler: asha takes Ray; with --local every trial learns all of its tasks"]
+
+
 # --- changed data ----------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +319,8 @@ def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(diverged, tmp_p
     [("test", [1], 0), ("train", [1], 1)],
     ids=["test row", "training row"],
 )
-def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, split, stages_repeated, learned_again):
+def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, capsys, split, stages_repeated, learned_again):
+    """Once that is asked for: until then, results of either rows would stand in one table."""
     own = write_benchmark(tmp_path / "own")
     path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"router.components": [2]}))
     assert main(["run", path, "--local"]) == 0
@@ -319,8 +329,14 @@ def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, split, stages_r
     data = own / "right" / f"{split}.json"  # the second task: the first row of the matrix does not read it
     data.write_text(data.read_text().replace(f"{split} row 3", f"{split} line 3"))
 
-    assert main(["run", path, "--local"]) == 0
+    assert main(["run", path, "--local"]) == 2
+    refused = capsys.readouterr().err
+    assert "results of 1 trials" in refused and "whose data, backbone or code has changed since" in refused
+    assert "--replace" in refused and results(sweep_folder(tmp_path)) == before
+
+    assert main(["run", path, "--local", "--replace"]) == 0
     journal = trial.events()
+    assert (journal[4]["event"], journal[4]["kind"]) == ("lost", "outdated")
     again = [event for event in journal[4:] if event["event"] == "stage"]
     assert [event["tasks_seen"] - 1 for event in again] == stages_repeated
     assert [event["reused"] for event in again] == [not learned_again]

@@ -20,10 +20,11 @@ from latent_sweep.settings import Settings, canonical_json, content_hash, flatte
 from latent_sweep.store.files import read_file
 from latent_sweep.store.folders import SWEEP_FILE, SweepFolder, driving
 from latent_sweep.store.following import following, forget_the_old, requests_told
-from latent_sweep.store.journal import status
+from latent_sweep.store.journal import stages, status
 from latent_sweep.store.objects import requests
 from latent_sweep.store.sealed import sealed_json
 from latent_sweep.store.storage import JOURNAL, Storage, open_storage
+from latent_sweep.store.trial_files import told_rows
 from latent_sweep.sweep.checks import check_sweep
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
 from latent_sweep.sweep.forecast import describe_plan, describe_tuning
@@ -66,7 +67,8 @@ def run_sweep(
         local: in this process, without Ray.
         fail_fast: end the sweep when a trial has failed, instead of going on with the others.
         only_failed: run the trials that have failed before, and no others.
-        replace: let trials that an earlier sweep of this name has started, and this one lacks, drop out of its results.
+        replace: let trials that an earlier sweep of this name has started, and this one lacks, drop out of its results,
+            and compute again those whose data, backbone or code have changed.
 
     Raises:
         LatentSweepError: the sweep cannot be started; the message says what to change.
@@ -113,7 +115,8 @@ def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage
     tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
     folder = SweepFolder(storage, tuning.name)
     storage.pull(folder.path)
-    chosen = known_choices(due, folder)  # reads which candidates there have been until now
+    # reads which candidates there have been until now, whose rows may be others now
+    chosen = None if outdated(candidates, folder) else known_choices(due, folder)
     if chosen is None:
         warnings = check_sweep(tuning, candidates, storage.folder)
         _tell("\n".join(describe_tuning(sweep, due, trials)))
@@ -142,6 +145,8 @@ def _run_trials(
         forget_the_old(storage, folder.path)
         if not how.replace:
             check_name(sweep, trials, folder)
+        for trial in outdated(trials, folder):
+            folder.journal(trial.trial_id).append("lost", kind="outdated", message=f"its {OUTDATED}")
         if chosen:
             storage.write(folder.path / TUNING, tuning_content(sweep, chosen))
         elif (folder.path / TUNING).exists():  # of an earlier sweep of this name
@@ -163,6 +168,10 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.results.sections import PAGE_FILE
     from latent_sweep.results.summaries import summarise
 
+    if how.only_failed and not _failed(packs, SweepFolder(storage, sweep.name)):
+        raise ConfigError(
+            f"--failed: no trial of {sweep.name} has failed; without --failed the same command runs what has not ended"
+        )
     folder = write_sweep(sweep, trials, storage)
     todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
@@ -254,8 +263,11 @@ def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
 def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> None:
     """Refuse a name under which other trials have been started: they would vanish from its results.
 
+    So would results of its own trials that were computed from something else than now: where it ended in between, a
+    table would have some of either.
+
     Raises:
-        ConfigError: listing the trials that would drop out.
+        ConfigError: listing the trials that would drop out, or would be computed again.
     """
     kept = {trial.trial_id for trial in trials}
     try:
@@ -280,6 +292,32 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
             "another name (what both have in common is not learned again), or add --replace; their folders stay in "
             "either case."
         )
+    if stale := outdated(trials, there):
+        shown = [trial.name for trial in stale[:SHOWN]] + (["..."] if len(stale) > SHOWN else [])
+        raise ConfigError(
+            f"name: {there.path} holds results of {len(stale)} trials of {sweep.source} whose {OUTDATED}: "
+            f"{'; '.join(shown)}. Choose another name (what both have in common is not learned again), or "
+            "add --replace, which computes them again in their place."
+        )
+
+
+OUTDATED = "data, backbone or code has changed since"
+
+
+@one_look()
+def outdated(trials: Sequence[Trial], there: SweepFolder) -> list[Trial]:
+    """Return the trials that have come to an end with rows of something else than they would be computed from now."""
+
+    def is_outdated(trial: Trial) -> bool:
+        events = there.journal(trial.trial_id).read()
+        if status(events) not in ("finished", "stopped"):
+            return False
+        try:
+            return len(told_rows(events, trial.row_keys())) < len(stages(events))
+        except MissingData:  # other nodes have the rows, and nothing is known of them here
+            return False
+
+    return [trial for trial in trials if is_outdated(trial)]
 
 
 @one_look()

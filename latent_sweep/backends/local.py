@@ -36,6 +36,8 @@ def run_here(
             f"run.resources.workers: found {run.resources.workers}, but --local runs in this process alone; leave "
             "--local out, or add --set run.resources.workers=1"
         )
+    if run.scheduler.name != "fifo":
+        tell(f"run.scheduler: {run.scheduler.name} takes Ray; with --local every trial learns all of its tasks")
     if run.pack == "auto":
         say_driving(sweep, MEASURING)
         sizes = [best_size(measure(decided(p, run, free_memory), sweep.storage)) for p in packs]

@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
         type=_days,
         default=KEEP_DAYS,
         metavar="DAYS",
-        help="leave what was written within so many days; default: %(default)g",
+        help="leave what was written within so many days, and in any case within an hour; default: %(default)g",
     )
     gc.add_argument(
         "--caches",
@@ -186,7 +186,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    from latent_sweep.store.inventory import collect, garbage
+    from latent_sweep.store.inventory import AT_WORK, DAY, collect, garbage
 
     inventory = _inventory(options.storage)
     found = garbage(inventory, options.keep_days, options.caches)
@@ -196,7 +196,8 @@ def _gc(options: argparse.Namespace) -> int:
         print_json({"found": by_kind, "deleted": len(deleted), "bytes_deleted": sum(one.size for one in deleted)})
         return 0
     if not found:
-        print(printable(f"{inventory.storage.place}: nothing that is older than {options.keep_days:g} days"))
+        age = f"{options.keep_days:g} days" if options.keep_days * DAY > AT_WORK else "an hour; what is younger stays"
+        print(printable(f"{inventory.storage.place}: nothing that is older than {age}"))
         return 0
     rows = [[kind, f"{count:,}", bytes_text(size)] for kind, count, size in _by_kind(found)]
     print(printable(_table([["kind", "files", "bytes"], *rows])))

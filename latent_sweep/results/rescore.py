@@ -90,10 +90,13 @@ class Rescored:
     @property
     def equal(self) -> bool:
         """Whether every score that is stored was computed again and is the same."""
-        measures = self.measures or {}
-        return not (
-            self.different or self.faults or self.left_out or any(measure.differs for measure in measures.values())
-        )
+        return not (self.differs or self.left_out)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything that was looked at is not as it is stored."""
+        measures = (self.measures or {}).values()
+        return bool(self.different or self.faults or any(measure.differs for measure in measures))
 
     def record(self) -> dict[str, Any]:
         """The trial as JSON."""
@@ -112,7 +115,8 @@ class Rescored:
 
     def lines(self) -> Iterator[str]:
         """The trial for people: what differs, what was left out, and what was looked at."""
-        yield f"{self.name}: {'equal' if self.equal else 'NOT EQUAL'}; {self._looked_at()}"
+        found = "NOT EQUAL" if self.differs else "equal" if self.equal else "equal as far as it could be scored again"
+        yield f"{self.name}: {found}; {self._looked_at()}"
         for cell in self.different:
             found = f"stored {cell.stored!r}, recomputed {cell.recomputed!r}"
             yield f"  stage {cell.stage}, task {cell.task}, {cell.rows} rows: {found}"

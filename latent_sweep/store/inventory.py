@@ -37,6 +37,7 @@ AT_WORK = 3600.0
 
 _LINEAGE_FILE = re.compile(r"[0-9a-f]{16,}\.(json|safetensors|lock)")
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".tar.xz": "w:xz"}
+_OTHER_ARCHIVES = (".zip", ".gz", ".xz", ".bz2", ".zst", ".7z")
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
@@ -339,6 +340,21 @@ def is_archive(place: str) -> bool:
     return place.endswith(tuple(_ARCHIVES))
 
 
+def _check_target(place: str) -> None:
+    """Refuse what would become a storage by mistake.
+
+    Raises:
+        ConfigError: it is named as an archive of another kind, or lies in a sweep's folder.
+    """
+    if place.endswith(_OTHER_ARCHIVES) and not is_archive(place):
+        raise ConfigError(f"{place}: no archive of this kind is written; expected {', '.join(_ARCHIVES)}, or a folder")
+    if "://" in place:
+        return
+    folder = Path(place).absolute()
+    if (inside := next((each for each in (folder, *folder.parents) if (each / SWEEP_FILE).exists()), None)) is not None:
+        raise ConfigError(f"{place}: lies in the folder of a sweep, {inside}; name a storage beside its own")
+
+
 class Copied(NamedTuple):
     """What a copy took."""
 
@@ -361,10 +377,11 @@ def copy_sweep(source: Storage, name: str, place: str, with_snapshots: bool = Tr
             either way, and its trials that have ended stay ended.
 
     Raises:
-        ConfigError: there is no such sweep; or there is another one of this name where it is to go, or the same one,
-            which has gone on since.
+        ConfigError: there is no such sweep; there is another one of this name where it is to go, or the same one,
+            which has gone on since; or the place is in a sweep's folder, or named as an archive of another kind.
         StoreError: one of both places cannot be read or written.
     """
+    _check_target(place)
     inventory = Inventory(source)
     sweeps = inventory.with_candidates(name)
     for sweep in sweeps:

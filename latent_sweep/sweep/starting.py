@@ -12,6 +12,7 @@ from pathlib import Path
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, TINY_VOCABULARY, BackboneSettings, describe
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec, load_benchmark
+from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS
 from latent_sweep.settings import parse_yaml, yaml_text
 from latent_sweep.sweep.config import parse_sweep, trial_settings
@@ -132,7 +133,7 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
         _training_line(backbone, benchmark, small),
         "search:                                               # a list is a grid axis",
         why.search.replace("{lambdas}", SMALL_LAMBDAS if small else LARGE_LAMBDAS).rstrip("\n"),
-        *(_tuning_lines(backbone, benchmark) if why.tuned else ()),
+        *(_tuning_lines(backbone, benchmark, spec) if why.tuned else ()),
         "run:                                                  # how to run it; changes no result",
         f"  resources: {'{cpus: 1}' if small else '{gpus: 1, cpus: 4}'}",
         "  storage: runs                                       # a folder that all nodes see, or s3://bucket/prefix",
@@ -188,14 +189,20 @@ def _training(method: str, backbone: str, benchmark: str) -> TrainingSettings:
     return resolve(trial_settings(parse_sweep(content, "sweep.yaml"), {})).training
 
 
-def _tuning_lines(backbone: str, benchmark: str) -> list[str]:
+def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[str]:
     """Write what is chosen before the trials run: rates around the one that most methods would take."""
+    tasks = min(2, min(map(len, spec.orders.values())) - 1)  # never all of the stream that is judged
+    if not tasks:
+        raise ConfigError(
+            f"init --purpose methods: rates are chosen on the first tasks, and {spec.name} has an order of one alone; "
+            "add a task, or take another purpose"
+        )
     rate = statistics.mode(_training(method, backbone, benchmark).learning_rate for method in METHODS)
     rates = [f"{rate * factor:.1e}" for factor in (1 / 3, 1, 3, 10, 30)]
     return [
         "tune:                                                 # chosen before the trials run, on rows held out of the",
         "  on: first_tasks                                     # first tasks' training rows; test rows are never read",
-        "  tasks: 2",
+        f"  tasks: {tasks}",
         f"  search: {{training.learning_rate: [{', '.join(rates[:4])}]}}",
         "  by_method:",
         "    lfpt5: {training.learning_rate: [0.1, 0.3, 0.5]}  # a soft prompt wants a far higher rate",

@@ -154,6 +154,9 @@ def test_half_the_rows_are_half_of_what_a_worker_had(tmp_path, workers, micro_ba
 
 def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
     path = write(tmp_path, short(search={"training.learning_rate": [0.1, 1e30, 0.05]}))
+    assert main(["run", path, "--local", "--failed"]) == 2
+    assert "--failed: no trial of tiny has failed; without --failed" in capsys.readouterr().err
+    assert not sweep_folder(tmp_path).exists
     assert main(["run", path, "--local", "--fail-fast"]) == 1
     assert "the sweep ends here" in capsys.readouterr().out
     states = [status(trial.events()) for trial in sweep_folder(tmp_path)]

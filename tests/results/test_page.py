@@ -237,6 +237,17 @@ def test_figures_are_written_beside_the_sweep(sweep, capsys):
     assert (sweep.path / "figures" / "matrices.pdf").exists()
 
 
+def test_figures_of_an_earlier_call_do_not_stay_among_the_new_ones(sweep):
+    assert main(["figures", str(sweep.path), "--baseline", "lambda=0.0"]) == 0
+    folder = sweep.path / "figures"
+    assert (folder / "differences.pdf").exists()
+    (folder / "mine.pdf").write_bytes(b"of another hand")
+    assert main(["figures", str(sweep.path)]) == 0
+    listed = set(re.findall("^- `(.+?)`", (folder / "README.md").read_text(), re.MULTILINE))
+    assert {path.stem for path in folder.iterdir()} == listed | {"README", "mine"}
+    assert "differences" not in listed
+
+
 def test_an_axis_that_is_not_there_is_refused(sweep):
     with pytest.raises(ConfigError, match="one of the sweep's axes"):
         render_page([sweep], over=["rank"])

@@ -173,7 +173,7 @@ def test_without_earlier_answers_the_last_row_alone_is_scored_again(tmp_path, ca
     capsys.readouterr()
     assert main(["rescore", str(sweep_folder(tmp_path).path)]) == 1
     printed = capsys.readouterr().out
-    assert "2 scores of 24 answers computed again, AP" in printed
+    assert "equal as far as it could be scored again; 2 scores of 24 answers computed again, AP" in printed
     assert "FM" not in printed
     assert "not scored again: stage 1: its answers were not kept (run.keep_answers: last" in printed
 

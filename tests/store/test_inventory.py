@@ -162,13 +162,19 @@ def test_gc_finds_what_no_sweep_refers_to_and_deletes_it_if_asked(place, capsys)
     assert {name: text for name, text in two.items() if (place / name) not in gone} == results(left)
 
 
-def test_gc_leaves_what_was_written_lately(place):
+def test_gc_leaves_what_was_written_lately(place, capsys):
     expected = leftovers(place)
     young = next(iter(expected["snapshots"]))
     os.utime(young)
     found = {one.path for one in garbage(Inventory(Storage(place)), 0)}
     assert young not in found, "it may be at work"
     assert found == set().union(*expected.values()) - {young}
+    for path in place.rglob("*"):
+        os.utime(path)
+    assert main(["gc", str(place), "--keep-days", "0"]) == 0
+    assert "nothing that is older than an hour; what is younger stays" in capsys.readouterr().out
+    for path in place.rglob("*"):
+        old(path)
     assert garbage(Inventory(Storage(place)), 31) == []
 
 
@@ -379,6 +385,22 @@ def test_a_copy_never_replaces_another_sweep(ran, place, tmp_path, capsys):
     assert main(["cp", str(place / "one"), str(archive)]) == 0
     assert main(["cp", str(place / "one"), str(archive)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("one.zip", "no archive of this kind is written; expected .tar, .tar.gz, .tgz, .tar.xz, or a folder"),
+        ("runs/one", "lies in the folder of a sweep, "),
+        ("runs/two/new/place", "lies in the folder of a sweep, "),
+    ],
+)
+def test_what_is_no_storage_does_not_become_one(place, tmp_path, capsys, target, said):
+    before = sorted(tmp_path.rglob("*"))
+    assert place == tmp_path / "runs"
+    assert main(["cp", str(place / "one"), str(tmp_path / target)]) == 2
+    assert f"{tmp_path / target}: {said}" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_copy_is_never_taken_back_to_an_earlier_state(place, tmp_path, capsys):

@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.patience import PATIENCE
 from helpers.sweeps import write_benchmark
 
@@ -112,6 +113,18 @@ def test_what_cannot_be_is_said_and_nothing_is_written(arguments, said, tmp_path
     printed = capsys.readouterr().err
     assert said in printed and "Traceback" not in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_are_never_chosen_on_all_of_a_benchmark(tmp_path, capsys):
+    """The two tasks of a benchmark of one's own leave one to choose on; a single task leaves none."""
+    assert main(["init", "mine", "--own", "--purpose", "methods"]) == 0
+    assert load_sweep("mine.yaml").tune.tasks == 1
+    benchmark = tmp_path / "mine_tasks" / "benchmark.yaml"
+    content = yaml.safe_load(benchmark.read_text())
+    content["orders"], content["tasks"] = {1: [content["tasks"][0]["name"]]}, content["tasks"][:1]
+    benchmark.write_text(yaml.safe_dump(content))
+    assert main(["init", "other", "--benchmark", "mine_tasks", "--purpose", "methods"]) == 2
+    assert "add a task, or take another purpose" in capsys.readouterr().err
 
 
 def test_an_own_benchmark_is_whole_and_runs(tmp_path, capsys):
