@@ -309,12 +309,13 @@ def outdated(trials: Sequence[Trial], there: SweepFolder) -> list[Trial]:
     """Return the trials that have come to an end with rows of something else than they would be computed from now."""
 
     def is_outdated(trial: Trial) -> bool:
-        events = there.journal(trial.trial_id).read()
-        if status(events) not in ("finished", "stopped"):
-            return False
         try:
-            return len(told_rows(events, trial.row_keys())) < len(stages(events))
+            events = there.journal(trial.trial_id).read()
+            ended = status(events) in ("finished", "stopped")
+            return ended and len(told_rows(events, trial.row_keys())) < len(stages(events))
         except MissingData:  # other nodes have the rows, and nothing is known of them here
+            return False
+        except StoreError:  # who reads what is missing says what to do about it
             return False
 
     return [trial for trial in trials if is_outdated(trial)]

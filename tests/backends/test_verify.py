@@ -413,9 +413,10 @@ def test_a_kill_after_a_row_of_changed_data_leaves_no_old_row_in_the_journal(tmp
     with monkeypatch.context() as patch:
         killed_before(patch, "stage", 1)
         with pytest.raises(Killed):
-            main(["run", path, "--local"])
-    assert main(["run", path, "--local"]) == 0
+            main(["run", path, "--local", "--replace"])
     (trial,) = sweep_folder(tmp_path)
+    assert status(trial.events()) == "running", "its old result stands in no table"
+    assert main(["run", path, "--local"]) == 0
     assert stages(trial.events())[1]["key"] == trial.read_json("scores.json")["keys"][1]
     assert len(events(sweep_folder(tmp_path), "stage")) == 3
     assert verify_disk(sweep_folder(tmp_path)).faults == []

@@ -254,8 +254,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "results/sections.py",
         "of configurations with one label the last has its rank",
-        "return {name: means[0] for name, means in found.items() if len(means) == 1}",
-        "return {name: means[-1] for name, means in found.items()}",
+        "return {name: alike[0] for name, alike in found.items() if len(alike) == 1}",
+        "return {name: alike[-1] for name, alike in found.items()}",
         "page::test_a_label_of_several_configurations_has_no_rank",
     ),
     _mutant(
@@ -310,7 +310,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "results/comparison.py",
         "rows are paired by position, whatever their ids",
-        "_ids(mine.rows) != _ids(other.rows)",
+        "row_ids(mine.rows) != row_ids(other.rows)",
         "mine.rows.keys() != other.rows.keys()",
         "comparison::test_the_same_number_of_other_test_rows_is_no_pair",
     ),
@@ -373,9 +373,37 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "results/summaries.py",
         "every seed is paired with any",
-        "json.dumps([each.trial.params.get(axis) for axis in repeats]): outcomes(",
-        "str(len(members)): outcomes(",
+        "tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(",
+        "(str(len(members)),): outcomes(",
         "comparison::test_differences_are_those_of_pairs",
+    ),
+    _mutant(
+        "results/comparison.py",
+        "what one of the two does not read is paired like what both read",
+        "in _by_place(ours, theirs) if None not in values]",
+        "in _by_place(ours, theirs)]",
+        "comparison::test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it",
+    ),
+    _mutant(
+        "results/sections.py",
+        "what is tested on other tasks is ranked together",
+        "(_place(first[name]), _place(second[name]))",
+        '("", "")',
+        "page::test_rankings_on_other_tasks_are_no_agreement",
+    ),
+    _mutant(
+        "store/journal.py",
+        "a worker is at work until somebody notices that it is not",
+        'return event["event"] != "lost" and event.get("kind") != "lost"',
+        "return True",
+        "prices::test_hours_at_work_are_told_by_hardware",
+    ),
+    _mutant(
+        "backends/driver.py",
+        "results of other rows stay beside new ones",
+        "return ended and len(told_rows(",
+        "return not ended and len(told_rows(",
+        "run::test_a_changed_row_repeats_exactly_what_it_touches",
     ),
     _mutant(
         "store/trial_files.py",
