@@ -145,8 +145,9 @@ def _run_trials(
         forget_the_old(storage, folder.path)
         if not how.replace:
             check_name(sweep, trials, folder)
-        for trial in outdated(trials, folder):
-            folder.journal(trial.trial_id).append("lost", kind="outdated", message=f"its {OUTDATED}")
+        else:  # said first, so that no table has an old result beside new ones, wherever this run ends
+            for trial in outdated(trials, folder):
+                folder.journal(trial.trial_id).append("lost", kind="outdated", message=f"its {OUTDATED}")
         if chosen:
             storage.write(folder.path / TUNING, tuning_content(sweep, chosen))
         elif (folder.path / TUNING).exists():  # of an earlier sweep of this name
