@@ -169,12 +169,13 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.results.sections import PAGE_FILE
     from latent_sweep.results.summaries import summarise
 
-    if how.only_failed and not _failed(packs, SweepFolder(storage, sweep.name)):
+    failed = _failed(packs, SweepFolder(storage, sweep.name)) if how.only_failed else None
+    if failed == []:
         raise ConfigError(
             f"--failed: no trial of {sweep.name} has failed; without --failed the same command runs what has not ended"
         )
     folder = write_sweep(sweep, trials, storage)
-    todo = _failed(packs, folder) if how.only_failed else _incomplete(packs, folder)
+    todo = _incomplete(packs, folder) if failed is None else failed
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
     if how.only_failed:
         _tell(f"{missing} of {trainings} trainings have failed before and are run again")

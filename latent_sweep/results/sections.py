@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from latent_sweep.labels import format_value, label, short_names
-from latent_sweep.results.bootstrap import RESAMPLES, ROUNDING
+from latent_sweep.results.bootstrap import RESAMPLES
 from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference
 from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
 from latent_sweep.store.journal import Status
 from latent_sweep.sweep.prices import items_text
+from latent_sweep.sweep.tuning import EXACT
 
 PAGE_FILE = "report.html"
 """The report as a page: its name in a sweep's folder, and of the artifact in a tracker."""
@@ -127,7 +128,7 @@ def _agreement(
 def _exact_mean(configuration: Configuration) -> float:
     """Mean AP without the rounding of sums, which would tell apart what is equal."""
     assert configuration.average_performance is not None
-    return round(configuration.average_performance.mean / ROUNDING) * ROUNDING
+    return round(configuration.average_performance.mean, EXACT)
 
 
 def _place(configuration: Configuration) -> str:
