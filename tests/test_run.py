@@ -326,9 +326,12 @@ def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, capsys, split, 
     assert main(["run", path, "--local"]) == 0
     (trial,) = sweep_folder(tmp_path)
     before, keys = results(sweep_folder(tmp_path)), trial.read_json("scores.json")["keys"]
+    assert main(["plan", path]) == 0 and "refuse" not in capsys.readouterr().out
     data = own / "right" / f"{split}.json"  # the second task: the first row of the matrix does not read it
     data.write_text(data.read_text().replace(f"{split} row 3", f"{split} line 3"))
 
+    assert main(["plan", path]) == 0
+    assert "`latent_sweep.run` will refuse this. name: " in capsys.readouterr().out
     assert main(["run", path, "--local"]) == 2
     refused = capsys.readouterr().err
     assert "results of 1 trials" in refused and "whose data, backbone or code has changed since" in refused

@@ -115,8 +115,7 @@ def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage
     tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
     folder = SweepFolder(storage, tuning.name)
     storage.pull(folder.path)
-    # reads which candidates there have been until now, whose rows may be others now
-    chosen = None if outdated(candidates, folder) else known_choices(due, folder)
+    chosen = choices_until_now(due, folder)
     if chosen is None:
         warnings = check_sweep(tuning, candidates, storage.folder)
         _tell("\n".join(describe_tuning(sweep, due, trials)))
@@ -124,6 +123,11 @@ def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage
         chosen = choose(due, SweepFolder(storage, tuning.name))
     _tell("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
     return chosen
+
+
+def choices_until_now(due: Sequence[Choice], folder: SweepFolder) -> list[Chosen] | None:
+    """Return what was chosen before, or None where it has to be chosen (again): candidates are missing or outdated."""
+    return None if outdated(candidate_trials(due), folder) else known_choices(due, folder)
 
 
 def _run_trials(
@@ -263,20 +267,27 @@ def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
 
 
 def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> None:
-    """Refuse a name under which other trials have been started: they would vanish from its results.
-
-    So would results of its own trials that were computed from something else than now: where it ended in between, a
-    table would have some of either.
+    """Refuse a name whose results `run` would not keep.
 
     Raises:
         ConfigError: listing the trials that would drop out, or would be computed again.
+    """
+    if refusal := taken_name(sweep, trials, there):
+        raise ConfigError(refusal)
+
+
+def taken_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> str | None:
+    """Return why a name is refused: other trials have been started under it, and would vanish from its results.
+
+    So would results of its own trials that were computed from something else than now: where it ended in between, a
+    table would have some of either.
     """
     kept = {trial.trial_id for trial in trials}
     try:
         before = list(there) if there.exists else []
     except StoreError as error:  # it is written anew
         log.warning("what ran under the name %s is not known: %s", sweep.name, error)
-        return
+        return None
     lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
     if lost:
         from latent_sweep.results.tracked import trial_name  # with all results, which a plan does not read
@@ -288,7 +299,7 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
             "since, as the code of a method or of latent_sweep, a benchmark's file, or a backbone."
         ) * bool(same)
         shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
-        raise ConfigError(
+        return (
             f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} started trials that {sweep.source} does "
             f"not have: {'; '.join(shown)}.{changed} They would drop out of its table. Choose "
             "another name (what both have in common is not learned again), or add --replace; their folders stay in "
@@ -296,11 +307,12 @@ def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> Non
         )
     if stale := outdated(trials, there):
         shown = [trial.name for trial in stale[:SHOWN]] + (["..."] if len(stale) > SHOWN else [])
-        raise ConfigError(
+        return (
             f"name: {there.path} holds results of {len(stale)} trials of {sweep.source} whose {OUTDATED}: "
             f"{'; '.join(shown)}. Choose another name (what both have in common is not learned again), or "
             "add --replace, which computes them again in their place."
         )
+    return None
 
 
 OUTDATED = "data, backbone or code has changed since"

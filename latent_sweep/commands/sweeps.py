@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from latent_sweep.backends.driver import check_engine
+    from latent_sweep.backends.driver import check_engine, choices_until_now, taken_name
     from latent_sweep.store.folders import SweepFolder
     from latent_sweep.store.snapshots import SnapshotStore
     from latent_sweep.store.storage import open_storage
@@ -72,7 +72,6 @@ def _plan(options: argparse.Namespace) -> int:
         candidate_trials,
         choices,
         chosen_for,
-        known_choices,
         stand_ins,
         tuning_lines,
         tuning_sweep,
@@ -83,9 +82,11 @@ def _plan(options: argparse.Namespace) -> int:
     storage = open_storage(sweep.run.storage)
     due = choices(sweep)
     tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
-    chosen = known_choices(due, SweepFolder(storage, tuning.name))
+    chosen = choices_until_now(due, SweepFolder(storage, tuning.name)) if due else []
     trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
     warnings, packs = check_sweep(sweep, trials), pack(trials, sweep.run.pack)
+    if refusal := taken_name(sweep, trials, SweepFolder(storage, sweep.name)):
+        warnings.append(f"`latent_sweep.run` will refuse this. {refusal}")
     remarks = check_sweep(tuning, candidates) if candidates else []
     candidate_packs = pack(candidates, sweep.run.pack)
     told = tuning_lines(chosen) if chosen else []

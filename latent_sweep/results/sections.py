@@ -275,6 +275,8 @@ def _main_notes(summary: Summary) -> list[str]:
             "where a scheduler has stopped some trials of a row and others have finished, its means are those of the "
             "better ones: no other row compares with them, and it is never the best"
         )
+    if shared := _shared_trainings(summary):
+        notes.append(f"{shared}: the deviation is not one of as many trainings")
     told = _protocol_beside_axes(summary)
     differing = _differing(told)
     notes.append("; ".join(f"{name}: {meaning}" for name, meaning in _PROTOCOL.items() if name in told))
@@ -285,6 +287,13 @@ def _main_notes(summary: Summary) -> list[str]:
     }
     found = ", ".join(f"{name} {text}" for name, text in alike.items())
     return notes + ([f"the same in all rows: {found}"] if alike else [])
+
+
+def _shared_trainings(summary: Summary) -> str:
+    """Say that n counts trials of one training more than once; empty where it does not."""
+    shared = [one for one in summary.configurations if one.n_trainings < one.n_finished]
+    counts = dict.fromkeys(f"{one.n_trainings} of n {one.n_finished}" for one in shared)
+    return f"trials of a row have trainings in common ({', '.join(counts)})" if shared else ""
 
 
 # --- against a baseline
@@ -359,6 +368,8 @@ def how_compared(summary: Summary) -> list[str]:
     if averaged := sorted({place for comparison in found for place in comparison.averaged}):
         names = " and ".join(summary.repeats[place] for place in averaged)
         notes.append(f"where only one of the two reads {names}, the trials of the other are averaged over it")
+    if shared := _shared_trainings(summary):
+        notes.append(f"{shared}: pairs are fewer than they seem, and intervals too narrow")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
     if len(found) > 1:

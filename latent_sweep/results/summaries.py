@@ -73,6 +73,8 @@ class Configuration:
     n_tasks: int
     finished_ids: tuple[str, ...]
     """Of those trials that have finished."""
+    n_trainings: int
+    """How many trainings those answer from: fewer, where what repeats the configuration changes answers alone."""
     last_finish: float | None
     """When the last of them finished, in Unix seconds; None where none has."""
     average_performance: Statistic | None
@@ -404,6 +406,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
         },
         n_tasks=first.n_tasks,
         finished_ids=tuple(each.trial.trial_id for each in finished),
+        n_trainings=len({each.trial.training_id for each in finished}),
         last_finish=max((each.finish for each in finished if each.finish is not None), default=None),
         average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
         learning_accuracy=Statistic.of([matrix.mean_diagonal() for matrix in matrices]),

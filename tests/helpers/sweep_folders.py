@@ -7,7 +7,7 @@ import itertools
 import json
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,15 +50,20 @@ def write_sweep(
     name: str = "lambda",
     sweep_id: str = "5eed5eed5eed5eed",
     tuning_of: str | None = None,
+    answering: Collection[str] = (),
 ) -> SweepFolder:
-    """A sweep over the grid of `axes`, none of whose trials has started."""
-    trials = []
+    """A sweep over the grid of `axes`, none of whose trials has started; trials that differ in `answering` share one
+    training."""
+    trials: list[dict[str, Any]] = []
+    trainings: dict[str, str] = {}
     for number, point in enumerate(itertools.product(*axes.values())):
         values = dict(zip(axes, point, strict=True))
+        learned = tuple(value for axis, value in values.items() if axis not in answering)
+        training = trainings.setdefault(str(learned), f"training{len(trainings):04d}")
         trials.append(
             {
                 "trial_id": f"trial{number:04d}",
-                "training_id": f"training{number:04d}",
+                "training_id": training,
                 "values": values,
                 "params": CONTEXT | values,
                 "n_tasks": len(TASKS),

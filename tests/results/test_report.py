@@ -234,6 +234,20 @@ def test_orders_repeat_a_configuration_where_that_is_asked_for(tmp_path, order):
     assert "n: finished trials, one for each seed and order;" in report.render(summary)
 
 
+def test_a_configuration_says_that_its_repetitions_share_trainings(tmp_path):
+    axes = {"method.name": ["latent_lora", "seq_lora"], "router.components": [1, 2], "seed": [0, 1]}
+    sweep = write_sweep(tmp_path, axes, answering=["router.components"])
+    for trial, average in zip(sweep, (0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.6, 0.6), strict=True):
+        run_to_end(trial, average, 0.0)
+    alone = report.render(summaries.summarise(sweep))
+    assert "trainings in common" not in alone
+    summary = summaries.summarise(sweep, over=["router.components"], baseline=["method=seq_lora"])
+    assert [(one.n_trainings, one.n_finished) for one in summary.configurations] == [(2, 4), (2, 4)]
+    text = report.render(summary)
+    assert "trainings in common (2 of n 4): the deviation is not one of as many trainings" in text
+    assert "trainings in common (2 of n 4): pairs are fewer than they seem, and intervals too narrow" in text
+
+
 def test_an_axis_that_is_not_there_names_those_that_are(tmp_path):
     sweep = write_sweep(tmp_path, {"method.rank": [8], "seed": [0]})
     with pytest.raises(ConfigError, match=r"found 'order'; expected one of the sweep's axes: method.rank, seed"):
