@@ -171,6 +171,11 @@ def metric_function(name: Metric) -> Callable[..., float]:
             f"found {name!r}; expected a function of the prediction, its references and, where it asks for it, the "
             "row's input"
         )
+    if _optional_third(found):
+        raise ConfigError(
+            f"found {name!r}; its third parameter has the default None, so that it would never be given the row's "
+            "input. Take the default away, or put a * before what is no input"
+        )
     return found
 
 
@@ -206,6 +211,15 @@ def _arguments(function: Callable[..., float]) -> int:
     except ValueError:  # of some that are written in C nothing tells
         return 0
     return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in found)
+
+
+def _optional_third(function: Callable[..., float]) -> bool:
+    """Whether a function may wait for the row's input, and would get none."""
+    try:
+        found = list(inspect.signature(function).parameters.values())[2:3]
+    except ValueError:
+        return False
+    return any(one.kind is one.POSITIONAL_OR_KEYWORD and one.default is None for one in found)
 
 
 def score_rows(

@@ -327,6 +327,12 @@ def broken(prediction, references):
 def one(prediction):
     return 1.0
 
+def optional(prediction, references, text=None):
+    return float(text is not None)
+
+def keyword(prediction, references, *, text=None):
+    return 1.0
+
 NUMBER = 1
 """
 
@@ -345,6 +351,7 @@ def test_a_metric_from_outside(outside: str, tmp_path: Path) -> None:
     found = score_rows(f"{outside}:contains", ["abc", "d"], [["b"], ["b"]], "single_first")
     assert found.tolist() == [1.0, 0.0]
     assert score_rows(f"{outside}:grew", ["ab", "c"], [["x"], ["x"]], "single_first", ["a", "b"]).tolist() == [1.0, 0.0]
+    assert score_rows(f"{outside}:keyword", ["a"], [["x"]], "single_first").tolist() == [1.0]
     assert metric_source("accuracy") is None
     digest = metric_source(f"{outside}:contains")
     (tmp_path / f"{outside}.py").write_text(OUTSIDE + "# changed\n")
@@ -353,6 +360,7 @@ def test_a_metric_from_outside(outside: str, tmp_path: Path) -> None:
         ("wide", "gave 12.0 for the answer ''; expected a fraction from 0 to 1"),
         ("broken", "failed on the answer '': ZeroDivisionError"),
         ("one", "expected a function of the prediction, its references"),
+        ("optional", "its third parameter has the default None"),
         ("NUMBER", "has no function NUMBER"),
         ("absent", "has no function absent"),
     ):

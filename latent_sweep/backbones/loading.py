@@ -229,12 +229,22 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
 
     try:
         config = AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=False)
-        return _class_of(config, source).from_pretrained(source, revision=settings.revision, dtype=dtype)
+        model, told = _class_of(config, source).from_pretrained(
+            source, revision=settings.revision, dtype=dtype, output_loading_info=True
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"backbone.name: {source!r} could not be loaded from the hub or a folder: {error}\n"
             "Check the name, log in with `hf auth login` if the model is gated, or give a local folder"
         ) from error
+    if missing := sorted(told["missing_keys"]):
+        raise ConfigError(
+            f"backbone.name: {source!r} lacks {len(missing)} of the weights of {type(model).__name__}: "
+            f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}. They would be random numbers, others in "
+            "every process. Save the whole model with its language-modelling head, as by "
+            "AutoModelForCausalLM or AutoModelForSeq2SeqLM and save_pretrained"
+        )
+    return model
 
 
 def _class_of(config: Any, source: str) -> Any:

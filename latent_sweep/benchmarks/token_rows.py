@@ -36,6 +36,14 @@ class TokenRows:
         for batch in self._table.to_batches():
             yield from batch.to_pylist()
 
+    def largest(self) -> int:
+        """Return the largest token id in prompts and targets; -1 without any."""
+        import pyarrow.compute
+
+        columns = (self._table.column(name) for name in ("prompt_ids", "target_ids"))
+        found = [pyarrow.compute.max(pyarrow.compute.list_flatten(column)).as_py() for column in columns]
+        return max((number for number in found if number is not None), default=-1)
+
     def __len__(self) -> int:
         """Return the number of rows."""
         found: int = self._table.num_rows

@@ -44,12 +44,23 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
             f"method {method.settings.name}: its snapshots are no LoRA adapters (a soft prompt stands behind the text "
             "here, and before it in peft), so only `--to model` and `--to mlflow` can export them"
         )
+    if not _blends_pairs(type(method)):
+        raise ConfigError(
+            f"method {method.settings.name}: it blends its snapshots in a way of its own, which adapters of "
+            "peft do not have; only `--to model` and `--to mlflow` can export it"
+        )
     pairs = [method.low_rank_pairs(task.snapshot.tensors) for task in learned]
     if mode == "last":
         return [Adapter(LAST, model.tasks[-1:], pairs[-1])]
     if mode == "sum":
         return [Adapter(SUM, model.tasks, summed(pairs))]
     return [Adapter(name, (name,), own) for name, own in zip(model.tasks, pairs, strict=True)]
+
+
+def _blends_pairs(kind: type) -> bool:
+    """Whether what blends snapshots is known to whoever says what pairs they are: no kind derived from that one."""
+    blends, pairs = (next(of for of in kind.__mro__ if name in vars(of)) for name in ("blend", "low_rank_pairs"))
+    return issubclass(pairs, blends)
 
 
 def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:

@@ -166,7 +166,7 @@ class Context:
         if key not in self._tokens:
             backbone = self.backbone
             with self.doing("tokenising", position):
-                self._tokens[key] = tokenised(
+                found = tokenised(
                     trial.spec,
                     task,
                     split,
@@ -179,6 +179,13 @@ class Context:
                     carve_validation=carve,
                     source=trial.source(task, split),
                 )
+            if (largest := found.largest()) >= (known := backbone.model.get_input_embeddings().num_embeddings):
+                raise ConfigError(
+                    f"backbone.name: {trial.settings.backbone.name} embeds {known:,} tokens, and its tokenizer makes "
+                    f"the token {largest:,} of {split} rows of {task.name}. Save the model after "
+                    "resize_token_embeddings, or take the tokenizer that it was trained with (backbone.tokenizer)"
+                )
+            self._tokens[key] = found
         return self._tokens[key]
 
     def inputs(self, trial: Trial, position: int) -> list[str]:

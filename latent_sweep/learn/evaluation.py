@@ -295,6 +295,7 @@ class Evaluator:
             asked = [batches[i] for i in now]
             self.tell(asked)
             found = answer(asked, snapshots.__getitem__, self._blends, self.engine, self.bank)
+            self.engine.check_frozen()
             for i, texts in zip(now, found, strict=True):
                 if (path := paths[i]) is not None:
                     write_sealed_json(path, texts)
@@ -348,7 +349,7 @@ def answers_name(batch: AnswerBatch, method: Method, backbone: Backbone, method_
         "libraries": [versions.library("torch"), versions.library("transformers")],
         "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
         "computed": [device_name(backbone.device), str(backbone.model.dtype)],
-        "method": [method.settings.name, method.settings.inference_identity(), *code],
+        "method": [method.settings.name, method.settings.answer_identity(method_source), *code],
         "snapshots": batch.lineages,
         "weights": [[float(w).hex() for w in row] for row in batch.weights],
         "prompts": batch.prompts,

@@ -16,7 +16,7 @@ from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.journaling import say_stage
 from latent_sweep.learn.member import MemberRun, Members, TrialRun
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
-from latent_sweep.methods.capabilities import Gated
+from latent_sweep.methods.capabilities import gates_of
 from latent_sweep.metrics import reads_input
 from latent_sweep.store.failures import during
 from latent_sweep.store.snapshots import Snapshot
@@ -93,6 +93,7 @@ def learn_together(
                         raise outcome
                 with during("statistics"):
                     snapshot = sharers[lineage][0].snapshot(position, trainings[lineage], outcome)
+                    members.context.engine.check_frozen()
                 learned[lineage] = snapshot, outcome
     return learned
 
@@ -143,8 +144,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
     read = [AtHand(snapshot.tensors) for snapshot in member.snapshots]
 
     def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
-        assert isinstance(method, Gated), "planning has refused the mixing `gates`"
-        return method.gates(read[:tasks_seen], prompts)
+        return gates_of(method, read[:tasks_seen], prompts)
 
     mixer = context.mixer(trial, gates)
     with context.doing("fitting the router", position) if mixer.routes else nullcontext():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,7 +128,12 @@ def _read(norms: Tensor, losses: Sequence[Mapping[str, Tensor]]) -> tuple[list[f
 
 
 def _seed(seed: int) -> None:
-    """Seed what draws here; `torch.manual_seed` would format a traceback for each kind of device that is not in use."""
+    """Seed what draws here; `torch.manual_seed` would format a traceback for each kind of device that is not in use.
+
+    Nothing of ours draws from Python's and NumPy's own generators; a method from outside may.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

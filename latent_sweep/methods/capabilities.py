@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from latent_sweep.backbones.outputs import Example
+from latent_sweep.errors import ConfigError
 from latent_sweep.methods.protocol import Learner, Method
 
 if TYPE_CHECKING:
@@ -70,6 +71,29 @@ class HasLowRankPairs(Protocol):
 def tasks_learned(method: Method, position: int, n_tasks: int) -> Sequence[int]:
     """Positions of the tasks whose training rows the stage at this position reads: its own, or the method's choice."""
     return method.learns_from(position, n_tasks) if isinstance(method, ChoosesTasks) else (position,)
+
+
+def gates_of(
+    method: Method, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
+) -> npt.NDArray[np.float64]:
+    """Return the gates of a method, (rows, snapshots).
+
+    Raises:
+        ConfigError: they are not finite numbers of this shape.
+    """
+    import numpy as np
+
+    assert isinstance(method, Gated), "planning has refused the mixing `gates`"
+    name, shape = method.settings.name, (len(prompts), len(history))
+    found = method.gates(history, prompts)
+    try:
+        weights = np.asarray(found, np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"method {name}: gates gave {type(found).__name__}, no array of numbers: {error}") from error
+    if weights.shape != shape or not np.isfinite(weights).all():
+        told = "numbers that are not finite" if weights.shape == shape else f"an array of shape {weights.shape}"
+        raise ConfigError(f"method {name}: gates gave {told}; expected finite weights (rows, snapshots), {shape}")
+    return weights
 
 
 def prompt_read(method: Method, ids: Sequence[int]) -> list[int]:

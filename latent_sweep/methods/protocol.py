@@ -34,6 +34,14 @@ class MethodSettings(Settings):
     name: str
     """Name of the method, as registered in `latent_sweep.methods`."""
 
+    def answer_identity(self, source: str | None) -> dict[str, Any]:
+        """Return what answers are named by, besides the snapshots: the settings that learning does not read.
+
+        Of a method from outside, which has a `source`, these are all: what its `stage_identity` leaves out may be read
+        by its `blend` or `gates`, though nothing marks it so.
+        """
+        return self.inference_identity() if source is None else self.identity()
+
 
 @dataclass(frozen=True)
 class MethodContext:

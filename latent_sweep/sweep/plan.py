@@ -205,6 +205,8 @@ class Trial:
                 "data": json_list(data[i] for i in learned),
                 "settings": settings[position],
                 "parents": json_list(lineages[:position] if method.reads_history(position) else []),
+                # ours read the position where `stage_identity` says so; one from outside is told of it, and may
+                **({} if self.method_source is None else {"position": str(position)}),
             }
             # a stage that learns nothing leaves behind what was there before it
             contents.append(common | stage if learned or not contents else contents[-1])
@@ -229,7 +231,7 @@ class Trial:
                 "scoring": versions.SCORING,
                 "router": router_identity(s),
                 "routing": _routing_versions(s.router.mode),
-                "method": s.method.inference_identity() | self._method_source,
+                "method": s.method.answer_identity(self.method_source) | self._method_source,
                 "evaluation": s.evaluation.identity(),
                 "stop": list(self.spec.stop),
             }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from helpers.tiny import load_tiny
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel, T5ForConditionalGeneration
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
@@ -263,6 +264,33 @@ def test_a_local_folder_gives_the_same_backbone(checkpoint):
     known = describe(settings)
     assert known is not None
     assert target_shapes(known.family, known.config) == {n: tuple(t.weight.shape) for n, t in saved.targets.items()}
+
+
+def test_a_folder_without_all_weights_is_refused(checkpoint):
+    """Transformers would draw what is missing: another model in every process."""
+    folder, saved = checkpoint
+    kept = load_file(folder / "model.safetensors")
+    gone = next(name for name in kept if name.endswith(("self_attn.q_proj.weight", "SelfAttention.q.weight")))
+    save_file({name: w for name, w in kept.items() if name != gone}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ConfigError,
+        match=rf"(?s)lacks 1 of the weights of {type(saved.model).__name__}: {gone}\. .*Save the whole model",
+    ):
+        load_backbone(BackboneSettings(name=str(folder), dtype="float32"))
+
+
+def test_tokens_that_are_not_embedded_are_named(checkpoint, runs):
+    """Torch would say that an index is out of range."""
+    folder, saved = checkpoint
+    saved.model.resize_token_embeddings(100)
+    saved.model.save_pretrained(folder)
+    benchmark = {"name": "builtin", "tasks": ["mood"], "train_per_task": 8, "test_per_task": 2}
+    trial = {"method": {"name": "seq_lora", "rank": 4}, "benchmark": benchmark}
+    trial |= {"backbone": {"name": str(folder), "dtype": "float32"}, "training": {"epochs": 1, "batch_size": 4}}
+    with pytest.raises(
+        ConfigError, match=r"embeds 100 tokens, and its tokenizer makes the token \d+ of train rows of mood"
+    ):
+        runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
 
 
 def test_folders_are_told_apart_by_their_weights(checkpoint, tmp_path):

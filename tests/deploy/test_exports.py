@@ -202,6 +202,21 @@ def test_what_is_no_adapter_is_refused(opened, tmp_path):
     assert not (tmp_path / "adapters").exists()
 
 
+def test_a_blend_of_its_own_is_no_sum_of_adapters(opened, tmp_path, monkeypatch):
+    model = opened("tiny-llama", "inc_lora")
+
+    class Halved(type(model.method)):
+        def blend(self, history, weights):
+            return super().blend(history, weights / 2)
+
+    monkeypatch.setattr(model, "method", Halved.__new__(Halved))
+    model.method.__dict__.update(vars(opened("tiny-llama", "inc_lora").method))
+    for export in (export_peft, export_merged):
+        with pytest.raises(ConfigError, match="blends its snapshots in a way of its own"):
+            export(model, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "task", "said"),
     [

@@ -143,6 +143,167 @@ def test_its_loss_terms_have_the_names_that_it_gives_them(place, tmp_path, runs)
     assert [done.tasks_seen for done in runs.stages] == [1, 2]
 
 
+ODD = """
+import random
+
+import numpy as np
+import torch
+
+from latent_sweep.methods.inc_lora import IncLora, IncLoraSettings
+from latent_sweep.methods.lora import LoraLearner
+
+
+class OddSettings(IncLoraSettings):
+    name: str
+    answer_scale: float = 1.0
+
+
+class Odd(IncLora):
+    settings_class = OddSettings
+    mixings = ("gates", "sum")
+
+    def gates(self, history, prompts):
+        return np.eye(len(history))[[-1] * len(prompts)]
+
+
+class Hook(Odd):
+    def begin_task(self, task, history):
+        self.context.backbone.model.register_forward_hook(lambda module, inputs, output: None)
+        return super().begin_task(task, history)
+
+
+class Writes(Odd):
+    def begin_task(self, task, history):
+        with torch.no_grad():
+            next(self.context.backbone.model.parameters()).mul_(1.01)
+        return super().begin_task(task, history)
+
+
+class HookInGates(Odd):
+    def gates(self, history, prompts):
+        self.context.backbone.model.register_forward_hook(lambda module, inputs, output: None)
+        return super().gates(history, prompts)
+
+
+class NaN(Odd):
+    def gates(self, history, prompts):
+        return np.full((len(prompts), len(history)), np.nan)
+
+
+class Flat(Odd):
+    def gates(self, history, prompts):
+        return np.ones(len(prompts))
+
+
+class Words(Odd):
+    def gates(self, history, prompts):
+        return "all of them"
+
+
+class Absent(IncLora):
+    settings_class = OddSettings
+    mixings = ("gates",)
+
+
+class NoMixing(IncLora):
+    mixings = ()
+
+
+class Unmarked(IncLora):
+    settings_class = OddSettings
+
+    def stage_identity(self, position):
+        return {name: value for name, value in super().stage_identity(position).items() if name != "answer_scale"}
+
+
+class NoisyLearner(LoraLearner):
+    def penalty(self):
+        return {"noise": (random.random() + np.random.rand()) * self.A.square().sum()}
+
+
+class Noisy(Odd):
+    def begin_task(self, task, history):
+        return NoisyLearner(self.fresh(task), self.outputs, self.settings, self.active(history))
+"""
+
+
+@pytest.fixture
+def odd(place, tmp_path):
+    """The content of a sweep of one of the classes of `ODD`."""
+    package = place.partition(".")[0]
+    (tmp_path / package / "odd.py").write_text(ODD)
+    benchmark = {"name": "builtin", "tasks": ["mood", "past"], "train_per_task": 8, "test_per_task": 2}
+
+    def content_of(name, **method):
+        trial = {"method": {"name": f"{package}.odd:{name}", "rank": 4} | method, "benchmark": benchmark}
+        trial |= {"backbone": {"name": "tiny-llama", "dtype": "float32"}, "training": {"epochs": 1, "batch_size": 4}}
+        return {"name": "tiny", "trial": trial}
+
+    return content_of
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Hook", r"the frozen backbone is not what it was .*: the model \(LlamaForCausalLM\)\..*left hooks"),
+        ("Writes", r"the frozen backbone is not what it was .*embed_tokens\.weight.*written to parameters"),
+        ("HookInGates", r"the frozen backbone is not what it was"),
+        ("NaN", r"gates gave numbers that are not finite; expected finite weights \(rows, snapshots\), \(2, 1\)"),
+        ("Flat", r"gates gave an array of shape \(2,\); expected .*\(2, 1\)"),
+        ("Words", r"gates gave str, no array of numbers"),
+    ],
+)
+def test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept(odd, runs, name, said):
+    """Nor anything that another trial would take for its own: hooks and weights are no part of what names answers."""
+    with pytest.raises(ConfigError, match=said):
+        runs.run(runs.packs_of(odd(name)))
+    assert not list((runs.folder / "predictions").rglob("*.json"))
+    learned = list((runs.folder / "snapshots").glob("*.safetensors"))
+    assert not learned if name in ("Hook", "Writes") else len(learned) == 1
+    clean = runs.packs_of(odd("Odd"))  # by the same process, which has loaded the backbone before
+    runs.run(clean)
+    assert [done.tasks_seen for done in runs.stages] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Absent", r"`gates` is among its mixings; expected a method gates\(history, prompts\)"),
+        ("NoMixing", r"its mixings are \(\); expected at least one of soft, "),
+    ],
+)
+def test_mixings_that_cannot_be_are_refused_when_a_sweep_is_planned(odd, name, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_sweep(odd(name), "sweep.yaml")
+
+
+def test_every_generator_is_seeded(odd, tmp_path, runs):
+    from latent_sweep.testing.runs import Runs
+
+    other = Runs(tmp_path / "other")
+    for each in (runs, other):
+        each.run(each.packs_of(odd("Noisy")))
+    assert runs.files() == other.files()
+
+
+def test_a_setting_that_learning_is_said_not_to_read_names_answers(odd):
+    """Whether or not it is marked so: a trial with another value shares the training, and no answers."""
+    one, other = (expand(parse_sweep(odd("Unmarked", answer_scale=scale), "test"))[0] for scale in (1.0, 5.0))
+    assert one.lineages() == other.lineages()
+    assert not {*one.row_keys()} & {*other.row_keys()}
+    assert answers_of(one) != answers_of(other)
+
+
+def test_a_stage_at_another_position_is_another(odd):
+    """A method from outside is told of the position, and may read it; ours do where they say so."""
+    stages = []
+    for tasks in (["mood", "past"], ["past"]):
+        alone = odd("Odd", train_active="current")
+        alone["trial"]["benchmark"] = alone["trial"]["benchmark"] | {"tasks": tasks}
+        stages.append(set(expand(parse_sweep(alone, "test"))[0].lineages()))
+    assert not stages[0] & stages[1]
+
+
 @pytest.mark.parametrize("file", ["sharp.py", "__init__.py", "helper.py"])
 def test_its_code_is_part_of_what_identifies_its_results(place, tmp_path, file):
     """Of all of its package, since the module may import any of it."""
