@@ -148,7 +148,8 @@ def _run_trials(
         storage.pull(folder.path)
         forget_the_old(storage, folder.path)
         if not how.replace:
-            check_name(sweep, trials, folder)
+            if refusal := taken_name(sweep, trials, folder):
+                raise ConfigError(refusal)
         else:  # said first, so that no table has an old result beside new ones, wherever this run ends
             for trial in outdated(trials, folder):
                 folder.journal(trial.trial_id).append("lost", kind="outdated", message=f"its {OUTDATED}")
@@ -266,18 +267,8 @@ def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
         raise fault_report(sweep.source, faults)
 
 
-def check_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> None:
-    """Refuse a name whose results `run` would not keep.
-
-    Raises:
-        ConfigError: listing the trials that would drop out, or would be computed again.
-    """
-    if refusal := taken_name(sweep, trials, there):
-        raise ConfigError(refusal)
-
-
 def taken_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> str | None:
-    """Return why a name is refused: other trials have been started under it, and would vanish from its results.
+    """Return why a name is refused, or None: other trials have been started under it, and would leave its results.
 
     So would results of its own trials that were computed from something else than now: where it ended in between, a
     table would have some of either.
