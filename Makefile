@@ -53,7 +53,7 @@ portability: $(STAMP)
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)faults
 
-# breaks the code that decides results in nearly two hundred places, one at a time, and asks the tests whether they notice
+# breaks the code that decides results in some two hundred places, one at a time, and asks the tests whether they notice
 mutants: $(STAMP)
 	$(TOOL)mutants
 

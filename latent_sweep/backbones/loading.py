@@ -80,6 +80,16 @@ class Backbone:
         return (local and getattr(config, "sliding_window", None)) or math.inf
 
     @cached_property
+    def positions(self) -> float:
+        """How many tokens the model has places for where it looks them up in a table; without limit in most models."""
+        tables = [
+            module.num_embeddings - getattr(module, "offset", 0)
+            for name, module in self.model.named_modules()
+            if name.endswith(("embed_positions", "position_embeddings", "wpe")) and hasattr(module, "num_embeddings")
+        ]
+        return min(tables, default=math.inf)
+
+    @cached_property
     def accepts(self) -> frozenset[str]:
         """What the model's forward pass takes by name."""
         return frozenset(inspect.signature(self.model.forward).parameters)

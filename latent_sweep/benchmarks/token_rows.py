@@ -44,6 +44,12 @@ class TokenRows:
         found = [pyarrow.compute.max(pyarrow.compute.list_flatten(column)).as_py() for column in columns]
         return max((number for number in found if number is not None), default=-1)
 
+    def longest_prompt(self) -> int:
+        """Return the tokens of the longest prompt; 0 without any."""
+        import pyarrow.compute
+
+        return pyarrow.compute.max(pyarrow.compute.list_value_length(self._table.column("prompt_ids"))).as_py() or 0
+
     def __len__(self) -> int:
         """Return the number of rows."""
         found: int = self._table.num_rows

@@ -26,6 +26,7 @@ from latent_sweep.learn.evaluation import Recent
 from latent_sweep.learn.events import Begun, Doing, Emit, say_nothing
 from latent_sweep.learn.mixing import Gates, Mixer
 from latent_sweep.methods import method_class
+from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
 from latent_sweep.router import PooledScatter, TaskMixture
 from latent_sweep.settings import canonical_json
@@ -179,14 +180,31 @@ class Context:
                     carve_validation=carve,
                     source=trial.source(task, split),
                 )
-            if (largest := found.largest()) >= (known := backbone.model.get_input_embeddings().num_embeddings):
-                raise ConfigError(
-                    f"backbone.name: {trial.settings.backbone.name} embeds {known:,} tokens, and its tokenizer makes "
-                    f"the token {largest:,} of {split} rows of {task.name}. Save the model after "
-                    "resize_token_embeddings, or take the tokenizer that it was trained with (backbone.tokenizer)"
-                )
+            self._check_rows(found, f"{split} rows of {task.name}", trial, whole)
             self._tokens[key] = found
         return self._tokens[key]
+
+    def _check_rows(self, rows: TokenRows, told: str, trial: Trial, whole: bool) -> None:
+        """Refuse rows that the backbone cannot read: torch would only say that some index is out of range."""
+        backbone, b = self.backbone, trial.settings.benchmark
+        name = f"backbone.name: {trial.settings.backbone.name}"
+        if (largest := rows.largest()) >= (known := backbone.model.get_input_embeddings().num_embeddings):
+            raise ConfigError(
+                f"{name} embeds {known:,} tokens, and its tokenizer makes the token {largest:,} of {told}. Save the "
+                "model after resize_token_embeddings, or take the tokenizer that it was trained with "
+                "(backbone.tokenizer)"
+            )
+        if whole:  # for their embeddings alone
+            return
+        virtual, answer = len(prompt_read(trial.method(), ())), b.max_target_length
+        prompt = rows.longest_prompt() + virtual
+        needed = max(prompt, answer) if backbone.traits.encoder_decoder else prompt + answer
+        if needed > backbone.positions:
+            raise ConfigError(
+                f"{name} has places for {backbone.positions:,} tokens, and {told} need {needed:,}: prompts of up to "
+                f"{prompt:,}{f' ({virtual:,} virtual ones)' * bool(virtual)}, answers of {answer:,}. Lower "
+                "benchmark.max_source_length or benchmark.max_target_length, or take another backbone"
+            )
 
     def inputs(self, trial: Trial, position: int) -> list[str]:
         """The inputs of a trial's test rows as texts, which the tokenised rows do not hold."""

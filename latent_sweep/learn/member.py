@@ -17,7 +17,7 @@ from latent_sweep.learn.context import Context, backbone_facts, computed_with
 from latent_sweep.learn.journaling import say_failed
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, derived_seed, recomputing
 from latent_sweep.methods import source_of
-from latent_sweep.methods.capabilities import facts_of, tasks_learned
+from latent_sweep.methods.capabilities import facts_of, snapshot_of, tasks_learned
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.metrics import metric_source
 from latent_sweep.settings import content_hash
@@ -136,7 +136,13 @@ class MemberRun:
                 message = "task %s ends with %s (%.3g) %.0f times the first task loss (%.3g); lower its coefficient"
                 log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
         with recomputing(self.context.backbone, self.settings.training):  # some measure gradients once more
-            tensors = training.learner.finish()
+            tensors = snapshot_of(training.learner)
+        if odd := [name for name, values in tensors.items() if not bool(values.isfinite().all())]:
+            # the last step has no loss after it, and what a method measures in the end is in no loss
+            raise NonFiniteLoss(
+                f"what was learned of {task.name} is not finite: {', '.join(odd)}. Lower training.learning_rate, or "
+                "the method's coefficients; check backbone.dtype"
+            )
         facts = {
             "method": self.settings.method.name,
             "task": task.name,

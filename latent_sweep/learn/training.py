@@ -29,7 +29,15 @@ from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.optimizing import Optimizer, Trained, optimizer_of
 from latent_sweep.learn.worker_group import WorkerGroup
-from latent_sweep.methods.capabilities import drawn_by, load_drawn, load_state, penalties_of, rows_trained, state_of
+from latent_sweep.methods.capabilities import (
+    drawn_by,
+    load_drawn,
+    load_state,
+    loss_of,
+    penalties_of,
+    rows_trained,
+    state_of,
+)
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.store.snapshots import TaskCheckpoint
 from latent_sweep.sweep.groups import TrainingSettings
@@ -398,7 +406,7 @@ def _forward_and_back(
         with bank.watching(watch) as arrived:
             logits = label_logits(batches.backbone, batch)
         outputs = Outputs.of_all([part.rows for part in parts], logits, batch.labels, batches.denominators)
-        terms = [t.learner.loss(o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
+        terms = [loss_of(t.learner, o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
         add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
     for sequences in arrived:
         for (trainer, _), own in zip(running, sequences.split(list(batch.counts)), strict=True):

@@ -6,11 +6,12 @@ here say, and write nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from latent_sweep.backbones.outputs import Example
+from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.protocol import Learner, Method
 
@@ -151,17 +152,51 @@ class SharesPenalty(Protocol):
         """What `penalty` of each of them gives, in their order."""
 
 
-def penalties_of(learners: Sequence[Learner]) -> list[dict[str, Tensor]]:
+def loss_of(learner: Learner, outputs: Outputs) -> Mapping[str, Tensor]:
+    """Return the terms of a learner's loss that depend on data.
+
+    Raises:
+        ConfigError: one of them is no tensor without dimensions.
+    """
+    return _scalars(learner, "loss", learner.loss(outputs))
+
+
+def _scalars(learner: Learner, name: str, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Refuse terms that would not add up to a loss; torch would say so of an operator somewhere else."""
+    return _tensors(learner, name, found, 0, "tensors without dimensions, by name")
+
+
+def _tensors(learner: Learner, name: str, found: Any, dimensions: int | None, expected: str) -> Any:
+    from torch import Tensor
+
+    def fits(value: object) -> bool:
+        return isinstance(value, Tensor) and dimensions in (None, value.ndim)
+
+    def kind(value: object) -> str:
+        return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+    if isinstance(found, Mapping) and all(map(fits, found.values())):
+        return found
+    odd = {key: value for key, value in found.items() if not fits(value)} if isinstance(found, Mapping) else {}
+    told = ", ".join(f"{key!r} as {kind(value)}" for key, value in odd.items()) or kind(found)
+    raise ConfigError(f"method {type(learner).__name__}: {name} gave {told}; expected {expected}")
+
+
+def penalties_of(learners: Sequence[Learner]) -> list[Mapping[str, Tensor]]:
     """The penalty of each of several learners, at once where they are of one kind that knows how.
 
     A kind with a `penalty` of its own does not know it from the kind that it is derived from.
+
+    Raises:
+        ConfigError: a term of one is no tensor without dimensions.
     """
     kind = type(learners[0])
     if len(learners) > 1 and issubclass(kind, SharesPenalty) and all(type(each) is kind for each in learners):
         alone, together = (next(of for of in kind.__mro__ if name in vars(of)) for name in ("penalty", "penalties"))
         if issubclass(together, alone):
-            return kind.penalties(learners)
-    return [learner.penalty() for learner in learners]
+            found = kind.penalties(learners)
+            return [_scalars(learner, "penalties", terms) for learner, terms in zip(learners, found, strict=True)]
+    return [_scalars(learner, "penalty", learner.penalty()) for learner in learners]
 
 
 def rows_trained(learner: Learner, rows: Sequence[Example]) -> Sequence[Example]:
@@ -191,6 +226,25 @@ def load_drawn(learner: Learner, drawn: Mapping[str, Tensor]) -> None:
         learner.load_drawn(drawn)
 
 
+def snapshot_of(learner: Learner) -> dict[str, Tensor]:
+    """Return the tensors of the snapshot of the task that was learned.
+
+    Raises:
+        ConfigError: they are no tensors by name.
+    """
+    found: dict[str, Tensor] = _tensors(learner, "finish", learner.finish(), None, "the snapshot's tensors, by name")
+    return found
+
+
 def facts_of(learner: Learner) -> dict[str, float]:
-    """Numbers worth telling once the task is learned."""
-    return learner.facts() if isinstance(learner, Measured) else {}
+    """Numbers worth telling once the task is learned.
+
+    Raises:
+        ConfigError: one of them is no finite number.
+    """
+    found = learner.facts() if isinstance(learner, Measured) else {}
+    if odd := {k: v for k, v in found.items() if not (isinstance(v, (int, float)) and math.isfinite(v))}:
+        raise ConfigError(
+            f"method {type(learner).__name__}: facts gave {odd}; expected finite numbers, int or float, by name"
+        )
+    return found

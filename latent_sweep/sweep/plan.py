@@ -192,7 +192,13 @@ class Trial:
             return {name: canonical_json(part) for name, part in common.items()}
 
         def write_settings() -> list[str]:
-            return [canonical_json(method.stage_identity(position)) for position in range(len(self.tasks))]
+            try:
+                return [canonical_json(method.stage_identity(position)) for position in range(len(self.tasks))]
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"method {s.method.name}: stage_identity gave what cannot be written as JSON: {error}. Expected "
+                    "numbers that are finite, texts, booleans, None, and lists and dicts of them"
+                ) from error
 
         parts = s.method, s.training, s.benchmark, self.backbone
         common = once(("stages", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -499,6 +500,28 @@ def test_a_soft_prompt_of_tokens_is_those_tokens(name):
         with bank.active(Adaptation(prompt=prompt)):
             assert_same_to_rounding(label_logits(backbone, collate([[virtual]], backbone)), expected, PASS)
     bank.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer", "said"),
+    [
+        ("tiny-opt", 50, 15, "need 65: prompts of up to 50, answers of 15"),
+        ("tiny-bart", 65, 9, "need 65: prompts of up to 65, answers of 9"),
+        ("tiny-bart", 50, 65, "need 65: prompts of up to 50, answers of 65"),
+        ("tiny-opt", 50, 14, None),
+        ("tiny-bart", 64, 9, None),
+    ],
+)
+def test_rows_longer_than_the_table_of_positions_are_refused(name, prompt, answer, said, runs):
+    """Torch would say that an index is out of range."""
+    KNOWN[name] = dataclasses.replace(KNOWN[name], config={**KNOWN[name].config, "max_position_embeddings": 64})
+    benchmark = {"name": "builtin", "tasks": ["mood"], "train_per_task": 4, "test_per_task": 2}
+    benchmark |= {"max_source_length": prompt, "max_target_length": answer}
+    trial = {"method": {"name": "seq_lora", "rank": 2}, "backbone": {"name": name, "dtype": "float32"}}
+    trial |= {"benchmark": benchmark, "training": {"epochs": 1, "batch_size": 4}}
+    refusal = f"{name} has places for 64 tokens, and train rows of mood {said}"
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=refusal):
+        runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
 
 
 def test_the_router_reads_gemmas_table_without_its_scale():

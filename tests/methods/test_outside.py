@@ -15,7 +15,7 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import sweep_folder, tiny
 
 from latent_sweep.cli import main
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, NonFiniteLoss
 from latent_sweep.learn.evaluation import AnswerBatch, answers_name
 from latent_sweep.methods import METHODS, method_class, source_of
 from latent_sweep.sweep.config import parse_sweep
@@ -200,6 +200,61 @@ class Words(Odd):
         return "all of them"
 
 
+class Learns(Odd):
+    def begin_task(self, task, history):
+        return self.learner(self.fresh(task), self.outputs, self.settings, self.active(history))
+
+
+class FloatLearner(LoraLearner):
+    def penalty(self):
+        return {"task": 0.0 * self.A.sum(), "norm": 1.5}
+
+
+class RowsLearner(LoraLearner):
+    def loss(self, outputs):
+        return {"task": outputs.task_loss() * outputs.labels}
+
+
+class ListLearner(LoraLearner):
+    def finish(self):
+        return list(super().finish().values())
+
+
+class EmptyMeanLearner(LoraLearner):
+    def facts(self):
+        return {"rows": 0, "mean": float("nan")}
+
+
+class OverflowLearner(LoraLearner):
+    def finish(self):
+        return super().finish() | {"scale": self.A.sum().detach() / 0}
+
+
+class Float(Learns):
+    learner = FloatLearner
+
+
+class Rows(Learns):
+    learner = RowsLearner
+
+
+class List(Learns):
+    learner = ListLearner
+
+
+class EmptyMean(Learns):
+    learner = EmptyMeanLearner
+
+
+class Overflow(Learns):
+    learner = OverflowLearner
+
+
+class Unwritten(Odd):
+    def stage_identity(self, position):
+        return super().stage_identity(position) | {"tasks": {1, 2}}
+
+
 class Absent(IncLora):
     settings_class = OddSettings
     mixings = ("gates",)
@@ -221,9 +276,8 @@ class NoisyLearner(LoraLearner):
         return {"noise": (random.random() + np.random.rand()) * self.A.square().sum()}
 
 
-class Noisy(Odd):
-    def begin_task(self, task, history):
-        return NoisyLearner(self.fresh(task), self.outputs, self.settings, self.active(history))
+class Noisy(Learns):
+    learner = NoisyLearner
 """
 
 
@@ -251,6 +305,10 @@ def odd(place, tmp_path):
         ("NaN", r"gates gave numbers that are not finite; expected finite weights \(rows, snapshots\), \(2, 1\)"),
         ("Flat", r"gates gave an array of shape \(2,\); expected .*\(2, 1\)"),
         ("Words", r"gates gave str, no array of numbers"),
+        ("Float", r"method FloatLearner: penalty gave 'norm' as a float; expected tensors without dimensions, by name"),
+        ("Rows", r"method RowsLearner: loss gave 'task' as a tensor of shape \(\d+,\); expected tensors without"),
+        ("List", r"method ListLearner: finish gave a list; expected the snapshot's tensors, by name"),
+        ("EmptyMean", r"method EmptyMeanLearner: facts gave \{'mean': nan\}; expected finite numbers"),
     ],
 )
 def test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept(odd, runs, name, said):
@@ -259,10 +317,17 @@ def test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept(odd, runs, 
         runs.run(runs.packs_of(odd(name)))
     assert not list((runs.folder / "predictions").rglob("*.json"))
     learned = list((runs.folder / "snapshots").glob("*.safetensors"))
-    assert not learned if name in ("Hook", "Writes") else len(learned) == 1
+    assert len(learned) == (name in ("HookInGates", "NaN", "Flat", "Words"))
     clean = runs.packs_of(odd("Odd"))  # by the same process, which has loaded the backbone before
     runs.run(clean)
     assert [done.tasks_seen for done in runs.stages] == [1, 2]
+
+
+def test_a_snapshot_that_is_not_finite_is_not_stored(odd, runs):
+    """The loss was: it is that of the parameters before the last step."""
+    with pytest.raises(NonFiniteLoss, match="what was learned of mood is not finite: scale"):
+        runs.run(runs.packs_of(odd("Overflow")))
+    assert not list((runs.folder / "snapshots").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +340,12 @@ def test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept(odd, runs, 
 def test_mixings_that_cannot_be_are_refused_when_a_sweep_is_planned(odd, name, said):
     with pytest.raises(ConfigError, match=said):
         parse_sweep(odd(name), "sweep.yaml")
+
+
+def test_an_identity_that_is_no_json_is_refused_when_a_sweep_is_planned(odd):
+    (trial,) = expand(parse_sweep(odd("Unwritten"), "sweep.yaml"))
+    with pytest.raises(ConfigError, match=r"stage_identity gave what cannot be written as JSON: .*set"):
+        trial.lineages()
 
 
 def test_every_generator_is_seeded(odd, tmp_path, runs):

@@ -1446,6 +1446,77 @@ MUTANTS: tuple[Mutant, ...] = (
         "pass  # whoever",
         "resume::test_a_kill_between_a_snapshot_and_the_end_of_its_checkpoint_leaves_no_checkpoint",
     ),
+    # --- methods, checkpoints and metrics from outside
+    _mutant(
+        "learn/engine.py",
+        "a backbone that a method has written to goes on",
+        "(id(parameter), parameter._version)",
+        "(id(parameter),)",
+        "outside::test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept",
+    ),
+    _mutant(
+        "learn/engine.py",
+        "hooks that a method has left go on",
+        "*module._forward_hooks.values(),",
+        "",
+        "outside::test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept",
+    ),
+    _mutant(
+        "methods/capabilities.py",
+        "gates that are not finite mix answers",
+        "weights.shape != shape or not np.isfinite(weights).all()",
+        "weights.shape != shape",
+        "outside::test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept",
+    ),
+    _mutant(
+        "methods/protocol.py",
+        "answers of a method from outside are named by the marked settings alone",
+        "self.inference_identity() if source is None else self.identity()",
+        "self.inference_identity()",
+        "outside::test_a_setting_that_learning_is_said_not_to_read_names_answers",
+    ),
+    _mutant(
+        "sweep/plan.py",
+        "a stage of a method from outside is the same at every position",
+        '{} if self.method_source is None else {"position": str(position)}',
+        "{}",
+        "outside::test_a_stage_at_another_position_is_another",
+    ),
+    _mutant(
+        "learn/training.py",
+        "NumPy's generator is left unseeded",
+        "    np.random.seed(seed % 2**32)\n",
+        "",
+        "outside::test_every_generator_is_seeded",
+    ),
+    _mutant(
+        "backbones/loading.py",
+        "weights that a checkpoint lacks are random",
+        'sorted(told["missing_keys"])',
+        "[]",
+        "backbones::test_a_folder_without_all_weights_is_refused",
+    ),
+    _mutant(
+        "learn/member.py",
+        "what was learned is stored although it is not finite",
+        "if not bool(values.isfinite().all())",
+        "if False",
+        "outside::test_a_snapshot_that_is_not_finite_is_not_stored",
+    ),
+    _mutant(
+        "learn/context.py",
+        "rows may be longer than the positions that a backbone embeds",
+        "needed > backbone.positions",
+        "False",
+        "families::test_rows_longer_than_the_table_of_positions_are_refused",
+    ),
+    _mutant(
+        "deploy/adapters.py",
+        "a blend of a method's own is exported as a sum",
+        "issubclass(pairs, blends)",
+        "True",
+        "exports::test_a_blend_of_its_own_is_no_sum_of_adapters",
+    ),
 )
 
 
