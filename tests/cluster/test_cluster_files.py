@@ -24,10 +24,10 @@ MACHINES = {
     "p4d.24xlarge": (96, 8, "A100-40G"),
     "p4de.24xlarge": (96, 8, "A100-80G"),
     "a2-highgpu-1g": (12, 1, "A100-40G"),
-    "a2-highgpu-8g": (96, 8, "A100-40G"),
     "a2-ultragpu-1g": (12, 1, "A100-80G"),
 }
 """What the clouds say of their machines: CPUs, GPUs, and which."""
+PLACEHOLDER = "sg-of-aws-setup"
 
 
 def read(name):
@@ -85,19 +85,58 @@ def test_workers_say_what_they_are(name):
         assert node_type["resources"] == {"CPU": cpus, "GPU": gpus, **sizes}
 
 
-@pytest.mark.parametrize("name", LAUNCHER_FILES)
-def test_spot_machines_come_first_and_others_stand_by(name):
-    def is_spot(node_type):
-        config = node_type["node_config"]
-        aws = config.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
-        return aws or config.get("scheduling", {}).get("provisioningModel") == "SPOT"
+def is_spot(node_type):
+    config = node_type["node_config"]
+    aws = config.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+    return aws or config.get("scheduling", {}).get("provisioningModel") == "SPOT"
 
-    types = worker_types(read(name)).values()
-    spot = {machine_of(t): t["priority"] for t in types if is_spot(t)}
-    others = {machine_of(t): t["priority"] for t in types if not is_spot(t)}
-    assert spot
-    assert set(spot) <= set(others)
-    assert min(spot.values()) > max(others.values())
+
+def launched(launcher, packs, accelerator="A100"):
+    """The machines that Ray's autoscaler asks for, by type, where so many packs of one GPU wait."""
+    from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+    from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+    from ray.core.generated.autoscaler_pb2 import ResourceRequest, ResourceRequestByCount
+
+    config = AutoscalingConfig({**copy.deepcopy(launcher), "file_mounts": {}}, skip_content_hash=True)
+    wish = ResourceRequest(resources_bundle={"CPU": 4, "GPU": 1, f"accelerator_type:{accelerator}": 0.001})
+    request = SchedulingRequest(
+        disable_launch_config_check=True,
+        node_type_configs=config.get_node_type_configs(),
+        max_num_nodes=config.get_max_num_nodes(),
+        resource_requests=[ResourceRequestByCount(request=wish, count=packs)],
+        current_instances=[],
+        idle_timeout_s=300,
+    )
+    return {each.instance_type: each.count for each in ResourceDemandScheduler().schedule(request).to_launch}
+
+
+@pytest.mark.parametrize("packs", [1, 4, 8, 16])
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_spot_machines_come_first_and_others_stand_by(name, packs):
+    launcher = read(name)
+    types = worker_types(launcher)
+    spot = {name for name, node_type in types.items() if is_spot(node_type)}
+    others = {machine_of(types[name]) for name in types.keys() - spot}
+    assert {machine_of(types[name]) for name in spot} == others
+    machines = launched(launcher, packs)
+    assert machines.keys() <= spot
+    assert sum(count * types[name]["resources"]["GPU"] for name, count in machines.items()) in range(packs, packs + 8)
+    for name in spot:
+        launcher["available_node_types"][name]["max_workers"] = 0  # as the README says where none are to be had
+    machines = launched(launcher, packs)
+    assert machines and machines.keys() <= types.keys() - spot
+
+
+def test_ray_asks_for_a_refused_type_again_as_the_readme_says():
+    """Once it takes the next best type instead, the README need not tell how to go on by hand."""
+    from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
+    from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
+
+    monitor = CloudResourceMonitor()
+    refused = InstanceUpdateEvent(new_instance_status=Instance.ALLOCATION_FAILED, instance_type="a100-40g-spot")
+    monitor.notify([refused])
+    assert monitor.get_resource_availabilities() == {}
+    assert "Set `max_workers: 0` for the spot types" in (CLUSTER / "README.md").read_text(encoding="utf-8")
 
 
 def start_command(launcher, role):
@@ -184,11 +223,15 @@ def test_ray_starts_every_kind_of_machine_on_an_imitated_aws(tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))  # Ray keeps the key pair that it makes in ~/.ssh
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "imitated")
-    launcher = prepared(read("aws.yaml"))
-    region = launcher["provider"]["region"]
+    region = read("aws.yaml")["provider"]["region"]
     with mock_aws():
         ec2, iam = boto3.client("ec2", region), boto3.client("iam", region)
-        group = ec2.create_security_group(GroupName="latent-sweep", Description="of aws-setup.yaml")["GroupId"]
+        (home,) = ec2.describe_vpcs()["Vpcs"]
+        another = ec2.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]  # Ray would take one of all subnets
+        ec2.create_subnet(VpcId=another, CidrBlock="10.9.1.0/24", AvailabilityZone=f"{region}a")
+        wanted = {"GroupName": "latent-sweep", "Description": "of aws-setup.yaml", "VpcId": home["VpcId"]}
+        group = ec2.create_security_group(**wanted)["GroupId"]
+        launcher = prepared(yaml.safe_load((CLUSTER / "aws.yaml").read_text().replace(PLACEHOLDER, group)))
         ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]}
         ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[ssh])
         for role in ("head", "worker"):
@@ -199,6 +242,8 @@ def test_ray_starts_every_kind_of_machine_on_an_imitated_aws(tmp_path, monkeypat
             provider.create_node(node_type["node_config"], {"ray-user-node-type": name}, 1)
         answer = ec2.describe_instances()["Reservations"]
         (rules,) = ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"]
+        assert {g["GroupName"] for g in ec2.describe_security_groups()["SecurityGroups"]} == {"latent-sweep", "default"}
+        subnets = {each["SubnetId"]: each["VpcId"] for each in ec2.describe_subnets()["Subnets"]}
     machines = {
         tag["Value"]: m for r in answer for m in r["Instances"] for tag in m["Tags"] if "node-type" in tag["Key"]
     }
@@ -212,6 +257,7 @@ def test_ray_starts_every_kind_of_machine_on_an_imitated_aws(tmp_path, monkeypat
     assert all([g["GroupId"] for g in machine["SecurityGroups"]] == [group] for machine in machines.values())
     assert [r["IpRanges"] for r in rules["IpPermissions"]] == [[{"CidrIp": "203.0.113.7/32"}]], "not opened any further"
     zones = config["available_node_types"]["a100-40g"]["node_config"]["SubnetIds"]
+    assert {subnets[zone] for zone in zones} == {home["VpcId"]}
     assert len(zones) == len(launcher["provider"]["availability_zone"].split(",")) > 1
 
 
@@ -234,7 +280,9 @@ def test_machines_get_the_roles_of_the_setup_and_no_more():
     ]
     used = {t["node_config"]["IamInstanceProfile"]["Name"] for t in launcher["available_node_types"].values()}
     assert used == {profile["InstanceProfileName"] for profile in profiles}
-    assert launcher["provider"]["security_group"]["GroupName"] == setup["SecurityGroup"]["Properties"]["GroupName"]
+    groups = [t["node_config"]["SecurityGroupIds"] for t in launcher["available_node_types"].values()]
+    assert groups == [[PLACEHOLDER]] * len(groups), "not whichever VPC Ray finds first"
+    assert read("aws-setup.yaml")["Outputs"]["SecurityGroup"]["Value"] == {"Fn::GetAtt": ["SecurityGroup", "GroupId"]}
     assert statements(setup["WorkerRole"]) == [], "workers have the bucket, no more"
     for statement in statements(setup["HeadRole"]):
         assert statement["Effect"] == "Allow"
@@ -300,6 +348,7 @@ def test_ray_sees_the_accelerators_of_worker_pods():
         resources = types[name]["resources"]
         assert resources["GPU"] == resources["accelerator_type:A100"] == resources[f"accelerator_type:{size}"] == 1
         assert types[name]["max_workers"] > 0
+        assert ray_groups()[name]["rayStartParams"]["num-gpus"] == "1"
 
 
 @pytest.mark.parametrize("name", ["head", "a100-40g", "a100-80g"])
@@ -311,7 +360,7 @@ def test_kubernetes_accepts_the_pods(name):
     kubernetes_validate.validate(pod, "1.33", strict=True)
 
 
-@pytest.mark.parametrize("name", ["kuberay/storage.yaml", "mlflow/kubernetes.yaml"])
+@pytest.mark.parametrize("name", ["kuberay/storage.yaml", "kuberay/data.yaml", "mlflow/kubernetes.yaml"])
 def test_kubernetes_accepts_the_manifests(name):
     import kubernetes_validate
 
@@ -326,6 +375,7 @@ def test_a_ray_job_is_the_same_cluster_and_ends_with_its_sweep():
     assert job["spec"]["rayClusterSpec"] == ray_cluster()["spec"]
     assert job["spec"]["shutdownAfterJobFinishes"] is True
     assert 0 < job["spec"]["ttlSecondsAfterFinished"] <= 3600
+    assert job["spec"]["backoffLimit"] == 0, "each try is a cluster of its own and deletes the log of the one before"
     python, module, main, sweep, *options = shlex.split(job["spec"]["entrypoint"])
     assert (python, module, main) == ("python", "-m", "latent_sweep.run")
     overrides = options[1::2]
@@ -352,6 +402,7 @@ def test_every_ray_process_in_kubernetes_asks_for_the_token_of_the_secret():
 
 def pod_specs():
     yield from ((f"ray {name}", group["template"]["spec"]) for name, group in ray_groups().items())
+    yield "data", read("kuberay/data.yaml")["spec"]
     for document in documents("mlflow/kubernetes.yaml"):
         if document["kind"] in ("Deployment", "StatefulSet"):
             yield document["metadata"]["name"], document["spec"]["template"]["spec"]
@@ -382,7 +433,7 @@ def test_every_volume_claim_and_service_that_pods_name_exists():
     for _, spec in pod_specs():
         volumes = [v["persistentVolumeClaim"] for v in spec.get("volumes", []) if "persistentVolumeClaim" in v]
         assert {("PersistentVolumeClaim", volume["claimName"]) for volume in volumes} <= names
-        env = {e["name"]: e.get("value") for each in spec["containers"] for e in each["env"]}
+        env = {e["name"]: e.get("value") for each in spec["containers"] for e in each.get("env", [])}
         assert ("Service", env.get("PGHOST", "mlflow")) in names
         assert env.get("MLFLOW_TRACKING_URI", "https://mlflow:5000") == "https://mlflow:5000"
 
@@ -442,7 +493,7 @@ def test_no_file_holds_a_secret(path):
 
 
 def test_environments_take_secrets_from_elsewhere():
-    entries = [e for _, spec in pod_specs() for each in spec["containers"] for e in each["env"]]
+    entries = [e for _, spec in pod_specs() for each in spec["containers"] for e in each.get("env", [])]
     in_pods = [entry for entry in entries if SECRET_NAME.search(entry["name"])]
     assert len(in_pods) > 5
     assert all(set(entry) == {"name", "valueFrom"} for entry in in_pods)
