@@ -187,7 +187,7 @@ class BenchmarkSettings(Settings):
     data_dir: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
     """Folder that contains `CL_Benchmark`; left out, the environment variable LATENT_SWEEP_DATA."""
     max_source_length: int = Field(ge=8, json_schema_extra=FROM_PRESET)
-    """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024."""
+    """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024, `smollm2-135m` 512."""
     max_target_length: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
     truncation: Truncation = "keep_cue"

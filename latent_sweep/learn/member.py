@@ -154,17 +154,20 @@ class MemberRun:
             "measures": facts_of(training.learner),
             "stage": self.contents[position],
             "backbone": backbone_facts(self.context.backbone),
-            "computed_with": computed_with(self.context.backbone) | self._masks(),
+            "computed_with": computed_with(self.context.backbone) | self._passes(),
         }
         return Snapshot(self.lineages[position], tensors, facts)
 
-    def _masks(self) -> dict[str, str]:
-        """Tell how the masks of dropout were drawn, where there is some: for all rows that a worker reads at once."""
+    def _passes(self) -> dict[str, str]:
+        """Tell which rows were read together where it matters: masks of dropout are drawn for them, padding counts."""
         training = self.settings.training
-        if self.method.packable and not training.backbone_dropout:
-            return {}
+        read = {
+            "dropout masks": not self.method.packable or training.backbone_dropout,
+            "padding": self.method.reads_padding,
+        }
         rows = training.micro_batch_size or "all"
-        return {"dropout masks": f"{rows} rows a pass, {self.context.engine.group.size} workers"}
+        told = f"{rows} rows a pass, {self.context.engine.group.size} workers"
+        return {name: told for name, matters in read.items() if matters}
 
     def fail(self, error: Exception, task: str | None) -> None:
         """Leave the pack, and say in the journals why."""

@@ -88,6 +88,11 @@ class GainLora(BranchMethod):
         variant = design if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
         return {**super().defaults(settings, backbone, benchmark), **variant}
 
+    @property
+    def reads_padding(self) -> bool:
+        """Whether gates divide by the length of the longest prompt of a pass, as released for T5."""
+        return self.settings.gate.pooling == "padded"
+
     def reads_history(self, position: int) -> bool:
         """Whether there is an earlier task: its memory is always read."""
         return position > 0

@@ -138,6 +138,11 @@ class Method:
         """Whether learners train the same beside others as alone: not where masks are drawn for a whole batch."""
         return not getattr(self.settings, "dropout", 0.0)
 
+    @property
+    def reads_padding(self) -> bool:
+        """Whether what a learner makes of a row depends on how long the longest row is that it is read with."""
+        return False
+
     # --- learning and answering ---
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Learner:

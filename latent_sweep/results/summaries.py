@@ -535,7 +535,10 @@ def numeric_axis(points: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def curves(summary: Summary) -> Curves | None:
-    """AP against the first numeric axis, or None where there is no such axis."""
+    """AP against the first numeric axis, or None where there is no such axis.
+
+    Without the configurations some of whose trials a scheduler has stopped: their means are those of the better ones.
+    """
     x_name = numeric_axis([configuration.values for configuration in summary.configurations])
     if x_name is None:
         return None
@@ -546,7 +549,7 @@ def curves(summary: Summary) -> Curves | None:
         rest = {name: value for name, value in configuration.values.items() if name != x_name}
         means, stds = series.setdefault(label(rest), ([float("nan")] * len(x_values), [float("nan")] * len(x_values)))
         found, place = configuration.average_performance, x_values.index(configuration.values[x_name])
-        if found is not None:
+        if found is not None and not configuration.n_stopped:
             means[place] = 100 * found.mean
             stds[place] = float("nan") if found.std is None else 100 * found.std
     return Curves(x_name, tuple(x_values), series)

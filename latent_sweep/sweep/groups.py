@@ -36,8 +36,8 @@ class TrainingSettings(Settings):
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
     """Rows per forward pass of a worker; gradients accumulate up to `batch_size`. None is the worker's whole share.
-    Results do not depend on it beyond rounding, but with dropout the masks do, and on the number of workers: a table
-    whose trials drew them in different ways says so."""
+    Results do not depend on it beyond rounding, but with dropout the masks do, and with GainLoRA's `pooling: padded`
+    the gates; on the number of workers, too. A table whose trials were not learned alike says so."""
     epochs: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)
@@ -87,7 +87,7 @@ class ResourceSettings(Settings):
     """Processes that run a trial together: each has its share of every batch. They are placed all at once or not at
     all. Results do not depend on their number beyond rounding."""
     cpus: float = Field(1, gt=0)
-    """CPU cores of each worker; torch uses as many threads, at least one."""
+    """CPU cores of each worker; torch uses as many threads, at least one. With `--local` it uses what it finds."""
     gpus: float = Field(0, ge=0, le=1)
     """GPUs of each worker. With 0 it sees none, whatever its node has. A fraction lets several trials of one worker
     share one; each may take that share of its memory."""
@@ -140,7 +140,8 @@ class SchedulerSettings(Settings):
     """The scheduler's settings: who goes on and who stops early."""
 
     name: Literal["fifo", "asha"] = "fifo"
-    """`asha` stops the worse half of the configurations at each rung of tasks seen."""
+    """`asha` stops the worse half of the packs at each rung of tasks: whole configurations with `run.pack: [seed]`,
+    single seeds with packs of one trial, and the mean of a row is then that of those that were left."""
     metric: Literal["AP"] = "AP"
     """Average performance over the tasks seen so far; higher is better."""
     grace_tasks: int = Field(3, ge=1)

@@ -352,6 +352,16 @@ def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
     assert np.isnan(stds).all()
 
 
+def test_curves_leave_out_means_of_what_a_scheduler_has_left(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
+    *trials, last = sweep
+    for trial, average in zip(trials, (0.3, 0.4, 0.5), strict=True):
+        run_to_end(trial, average, 0.0)
+    journal_of(last).append("stopped", tasks_seen=1, reason="below the median")
+    ((means, _),) = summaries.curves(summaries.summarise(sweep)).series.values()
+    np.testing.assert_allclose(means, [np.nan, 35.0])
+
+
 def test_curves_leave_out_trials_that_have_no_such_setting(tmp_path):
     """Where methods are compared, a setting of one of them is nothing in the trials of the others."""
     sweep = write_sweep(tmp_path, {"backbone.targets": [["q", "v"]], "method.ortho_lambda": [None, 0.1, 0.0]})

@@ -317,12 +317,18 @@ def test_a_table_says_what_its_trials_were_not_all_computed_with(tmp_path, bench
     assert all(status(trial.events()) == "finished" for trial in sweep_folder(tmp_path))
 
 
-def test_a_table_says_where_masks_of_dropout_were_drawn_for_other_rows(tmp_path, benchmark, capsys):
-    """Halved after running out of memory, passes have masks of their own, which no lineage can know."""
-    method = {"name": "latent_lora", "rank": 8, "dropout": 0.2}
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"name": "latent_lora", "rank": 8, "dropout": 0.2}, "dropout masks"),
+        ({"name": "gain_lora", "rank": 4, "gate": {"pooling": "padded"}}, "padding"),
+    ],
+)
+def test_a_table_says_where_rows_were_read_together_that_were_not_elsewhere(tmp_path, benchmark, capsys, method, told):
+    """Halved after running out of memory, passes have masks and padding of their own, which no lineage can know."""
     path = write(tmp_path, tiny(**small(benchmark, trial__method=method, search={"seed": [0]})))
     assert main(["run", path, "--local"]) == 0
     halved = ["--set", "search.seed=[0,1]", "--set", "trial.training.micro_batch_size=4"]
     assert main(["run", path, "--local", *halved]) == 0
-    expected = "dropout masks: 4 rows a pass, 1 workers (1 trial: seed=1); all rows a pass, 1 workers (1 trial: seed=0)"
+    expected = f"{told}: 4 rows a pass, 1 workers (1 trial: seed=1); all rows a pass, 1 workers (1 trial: seed=0)"
     assert expected in capsys.readouterr().out
