@@ -7,7 +7,7 @@ from helpers.tiny import journal_at
 
 from latent_sweep.errors import StoreError
 from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.journal import attempts, stages, status
+from latent_sweep.store.journal import START, attempts, stages, status
 
 
 def stage(tasks_seen, average):
@@ -33,9 +33,11 @@ def test_a_torn_last_line_does_not_count_and_is_cut_at_the_next_append(tmp_path,
     with journal.path.open("ab") as file:
         file.write(torn)
     assert journal.read() == [first]
+    _, place = journal.read_on(START)
     second = journal.append("started", attempt=2)
     assert second["seq"] == 1
     assert journal.read() == [first, second]
+    assert journal.read_on(place)[0] == [second]
 
 
 BARE = '{"seq": 1, "time": 1.0, "event": "finished", "metrics": {"AP": 1.0}}'

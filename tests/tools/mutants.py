@@ -667,9 +667,17 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "learn/mixing.py",
         "test rows are routed by the training rows",
+        '.log_posterior(self.embeddings(task, "test"))',
+        '.log_posterior(self.embeddings(task, "train"))',
+        "mixing::test_the_posterior_is_bayes_rule_over_gaussian_densities",
+    ),
+    _mutant(
+        "learn/mixing.py",
+        "test rows are weighed by the training rows where nothing is routed",
         'self._rows(task, "test")',
         'self._rows(task, "train")',
-        "mixing::test_the_posterior_is_bayes_rule_over_gaussian_densities",
+        "mixing::test_the_string_match_takes_the_nearest_definition",
+        "mixing::test_gates_read_the_prompts_of_the_test_rows",
     ),
     _mutant(
         "learn/mixing.py",
