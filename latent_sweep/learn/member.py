@@ -127,7 +127,12 @@ class MemberRun:
         )
 
     def snapshot(self, position: int, training: TaskTraining, summary: TrainingSummary) -> Snapshot:
-        """Make the snapshot of the task at this position, which has been learned."""
+        """Make the snapshot of the task at this position, which has been learned.
+
+        Raises:
+            ConfigError: the method gives what is no snapshot, or facts that are no numbers.
+            NonFiniteLoss: what was learned is not finite.
+        """
         task = self.tasks[position]
         task_loss = summary.first_losses.get("task", 0.0)  # at the end it may be next to nothing
         for name in training.learner.penalty():

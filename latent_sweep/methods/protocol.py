@@ -185,5 +185,5 @@ class Learner:
         """Act on an optimizer step (0-based) that was taken, while its clipped gradients are still there."""
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the tensors of this task's snapshot."""
+        """Return the tensors of this task's snapshot, all of them finite."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
