@@ -24,7 +24,7 @@ class NonFiniteLoss(LatentSweepError):
 
 
 class StoreError(LatentSweepError):
-    """A stored file does not check against its digest, or cannot be written."""
+    """A stored file is missing, does not check against its digest, or cannot be written."""
 
 
 class DeviceLost(LatentSweepError):

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from latent_sweep.results.figures import Picture
 from latent_sweep.results.panels import COLOURS, INK, MARKERS, PAGE, SMALL, new_figure, plain
 from latent_sweep.results.routing import StoredRouter
-from latent_sweep.results.shown import UNREADABLE, short_task_names, shown
+from latent_sweep.results.shown import UNREADABLE, reason, short_task_names, shown
 from latent_sweep.router import spread
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 
@@ -35,22 +35,16 @@ def embedding_map(sweep: SweepFolder, trial: TrialFolder) -> list[Picture] | str
     """
     found = shown(sweep, trial)
     if found is None:
-        return f"trial {trial.trial_id} has not finished, or its journal cannot be read"
+        return f"{trial.trial_id}: it has not finished, or its journal cannot be read"
     stored = StoredRouter(sweep, found)
     rows = []
     try:
-        for position, task in enumerate(found.tasks):
-            embeddings = stored.embeddings(position, "test")
-            if embeddings is None:
-                return (
-                    f"the pooled embeddings of task {task} are not in {sweep.storage.folder / 'embeddings'} on this "
-                    "machine; a trial whose router.mode is soft or hard leaves them there"
-                )
-            rows.append(spread(embeddings, MOST_ROWS))
+        for position in range(len(found.tasks)):
+            rows.append(spread(stored.embeddings(position, "test"), MOST_ROWS))
     except UNREADABLE as error:
-        return f"the pooled embeddings of trial {found.name} cannot be found: {error}"
+        return f"{found.name}: {reason(error)}"
     if sum(map(len, rows)) < _FEWEST:
-        return f"trial {found.name} has fewer than {_FEWEST} test rows"
+        return f"{found.name}: it has fewer than {_FEWEST} test rows"
     places = layout(rows)
     counts = sorted({len(of_task) for of_task in rows})
     of_each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

@@ -19,19 +19,19 @@ _CAPTIONS, _TITLE = "README.md", "# Pictures of "
 
 def export_pictures(
     sweep: SweepFolder, folder: Path, over: Sequence[str] = (), baseline: Sequence[str] = ()
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Write every picture as PDF and PNG, and their captions into README.md; `over` and `baseline` as in `summarise`.
 
     Pictures that an earlier call has written there and this one does not, as README.md lists them, are removed.
 
     Returns:
-        The names of the pictures.
+        The names of the pictures, and a line for each that could not be drawn, as in `all_pictures`.
 
     Raises:
         ConfigError: the sweep has no such axis, or not exactly one such configuration.
         StoreError: the sweep or a journal is missing or damaged.
     """
-    found = all_pictures(sweep, summarise(sweep, over, baseline))
+    found, not_drawn = all_pictures(sweep, summarise(sweep, over, baseline))
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_EMBEDDED):
         for picture in found:
@@ -43,7 +43,7 @@ def export_pictures(
     captions = [f"- `{picture.name}`: {_sentence(picture.title)} {_sentence(picture.caption)}" for picture in found]
     text = "\n".join([f"{_TITLE}{sweep.name}", "", *captions, ""])
     (folder / _CAPTIONS).write_text(text, encoding="utf-8")
-    return [picture.name for picture in found]
+    return [picture.name for picture in found], not_drawn
 
 
 def _listed(captions: Path) -> set[str]:

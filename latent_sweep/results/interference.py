@@ -23,7 +23,7 @@ import numpy.typing as npt
 from latent_sweep.backbones.known import BackboneSettings, describe
 from latent_sweep.methods import method_class
 from latent_sweep.results.routing import backbone_digests
-from latent_sweep.results.shown import MOST_SHOWN, UNREADABLE, ShownTrial, finished_trials, first_of_each
+from latent_sweep.results.shown import MOST_SHOWN, UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import stages
 
@@ -223,7 +223,7 @@ def interference_of(sweep: SweepFolder, trial: ShownTrial) -> Interference | str
             return Interference(trial, measure, overlaps(W), overlap_shares(W), entries, None, None, {})
         return None
     except UNREADABLE as error:
-        return f"its snapshots could not be measured: {error}"
+        return reason(error)
 
 
 def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:

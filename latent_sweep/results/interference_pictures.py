@@ -35,13 +35,17 @@ _SIDE_BY_SIDE = 6
 """Tasks up to which two matrices stand beside each other on a page."""
 
 
-def interference_pictures(sweep: SweepFolder) -> list[Picture]:
-    """All pictures of how a sweep's snapshots overlap; none where no such trial has finished or can be measured."""
-    found, _ = interference(sweep)
+def interference_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
+    """Draw how a sweep's snapshots overlap; nothing where no such trial has finished.
+
+    Returns:
+        The pictures, and why trials could not be measured.
+    """
+    found, gaps = interference(sweep)
     pictures = [overlap_picture(one, i) for i, one in enumerate(found, start=1)]
     if bounded := [one for one in found if one.bounds is not None]:
         pictures.append(bounds_picture(bounded))
-    return pictures
+    return pictures, gaps
 
 
 def overlap_picture(found: Interference, number: int) -> Picture:

@@ -22,6 +22,7 @@ from latent_sweep.results.summaries import Configuration, Summary, summarise_all
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
 from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.sweep.plan import ROUTED
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Part:
     sections: Sequence[Section]
     pictures: Sequence[tuple[Picture, Markup]]
     """Each with its image."""
+    not_drawn: Sequence[str]
+    """Why other pictures are not there."""
     flips: Sequence[tuple[str, Sequence[Flip]]]
     """Of trials, by what they are called: rows whose answers changed sides."""
 
@@ -59,12 +62,25 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
     return printable(template.render(parts=parts, compared=compared))
 
 
-def all_pictures(sweep: SweepFolder, summary: Summary) -> list[Picture]:
-    """Draw every picture for which a sweep has the data."""
-    found = [*sweep_pictures(summary), *router_pictures(sweep), *interference_pictures(sweep)]
-    best = _trial_of(sweep, summary, max)
-    embeddings = [] if best is None else embedding_map(sweep, best)
-    return found if isinstance(embeddings, str) else [*found, *embeddings]
+def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], list[str]]:
+    """Draw every picture for which a sweep has the data.
+
+    Returns:
+        The pictures, and a line for each that its trials should have and that could not be drawn: what it shows, of
+        which trial, and why.
+    """
+    found, not_drawn = sweep_pictures(summary), []
+    for what, draw in (("the router", router_pictures), ("interference", interference_pictures)):
+        pictures, gaps = draw(sweep)
+        found += pictures
+        not_drawn += [f"{what} of {gap}" for gap in gaps]
+    if (best := _trial_of(sweep, summary, max)) is not None:
+        embeddings = embedding_map(sweep, best)
+        if not isinstance(embeddings, str):
+            found += embeddings
+        elif best.params.get("router.mode") in ROUTED:  # others need not have pooled anything
+            not_drawn.append(f"the map of embeddings of {embeddings}")
+    return found, not_drawn
 
 
 def _trial_of(
@@ -79,9 +95,10 @@ def _trial_of(
 
 
 def _part(sweep: SweepFolder, summary: Summary) -> Part:
-    pictures = [(picture, _image(picture)) for picture in all_pictures(sweep, summary)]
+    drawn, not_drawn = all_pictures(sweep, summary)
+    pictures = [(picture, _image(picture)) for picture in drawn]
     facts, found = _facts(sweep, summary), sections(summary)
-    return Part(summary.name, counts(summary), facts, found, pictures, _worth_reading(sweep, summary))
+    return Part(summary.name, counts(summary), facts, found, pictures, not_drawn, _worth_reading(sweep, summary))
 
 
 def _worth_reading(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequence[Flip]]]:

@@ -47,9 +47,14 @@ from latent_sweep.store.journal import stages
 NOVELTY = "router_novelty_auroc"
 
 
-def router_pictures(sweep: SweepFolder) -> list[Picture]:
-    """All pictures of a sweep's router; none where no trial with a router has finished."""
-    found = routings(sweep)
+def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
+    """Draw all pictures of a sweep's router; none where no trial with a router has finished.
+
+    Returns:
+        The pictures, and why others could not be drawn.
+    """
+    found, gaps = routings(sweep)
+    gaps += [routing.gap for routing in found if routing.gap is not None and not routing.has_posterior]
     with_posterior = [routing for routing in found if routing.has_posterior]
     pictures = [posterior_picture(routing, i) for i, routing in enumerate(with_posterior, start=1)]
     pictures += [confusion_picture(routing, i) for i, routing in enumerate(found, start=1)]
@@ -57,7 +62,7 @@ def router_pictures(sweep: SweepFolder) -> list[Picture]:
         pictures.append(reliability_picture(with_posterior))
     if novelty := novelty_by_stage(sweep):
         pictures.append(novelty_picture(novelty))
-    return pictures
+    return pictures, gaps
 
 
 # --- the posterior of the right task ---------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,10 @@ from safetensors.numpy import load_file
 from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, data_digest, tokens_name
 from latent_sweep.benchmarks.schema import Split, load_benchmark, task_sequence
+from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.learn.evidence import CALIBRATION_BINS, expected_calibration_error
-from latent_sweep.results.shown import UNREADABLE, ShownTrial, finished_trials, first_of_each
+from latent_sweep.results.shown import UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
 from latent_sweep.router import (
     GaussianRouter,
     PooledScatter,
@@ -43,6 +45,7 @@ from latent_sweep.store.sealed import is_sealed
 from latent_sweep.sweep.plan import ROUTED
 
 Array = npt.NDArray[np.float64]
+Record = TypeVar("Record", TaskMixture, TaskScatter)
 
 MODES = (*ROUTED, "lexical")
 """How trials mix whose rows are routed; the string match has no posterior."""
@@ -62,8 +65,13 @@ class Routing:
     settings: RouterSettings
     probabilities: tuple[Array, ...]
     """By true task (rows, T): the posterior, or else the weights that the trial has kept."""
-    recomputed: bool
-    """Whether it is the posterior, computed again from the store."""
+    gap: str | None = None
+    """Why a posterior could not be computed again; None where it was, and where the router has none."""
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether it is the posterior, computed again from the store."""
+        return self.settings.mode in ROUTED and self.gap is None
 
     @property
     def name(self) -> str:
@@ -120,10 +128,19 @@ def reliability(probabilities: Sequence[Array]) -> Reliability:
     return Reliability(counts, sure, right, expected_calibration_error(confidence, correct))
 
 
-def routings(sweep: SweepFolder) -> list[Routing]:
-    """Routing of the first finished repetition of a few configurations with a router, in the sweep's order."""
-    found = [routing(sweep, trial) for trial in first_of_each(routed_apart(sweep, finished_trials(sweep)))]
-    return [one for one in found if one is not None]
+def routings(sweep: SweepFolder) -> tuple[list[Routing], list[str]]:
+    """Read the first finished repetition of a few configurations with a router.
+
+    Returns:
+        Where they were routed, in the sweep's order, and why trials that should be among them are not.
+    """
+    found, gaps = [], []
+    for trial in first_of_each(routed_apart(sweep, finished_trials(sweep))):
+        try:
+            found.append(routing(sweep, trial))
+        except UNREADABLE as error:
+            gaps.append(f"{trial.name}: {reason(error)}")
+    return found, gaps
 
 
 def routed_apart(sweep: SweepFolder, trials: Sequence[ShownTrial]) -> list[ShownTrial]:
@@ -142,18 +159,24 @@ def routed_apart(sweep: SweepFolder, trials: Sequence[ShownTrial]) -> list[Shown
     return list(found.values())
 
 
-def routing(sweep: SweepFolder, trial: ShownTrial) -> Routing | None:
-    """Routing of one trial, or None where its files do not say."""
+def routing(sweep: SweepFolder, trial: ShownTrial) -> Routing:
+    """Read where the rows of one trial with a router were routed.
+
+    Raises:
+        StoreError: its predictions are missing or damaged.
+        ConfigError, LookupError, OSError, TypeError, ValueError: its files hold something else.
+    """
+    settings = RouterSettings.model_validate(trial.settings()["router"])
+    predictions = trial.predictions()
+    if predictions is None:
+        raise StoreError("its predictions are not those that its journal tells of")
+    kept = tuple(_weights(predictions[task], len(trial.tasks)) for task in trial.tasks)
+    if settings.mode not in ROUTED:
+        return Routing(trial, settings, kept)
     try:
-        settings = RouterSettings.model_validate(trial.settings()["router"])
-        predictions = trial.predictions()
-        if settings.mode not in MODES or predictions is None:
-            return None
-        kept = tuple(_weights(predictions[task], len(trial.tasks)) for task in trial.tasks)
-    except UNREADABLE:
-        return None
-    posterior = StoredRouter(sweep, trial).posterior(kept) if settings.mode in ROUTED else None
-    return Routing(trial, settings, posterior or kept, posterior is not None)
+        return Routing(trial, settings, StoredRouter(sweep, trial).posterior(kept))
+    except UNREADABLE as error:
+        return Routing(trial, settings, kept, f"{trial.name}: {reason(error)}")
 
 
 def _weights(rows: Sequence[Any], n_tasks: int) -> Array:
@@ -171,50 +194,51 @@ class StoredRouter:
     def __init__(self, sweep: SweepFolder, trial: ShownTrial):
         self.sweep, self.trial, self._folder = sweep, trial, sweep.storage.folder
 
-    def posterior(self, kept: Sequence[Array]) -> tuple[Array, ...] | None:
+    def posterior(self, kept: Sequence[Array]) -> tuple[Array, ...]:
         """Compute p(t | x) of the test rows of every task again, (rows, T) each.
 
         Args:
             kept: the weights that the trial has answered with.
 
-        Returns:
-            None where the store does not hold all of it, or where it does not give the weights that were kept.
+        Raises:
+            StoreError: the store does not hold all of it, or does not give the weights that were kept.
+            LatentSweepError, LookupError, OSError, TypeError, ValueError: what names it cannot be read.
         """
-        try:
-            router = self._router()
-            rows = [self.embeddings(task, "test") for task in range(len(kept))]
-            if router is None or any(found is None for found in rows):
-                return None
-            embeddings = [found for found in rows if found is not None]
-            mode: Literal["soft", "hard"] = "hard" if self._settings.mode == "hard" else "soft"
-            again = np.concatenate([router.weights(found, mode) for found in embeddings])
-            told = np.concatenate(list(kept))
-            if again.shape != told.shape:
-                return None
-            differ = np.abs(again - told).max(axis=1) > _SAME_WEIGHT
-            if differ.mean() > _MAY_DIFFER:
-                return None
-            return tuple(router.posterior(found) for found in embeddings)
-        except UNREADABLE:
-            return None
+        router = self._router()
+        embeddings = [self.embeddings(task, "test") for task in range(len(kept))]
+        mode: Literal["soft", "hard"] = "hard" if self._settings.mode == "hard" else "soft"
+        again = np.concatenate([router.weights(found, mode) for found in embeddings])
+        told = np.concatenate(list(kept))
+        alike = again.shape == told.shape and np.abs(again - told).max(axis=1) <= _SAME_WEIGHT
+        if 1 - np.mean(alike) > _MAY_DIFFER:
+            raise StoreError("the router in the store gives other weights than those that its rows were answered with")
+        return tuple(router.posterior(found) for found in embeddings)
 
-    def embeddings(self, task: int, split: Split) -> npt.NDArray[Any] | None:
-        """The pooled embeddings (rows, d) of a task as the router reads them, equation (11); None where not kept.
+    def embeddings(self, task: int, split: Split) -> npt.NDArray[Any]:
+        """The pooled embeddings (rows, d) of a task as the router reads them, equation (11).
 
         Raises:
-            LatentSweepError, OSError, ValueError, LookupError: what names them cannot be read.
+            StoreError: they are not kept, or the embedding table that scales them is not at hand.
+            LatentSweepError, LookupError, OSError, TypeError, ValueError: what names them cannot be read.
         """
         path = pooled_path(self._folder, self._pooled_name(task, split))
         if not is_sealed(path):
-            return None
+            raise StoreError(
+                f"the pooled embeddings of task {self.trial.tasks[task]} are not in {path.parent} on this machine; a "
+                "trial whose router.mode is soft or hard leaves them there"
+            )
         pooled = load_file(path)["pooled"]
         how = self._settings.embed_norm
         if how == "std" and self._table_std is None:
-            return None
+            raise StoreError("the embedding table of its backbone, which scales what is pooled, is not on this machine")
         return normalise_embeddings(pooled, how, self._table_std if how == "std" else None)
 
-    def _router(self) -> GaussianRouter | None:
-        """The router over all tasks, from its records; fitted as the last stage of the trial has fitted it."""
+    def _router(self) -> GaussianRouter:
+        """The router over all tasks, from its records; fitted as the last stage of the trial has fitted it.
+
+        Raises:
+            StoreError: one is not in the store.
+        """
         settings, n_tasks = self._settings, len(self.trial.tasks)
         seed = int(self._groups["seed"])
         pooled_tasks = settings.cov.pooled_tasks(n_tasks, n_tasks)
@@ -222,17 +246,11 @@ class StoredRouter:
         for task in range(n_tasks):
             pooled = self._pooled_name(task, "train")
             path = record_path(self._folder, mixture_name(pooled, settings, seed))
-            mixture = TaskMixture.load(path) if is_sealed(path) else None
-            if mixture is None:
-                return None
-            mixtures.append(mixture)
+            mixtures.append(_record(TaskMixture, path))
             if task < pooled_tasks:
                 name = scatter_name(pooled, settings)
                 path = record_path(self._folder, name)
-                scatter = TaskScatter.load(path) if is_sealed(path) else None
-                if scatter is None:
-                    return None
-                fold.add(name, scatter)
+                fold.add(name, _record(TaskScatter, path))
         covariance = pooled_covariance(fold, mixtures[:pooled_tasks], settings)
         return GaussianRouter(settings).fit(mixtures, covariance)
 
@@ -275,12 +293,22 @@ class StoredRouter:
         return None if found is None else float(found.embedding_table.float().std())
 
 
+def _record(kind: type[Record], path: Path) -> Record:
+    found = kind.load(path) if is_sealed(path) else None
+    if found is None:
+        raise StoreError(f"the records of its router are not in {path.parent} on this machine")
+    return found
+
+
 def backbone_digests(sweep: SweepFolder, lineage: str) -> dict[str, str]:
     """Digests of the weights and the tokenizer that a snapshot was learned with, as its facts tell.
 
     Raises:
-        OSError, ValueError, LookupError, TypeError: the facts are not at hand, or hold something else.
+        StoreError: there is no such snapshot.
+        OSError, ValueError, LookupError, TypeError: its facts cannot be read, or hold something else.
     """
     path = sweep.snapshots.folder / f"{lineage}.json"
+    if not path.is_file():
+        raise StoreError(f"snapshot {lineage} is missing")
     found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["facts"]["backbone"]
     return found

@@ -22,6 +22,12 @@ UNREADABLE = (LatentSweepError, OSError, ValueError, LookupError, TypeError, Att
 """What reading files raises where they hold something else than they should."""
 
 
+def reason(error: BaseException) -> str:
+    """Why a file could not be read, as a clause for people."""
+    said = isinstance(error, (LatentSweepError, OSError))
+    return str(error) if said else f"its files hold something else than expected ({type(error).__name__}: {error})"
+
+
 @dataclass(frozen=True, eq=False)
 class ShownTrial:
     """A finished trial, with what pictures say of it."""

@@ -1,5 +1,6 @@
 """Pictures of the router, the map of embeddings and rows that flipped, of real small sweeps; and how they look."""
 
+import html
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from latent_sweep.benchmarks.loaders import load_rows
 from latent_sweep.benchmarks.prompts import encode_prompt, split_prompts
 from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
+from latent_sweep.errors import StoreError
 from latent_sweep.learn.evidence import CALIBRATION_BINS
 from latent_sweep.results.embedding_map import embedding_figure, embedding_map, layout
 from latent_sweep.results.flips import choose_flips, flips
@@ -24,6 +26,7 @@ from latent_sweep.results.interference_pictures import (
     interference_pictures,
     overlap_figure,
 )
+from latent_sweep.results.page import render_page
 from latent_sweep.results.panels import COLUMN, PAGE, SMALL, short_number
 from latent_sweep.results.router_pictures import (
     confusion_figure,
@@ -125,7 +128,7 @@ def test_layout_keeps_groups_together_and_is_repeatable():
 
 
 def test_posteriors_are_those_that_the_journal_measured(folder):
-    soft, hard, lexical = routings(sweep_folder(folder))
+    soft, hard, lexical = routings(sweep_folder(folder))[0]
     assert [one.name for one in (soft, hard, lexical)] == ["mode=soft", "mode=hard", "mode=lexical"]
     assert (soft.recomputed, hard.recomputed, lexical.recomputed) == (True, True, False)
     assert not lexical.has_posterior
@@ -142,40 +145,67 @@ def test_posteriors_are_those_that_the_journal_measured(folder):
 
 
 def test_without_the_store_the_weights_that_answered_are_shown(folder, copied):
-    exact, *_ = routings(sweep_folder(folder))
+    exact, *_ = routings(sweep_folder(folder))[0]
     shutil.rmtree(copied.storage.folder / "router")
     before = sorted(copied.storage.folder.rglob("*"))
-    soft, hard, _ = routings(copied)
+    (soft, hard, _), gaps = routings(copied)
+    assert gaps == []
     assert not soft.recomputed
     assert soft.has_posterior
     assert not hard.has_posterior  # its weights are 0 and 1 whatever it knew
     threshold = soft.settings.prune_below
     for found, rows in zip(soft.probabilities, exact.probabilities, strict=True):
         np.testing.assert_allclose(found, prune(rows, threshold), atol=1e-9)
-    names = [picture.name for picture in router_pictures(copied)]
-    assert names == [
+    pictures, gaps = router_pictures(copied)
+    assert [picture.name for picture in pictures] == [
         "router_posterior_1",
         *("router_confusion_1", "router_confusion_2", "router_confusion_3"),
         *("router_reliability", "router_novelty"),
     ]
-    assert "where those below 1e-06 were set to zero" in router_pictures(copied)[0].caption
-    assert "none is pruned" not in router_pictures(copied)[0].caption
+    assert "where those below 1e-06 were set to zero" in pictures[0].caption
+    assert "none is pruned" not in pictures[0].caption
+    (gap,) = gaps  # of the one that has no picture of its posterior now
+    assert gap.startswith("mode=hard seed=0: the records of its router are not in ")
     assert sorted(copied.storage.folder.rglob("*")) == before
 
 
+def test_what_could_not_be_drawn_is_said(folder, copied, tmp_path, capsys):
+    """By the command and on the page: of copies without weights and caches."""
+    everything = ["figures", str(sweep_folder(folder).path), "--output", str(tmp_path / "all")]
+    assert main(everything) == 0
+    assert "not drawn" not in capsys.readouterr().out
+    for mode in ("soft", "lexical", "sum"):  # so that the hard one is what every picture shows
+        shutil.rmtree(of_mode(copied, mode).path)
+    for cache in ("router", "embeddings", "factors"):
+        shutil.rmtree(copied.storage.folder / cache)
+    assert main(["figures", str(copied.path)]) == 0
+    first, *told = capsys.readouterr().out.splitlines()
+    n_all, n_left = (len(list(path.glob("*.pdf"))) for path in (tmp_path / "all", copied.path / "figures"))
+    assert first.startswith(f"{n_left} pictures as PDF and PNG in ") and n_left < n_all
+    trial, runs = "of mode=hard seed=0: ", copied.storage.folder
+    assert [line.partition(" on this machine")[0] for line in told] == [
+        f"not drawn: the router {trial}the records of its router are not in {runs / 'router'}",
+        f"not drawn: interference {trial}the singular values of its backbone's weights are not in {runs / 'factors'}",
+        f"not drawn: the map of embeddings {trial}the pooled embeddings of task mood are not in {runs / 'embeddings'}",
+    ]
+    page = html.unescape(render_page([copied]))
+    assert [line for line in told if f"<li>N{line[1:]}</li>" not in page] == []
+
+
 def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folder):
-    soft, *_ = routings(sweep_folder(folder))
+    soft, *_ = routings(sweep_folder(folder))[0]
     stored = StoredRouter(sweep_folder(folder), soft.trial)
     kept = [prune(rows, soft.settings.prune_below) for rows in soft.probabilities]
-    assert stored.posterior(kept) is not None
+    assert len(stored.posterior(kept)) == len(ORDER)
     others = [np.roll(rows, 1, axis=1) for rows in kept]
-    assert stored.posterior(others) is None
+    with pytest.raises(StoreError, match="other weights than those that its rows were answered with"):
+        stored.posterior(others)
 
 
 def test_what_pictures_of_the_router_show(folder):
     sweep = sweep_folder(folder)
-    pictures = {picture.name: picture for picture in router_pictures(sweep)}
-    soft, hard, _ = routings(sweep)
+    pictures = {picture.name: picture for picture in router_pictures(sweep)[0]}
+    (soft, hard, _), _ = routings(sweep)
     names = ("posterior_1", "posterior_2", "confusion_1", "confusion_2", "confusion_3", "reliability", "novelty")
     assert list(pictures) == [f"router_{name}" for name in names]
 
@@ -341,7 +371,7 @@ def test_without_the_answers_of_both_stages_nothing_flips(folder, forgetful):
 
 def test_the_map_shows_what_the_router_reads(folder, llama):
     sweep = sweep_folder(folder)
-    soft, *_ = routings(sweep)
+    (soft, *_), _ = routings(sweep)
     stored = StoredRouter(sweep, soft.trial)
     settings, spec = soft.trial.benchmark(), load_benchmark("builtin")
     for place, name in enumerate(ORDER):
@@ -361,7 +391,8 @@ def test_the_map_shows_what_the_router_reads(folder, llama):
 def test_why_there_is_no_map(copied):
     trial = of_mode(copied, "soft")
     shutil.rmtree(copied.storage.folder / "embeddings")
-    assert embedding_map(copied, trial).startswith("the pooled embeddings of task mood are not in ")
+    missing = "mode=soft seed=0: the pooled embeddings of task mood are not in "
+    assert embedding_map(copied, trial).startswith(missing)
     trial.journal.append("started", attempt=2, node="node-a", versions={}, hardware="cpu")
     assert embedding_map(copied, trial).endswith("has not finished, or its journal cannot be read")
 
@@ -370,9 +401,9 @@ def test_why_there_is_no_map(copied):
 
 
 def nothing_to_show(sweep):
-    assert router_pictures(sweep) == []
-    assert routings(sweep) == []
-    assert interference_pictures(sweep) == []
+    assert router_pictures(sweep) == ([], [])
+    assert routings(sweep) == ([], [])
+    assert interference_pictures(sweep) == ([], [])
     assert interference(sweep) == ([], [])
     assert novelty_by_stage(sweep) == {}
 
@@ -404,7 +435,9 @@ def test_files_that_hold_something_else_are_left_out(tmp_path):
     with journal_of(second).path.open("ab") as file:
         file.write(b"nothing of a journal\n" * 2)
     assert len(finished_trials(sweep)) == 1
-    assert router_pictures(sweep) == []
+    pictures, (gap,) = router_pictures(sweep)
+    assert pictures == []
+    assert gap == "mode=soft seed=0: its files hold something else than expected (KeyError: 'router')"
     assert flips(sweep, first) == flips(sweep, second) == []
     assert isinstance(embedding_map(sweep, second), str)
 
@@ -413,7 +446,9 @@ def test_damaged_predictions_are_not_drawn(copied):
     trial = of_mode(copied, "soft")
     path = trial.path / "predictions" / "mood.jsonl"
     path.write_text(path.read_text().replace('"weights"', '"wei"', 1))
-    assert [one.name for one in routings(copied)] == ["mode=hard", "mode=lexical"]
+    found, (gap,) = routings(copied)
+    assert [one.name for one in found] == ["mode=hard", "mode=lexical"]
+    assert gap == "mode=soft seed=0: its predictions are not those that its journal tells of"
 
 
 # --- how they look ---------------------------------------------------------------------------------------------------

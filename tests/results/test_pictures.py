@@ -1,5 +1,7 @@
 """The pictures of a sweep: what is drawn, and that it can be read."""
 
+import re
+
 import numpy as np
 import pytest
 from helpers.sweep_folders import TASKS, finish, learn, run_to_end, start, write_sweep
@@ -116,7 +118,10 @@ def test_fifteen_tasks_with_long_names_are_legible(tmp_path, monkeypatch):
 
 
 def test_pictures_become_files_with_embedded_fonts(sweep, tmp_path):
-    names = export_pictures(sweep, tmp_path / "out")
+    names, not_drawn = export_pictures(sweep, tmp_path / "out")
+    assert not_drawn
+    for text in not_drawn:
+        assert re.fullmatch(r"interference of .* seed=0: snapshot \w+ is missing", text)
     assert len(names) == 6
     for name in names:
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
