@@ -82,6 +82,8 @@ def _plan(options: argparse.Namespace) -> int:
     storage = open_storage(sweep.run.storage)
     due = choices(sweep)
     tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    for name in (sweep.name, *([tuning.name] if due else [])):
+        storage.pull(SweepFolder(storage, name).path)
     chosen = choices_until_now(due, SweepFolder(storage, tuning.name)) if due else []
     trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
     warnings, packs = check_sweep(sweep, trials), pack(trials, sweep.run.pack)

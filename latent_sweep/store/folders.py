@@ -236,11 +236,15 @@ def writing(sweep: SweepFolder, trials: Mapping[str, Iterable[str]]) -> Iterator
 
     with ExitStack() as stack:
         for training_id in sorted(trials):  # all take them in the same order, so nobody waits in a circle
-            lease = sweep.storage.lease(sweep.path / LOCKS / f"{training_id}.lock")
-            stack.enter_context(held(lease, say_waiting))
+            stack.enter_context(held(sweep.storage.lease(training_lock(sweep, training_id)), say_waiting))
             for trial_id in trials[training_id]:
                 sweep.storage.sync_folder(sweep.path / "trials" / trial_id)
         yield
+
+
+def training_lock(sweep: SweepFolder, training_id: str) -> Path:
+    """Where those who write the trials of a training have their lease."""
+    return sweep.path / LOCKS / f"{training_id}.lock"
 
 
 def _read_json(path: Path) -> Any:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.store.files import committing
-from latent_sweep.store.folders import LOCKS, SWEEP_FILE, TUNES_OWN, SweepFolder, driving
+from latent_sweep.store.folders import LOCKS, SWEEP_FILE, TUNES_OWN, SweepFolder, driving, training_lock
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import JOURNAL, NODE_LOCAL, PROBES, FileFacts, Storage, open_storage
 
@@ -180,9 +180,10 @@ def garbage(inventory: Inventory, keep_days: float, caches: bool = False) -> lis
 def _kind(path: Path, referred: frozenset[str], files: Mapping[Path, FileFacts]) -> Kind | None:
     """Say what kind of garbage a file is, by its path in the storage; None where it is none."""
     first = path.parts[0]
-    if ".damaged" in (Path(part).suffix for part in path.parts) or path.parts[:2] == (SNAPSHOTS, "damaged"):
+    inside = path.parts[1:] or path.parts  # for a sweep may be called anything
+    if ".damaged" in (Path(part).suffix for part in inside) or path.parts[:2] == (SNAPSHOTS, "damaged"):
         return "damaged"
-    if any(part.endswith(".partial") for part in path.parts):
+    if any(part.endswith(".partial") for part in inside):
         return "partial files"
     if first == PROBES or first.startswith(".doctor-"):
         return "probes"
@@ -288,9 +289,15 @@ def deletion(inventory: Inventory, name: str) -> Deletion:
     mine = frozenset().union(*(inventory.references[one] for one in going))
     others = frozenset().union(*(found for other, found in inventory.references.items() if other not in going))
     files = {p: facts for p, facts in inventory.files.items() if any(p.is_relative_to(one.path) for one in sweeps)}
-    for path in files:  # its driver's, and those of workers that may have outlived their driver
-        if path.parent.name == LOCKS and (lease := inventory.storage.lease(path)).held_since() is not None:
-            raise ConfigError(f"{path.parent.parent}: is being run by {lease.holder()}; stop that first")
+    # its driver's, and those of workers that may have outlived their driver: an object store's are not among the files
+    locks = {path for path in files if path.parent.name == LOCKS}
+    locks |= {training_lock(sweep, trial.training_id) for sweep in sweeps for trial in sweep}
+    leases = {path: inventory.storage.lease(path) for path in sorted(locks)}
+    with ThreadPoolExecutor(16) as pool:
+        held = pool.map(lambda lease: lease.held_since(), leases.values())
+        for (path, lease), since in zip(leases.items(), held, strict=True):
+            if since is not None:
+                raise ConfigError(f"{path.parent.parent}: is being run by {lease.holder()}; stop that first")
     alone = mine - others
     shared_folders = (inventory.storage.folder / SNAPSHOTS, inventory.storage.folder / CHECKPOINTS)
     snapshots = {p: f for p, f in inventory.files.items() if p.parent in shared_folders and p.stem in alone}
@@ -349,6 +356,8 @@ def _check_target(place: str) -> None:
     if place.endswith(_OTHER_ARCHIVES) and not is_archive(place):
         raise ConfigError(f"{place}: no archive of this kind is written; expected {', '.join(_ARCHIVES)}, or a folder")
     if "://" in place:
+        if is_archive(place):
+            raise ConfigError(f"{place}: archives are written on this machine; name a file here, or a storage there")
         return
     folder = Path(place).absolute()
     if (inside := next((each for each in (folder, *folder.parents) if (each / SWEEP_FILE).exists()), None)) is not None:

@@ -15,7 +15,7 @@ import copy
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     draws: dict[str, Draw] = {}
     for axis, values in search.items():
         faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
-    faults += _overlaps(grid, draws)
+    faults += _overlaps("search", _paths(grid, draws))
     tune = None
     if content.get("tune") is not None:
         tune, tune_faults = _tune(content["tune"], template, grid, draws)
@@ -323,13 +323,13 @@ def _repeated(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _overlaps(grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]) -> list[str]:
+def _overlaps(block: str, paths: Iterable[tuple[str, str]]) -> list[str]:
     """List settings that two axes set: one of the two would silently have no effect."""
     owners: dict[str, str] = {}
     faults = []
-    for axis, path in _paths(grid, draws):
+    for axis, path in paths:
         if path in owners:
-            faults.append(f"search.{axis}: {path} is also set by the axis {owners[path]}; vary it in one of them")
+            faults.append(f"{block}.{axis}: {path} is also set by the axis {owners[path]}; vary it in one of them")
         owners[path] = axis
     return faults
 
@@ -348,11 +348,13 @@ def _tune(
     tune, faults = _group(TuneSettings, content, "tune")
     if not isinstance(tune, TuneSettings):
         return None, faults
-    if tune.on != "first_tasks":
+    if isinstance(tune.on, Mapping):
         faults += _group(BenchmarkSettings, tune.on, "tune.on")[1]
+        faults += [f"tune.on.{key}: has no effect; {_HELD_OUT[key]}" for key in tune.on if key in _HELD_OUT]
     taken = {path: f"search.{axis}" for axis, path in _paths(grid, draws)}
     taken |= {path: f"trial.{path}" for path in flatten("trial", dict(template))}
     faults += _tuned_axes("tune.search", tune.search, template, taken)
+    faults += _overlaps("tune.search", _paths(tune.search, {}))
     for name, axes in tune.by_method.items():
         block = f"tune.by_method.{name}"
         try:
@@ -361,7 +363,16 @@ def _tune(
             faults.append(f"{block}: {error}")
         else:
             faults += _tuned_axes(block, axes, {**template, "method": {"name": name}}, taken)
+            faults += _overlaps(block, _paths(tune.tried(name), {}))
     return tune, faults
+
+
+_HELD_OUT = {
+    "score_on": "candidates are scored on rows held out of the training rows",
+    "validation_fraction": "set tune.validation_fraction",
+    "prompts": "candidates read definitions as they are",
+}
+"""Settings of another benchmark that choosing decides itself, and why or where."""
 
 
 def _tuned_axes(
@@ -376,13 +387,19 @@ def _tuned_axes(
     faults = []
     for axis, values in axes.items():
         where, group = f"{block}.{axis}", axis.partition(".")[0]
+        leaves = dict.fromkeys(leaf for value in values for leaf in flatten(axis, value))
         if group not in ("method", "router", "training") or axis in (group, "method.name"):
             faults.append(f"{where}: expected a setting of method (not its name), router or training")
-        elif axis in taken:
-            faults.append(f"{where}: {taken[axis]} sets it too; leave one of them out")
+        elif setters := [setter for path, setter in taken.items() if any(_meet(path, leaf) for leaf in leaves)]:
+            faults.append(f"{where}: {setters[0]} sets it too; leave one of them out")
         elif not (group == "method" and block == "tune.search"):  # which each method of the sweep reads by itself
             faults += _axis(axis, list(values), template, set(before), {}, {}, block)
     return faults
+
+
+def _meet(path: str, other: str) -> bool:
+    """Whether setting one path sets the other, or a part of it."""
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str]]:

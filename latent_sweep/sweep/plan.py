@@ -246,7 +246,8 @@ class Trial:
         parts = s.router, s.method, s.evaluation, self.spec
         common = once(("rows", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}
         # a covariance of all tasks reads those that are still to come (A16)
-        common["tasks"] = json_list(lineages) if s.router.cov.refresh == "final" else "null"
+        of_all = s.router.mode in ROUTED and s.router.cov.refresh == "final"
+        common["tasks"] = json_list(lineages) if of_all else "null"
         seen = [(json_list(lineages[:n]), json_list(tests[:n])) for n in range(1, len(tests) + 1)]
         return tuple(text_hash(json_object(common | {"snapshots": s, "tests": t})) for s, t in seen)
 
@@ -356,7 +357,13 @@ def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | N
         except ConfigError as error:
             faults.append(str(error))
             continue
-        trials.setdefault(trial.trial_id, trial)
+        first = trials.setdefault(trial.trial_id, trial)
+        if first.sources != trial.sources:
+            folders = " and ".join(str(one.settings.benchmark.data_dir) for one in (first, trial))
+            faults.append(
+                f"benchmark.data_dir: {folders} hold different data of one benchmark, {trial.spec.name!r}, and where "
+                "data lies makes no trial of its own; give each a benchmark with a name of its own, or another sweep"
+            )
         name, place = trial.spec.name, trial.settings.benchmark.name
         if places.setdefault(name, place) != place:  # by its name, wherever it lies, a benchmark is known
             faults.append(f"benchmark.name: {places[name]} and {place} both call themselves {name!r}; rename one")

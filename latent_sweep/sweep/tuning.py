@@ -163,7 +163,8 @@ def _candidates(
     tried = tune.tried(settings.method.name)
     seen = set()
     for values in itertools.product(*tried.values()):
-        combination = dict(zip(tried, values, strict=True))
+        axes = zip(tried, values, strict=True)
+        combination = {leaf: value for axis, values in axes for leaf, value in flatten(axis, values).items()}
         trial = plan_trial(trial_settings(sweep, {**changed, **combination}), [*told, *combination])
         if not any(tasks_learned(trial.method(), i, len(trial.tasks)) for i in range(len(trial.tasks))):
             return
@@ -195,7 +196,10 @@ def _rows_read(tune: TuneSettings, settings: TrialSettings) -> dict[str, Any]:
             )
         named = {"order": None, "tasks": None} | dict(tune.on)
         asked = judged.model_copy(update={"order": named["order"], "tasks": _tuple(named["tasks"])})
-        names = [task.name for task in task_sequence(asked, other)]
+        try:
+            names = [task.name for task in task_sequence(asked, other)]
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("benchmark.", "tune.on.", 1)) from error
         changed = named | {"tasks": names[: tune.tasks]} | held_out
     return {f"benchmark.{name}": value for name, value in changed.items()}
 
@@ -312,7 +316,7 @@ def _remarks(best: Tried, tried: Sequence[Tried]) -> Iterator[str]:
     """Say what makes the choice doubtful: values at an edge of those tried, and ties."""
     names = short_names(best.values)
     for path, value in best.values.items():
-        others = sorted({t.values[path] for t in tried if _size(t.values[path])[0] == 0})
+        others = sorted({t.values[path] for t in tried if path in t.values and _size(t.values[path])[0] == 0})
         if len(others) > 1 and value in (others[0], others[-1]):
             edge = "smallest" if value == others[0] else "largest"
             yield f"the best {names[path]}, {format_value(value)}, is the {edge} tried"
@@ -375,7 +379,7 @@ def tuning_lines(chosen: Sequence[Chosen]) -> list[str]:
     """Say what was chosen, one line a choice, with what it took."""
     lines = []
     for name, c in zip(choice_names([c.shared for c in chosen]), chosen, strict=True):
-        if c.values:
+        if c.tried:
             best = next(t for t in c.tried if t.values == c.values)
             cost = f"{len(c.tried)} tried, {sum(t.steps for t in c.tried):,} steps"
             text = f"{name}: {_label(c.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"

@@ -8,13 +8,13 @@ import time
 
 import pytest
 from helpers.buckets import URI
-from helpers.sweep_folders import write_sweep
+from helpers.sweep_folders import run_to_end, write_sweep
 from helpers.sweeps import results, tiny, write
 
 from latent_sweep.backends.verify import verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, StoreError
-from latent_sweep.store.folders import driving, open_sweep
+from latent_sweep.store.folders import driving, open_sweep, training_lock
 from latent_sweep.store.inventory import Inventory, collect, delete, deletion, garbage, lineages_of
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage
@@ -207,6 +207,16 @@ def test_gc_deletes_nothing_where_a_sweep_was_written_meanwhile(ran, place):
     assert snapshots(place) == before
 
 
+@pytest.mark.parametrize("name", ["lambda.partial", "lambda.damaged"])
+def test_a_sweep_is_no_garbage_whatever_it_is_called(tmp_path, name):
+    sweep = write_sweep(tmp_path, {"seed": [0]}, name=name)
+    run_to_end(next(iter(sweep)), 0.5, 0.0)
+    (sweep.path / ".sweep.yaml.0.partial").write_text("cut")
+    for path in tmp_path.rglob("*"):
+        old(path)
+    assert [one.path.name for one in garbage(Inventory(Storage(tmp_path)), 7)] == [".sweep.yaml.0.partial"]
+
+
 def test_gc_takes_caches_only_if_asked(place):
     for path in place.rglob("*"):
         old(path)
@@ -266,6 +276,20 @@ def test_a_sweep_that_is_being_run_is_not_deleted(place, capsys):
     finally:
         worker.release()
     assert main(["delete", str(place / "one"), "--yes"]) == 0
+
+
+def test_a_sweep_at_which_a_worker_is_at_work_is_not_deleted_from_an_object_store(place, node, capsys):
+    """Its driver has gone, and an object store's leases are not among its files."""
+    node("a")
+    assert main(["cp", str(place / "one"), URI]) == 0
+    sweep = open_sweep(f"{URI}/one")
+    worker = sweep.storage.lease(training_lock(sweep, next(iter(sweep)).training_id))
+    assert worker.take()
+    node("b")
+    assert main(["delete", f"{URI}/one", "--yes"]) == 2
+    assert "is being run by process" in capsys.readouterr().err
+    worker.release()
+    assert main(["delete", f"{URI}/one", "--yes"]) == 0
 
 
 def test_nothing_is_deleted_where_another_sweep_was_written_meanwhile(ran, place):
@@ -350,6 +374,20 @@ def test_a_sweep_is_copied_whatever_another_one_is_like(place, tmp_path):
     assert main(["delete", str(place / "one"), "--yes"]) == 2, "what else refers to its snapshots is not known"
 
 
+def test_what_a_plan_says_of_an_object_store_is_what_lies_there(place, node, tmp_path, capsys):
+    """And not what this machine happens to have seen of it."""
+    node("a")
+    assert main(["cp", str(place / "one"), URI]) == 0
+    node("b")
+    in_store = ONE | {"run": {**ONE["run"], "storage": URI}}
+    assert main(["plan", write(tmp_path, in_store)]) == 0
+    printed = capsys.readouterr().out
+    assert "will refuse" not in printed and "0 to answer: 0 answers" in printed
+    node("c")
+    assert main(["plan", write(tmp_path, in_store | {"search": {"seed": [5]}})]) == 0
+    assert "`latent_sweep.run` will refuse this. name: " in capsys.readouterr().out
+
+
 def test_a_copy_to_an_object_store_and_back(place, node, tmp_path, capsys):
     node("a")
     assert main(["cp", str(place / "one"), URI]) == 0
@@ -385,6 +423,14 @@ def test_a_copy_never_replaces_another_sweep(ran, place, tmp_path, capsys):
     assert main(["cp", str(place / "one"), str(archive)]) == 0
     assert main(["cp", str(place / "one"), str(archive)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_an_archive_is_not_written_to_an_object_store(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["cp", str(place / "one"), "s3://bucket/one.tar.gz"]) == 2
+    assert "s3://bucket/one.tar.gz: archives are written on this machine" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

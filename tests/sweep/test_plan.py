@@ -447,6 +447,28 @@ def test_files_are_looked_for_as_often_for_many_trials_as_for_few(tmp_path, monk
     assert planned(2)[1] != lineages
 
 
+def test_data_in_two_folders_makes_one_trial_only_where_it_is_the_same(tmp_path):
+    """Where it lies is no part of a trial's identity."""
+    for folder in ("a", "b"):
+        write_benchmark(tmp_path / folder / "Long_Sequence", ("copa", "cb"))
+    folders = {"benchmark.data_dir": [str(tmp_path / folder) for folder in ("a", "b")]}
+    benchmark = {"name": "long_sequence", "order": 3, "tasks": ["copa", "cb"], "test_per_task": 6}
+    content = tiny(trial__benchmark=benchmark, search=folders)
+    assert len(trials_of(content)) == 1
+    rows = tmp_path / "b" / "Long_Sequence" / "cb" / "train.json"
+    rows.write_text(rows.read_text().replace("row 0", "row zero"))
+    with pytest.raises(ConfigError, match=r"benchmark\.data_dir: .*/a and .*/b hold different data of one benchmark"):
+        trials_of(content)
+
+
+@pytest.mark.parametrize("mode", ["sum", "lexical", "oracle"])
+def test_what_the_router_fits_is_no_part_of_rows_that_are_not_routed(mode):
+    routers = [{"mode": mode, "cov": {"refresh": refresh}} for refresh in ("per_task", "final")]
+    (first,), (second,) = (trials_of(tiny(trial__router=router, search={})) for router in routers)
+    assert first.trial_id == second.trial_id
+    assert first.row_keys() == second.row_keys()
+
+
 # --- what trials have in common is found once ------------------------------------------------------------------------
 
 

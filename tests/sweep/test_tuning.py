@@ -107,8 +107,26 @@ def test_candidates_may_learn_another_benchmark(tmp_path):
     trial = choice.candidates[0].trial
     assert (trial.spec.name, [task.name for task in trial.tasks]) == ("own", ["right"])
     assert trial.settings.benchmark.train_per_task == 16  # the rest is as in the trials
+    with pytest.raises(ConfigError, match=r"- tune\.on\.order: no order '9'"):
+        choices(sweep_of({"on": {"name": str(own), "order": 9}, "tasks": 1}))
     (choice,) = choices(sweep_of({"on": {"name": str(own)}, "tasks": 1}))
     assert [task.name for task in choice.candidates[0].trial.tasks] == ["left"]
+
+
+def test_values_that_are_mappings_leave_what_else_their_group_has():
+    """As an axis of `search:` does; what is told of them is each setting."""
+    tune = {"search": {"router.gmm": [{"em_iters": 0}, {"em_iters": 5, "kmeans_iters": 2}]}}
+    sweep = sweep_of(tune, trial__router={"gmm": {"n_init": 4}})
+    (choice,) = found = choices(sweep)
+    values = [dict(candidate.values) for candidate in choice.candidates]
+    assert values == [{"router.gmm.em_iters": 0}, {"router.gmm.em_iters": 5, "router.gmm.kmeans_iters": 2}]
+    trials = [candidate.trial for candidate in choice.candidates] + expand(sweep, chosen_for(sweep, stand_ins(found)))
+    assert [(t.settings.router.gmm.em_iters, t.settings.router.gmm.n_init) for t in trials] == [
+        (0, 4),
+        (5, 4),
+        (0, 4),
+        (0, 4),
+    ]
 
 
 def test_candidates_that_are_one_trial_are_one_candidate():
@@ -145,6 +163,26 @@ FAULTS = {
     "not apart": ({"apply_to": ["backbone"]}, {}, "apply_to holds neither method nor method.name"),
     "no such path": ({"apply_to": ["method", "method.rang"]}, {}, "tune.apply_to: found 'method.rang'"),
     "not of the method": ({"search": {"method.ewc_lambda": [1.0]}}, {}, "trial.method.ewc_lambda: unknown key"),
+    "a part searched": (
+        {"search": {"method.ortho": [{"norm": "spectral"}]}},
+        {"search": {"method.ortho.norm": ["spectral", "frobenius"]}},
+        "tune.search.method.ortho: search.method.ortho.norm sets it too",
+    ),
+    "a part twice": (
+        {"search": {"router.gmm": [{"n_init": 2}, {"n_init": 3}], "router.gmm.n_init": [1, 2]}},
+        {},
+        "tune.search.router.gmm.n_init: router.gmm.n_init is also set by the axis router.gmm",
+    ),
+    "a part for one method": (
+        {"search": {"router.gmm": [{"n_init": 2}]}, "by_method": {"latent_lora": {"router.gmm.n_init": [1, 2]}}},
+        {},
+        "tune.by_method.latent_lora.router.gmm.n_init: router.gmm.n_init is also set by the axis router.gmm",
+    ),
+    "what is scored": (
+        {"on": {"name": "superni", "score_on": "test", "validation_fraction": 0.5}},
+        {},
+        "tune.on.validation_fraction: has no effect; set tune.validation_fraction",
+    ),
     "a draw": ({"search": {RATE: {"loguniform": [0.1, 1.0]}}}, {}, "tune.search.training.learning_rate"),
 }
 
