@@ -95,7 +95,7 @@ def compare(
 
 
 def _pairs(ours: Mapping[Repeat, Outcomes], theirs: Mapping[Repeat, Outcomes], measure: Measure) -> list[Pair]:
-    """Pair what is equal in all that both read, averaged over what only one of them reads."""
+    """Pair what is equal in all that both read, averaged over what only one of them reads, where all of it is there."""
     places = [place for place, values in _by_place(ours, theirs) if None not in values]
     mine, others = ({key: mean_outcome(found) for key, found in _at(each, places, measure)} for each in (ours, theirs))
     return [(mine[key], others[key]) for key in mine if key in others]
@@ -109,11 +109,16 @@ def _by_place(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> Iterator[tupl
 def _at(
     found: Mapping[Repeat, Outcomes], places: Sequence[int], measure: Measure
 ) -> Iterable[tuple[Repeat, list[Outcome]]]:
-    """A measure of those trials together that have the settings at these places in common."""
-    together: dict[Repeat, list[Outcome]] = {}
+    """A measure of those trials together that have the settings at these places in common.
+
+    Left out are those that lack what others have elsewhere, as unfinished ones do: a mean over it would be another.
+    """
+    together: dict[Repeat, dict[Repeat, Outcome]] = {}
     for key, measured in found.items():
-        together.setdefault(tuple(key[place] for place in places), []).append(measured[measure])
-    return together.items()
+        elsewhere = tuple(value for place, value in enumerate(key) if place not in places)
+        together.setdefault(tuple(key[place] for place in places), {})[elsewhere] = measured[measure]
+    whole = set().union(*together.values())
+    return [(key, list(each.values())) for key, each in together.items() if each.keys() == whole]
 
 
 def _read_by_one(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> tuple[int, ...]:
@@ -123,8 +128,9 @@ def _read_by_one(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> tuple[int,
 def _difference(pairs: Sequence[Pair], by_row: Interval | None) -> Difference:
     """Put together what is known: the interval from rows, or else from repetitions alone."""
     values = [mine.value - other.value for mine, other in pairs]
-    sources = ["repetitions"] * (len(pairs) > 1) + ["rows"] * (by_row is not None)
-    return Difference(statistics.fmean(values), by_row or student_interval(values), " and ".join(sources) or "nothing")
+    interval = by_row or student_interval(values)
+    sources = ["repetitions"] * (interval is not None and len(pairs) > 1) + ["rows"] * (by_row is not None)
+    return Difference(statistics.fmean(values), interval, " and ".join(sources) or "nothing")
 
 
 def _row_differences(pairs: Sequence[Pair]) -> list[Repetition]:
@@ -159,13 +165,15 @@ def find_baselines(
     tested_on = [name for name, path in paths.items() if path in TESTED_ON]
     backbone = [name for name, path in paths.items() if path == "backbone.name"]
     labels = [label(values) for values in configurations]
-    found = [i for i, whole in enumerate(labels) if [whole] == list(wanted)]
-    found = found or [i for i, values in enumerate(configurations) if set(wanted) <= _terms(values, paths)]
+    by_label = [i for i, whole in enumerate(labels) if [whole] == list(wanted)]
+    by_terms = [i for i, values in enumerate(configurations) if set(wanted) <= _terms(values, paths)]
     baselines = []
     for values in configurations:
-        fitting = [i for i in found if _agree(configurations[i], values, tested_on)]
+        fitting = [i for i in by_terms or by_label if _agree(configurations[i], values, tested_on)]
         if len(fitting) > 1:
             fitting = [i for i in fitting if _agree(configurations[i], values, backbone)]
+        if len(fitting) > 1:
+            fitting = [i for i in fitting if i in by_label] or fitting
         if len(fitting) != 1:
             listed = [labels[i] for i in fitting or range(len(labels))]
             problem = "fits several configurations" if fitting else "fits no configuration"

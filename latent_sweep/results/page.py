@@ -86,11 +86,14 @@ def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], l
 def _trial_of(
     sweep: SweepFolder, summary: Summary, choose: Callable[..., tuple[float, Configuration]]
 ) -> TrialFolder | None:
-    """The first finished trial of the configuration that has the highest AP (`max`) or the lowest (`min`)."""
+    """The first finished trial of the configuration that has the highest AP (`max`) or the lowest (`min`).
+
+    What a scheduler has left of a configuration is taken where there is nothing else.
+    """
     scores = [(one.average_performance.mean, one) for one in summary.configurations if one.average_performance]
     if not scores:
         return None
-    _, chosen = choose(scores, key=lambda pair: pair[0])
+    _, chosen = choose([pair for pair in scores if not pair[1].n_stopped] or scores, key=lambda pair: pair[0])
     return next(trial for trial in sweep if trial.trial_id == chosen.finished_ids[0])
 
 

@@ -38,7 +38,7 @@ from latent_sweep.results.panels import (
     plain,
     tidy,
 )
-from latent_sweep.results.sections import how_compared
+from latent_sweep.results.sections import how_compared, place_by_performance
 from latent_sweep.results.summaries import Configuration, Summary, numeric_axes
 
 NAMED = len(COLOURS)
@@ -64,17 +64,18 @@ def sweep_pictures(summary: Summary) -> list[Picture]:
     if any(several):
         lines, columns = (list(itertools.compress(each, several)) for each in (long, by_task))
         found = [(_over_tasks(lines), long), (_forgetting(columns), by_task), *found]
+    stopped = _survivors(different)
     drawn = [
-        picture._replace(caption=picture.caption + _left_out(different, shown) + equal) for picture, shown in found
+        picture._replace(caption=picture.caption + _left_out(different, shown) + equal + stopped)
+        for picture, shown in found
     ]
     return [*_curves(summary, ranked), *_interactions(summary), *_differences(summary, ranked), *drawn]
 
 
 def _ranked(summary: Summary) -> list[Configuration]:
-    """The configurations with finished trials, the highest AP first."""
-    found = [(configuration.average_performance, configuration) for configuration in summary.configurations]
-    finished = [(statistic.mean, one) for statistic, one in found if statistic is not None and one.matrices]
-    return [one for _, one in sorted(finished, key=lambda pair: -pair[0])]
+    """The configurations with finished trials, the highest AP first; last those whose other trials were stopped."""
+    finished = [one for one in summary.configurations if one.average_performance is not None and one.matrices]
+    return sorted(finished, key=place_by_performance)
 
 
 def _different(ranked: Sequence[Configuration]) -> tuple[list[Configuration], str]:
@@ -100,6 +101,16 @@ def _repetitions_alike(found: Sequence[Configuration], key: Callable[[Sequence[s
 def _left_out(found: Sequence[Configuration], shown: Sequence[Configuration]) -> str:
     count = sum(len(one.matrices) for one in found) - sum(len(one.matrices) for one in shown)
     return f"; left out, as other streams of tasks than their configuration's first trial: {count}" if count else ""
+
+
+def _survivors(found: Sequence[Configuration]) -> str:
+    names = [_name(one) for one in found if one.n_stopped]
+    return f"; last, for a scheduler has left the better of their trials alone: {_listed(names)}" if names else ""
+
+
+def _without(summary: Summary) -> str:
+    count = sum(bool(one.n_stopped and one.n_finished) for one in summary.configurations)
+    return f"; left out, for a scheduler has left the better of their trials alone: {count}" if count else ""
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -200,7 +211,8 @@ def forgetting_by_task(matrices: Sequence[ScoreMatrix]) -> Array:
 
 
 def _forgetting(ranked: Sequence[Configuration]) -> Picture:
-    shown = [one for one in ranked if one.matrices[0].tasks == ranked[0].matrices[0].tasks][:ROWS]
+    alike = [one for one in ranked if one.matrices[0].tasks == ranked[0].matrices[0].tasks]
+    shown = alike[:ROWS]
     tasks = shown[0].matrices[0].tasks[:-1]
     values = 100 * np.array([forgetting_by_task(one.matrices) for one in shown])
     figure = new_figure(PAGE, 1.3 + 0.28 * len(shown))
@@ -213,7 +225,9 @@ def _forgetting(ranked: Sequence[Configuration]) -> Picture:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)
-    rest = f"; the {len(shown)} with the highest AP of {len(ranked)}" if len(shown) < len(ranked) else ""
+    rest = f"; the {len(shown)} with the highest AP of {len(alike)}" if len(shown) < len(alike) else ""
+    if others := len(ranked) - len(alike):
+        rest += f"; left out, as they learn other streams of tasks than the one with the highest AP: {others}"
     return Picture(
         "forgetting",
         "Forgetting by task",
@@ -291,12 +305,12 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
 
 
 def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
-    """AP and FM against each numeric axis; a line for each point of the others."""
+    """AP and FM against each numeric axis; a line for each point of the others. Without what was stopped in part."""
     pictures = []
     for axis in numeric_axes([one.values for one in summary.configurations]):
         lines: dict[str, list[Configuration]] = {}
         for one in ranked:  # so that the line with the best point comes first
-            if one.values[axis] is not None:
+            if one.values[axis] is not None and not one.n_stopped:
                 rest = {name: value for name, value in one.values.items() if name != axis}
                 lines.setdefault(label(rest), []).append(one)
         lines = {name: found for name, found in lines.items() if len(found) > 1}
@@ -322,7 +336,7 @@ def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
                 f"against_{_file_name(axis)}",
                 f"Against {axis}",
                 f"average performance and forgetting measure, mean over finished trials, bands of one standard "
-                f"deviation{_behind(list(lines))}",
+                f"deviation{_behind(list(lines))}{_without(summary)}",
                 figure,
             )
         )
@@ -330,12 +344,12 @@ def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
 
 
 def _interactions(summary: Summary) -> list[Picture]:
-    """AP over each pair of numeric axes, where other axes do not vary with them."""
+    """AP over each pair of numeric axes, where other axes do not vary with them. Without what was stopped in part."""
     pictures = []
     for x_axis, y_axis in itertools.combinations(numeric_axes([one.values for one in summary.configurations]), 2):
         groups: dict[str, list[Configuration]] = {}
         for one in summary.configurations:
-            if one.values[x_axis] is not None and one.values[y_axis] is not None:
+            if one.values[x_axis] is not None and one.values[y_axis] is not None and not one.n_stopped:
                 others = {name: value for name, value in one.values.items() if name not in (x_axis, y_axis)}
                 groups.setdefault(label(others), []).append(one)
         shown = [(name, found) for name, found in groups.items() if _is_grid(found, x_axis, y_axis)][:4]
@@ -362,8 +376,11 @@ def _interactions(summary: Summary) -> list[Picture]:
             axes.tick_params(length=0)
         more = len([1 for found in groups.values() if _is_grid(found, x_axis, y_axis)]) - len(shown)
         rest = f"; {more} more points of the other settings are not drawn" if more > 0 else ""
+        left = _without(summary)
         file = f"{_file_name(x_axis)}_and_{_file_name(y_axis)}"
-        pictures.append(Picture(file, f"{x_axis} and {y_axis}", f"AP (%), mean over finished trials{rest}", figure))
+        pictures.append(
+            Picture(file, f"{x_axis} and {y_axis}", f"AP (%), mean over finished trials{rest}{left}", figure)
+        )
     return pictures
 
 

@@ -36,6 +36,7 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             **configuration.values,
             "n_finished": configuration.n_finished,
             "n_trials": configuration.n_trials,
+            "n_stopped": configuration.n_stopped,
             "AP_mean": _percent(configuration.average_performance, "mean"),
             "AP_std": _percent(configuration.average_performance, "std"),
             "LA_mean": _percent(configuration.learning_accuracy, "mean"),

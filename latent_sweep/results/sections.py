@@ -84,12 +84,31 @@ def together(summaries: Sequence[Summary]) -> Section:
         for row, one in enumerate(summary.configurations):
             count = Cell(f"{one.n_finished}/{one.n_trials}", one.n_finished)
             scores = [_score(found) for found in (one.average_performance, one.learning_accuracy, one.forgetting)]
-            rows.append([Cell(summary.name), Cell(label(one.values) or "-"), count, *scores, rates[row], steps[row]])
-    rows.sort(key=lambda row: -math.inf if row[3].size is None else row[3].size, reverse=True)
+            cells = [Cell(summary.name), Cell(label(one.values) or "-"), count, *scores, rates[row], steps[row]]
+            rows.append((place_by_performance(one), cells))
+    rows.sort(key=lambda row: row[0])
     header = ["sweep", "configuration", "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
     notes = ["sweeps may differ in data, backbone and budget: compare rows of the same benchmark, backbone and steps"]
+    if any(map(_has_survivors, summaries)):
+        notes.append(f"{_SURVIVORS}, and comes last")
     notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
-    return Section("together", f"{len(summaries)} sweeps compared", Table(header, rows), notes)
+    return Section("together", f"{len(summaries)} sweeps compared", Table(header, [cells for _, cells in rows]), notes)
+
+
+def place_by_performance(one: Configuration) -> tuple[bool, float]:
+    """Return a key that puts the highest AP first, behind all others what a scheduler has left of a configuration."""
+    found = one.average_performance
+    return bool(one.n_stopped), math.inf if found is None else -found.mean
+
+
+_SURVIVORS = (
+    "where a scheduler has stopped some trials of a row and others have finished, its means are those of the better "
+    "ones: no other row compares with them"
+)
+
+
+def _has_survivors(summary: Summary) -> bool:
+    return any(one.n_stopped and one.n_finished for one in summary.configurations)
 
 
 def _same_order(*pair: Summary) -> Iterator[str]:
@@ -270,11 +289,8 @@ def _main_notes(summary: Summary) -> list[str]:
         "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
     ]
-    if any(one.n_stopped and one.n_finished for one in summary.configurations):
-        notes.append(
-            "where a scheduler has stopped some trials of a row and others have finished, its means are those of the "
-            "better ones: no other row compares with them, and it is never the best"
-        )
+    if _has_survivors(summary):
+        notes.append(f"{_SURVIVORS}, and it is never the best")
     if shared := _shared_trainings(summary):
         notes.append(f"{shared}: the deviation is not one of as many trainings")
     told = _protocol_beside_axes(summary)
@@ -358,16 +374,21 @@ def how_compared(summary: Summary) -> list[str]:
         )
     if any(source == "repetitions" for source, _ in sources):
         notes.append("from repetitions alone: Student's t over them, for no scores of the same rows are at hand")
+    if any(source == "nothing" and n > 1 for source, n in sources):
+        notes.append("without brackets: all pairs have the same difference, which does not say how far it varies")
     if any(source == "repetitions and rows" and n < _FEW for source, n in sources):
         notes.append("two to four pairs: too narrow an interval from rows where seeds matter far more than test rows")
-    if any(one.n_stopped and one.n_finished for one in summary.configurations):
+    if _has_survivors(summary):
         notes.append(
             "a scheduler has stopped some trials, the worse ones: a difference of what is left of a configuration to "
             "what is left of another says little"
         )
     if averaged := sorted({place for comparison in found for place in comparison.averaged}):
         names = " and ".join(summary.repeats[place] for place in averaged)
-        notes.append(f"where only one of the two reads {names}, the trials of the other are averaged over it")
+        notes.append(
+            f"where only one of the two reads {names}, the trials of the other are averaged over it, if all of them "
+            "have finished"
+        )
     if shared := _shared_trainings(summary):
         notes.append(f"{shared}: pairs are fewer than they seem, and intervals too narrow")
     if any(comparison.n == 1 for comparison in found):
@@ -390,7 +411,7 @@ def _published(summary: Summary) -> Table | None:
     axes, rows = _Axes(summary), []
     for configuration in summary.configurations:
         found = find_published(configuration.settings, configuration.n_tasks)
-        if found is None:
+        if found is None or configuration.n_stopped:  # whose mean is not one of all seeds
             continue
         settings = configuration.settings
         less = {path: value for path in _LESS if (value := settings.get(path)) is not None}

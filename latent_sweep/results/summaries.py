@@ -21,6 +21,7 @@ from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import told_matrix
+from latent_sweep.sweep.plan import ROUTED
 from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
@@ -218,7 +219,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
     for trial in sweep:  # of thousands no two journals are held at the same time
         events = trial.events()
         trials.append(_told(trial, events))
-        costs.add(trial, events)
+        costs.add(events)
         at_work += held_at_work(events)
     told = {each.trial.trial_id: each for each in trials}
     tuning = read_tuning(sweep) or []
@@ -425,22 +426,22 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
 
 
 class _Costs:
-    """Adds up what journals tell; trials that share a training tell each of it, and it counts once."""
+    """Adds up what journals tell; trials that have learned a stage together tell each of it, and it counts once."""
 
     def __init__(self) -> None:
-        self._learning: dict[tuple[str, int], float] = {}
-        """Seconds, by training id and tasks seen."""
+        self._learning: dict[str, float] = {}
+        """Seconds, by lineage."""
         self._answering, self._reused, self._generated, self._asked = 0.0, 0, 0.0, 0.0
 
-    def add(self, trial: TrialFolder, events: Sequence[Event]) -> None:
+    def add(self, events: Sequence[Event]) -> None:
         """Add what a trial's journal tells."""
         for stage in stages(events):
-            metrics, place = stage["metrics"], (trial.training_id, stage["tasks_seen"])
+            metrics, lineage = stage["metrics"], stage["lineage"]
             self._answering += metrics.get("seconds_eval", 0.0)
-            if stage.get("reused") or place in self._learning:
+            if stage.get("reused") or lineage in self._learning:
                 self._reused += 1
             else:
-                self._learning[place] = metrics.get("seconds_train", 0.0)
+                self._learning[lineage] = metrics.get("seconds_train", 0.0)
             if "generated_share" in metrics:
                 asked = metrics.get("answers_asked", len(stage["scores"]))  # earlier versions tell of tasks alone
                 self._generated += metrics["generated_share"] * asked
@@ -482,9 +483,14 @@ def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[Repeat, 
 
 
 def _repeat(trial: TrialFolder, axis: str) -> str | None:
-    """A trial's value on an axis that repeats it; the seed need not be one. None where the trial does not read it."""
-    value = trial.values.get(axis, trial.params.get(axis))
-    return None if value is None else json.dumps(value)
+    """A trial's value on an axis that repeats it; the seed need not be one. None where the trial does not read it.
+
+    A value that is null, as `training.max_steps` may have it, is one like any other.
+    """
+    unrouted = trial.params.get("router.mode") not in ROUTED
+    if axis not in trial.params or (unrouted and axis.startswith("router.") and axis != "router.mode"):
+        return None
+    return json.dumps(trial.values.get(axis, trial.params[axis]))
 
 
 def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,8 @@ class Stage:
 
     task: str
     tasks_seen: int
+    lineage: str
+    """Of its snapshot: trials that have learned it together tell each of it."""
     reused: bool
     """Whether its snapshot was in the store."""
     seconds_train: float
@@ -104,7 +107,8 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
 def _stage(event: Event) -> Stage:
     m = event["metrics"]
     seconds = m.get("seconds_train", 0.0)
-    return Stage(event["task"], event["tasks_seen"], event["reused"], seconds, m["AP"], m["FM"], event["time"])
+    lineage = sys.intern(event["lineage"])  # for many trials may tell of one
+    return Stage(event["task"], event["tasks_seen"], lineage, event["reused"], seconds, m["AP"], m["FM"], event["time"])
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ class Tally:
         self._counts: Counter[Status] = Counter()
         self._failed: set[int] = set()
         self.tasks_done, self.reused, self._remaining = 0, 0, 0
-        self._learned: set[tuple[str, int]] = set()
+        self._learned: set[str] = set()
         self._at_work: list[Span] = []
         self._ends: list[tuple[float, bool]] = []
         self._cut = False
@@ -241,11 +245,10 @@ class Tally:
         self._remaining += _remaining(trial)
         for stage in trial.stages:
             if id(stage) not in known:
-                place = trial.training_id, stage.tasks_seen
-                reused = stage.reused or place in self._learned
+                reused = stage.reused or stage.lineage in self._learned
                 self.reused += reused
                 if not reused:
-                    self._learned.add(place)
+                    self._learned.add(stage.lineage)
                 if stage.time >= self._since:
                     insort(self._ends, (stage.time, stage.reused))
         if len(self._ends) > 2 * RECENT:

@@ -263,7 +263,8 @@ def known_choices(found: Sequence[Choice], folder: SweepFolder) -> list[Chosen] 
 def _chosen(choice: Choice, ended: Mapping[str, TrialFolder]) -> Chosen:
     if missing := [c for c in choice.candidates if c.trial.trial_id not in ended]:
         raise NotChosen(f"{len(missing)} of {len(choice.candidates)} candidates have not begun")
-    tried = tuple(_tried(candidate, ended[candidate.trial.trial_id]) for candidate in choice.candidates)
+    spent: set[str] = set()
+    tried = tuple(_tried(candidate, ended[candidate.trial.trial_id], spent) for candidate in choice.candidates)
     if not tried:
         return Chosen(choice.shared, {}, (), ())
     scored = [t for t in tried if t.score is not None]
@@ -273,8 +274,12 @@ def _chosen(choice: Choice, ended: Mapping[str, TrialFolder]) -> Chosen:
     return Chosen(choice.shared, best.values, tried, tuple(_remarks(best, tried)))
 
 
-def _tried(candidate: Candidate, trial: TrialFolder) -> Tried:
-    """Read how a candidate has ended."""
+def _tried(candidate: Candidate, trial: TrialFolder, spent: set[str]) -> Tried:
+    """Read how a candidate has ended.
+
+    Args:
+        spent: lineages that other candidates have told of having learned, with this one maybe; those of it are added.
+    """
     events = trial.events()
     told, end = stages(events), status(events)
     not_finite = end == "failed" and events[-1]["kind"] == "non_finite"
@@ -284,14 +289,17 @@ def _tried(candidate: Candidate, trial: TrialFolder) -> Tried:
             "why. Run the same command again: what is complete is not repeated"
         )
     metrics = [event["metrics"] for event in told]
+    learned = [event for event in told if not event.get("reused") and event["lineage"] not in spent]
+    spent.update(event["lineage"] for event in learned)
     losses = [found["train_loss"] for found in metrics if "train_loss" in found]
     return Tried(
         values=dict(candidate.values),
         trial_id=trial.trial_id,
         score=None if not_finite else metrics[-1]["AP"],
         loss=math.fsum(losses) / len(losses) if losses and not not_finite else None,
-        steps=sum(event.get("steps") or 0 for event in told if not event.get("reused")),
-        seconds=sum(found.get("seconds_train", 0.0) + found.get("seconds_eval", 0.0) for found in metrics),
+        steps=sum(event.get("steps") or 0 for event in learned),
+        seconds=sum(event["metrics"].get("seconds_train", 0.0) for event in learned)
+        + sum(found.get("seconds_eval", 0.0) for found in metrics),
     )
 
 

@@ -117,7 +117,7 @@ def learn(
         "stage",
         tasks_seen=tasks_seen,
         task=TASKS[tasks_seen - 1],
-        lineage=trial.training_id,
+        lineage=f"{trial.training_id}_{tasks_seen}",
         reused=False,
         files=files or {},
         steps=steps,

@@ -96,7 +96,7 @@ def test_only_repetitions_that_both_have_finished_are_pairs(tmp_path):
 def test_without_rows_repetitions_alone_are_taken(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.5 + 0.01 * number, 0.0)
+        run_to_end(trial, 0.5 + 0.01 * number**2, 0.0)
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.differences["AP"].resampled == "repetitions"
     assert "from repetitions alone: Student's t over them" in report.render(summary)
@@ -114,7 +114,10 @@ def test_other_test_rows_are_no_pairs(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, 0, n=30 if trial.values["method.name"] == "o_lora" else 40))
-    assert compared(sweep, "method=seq_lora")["method=o_lora"].differences["AP"].resampled == "repetitions"
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    found = summary.configurations[1].comparison.differences["AP"]
+    assert (found.resampled, found.interval) == ("nothing", None), "and equal differences say nothing of how they vary"
+    assert "without brackets: all pairs have the same difference" in report.render(summary)
 
 
 def test_the_same_number_of_other_test_rows_is_no_pair(tmp_path):
@@ -353,8 +356,8 @@ def test_orders_are_pairs_where_they_repeat(tmp_path):
     assert comparison.differences["AP"].mean == pytest.approx(0.2)
 
 
-def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_path):
-    """With K = 1 and 5 averaged for each seed: one K alone would give another difference."""
+def routed_beside_oracle(tmp_path):
+    """The task known, two seeds, and two routers with K = 1 and two with K = 5, which the first do not read."""
     axes = {"router.mode": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
     sweep = write_sweep(tmp_path, axes)
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
@@ -364,7 +367,12 @@ def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_p
         if (entry["values"]["router.mode"] == "oracle") == (entry["values"]["router.components"] is None)
     ]
     (sweep.path / "sweep.json").write_bytes(sealed_json(content))
-    sweep = open_sweep(sweep.path)
+    return open_sweep(sweep.path)
+
+
+def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_path):
+    """With K = 1 and 5 averaged for each seed: one K alone would give another difference."""
+    sweep = routed_beside_oracle(tmp_path)
     for trial, average in zip(sweep, (0.3, 0.4, 0.4, 0.42, 0.5, 0.5), strict=True):
         run_with_rows(trial, {task: [average] * 5 for task in TASKS}, 0.0)
     found = compared(sweep, "mode=oracle", over=["K"])["mode=soft"]
@@ -380,6 +388,39 @@ def test_a_bound_of_nothing_but_rounding_is_zero():
     assert not Difference(0.02, (1.7e-18, 0.05), "rows").told_apart
     assert not Difference(-0.02, (-0.05, -1.7e-18), "rows").told_apart
     assert Difference(0.02, (1e-3, 0.05), "rows").told_apart
+
+
+def test_a_mean_over_what_the_other_does_not_read_is_one_over_all_of_it(tmp_path):
+    """A seed that lacks one K has another mean: it is no pair until that has finished."""
+    *whole, last = routed_beside_oracle(tmp_path)
+    for trial, average in zip(whole, (0.5, 0.5, 0.3, 0.3, 0.7), strict=True):
+        run_to_end(trial, average, 0.0)
+    found = compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"]
+    assert (found.n, found.differences["AP"].mean) == (1, 0.0)
+    run_to_end(last, 0.7, 0.0)
+    assert compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"].n == 2
+
+
+def test_null_is_a_value_that_repeats_like_any_other(tmp_path):
+    """Not the sign of a setting that a trial does not read: then trials of all steps would be averaged."""
+    axes = {"method.name": ["seq_lora", "o_lora"], "training.max_steps": [None, 8], "seed": [0, 1]}
+    sweep = write_sweep(tmp_path, axes)
+    for trial in sweep:
+        if trial.values["method.name"] == "o_lora" or trial.values["training.max_steps"] is None:
+            run_to_end(trial, 0.8 if trial.values["training.max_steps"] is None else 0.2, 0.0)
+    found = compared(sweep, "method=seq_lora", over=["max_steps"])["method=o_lora"]
+    assert (found.n, found.differences["AP"].mean) == (2, 0.0)
+    assert found.averaged == ()
+
+
+def test_a_baseline_named_by_its_method_is_that_of_the_same_tasks(tmp_path):
+    """Where one of the subsets is null, the whole order, the name alone is the label of that configuration."""
+    axes = {"benchmark.tasks": [None, ["sentiment"]], "method.name": ["seq_lora", "o_lora"], "seed": [0]}
+    found = compared(write_sweep(tmp_path, axes), "method=seq_lora")
+    assert {name: one.baseline for name, one in found.items() if "o_lora" in name} == {
+        "method=o_lora": "method=seq_lora",
+        'tasks=["sentiment"] method=o_lora': 'tasks=["sentiment"] method=seq_lora',
+    }
 
 
 def test_a_comparison_tells_of_trials_that_were_stopped(tmp_path):

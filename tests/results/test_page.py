@@ -10,8 +10,9 @@ from helpers.sweep_folders import run_to_end, start, write_sweep
 
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
-from latent_sweep.results import summaries
-from latent_sweep.results.page import _facts, render_page
+from latent_sweep.results import report, summaries
+from latent_sweep.results.page import _facts, _trial_of, render_page
+from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.sections import together
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
@@ -119,7 +120,7 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
     text = capsys.readouterr().out
     if format == "csv":
         assert text.startswith("sweep,lambda,n_finished")
-        assert "\nother,,1,1,48.0000," in text
+        assert "\nother,,1,1,0,48.0000," in text
     else:
         assert text.index("2 sweeps compared") < text.index("48.00")
         assert "soft" in text
@@ -185,6 +186,32 @@ def test_a_ranking_leaves_out_what_was_stopped_and_tells_of_missing_trials(tmp_p
     sweeps = [summaries.summarise(open_sweep(tmp_path / name)) for name in ("sweep0", "sweep1")]
     (note,) = (note for note in together(sweeps).notes if "Kendall" in note)
     assert "rank the 3 configurations" in note and "n is" not in note
+
+
+def test_what_a_scheduler_has_left_of_a_configuration_is_nowhere_the_best(tmp_path):
+    """The mean of its better seeds compares with no other: across sweeps, in curves, and in pictures of the best."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1, 1.0], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.4, 0.5, 0.9, None, 0.3, 0.3), strict=True):
+        if average is not None:
+            run_to_end(trial, average, 0.0)
+        else:
+            start(trial)
+            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    summary = summaries.summarise(sweep)
+    assert _trial_of(sweep, summary, max).values["method.ortho_lambda"] == 0.0
+    table = together([summary, summary])
+    assert [row[1].text for row in table.table.rows[-2:]] == ["lambda=0.1"] * 2
+    assert "and comes last" in " ".join(table.notes)
+    assert [row["n_stopped"] for row in report.records(summary)] == [0, 1, 0]
+    found = {picture.name: picture for picture in sweep_pictures(summary)}
+    assert [len(line.get_xdata()) for line in found["against_lambda"].figure.axes[0].lines] == [2]
+    assert "left out, for a scheduler has left the better of their trials alone: 1" in found["against_lambda"].caption
+    for name in ("over_tasks", "forgetting", "matrices"):
+        assert found[name].caption.endswith(
+            "; last, for a scheduler has left the better of their trials alone: lambda=0.1"
+        )
+    rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
+    assert rows == ["lambda=0.0", "lambda=1.0", "lambda=0.1"]
 
 
 def test_sweeps_of_one_name_are_told_apart_and_none_counts_twice(sweep, tmp_path, capsys):

@@ -133,6 +133,17 @@ def test_pictures_become_files_with_embedded_fonts(sweep, tmp_path):
     assert ".." not in captions and "?." not in captions
 
 
+def test_forgetting_says_how_many_other_streams_it_leaves_out(tmp_path, monkeypatch):
+    sweep = write_sweep(tmp_path, {"benchmark.order": ["1", "2"], "method.name": ["seq_lora", "o_lora"], "seed": [0]})
+    for trial, average in zip(sweep, (0.9, 0.3, 0.8, 0.7), strict=True):
+        order = TASKS if trial.values["benchmark.order"] == "1" else TASKS[::-1]
+        monkeypatch.setattr("helpers.sweep_folders.TASKS", order)
+        run_to_end(trial, average, 0.0)
+    caption = pictures_of(sweep)["forgetting"].caption
+    assert "with the highest AP of" not in caption
+    assert "left out, as they learn other streams of tasks than the one with the highest AP: 2" in caption
+
+
 def test_equal_configurations_are_drawn_once(tmp_path):
     """As soft and hard routing where the router is certain; a seed that differs is a difference."""
     sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard", "oracle"], "seed": [0, 1]})

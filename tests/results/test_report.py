@@ -109,6 +109,7 @@ def test_the_csv_table(summary):
         "lambda": "0.0",
         "n_finished": "3",
         "n_trials": "3",
+        "n_stopped": "0",
         "AP_mean": "42.0000",
         "AP_std": "2.6458",
         "LA_mean": "42.0000",

@@ -280,6 +280,7 @@ def told(trial, moment, tasks_seen=0, reused=False):
         time=moment,
         tasks_seen=tasks_seen,
         task=TASKS[tasks_seen - 1],
+        lineage=f"{trial.training_id}_{tasks_seen}",
         reused=reused,
         metrics={"AP": 0.5, "FM": 0.0},
     )

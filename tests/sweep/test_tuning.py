@@ -9,6 +9,7 @@ from latent_sweep.backends.driver import run_sweep, write_sweep
 from latent_sweep.backends.verify import repair_disk, verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
+from latent_sweep.results.summaries import summarise
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.storage import open_storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
@@ -293,6 +294,32 @@ def test_what_candidates_share_is_spent_once(tmp_path):
     (chosen,) = read_tuning(sweep_folder(tmp_path))
     assert sorted(tried.steps for tried in chosen.tried) == [4, 4, 8]
     assert "3 tried, 16 steps" in tuning_lines([chosen])[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        # side by side EWC's first task is learned by all at once, and is one
+        (
+            {"trial__method": {"name": "ewc", "rank": 4}, "tried": {"method.ewc_lambda": [1.0, 10.0]}, "tasks": 2},
+            [4, 8],
+        ),
+        ({"tried": {"router.epsilon": [0.01, 0.1, 1.0]}}, [0, 0, 4]),
+    ],
+    ids=["pack", "training"],
+)
+def test_what_candidates_learn_together_is_spent_once(changes, steps, tmp_path):
+    block = {"tasks": changes.pop("tasks", 1), "search": changes.pop("tried")}
+    content = tuned(block, search={"seed": [3]}, **changes)
+    content["run"]["pack"] = 3
+    assert run_sweep(write(tmp_path, content), local=True) == 0
+    (chosen,) = read_tuning(sweep_folder(tmp_path))
+    assert sorted(tried.steps for tried in chosen.tried) == steps
+    summary = summarise(open_sweep(tmp_path / "runs" / "tiny-tuning"))
+    assert summary.cost.learned == sum(steps) // 4
+    assert sum(tried.seconds for tried in chosen.tried) == pytest.approx(
+        summary.cost.seconds_learning + summary.cost.seconds_answering
+    )
 
 
 def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
