@@ -524,10 +524,18 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
 
     if run.scheduler.name == "fifo":
         return FIFOScheduler()
-    # one more than there are tasks: at max_t Tune stops a trial inside its last report
-    return ASHAScheduler(
+
+    class WhileTasksAreLeft(ASHAScheduler):
+        """Stops nobody who has learned all tasks: that is a result like any other, and its costs are spent."""
+
+        def on_trial_result(self, tune_controller: Any, trial: Any, result: Mapping[str, Any]) -> str:
+            if result["tasks_seen"] >= n_tasks:
+                return str(FIFOScheduler.CONTINUE)
+            return str(super().on_trial_result(tune_controller, trial, result))
+
+    return WhileTasksAreLeft(
         time_attr="tasks_seen",
-        max_t=n_tasks + 1,
+        max_t=n_tasks,
         grace_period=min(run.scheduler.grace_tasks, n_tasks),
         reduction_factor=run.scheduler.reduction_factor,
     )

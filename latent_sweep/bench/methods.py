@@ -114,7 +114,7 @@ class _Contender:
         settings = training.settings.model_copy(
             update={"epochs": steps, "max_steps": steps, "checkpoint_every": steps + 1}
         )
-        self.bench.train([replace(training, examples=examples, settings=settings, on_step=clock.tick)])
+        self.bench.train([replace(training, examples=examples, settings=settings, on_step=clock.tick, tasks=1)])
         return clock.seconds_per_step
 
     def alike(self, stage: int) -> bool:

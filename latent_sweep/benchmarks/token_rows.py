@@ -50,6 +50,14 @@ class TokenRows:
 
         return pyarrow.compute.max(pyarrow.compute.list_value_length(self._table.column("prompt_ids"))).as_py() or 0
 
+    def empty(self, column: str) -> int | None:
+        """Return the place (0-based) of the first row without a token in this column; None where all have some."""
+        import pyarrow.compute
+
+        lengths = pyarrow.compute.list_value_length(self._table.column(column))
+        place: int = pyarrow.compute.index(lengths, 0).as_py()
+        return None if place < 0 else place
+
     def __len__(self) -> int:
         """Return the number of rows."""
         found: int = self._table.num_rows

@@ -20,7 +20,7 @@ from latent_sweep.benchmarks.chat import Chat, chat_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, load_rows, tokenised
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.benchmarks.token_rows import TokenRows
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.evaluation import Recent
 from latent_sweep.learn.events import Begun, Doing, Emit, say_nothing
@@ -193,6 +193,13 @@ class Context:
                 f"{name} embeds {known:,} tokens, and its tokenizer makes the token {largest:,} of {told}. Save the "
                 "model after resize_token_embeddings, or take the tokenizer that it was trained with "
                 "(backbone.tokenizer)"
+            )
+        router = trial.settings.router
+        by_input = router.mode in ROUTED and router.pool.scope == "input_only"
+        if by_input and (place := rows.empty("input_ids")) is not None:
+            raise DataError(
+                f"router.pool.scope: input_only takes the mean over an input's tokens, and row {place:,} (0-based) of "
+                f"the {told} has none. Use prompt, or leave such rows out of the benchmark"
             )
         if whole:  # for their embeddings alone
             return

@@ -44,7 +44,8 @@ def follow(pack: Pack, context: Context) -> None:
             position, lineages = how
             blends.clear()
             for member in members.all:
-                if member.method.reads_history(position):
+                learns = member.lineages[position] in lineages  # not what has failed, or is in the store
+                if learns and member.method.reads_history(position):
                     member.snapshots = [snapshot(lineage) for lineage in member.lineages[:position]]
             learn_together(members, position, lineages, say_nothing)
         else:

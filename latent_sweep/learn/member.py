@@ -124,6 +124,7 @@ class MemberRun:
             context.store.checkpoint(self.lineages[position]),
             rows("validation") if carve else (),
             on_step,
+            len(tasks_learned(self.method, position, len(self.tasks))),
         )
 
     def snapshot(self, position: int, training: TaskTraining, summary: TrainingSummary) -> Snapshot:

@@ -373,6 +373,11 @@ def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArr
     if settings.pool.special == "drop":
         special = set(backbone.tokenizer.all_special_ids)
         rows = [[token for token in row if token not in special] for row in rows]
+    if [] in rows:
+        raise DataError(
+            f"router.pool: row {rows.index([]):,} (0-based) of a task has no token to take the mean of, with scope "
+            f"{settings.pool.scope} and special {settings.pool.special}; use scope prompt, or special keep"
+        )
     if not settings.pool.mask_pad:
         longest = max(map(len, rows))
         rows = [row + [backbone.pad_id] * (longest - len(row)) for row in rows]

@@ -122,7 +122,7 @@ def _first_steps(run: MemberRun, on_step: Progress) -> TaskTraining:
         update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
     )
     nowhere = TaskCheckpoint(run.context.storage, run.context.storage.folder / "profiles" / "none.safetensors")
-    return replace(run.training(0, on_step), settings=settings, checkpoint=nowhere, validation=())
+    return replace(run.training(0, on_step), settings=settings, checkpoint=nowhere, validation=(), tasks=1)
 
 
 _SIZES = ("batch_size", "micro_batch_size", "gradient_checkpointing", "optimizer")

@@ -84,6 +84,8 @@ class TaskTraining:
     """Held-out rows for `select: best_validation`."""
     on_step: Progress = lambda step, steps, losses: None
     """Called after each step with its number (1-based), the number of steps, and the loss terms."""
+    tasks: int = 1
+    """How many tasks have these rows: `max_steps` is of each."""
 
 
 def train_pack(
@@ -123,6 +125,10 @@ def _train(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) -> N
         batches = _Batches(staying, engine, ahead=1) if staying else None
         for trainer, norm, terms in zip(going, *_read(norms, losses), strict=True):
             trainer.advance(terms, norm)
+        if any(trainer.goes_on for trainer in going):  # or else all are stored now
+            for trainer in going:
+                if trainer.step == trainer.steps and trainer.failure is None:
+                    trainer.save()
         for trainer in going:
             trainer.seconds += (time.monotonic() - began) / len(going)
 
@@ -195,7 +201,7 @@ class _Trainer:
             load_drawn(self.learner, _named(self._found[0], "drawn."))
         self.rows = [dict(row) for row in rows_trained(training.learner, training.examples)]
         self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
-        self.steps = settings.step_count(len(self.rows))
+        self.steps = settings.step_count(len(self.rows), training.tasks)
         self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
         self.trained = Trained(self.learner.parameters(), settings, self.steps)
         self.optimizer: tuple[Optimizer, int]
@@ -269,10 +275,21 @@ class _Trainer:
         if self.step % self.training.settings.checkpoint_every == 0:
             give_back_memory()
             if not last:
-                tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
-                if self.group.leads:
-                    self.training.checkpoint.save(tensors, facts)
+                self.save()
         self.training.on_step(self.step, self.steps, losses)
+
+    def save(self) -> None:
+        """Write a checkpoint, if this worker is the first of its group."""
+        tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
+        if self.group.leads:
+            self.training.checkpoint.save(tensors, facts)
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Give up what the optimizer has of all members together: until here the parameters are views of that."""
+        for parameter in self.learner.parameters().values():
+            parameter.data = parameter.data.clone()
+        del self.optimizer
 
     def outcome(self) -> TrainingSummary | Exception:
         if self.failure is not None:
@@ -304,6 +321,9 @@ class _Optimizers:
         if self._trainers == trainers:
             return self
         states = [optimizer.state(member) for optimizer, member in (t.optimizer for t in trainers)]
+        for trainer in self._trainers:
+            if trainer not in trainers:
+                trainer.leave()
         found = _Optimizers(trainers)
         for trainer, state in zip(trainers, states, strict=True):
             optimizer, member = trainer.optimizer

@@ -31,7 +31,8 @@ class TrainingSettings(Settings):
     schedule: Literal["constant", "linear"] = Field("constant", json_schema_extra=FROM_PRESET)
     """After the warm-up the learning rate stays, or falls linearly to zero at the task's end."""
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", json_schema_extra=FROM_PRESET)
-    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's)."""
+    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's). Its moments and
+    clipping are those of whole tensors: of adapters, all projections' together."""
     batch_size: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
@@ -41,7 +42,7 @@ class TrainingSettings(Settings):
     epochs: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Passes over a task's training rows."""
     max_steps: int | None = Field(None, ge=1)
-    """At most this many optimizer steps per task, whatever `epochs` says."""
+    """At most this many optimizer steps per task, whatever `epochs` says; joint training has those of all tasks."""
     weight_decay: float = Field(0.0, ge=0, json_schema_extra=FROM_PRESET)
     """Decoupled weight decay (A28)."""
     gradient_clip: float | None = Field(1.0, gt=0)
@@ -66,10 +67,10 @@ class TrainingSettings(Settings):
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
     """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
 
-    def step_count(self, rows: int) -> int:
-        """Optimizer steps for a task of this many training rows."""
+    def step_count(self, rows: int, tasks: int = 1) -> int:
+        """Optimizer steps for this many training rows, which so many tasks have together."""
         steps = self.epochs * math.ceil(rows / self.batch_size)
-        return steps if self.max_steps is None else min(steps, self.max_steps)
+        return steps if self.max_steps is None else min(steps, tasks * self.max_steps)
 
 
 class EvaluationSettings(Settings):

@@ -131,7 +131,8 @@ class Trial:
 
     def steps(self, position: int) -> int:
         """Count the optimizer steps of a stage; 0 where it learns nothing."""
-        return self.settings.training.step_count(sum(self.rows_learned(position).values()))
+        rows = self.rows_learned(position)
+        return self.settings.training.step_count(sum(rows.values()), len(rows))
 
     @property
     def _learned(self) -> list[Sequence[int]]:
@@ -213,6 +214,8 @@ class Trial:
                 "parents": json_list(lineages[:position] if method.reads_history(position) else []),
                 # ours read the position where `stage_identity` says so; one from outside is told of it, and may
                 **({} if self.method_source is None else {"position": str(position)}),
+                # which once was the limit of all of them together
+                **({"max_steps": '"for each task"'} if len(learned) > 1 and s.training.max_steps else {}),
             }
             # a stage that learns nothing leaves behind what was there before it
             contents.append(common | stage if learned or not contents else contents[-1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.peft_models import peft_model
 from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
-from helpers.sweeps import tiny
+from helpers.sweeps import change_benchmark, tiny, write_benchmark
 from helpers.tiny import bank_of, random_rows
 from peft import LoraConfig, LoraModel
 from torch import nn
@@ -26,7 +26,7 @@ from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone,
 from latent_sweep.backbones.layouts import Padded, Shared
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.outlines import linears_of, model_class, model_config, outline
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.learn.training import recomputing
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.forecast import _memory_lines
@@ -522,6 +522,20 @@ def test_rows_longer_than_the_table_of_positions_are_refused(name, prompt, answe
     refusal = f"{name} has places for 64 tokens, and train rows of mood {said}"
     with nullcontext() if said is None else pytest.raises(ConfigError, match=refusal):
         runs.run(runs.packs_of({"name": "tiny", "trial": trial}))
+
+
+def test_rows_without_what_the_router_pools_are_refused_before_they_are_learned(runs, tmp_path):
+    place = write_benchmark(tmp_path / "own")
+    rows = json.loads((place / "left" / "train.json").read_text())
+    rows[3]["input"] = ""
+    (place / "left" / "train.json").write_text(json.dumps(rows))
+    change_benchmark(place, task_instruction="Say one of two words.")
+    trial = {"method": {"name": "latent_lora", "rank": 2}, "backbone": {"name": "tiny-llama", "dtype": "float32"}}
+    trial |= {"benchmark": {"name": str(place)}, "training": {"epochs": 1, "batch_size": 4}}
+    said = r"input_only takes the mean over an input's tokens, and row 3 \(0-based\) of the train rows of left has none"
+    with pytest.raises(DataError, match=said):
+        runs.run(runs.packs_of({"name": "tiny", "trial": trial | {"router": {"pool": {"scope": "input_only"}}}}))
+    assert not list((runs.folder / "snapshots").glob("*.json"))
 
 
 def test_the_router_reads_gemmas_table_without_its_scale():

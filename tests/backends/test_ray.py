@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import subprocess
+from types import SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -22,7 +23,7 @@ from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.sealed import read_sealed_json
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import ResourceSettings
+from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import expand, pack
 
 TWO_CPUS = (os.cpu_count() or 1) >= 2
@@ -226,6 +227,23 @@ def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
     with pytest.raises(InterruptedError):
         ray_group._Worker(0, 2).run("127.0.0.1", 0, one, folder, sweep.run)
     assert told == [0.5] * 3
+
+
+@pytest.mark.parametrize(("tasks", "grace"), [(3, 3), (4, 2), (6, 3), (15, 15), (15, 20), (1, 3)])
+def test_asha_stops_no_trial_that_has_learned_all_tasks(tasks, grace):
+    """Where a rung falls on the last task, which a grace of all tasks asks for: it would be a result thrown away."""
+    settings = {"name": "asha", "grace_tasks": grace, "reduction_factor": 2}
+    scheduler = ray_tune._scheduler(RunSettings.model_validate({"scheduler": settings}), tasks)
+    scheduler.set_search_properties("AP", "max")
+    ended = []
+    for number, performance in enumerate((0.9, 0.8, 0.7, 0.95)):
+        trial = SimpleNamespace(trial_id=str(number))
+        scheduler.on_trial_add(None, trial)
+        told = ({"tasks_seen": seen, "AP": performance} for seen in range(1, tasks + 1))
+        decisions = [scheduler.on_trial_result(None, trial, result) for result in told]
+        ended.append(decisions.index("STOP") + 1 if "STOP" in decisions else None)
+    assert tasks not in ended
+    assert any(ended) == (grace < tasks), "and still those that have tasks left"
 
 
 @pytest.mark.slow

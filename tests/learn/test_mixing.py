@@ -327,6 +327,13 @@ def test_phi_is_the_mean_of_the_embeddings_that_count(backbone, pool_settings, k
     np.testing.assert_allclose(found, expected, rtol=0, atol=PRODUCT * np.abs(expected).max())
 
 
+def test_a_row_without_tokens_has_no_mean(backbone):
+    with pytest.raises(DataError, match=r"row 1 \(0-based\) of a task has no .* scope input_only and special keep"):
+        pool(backbone, Rows("x", PROMPTS, [[11, 12], []]), RouterSettings(pool={"scope": "input_only"}))
+    with pytest.raises(DataError, match="row 0 "):
+        pool(backbone, Rows("x", [[1, 2], [10]], INPUTS), RouterSettings(pool={"special": "drop"}))
+
+
 def test_phi_of_a_row_does_not_depend_on_the_others(backbone):
     prompts = rows_of(0, "train", 12)["prompt_ids"]
     whole = pool(backbone, Rows("x", prompts), RouterSettings())

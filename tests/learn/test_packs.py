@@ -1,6 +1,7 @@
 """Members of a pack learn side by side in one forward pass, and end as they would alone."""
 
 import dataclasses
+import gc
 import json
 
 import pytest
@@ -11,9 +12,12 @@ from safetensors.torch import load_file
 
 from latent_sweep.adapters.bank import Adaptation, side_by_side
 from latent_sweep.errors import ConfigError, NonFiniteLoss
+from latent_sweep.learn.context import Context
 from latent_sweep.learn.engine import Engine
+from latent_sweep.learn.follow import follow
 from latent_sweep.learn.packing import PackTiming, best_size, measure, split
 from latent_sweep.learn.training import TaskTraining, train_pack
+from latent_sweep.learn.worker_group import WorkerGroup
 from latent_sweep.methods import method_class
 from latent_sweep.methods.capabilities import penalties_of
 from latent_sweep.methods.latent_lora import LatentLearner
@@ -214,6 +218,54 @@ def test_members_may_stand_at_different_steps(trainings, backbone, bank):
         assert_trained_alike(found["R"], alone["R"])
 
 
+def one_after_another(made):
+    """The same trainings, of which each takes four steps more than the one before; checkpoints at every other step."""
+    for i, lesson in enumerate(made):
+        settings = lesson.settings.model_copy(update={"max_steps": 4 * (i + 1), "checkpoint_every": 2})
+        yield dataclasses.replace(lesson, settings=settings)
+
+
+def test_members_that_have_ended_leave_nothing_of_the_optimizer_behind(trainings, backbone, bank):
+    """Numbers and moments of all members are one matrix each: kept for each that leaves, they would add up."""
+    made = list(one_after_another(trainings("seq_lora", members=SAME)))
+    size = sum(p.numel() for p in made[0].learner.parameters().values())
+    kept = []
+
+    def look(step, steps, losses):
+        gc.collect()
+        alive = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+        rows = {t.untyped_storage().data_ptr(): len(t) for t in alive if t.dim() == 2 and t.shape[1] == size}
+        kept.append(sum(rows.values()))
+
+    made[-1] = dataclasses.replace(made[-1], on_step=look)
+    train_pack(made, Engine(backbone=backbone), bank)
+    assert kept[0] == 3 * 4 and kept[-1] == 3  # numbers and two moments, of four members and of one
+
+
+@pytest.mark.one_machine
+@pytest.mark.parametrize("cut_at", [3, 5, 7, 11])
+def test_a_pack_that_is_cut_after_a_members_end_goes_on_with_the_same_bits(trainings, backbone, bank, cut_at):
+    """Which members are at work beside others decides to what length rows are padded, and so how sums round."""
+    whole = list(one_after_another(trainings("seq_lora", "whole")))
+    summaries = train_pack(whole, Engine(backbone=backbone), bank)
+
+    def cut(step, steps, losses):
+        if step == cut_at:
+            raise KeyboardInterrupt
+
+    begun = list(one_after_another(trainings("seq_lora", "cut")))
+    begun[-1] = dataclasses.replace(begun[-1], on_step=cut)
+    with pytest.raises(KeyboardInterrupt):
+        train_pack(begun, Engine(backbone=backbone), bank)
+    resumed, steps = list(one_after_another(trainings("seq_lora", "cut"))), []
+    resumed[0] = dataclasses.replace(resumed[0], on_step=lambda step, *of: steps.append(step))
+    again = train_pack(resumed, Engine(backbone=backbone), bank)
+    assert again == summaries
+    assert steps == ([] if cut_at > 4 else [3, 4])
+    for before, after in zip(trained(whole), trained(resumed), strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 # --- whole packs -----------------------------------------------------------------------------------------------------
 
 TASKS = ["mood", "ticket"]
@@ -261,6 +313,24 @@ def test_a_trial_that_fails_leaves_its_pack(tmp_path):
     with pytest.raises(NonFiniteLoss):
         runs.run([again])
     assert len(runs.stages) == stages, "what has finished has nothing left to do"
+
+
+def test_a_worker_that_follows_asks_nothing_of_members_that_have_failed(runs):
+    """They have left no snapshot that a worker of the group could read."""
+    changes = {**SWEEP, "search": {"training.learning_rate": [0.01, 1e30]}, "trial__method__ortho_lambda": 1e-3}
+    (pack,) = runs.packs(**changes, run__pack=["training.learning_rate"])
+    with pytest.raises(NonFiniteLoss):  # once the other one has come to its end
+        runs.run([pack])
+    good, bad = (trial.lineages() for trial in pack.trials)
+    assert not (runs.folder / "snapshots" / f"{bad[0]}.json").exists()
+    orders = iter([("load",), ("learn", 0, [good[0], bad[0]]), ("learn", 1, [good[1]]), ("end",)])
+
+    class Second(WorkerGroup):
+        def next_order(self):
+            return next(orders)
+
+    follow(pack, Context(pack.trials[0], runs.sweep.storage, Engine(group=Second())))
+    assert next(orders, None) is None
 
 
 def test_what_may_share_a_pack(runs):

@@ -17,6 +17,7 @@ from latent_sweep.methods import METHODS
 from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
 from latent_sweep.settings import canonical_json, content_hash, json_list, json_object
 from latent_sweep.store.folders import SweepFolder, open_sweep
+from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep, trial_settings
 from latent_sweep.sweep.forecast import estimate
@@ -459,6 +460,22 @@ def test_data_in_two_folders_makes_one_trial_only_where_it_is_the_same(tmp_path)
     rows.write_text(rows.read_text().replace("row 0", "row zero"))
     with pytest.raises(ConfigError, match=r"benchmark\.data_dir: .*/a and .*/b hold different data of one benchmark"):
         trials_of(content)
+
+
+def test_joint_training_has_the_steps_of_all_its_tasks(runs):
+    """Where the steps of a task are limited: it would be no reference from above with those of one."""
+    benchmark = {"name": "builtin", "tasks": ["mood", "ticket", "date"], "train_per_task": 16, "test_per_task": 2}
+    training = {"epochs": 2, "batch_size": 4, "max_steps": 3, "learning_rate": 0.01}
+    shared = {"trial__benchmark": benchmark, "search": {}, "trial__method": {"name": "joint_lora", "rank": 2}}
+    content = tiny(trial__training=training, **shared)
+    (trial,) = trials_of(content)
+    assert [trial.steps(position) for position in range(3)] == [9, 0, 0]
+    (pack,) = runs.packs_of(content)
+    runs.run([pack])
+    told = [event["steps"] for event in stages(runs.sweep.journal(trial.trial_id).read())]
+    assert told[0] == 9
+    (unlimited,) = trials_of(tiny(trial__training=training | {"max_steps": None}, **shared))
+    assert unlimited.steps(0) == 24
 
 
 @pytest.mark.parametrize("mode", ["sum", "lexical", "oracle"])
