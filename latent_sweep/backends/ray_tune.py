@@ -529,7 +529,7 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
         """Stops nobody who has learned all tasks: that is a result like any other, and its costs are spent."""
 
         def on_trial_result(self, tune_controller: Any, trial: Any, result: Mapping[str, Any]) -> str:
-            if result["tasks_seen"] >= n_tasks:
+            if result.get("tasks_seen", 0) >= n_tasks:
                 return str(FIFOScheduler.CONTINUE)
             return str(super().on_trial_result(tune_controller, trial, result))
 
