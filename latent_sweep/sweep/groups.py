@@ -31,8 +31,8 @@ class TrainingSettings(Settings):
     schedule: Literal["constant", "linear"] = Field("constant", json_schema_extra=FROM_PRESET)
     """After the warm-up the learning rate stays, or falls linearly to zero at the task's end."""
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", json_schema_extra=FROM_PRESET)
-    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's). Its moments and
-    clipping are those of whole tensors: of adapters, all projections' together."""
+    """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's). It sees whole
+    tensors, which of adapters hold all projections: they are clipped together, and LoRA's outputs share moments."""
     batch_size: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
