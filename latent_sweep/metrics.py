@@ -11,7 +11,7 @@ import inspect
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -33,6 +33,14 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def normalise_answer(text: str) -> str:
     """`text` in lower case, without ASCII punctuation, with single spaces; articles are kept."""
     return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
+
+
+def counted_alike(answers: Iterable[str]) -> list[str]:
+    """Return the first answers that differ and that `exact_match` takes for equal; empty where it tells all apart."""
+    groups: dict[str, list[str]] = {}
+    for answer in dict.fromkeys(answers):
+        groups.setdefault(normalise_answer(answer), []).append(answer)
+    return next((group for group in groups.values() if len(group) > 1), [])
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:

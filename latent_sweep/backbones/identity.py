@@ -100,11 +100,18 @@ def _source_identity(name: str, revision: str | None) -> Any:
 
 
 def _folder_digest(folder: Path) -> str:
-    """Names, sizes and samples of every file; read once as long as no file is written again."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Names, sizes and samples of every file but hidden ones; read once as long as no file is written again.
+
+    Tools keep books in these: the hub's, of when something was downloaded, in `.cache`.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
     stats = [path.stat() for path in paths]
     files = tuple((str(p), s.st_size, s.st_mtime_ns) for p, s in zip(paths, stats, strict=True))
     return _files_digest(str(folder), files)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.errors import StoreError
 from latent_sweep.results.tracked import MODEL_FOLDER
 from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.journal import stages
 from latent_sweep.store.versions import declared
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def log_best(sweep: SweepFolder) -> None:
 
     with suppress(StoreError):  # there is none, or none that is whole
         content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)
-        if content.origin.trial_id == find_trial(sweep).trial_id:
+        best = find_trial(sweep)
+        lineages = [task.snapshot.lineage for task in content.learned]
+        if content.origin.trial_id == best.trial_id and lineages == [e["lineage"] for e in stages(best.events())]:
             return
     model = ContinualModel.from_sweep(sweep.path)
     try:

@@ -278,7 +278,7 @@ def _run_work(
         log.exception("pack %s failed", left.pack_id)  # and run_pack has said so in the journals
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
             _bring_journals(left, sweep)
-            _journal_failure(left, sweep, **failure_facts(error))
+            _journal_failure(left, sweep, failure_facts(error))
         if still_to_try(left, sweep, launched, run) is not None:
             redact_error(error)
             raise
@@ -288,6 +288,12 @@ def _bring_journals(pack: Pack, sweep: SweepFolder) -> None:
     """Have the journals of a pack's trials here as they are where all nodes read them."""
     for trial in pack.trials:
         sweep.storage.bring_journal(sweep.journal(trial.trial_id).path)
+
+
+def _pull_trials(pack: Pack, sweep: SweepFolder) -> None:
+    """Have all files of a pack's trials here: who has a journal alone takes its end for one that was brought whole."""
+    for trial in pack.trials:
+        sweep.storage.pull(sweep.journal(trial.trial_id).path.parent)
 
 
 def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
@@ -309,7 +315,7 @@ def _failure_stopper(sweep: SweepFolder, run: RunSettings) -> Any:
                 self.look(*(trial for trial in trials if trial.status == "RUNNING"))
 
         def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            _bring_journals(_work(trial)[0], sweep)  # it is not among those that run any more
+            _pull_trials(_work(trial)[0], sweep)  # it is not among those that run any more
             self.look(trial)
 
         def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
@@ -334,7 +340,7 @@ def _loss_recorder(sweep: SweepFolder, run: RunSettings) -> Any:
             if isinstance(cause, ConfigError):
                 raise cause  # it holds for every trial
             pack, launched = _work(trial)
-            _bring_journals(pack, sweep)
+            _pull_trials(pack, sweep)
             say_lost(pack, sweep, _loss_kind(cause), str(cause or "it ended, and Ray does not say why"))
             if still_to_try(pack, sweep, launched, run) is None:
                 trial.max_failures = 0  # a worker that cannot even begin would be started for ever
@@ -529,7 +535,7 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
         """Stops nobody who has learned all tasks: that is a result like any other, and its costs are spent."""
 
         def on_trial_result(self, tune_controller: Any, trial: Any, result: Mapping[str, Any]) -> str:
-            if result.get("tasks_seen", 0) >= n_tasks:
+            if not result.get("tasks_left", 1):
                 return str(FIFOScheduler.CONTINUE)
             return str(super().on_trial_result(tune_controller, trial, result))
 
@@ -544,7 +550,8 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
 def _close(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
     """Say in the journals what only Tune knows: what ended a trial before its end."""
     if error is not None:
-        _journal_failure(pack, sweep, "lost", redact(str(error))[-2000:], traceback_text(error))
+        facts = {"kind": "lost", "message": redact(str(error))[-2000:], "traceback": traceback_text(error)}
+        _journal_failure(pack, sweep, facts)
         return
     for journal, events in unfinished(pack, sweep):
         if events:
@@ -552,7 +559,7 @@ def _close(pack: Pack, sweep: SweepFolder, error: Exception | None) -> None:
             journal.append("stopped", tasks_seen=seen, reason=reason)
 
 
-def _journal_failure(pack: Pack, sweep: SweepFolder, kind: str, message: str, traceback: str) -> None:
+def _journal_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> None:
     """Say in the journals of a pack's unfinished trials what ended them."""
     for journal, _ in unfinished(pack, sweep):
-        journal.append("failed", kind=kind, message=message, traceback=traceback, task=None, step=None)
+        journal.append("failed", **facts, task=None, step=None)

@@ -7,6 +7,7 @@ is guessed stands in the file with what it was guessed from, for its reader to c
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from latent_sweep.benchmarks.records import SUFFIXES, read_json, read_records
 from latent_sweep.benchmarks.rows import Row, row_of
 from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec
 from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.metrics import counted_alike
 from latent_sweep.settings import parse_yaml, yaml_text
 
 MOST_LABELS = 20
@@ -52,6 +54,8 @@ ANSWERS = (
 """Columns that are answers, by name, the surest first."""
 INPUTS = (
     ("premise", "hypothesis"),
+    ("instruction", "input"),
+    ("question", "sentence"),
     ("sentence1", "sentence2"),
     ("question1", "question2"),
     ("context", "question"),
@@ -136,17 +140,15 @@ def _tasks(folder: Path, home: Path, left_over: list[Path]) -> Iterator[_Found]:
     data = [p for p in files if p.suffix.lower() in SUFFIXES and not any(s in p.parents for s in saved)]
     data = [path for path in data if path.name != "dataset_dict.json"]
     groups: dict[tuple[Path, str], dict[str, list[Path]]] = {}
-    for path in [*data, *saved]:
-        if path.suffix == ".json" and (content := _superni(path)) is not None:
+    parts = {path: _split_of(path) for path in [*data, *saved]}
+    trained = {(path.parent, part[1]) for path, part in parts.items() if part is not None and part[0] == "train"}
+    for path, part in parts.items():
+        cut = part is not None and (path.parent, part[1]) in trained  # CL_Benchmark has them cut already
+        if path.suffix == ".json" and not cut and (content := _superni(path)) is not None:
             yield _task_file(path, content, home)
-            continue
-        name = path.stem if path.is_file() else path.name
-        for split in ("train", *_OTHERS):
-            pattern = _TRAIN if split == "train" else re.compile(rf"(?i)(?<![a-z]){split}(?![a-z])")
-            if pattern.search(name):
-                rest = re.sub(r"-\d{5}-of-\d{5}$", "", pattern.sub("", name)).strip("-_. ")
-                groups.setdefault((path.parent, rest), {}).setdefault(split, []).append(path)
-                break
+        elif part is not None:
+            split, rest = part
+            groups.setdefault((path.parent, rest), {}).setdefault(split, []).append(path)
     for (parent, rest), splits in groups.items():
         if "train" in splits and len(splits) > 1:
             name = parent.parent.name if parent.name == "data" else parent.name  # as the hub lays out its data sets
@@ -155,9 +157,19 @@ def _tasks(folder: Path, home: Path, left_over: list[Path]) -> Iterator[_Found]:
             left_over += [path for paths in splits.values() for path in paths]
 
 
+def _split_of(path: Path) -> tuple[str, str] | None:
+    """The split that the name of a file or folder tells of, and the rest of the name; None where it tells of none."""
+    name = path.stem if path.is_file() else path.name
+    for split in ("train", *_OTHERS):
+        pattern = _TRAIN if split == "train" else re.compile(rf"(?i)(?<![a-z]){split}(?![a-z])")
+        if pattern.search(name):
+            return split, re.sub(r"-\d{5}-of-\d{5}$", "", pattern.sub("", name)).strip("-_. ")
+    return None
+
+
 def _superni(path: Path) -> dict[str, Any] | None:
     """The content of a task file of Super-NaturalInstructions; None where it is none."""
-    if _TRAIN.search(path.stem) or path.stem.lower() in _OTHERS:  # CL_Benchmark has them cut already
+    if path.stem.lower() in ("train", *_OTHERS):
         return None
     content = read_json(path)
     known = isinstance(content, dict) and "Definition" in content and isinstance(content.get("Instances"), list)
@@ -221,8 +233,19 @@ def _has_answers(path: Path, mapping: Mapping[str, str]) -> bool:
 
 def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Templates over the columns of a record, with remarks; none where rows are recognised without them."""
-    if any(key in record and isinstance(record.get(answer), (str, list)) for key, answer in TEXT_COLUMNS.items()):
-        return {}, []
+    for key, known in TEXT_COLUMNS.items():
+        if key in record and isinstance(record.get(known), (str, list)):
+            more = [c for c, value in record.items() if isinstance(value, str) and c not in (key, known)]
+            more = [column for column in more if not NO_TEXT.fullmatch(column)]
+            pair = next((names for names in INPUTS if len(names) > 1 and {*names} == {key, *more}), None)
+            if pair is not None:
+                template = "\n".join(f"{{{column}}}" for column in pair)
+                remark = f"`input` is guessed from the columns {', '.join(pair)}"
+                return {"input": template, "output": f"{{{known}}}"}, [remark]
+            unread = (
+                f"not read: the columns {', '.join(more)}; `input` and `output` templates in a source can name them"
+            )
+            return {}, [unread] * bool(more)
     told = f"{path}: found the columns {', '.join(map(repr, record))}"
     usable = [column for column in record if not re.search(r"[{}\[\]!:]", column)]  # what a template can name
     lowered = {column.lower(): column for column in usable}
@@ -246,12 +269,12 @@ def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) 
 
 def _named(found: list[_Found]) -> list[_Found]:
     """Give every task a name that is safe and its own."""
-    taken: Counter[str] = Counter()
+    taken: set[str] = set()
     for task in found:
-        task.name = re.sub(r"[^A-Za-z0-9_.-]+", "_", task.name).strip("_.-")[:90] or "task"
-        taken[task.name] += 1
-        if taken[task.name] > 1:
-            task.name += f"-{taken[task.name]}"
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", task.name).strip("_.-")[:90] or "task"
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        task.name = name if name not in taken else next(each for each in numbered if each not in taken)
+        taken.add(task.name)
     return found
 
 
@@ -287,7 +310,7 @@ def _seen(task: _Found, home: Path) -> _Seen:
     count = rows.total()
     labels = sorted(answers) if _are_labels(answers, count) else None
     metric = "rouge_l"
-    if labels is not None:
+    if labels is not None and not counted_alike(labels):
         metric = "accuracy"
     elif numbers >= SHARE * count:
         metric = "number_match"

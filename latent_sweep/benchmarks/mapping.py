@@ -48,6 +48,9 @@ def _texts(value: Any) -> Any:
     return tuple(text_of(entry) for entry in values)
 
 
+_OF_TEXT = (".json", ".jsonl", ".csv", ".tsv")
+"""Endings of files whose numbers are text already."""
+
 Paths = Annotated[tuple[PathText, ...], BeforeValidator(_paths), Field(strict=False)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
@@ -111,6 +114,12 @@ class SourceSpec(Settings):
         for template in (self.input, self.output):
             if template is not None:
                 _fields(template)
+        read = self.columns()
+        if read is not None and (unread := sorted(self.names.keys() - read)):
+            raise ValueError(
+                f"`names`: found {', '.join(map(quoted, unread))}, which neither `input`, `output` nor `where` reads; "
+                f"they read {', '.join(sorted(read))}"
+            )
         return self
 
     def __hash__(self) -> int:
@@ -132,6 +141,9 @@ class SourceSpec(Settings):
         found = {name: value for name, value in self.identity().items() if value not in (None, {}, [])}
         if self.kind != "hub":
             del found["split"]
+        named = (*self.train, *self.test) if isinstance(self.test, tuple) else ()
+        if self.kind == "hub" or not all(path.lower().endswith(_OF_TEXT) for path in named):
+            found["numbers"] = "shortest"  # of float32, as text: once they had the digits of their double
         return found | ({"superni_test": self.test_instances} if self.kind == "superni" else {})
 
     def columns(self) -> frozenset[str] | None:
@@ -162,8 +174,10 @@ class RecordReader:
         """Put names in the place of a record's classes.
 
         Raises:
-            DataError: a class has no name.
+            DataError: a class has no name, or `names` has a column that there is none of.
         """
+        for column in self.source.names:
+            self._value(where, record, column, ())
         return {c: self._named(where, c, value) if c in self.classes else value for c, value in record.items()}
 
     def fits(self, where: str, record: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,13 @@ def _digest(path: Path) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    """A file itself, or of a saved data set's folder those that are read: whoever filters it leaves caches there."""
+    if not path.is_dir():
+        return [path]
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        state = json.loads((path / "state.json").read_bytes())
+        return sorted({path / one["filename"] for one in state["_data_files"]} | {path / "dataset_info.json"})
+    return sorted(file for file in path.rglob("*") if file.is_file())
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -256,11 +263,22 @@ def _taken(path: Path, batches: Iterator[Any], names: Collection[str]) -> Iterat
     number = 0
     try:
         for batch in batches:
-            for record in batch.to_pylist():
+            for record in _shortest(batch).to_pylist():
                 number += 1
                 yield f"row {number}", record
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}, after row {number}: cannot be read: {error}.") from error
+
+
+def _shortest(batch: Any) -> Any:
+    """Give numbers of 32 bits the digits that tell them apart: as doubles 0.1 would be 0.10000000149011612."""
+    import pyarrow as pa
+
+    for place, column in enumerate(batch.schema):
+        if pa.types.is_float32(column.type):
+            doubles = batch.column(place).cast(pa.string()).cast(pa.float64())
+            batch = batch.set_column(place, column.name, doubles)
+    return batch
 
 
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:

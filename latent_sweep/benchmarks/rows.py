@@ -80,9 +80,13 @@ def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
     return _whole_characters(where, Row(str(row_id), text, tuple(references)))
 
 
+def is_whole(text: str) -> bool:
+    """Whether UTF-8 can hold a text: not half of a surrogate pair."""
+    return text.isascii() or _HALF_PAIR.search(text) is None
+
+
 def _whole_characters(where: str, row: Row) -> Row:
-    parts = (row.id, row.input, *row.references)
-    if not all(map(str.isascii, parts)) and any(map(_HALF_PAIR.search, parts)):
+    if not all(map(is_whole, (row.id, row.input, *row.references))):
         raise DataError(f"{where}: found half of a surrogate pair, which UTF-8 cannot hold; expected whole characters.")
     return row
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_va
 from latent_sweep.benchmarks.hub import pinned
 from latent_sweep.benchmarks.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
-from latent_sweep.metrics import check_metric
+from latent_sweep.metrics import check_metric, counted_alike
 from latent_sweep.security import quoted
 from latent_sweep.settings import (
     FROM_PRESET,
@@ -83,6 +83,16 @@ class TaskSpec(Settings):
         if not isinstance(content, dict) or "name" not in content:
             return content
         return {"title": content["name"], "folder": content["name"]} | content
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> TaskSpec:
+        if self.metric == "accuracy" and (alike := counted_alike(self.labels or ())):
+            raise ValueError(
+                f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
+                f"{' and '.join(map(quoted, alike))} would count as equal; give them names, as by `names` in a source, "
+                "or take another metric"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_paraphrases(self) -> TaskSpec:

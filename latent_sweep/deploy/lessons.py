@@ -79,6 +79,8 @@ def lesson_of(
         )
     reading = _with_task(trial, task, source)
     _check_rows(reading, task)
+    if rows:
+        _check_limits(reading, task, len(rows), len(held_out))
     return Lesson(task, replace(reading, spec=_holding(trial.spec, task)), reading)
 
 
@@ -134,6 +136,22 @@ def _holding(spec: BenchmarkSpec, task: TaskSpec) -> BenchmarkSpec:
     """Return the benchmark with this task, in the place of one of the same name."""
     others = tuple(known for known in spec.tasks if known.name != task.name)
     return spec.model_copy(update={"tasks": (*others, task)})
+
+
+def _check_limits(trial: Trial, task: TaskSpec, rows: int, held_out: int) -> None:
+    """Refuse more rows than the trial takes of a task: it would draw some of them.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    b = trial.settings.benchmark
+    for name, limit, given in (("train", b.train_per_task, rows), ("test", b.test_per_task, held_out)):
+        if limit is not None and given > limit:
+            what = "training rows" if name == "train" else "held-out rows"
+            raise ConfigError(
+                f"task {task.name}: found {given:,} {what}; this model's trial takes {limit:,} of a task "
+                f"(benchmark.{name}_per_task), as of those before. Give at most so many"
+            )
 
 
 def _check_rows(trial: Trial, task: TaskSpec) -> None:

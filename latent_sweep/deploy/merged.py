@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from latent_sweep.backbones.files import WEIGHTS
 from latent_sweep.deploy.adapters import adapter_for
-from latent_sweep.deploy.card import front_matter, provenance
+from latent_sweep.deploy.card import front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
 from latent_sweep.errors import ConfigError
 from latent_sweep.store.files import committing, write_file
@@ -40,6 +40,8 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
         W = weights[f"{name}.weight"]
         changed = W.float() + adapter.pairs.scale * B.float() @ A.float()
         weights[f"{name}.weight"] = changed.to(W.dtype)
+    kept = backbone.model.state_dict().keys()  # buffers that a checkpoint has, as BART's bias of its vocabulary
+    weights |= {name: buffer for name, buffer in backbone.model.named_buffers() if name in kept}
     # not by the model's own method, which looks for accelerators and says so on standard output
     config = backbone.model.config.to_dict()
     config |= {"architectures": [type(backbone.model).__name__], "dtype": model.trial.settings.backbone.dtype}
@@ -66,7 +68,7 @@ def _card(model: ContinualModel, adapter: Adapter) -> str:
         f"# {model.trial.settings.method.name}, merged for {', '.join(adapter.tasks)}",
         "",
         f"The backbone with the adapter `{adapter.name}` added to its weights: none has to be loaded, and none can be "
-        f"changed. {rounding}Prompts end in `Output: `, as in training.",
+        f"changed. {rounding}{prompts_end(model)}",
         "",
         *provenance(model.content, model.context),
     ]

@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT
 from latent_sweep.benchmarks.prompts import bare_prompt, encode_parts, prompt_parts
+from latent_sweep.benchmarks.rows import is_whole
 from latent_sweep.benchmarks.schema import TaskSpec
 from latent_sweep.deploy import folder as folders
 from latent_sweep.deploy.content import LearnedTask, ModelContent
 from latent_sweep.deploy.lessons import Lesson, RowLike, lesson_of
 from latent_sweep.deploy.opening import BEST, content_of, find_trial, planned
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mixer
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.learn.context import Context
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.evaluation import Evaluator
@@ -171,10 +172,14 @@ class ContinualModel:
 
         Raises:
             ConfigError: there is no such task, or none where one is needed.
-            DataError: instruction and cue leave a text no room.
+            DataError: instruction and cue leave a text no room, or it is no text of whole characters.
         """
         if isinstance(texts, str):
             raise ConfigError("answer: found one text; expected a list of texts, e.g. [text]")
+        for place, text in enumerate(texts):
+            if not isinstance(text, str) or not is_whole(text):
+                found = quoted(text, 60)
+                raise DataError(f"answer: text {place} (0-based) is {found}; expected a text of whole characters")
         position = self._position(task)
         with self._lock:
             return self._answer(list(texts), position) if texts else []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.deploy.adapters import Adapter, adapters_of
-from latent_sweep.deploy.card import base_model, front_matter, provenance
+from latent_sweep.deploy.card import base_model, front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
 from latent_sweep.store.files import write_file
 
@@ -136,8 +136,8 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         "",
         f"Rank {rank}. {LOST[settings.router.mode]}",
         "",
-        f"A prompt is what stood in training, cue included: `{model.trial.spec.prompt}` of latent_sweep, ending in "
-        "`Output: `. Answers are greedy, and end at "
+        f"A prompt is what stood in training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
+        f"{prompts_end(model)} Answers are greedy, and end at "
         + (", ".join(map(repr, model.trial.spec.stop)) or "no string")
         + f" or after {settings.benchmark.max_target_length} tokens.",
         "",

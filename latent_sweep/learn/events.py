@@ -42,6 +42,7 @@ class StageDone:
     """All trials of the pack have learned and scored one more task."""
 
     tasks_seen: int
+    tasks_left: int
     matrices: Sequence[ScoreMatrix]
     """Score matrix so far, one per trial of the pack."""
 
@@ -57,7 +58,12 @@ class StageDone:
 
     def measures(self) -> dict[str, float]:
         """Return the measures that a scheduler is told."""
-        return {"tasks_seen": self.tasks_seen, "AP": self.average_performance, "FM": self.forgetting}
+        return {
+            "tasks_seen": self.tasks_seen,
+            "tasks_left": self.tasks_left,
+            "AP": self.average_performance,
+            "FM": self.forgetting,
+        }
 
 
 Emit = Callable[[Begun | Step | StageDone], None]

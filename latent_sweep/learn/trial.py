@@ -111,7 +111,7 @@ def _learn_and_score(members: Members, emit: Emit) -> None:
             with members.leaving([member], position), during("answering"):
                 score_missing(member, position, learned, emit)
         if matrices := _matrices(members, position):
-            emit(StageDone(position + 1, matrices))
+            emit(StageDone(position + 1, n_tasks - position - 1, matrices))
     for member in members.going(0):
         with members.leaving([member], n_tasks - 1):
             for run in member.trials:

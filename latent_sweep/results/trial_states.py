@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latent_sweep.store.journal import Event, Status, status, told_by_worker
+from latent_sweep.store.journal import Event, Status, row_of, status, told_by_worker
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 ENOUGH = 3
@@ -37,6 +37,8 @@ class Stage:
     tasks_seen: int
     lineage: str
     """Of its snapshot: trials that have learned it together tell each of it."""
+    row: int
+    """As `journal.row_of` has it."""
     reused: bool
     """Whether its snapshot was in the store."""
     seconds_train: float
@@ -86,7 +88,10 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
         elif at_work and told_by_worker(last):
             at_work[-1] = at_work[-1][0], last["time"]
         if last["event"] == "stage":
-            told[last["tasks_seen"]] = _stage(last)
+            stage = _stage(last)
+            if stage.tasks_seen in told and told[stage.tasks_seen].row != stage.row:  # as `journal.stages` has it
+                told = {seen: row for seen, row in told.items() if seen < stage.tasks_seen}
+            told[stage.tasks_seen] = stage
     if last is None:
         return trial
     found = status([last])
@@ -108,7 +113,8 @@ def _stage(event: Event) -> Stage:
     m = event["metrics"]
     seconds = m.get("seconds_train", 0.0)
     lineage = sys.intern(event["lineage"])  # for many trials may tell of one
-    return Stage(event["task"], event["tasks_seen"], lineage, event["reused"], seconds, m["AP"], m["FM"], event["time"])
+    what = event["task"], event["tasks_seen"], lineage, row_of(event)
+    return Stage(*what, event["reused"], seconds, m["AP"], m["FM"], event["time"])
 
 
 @dataclass(frozen=True)

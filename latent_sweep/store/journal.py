@@ -65,8 +65,8 @@ START = Place(0, 0)
 
 
 def told_by_worker(event: Event) -> bool:
-    """Whether an event says that a worker was there; of its loss somebody else tells, maybe days later."""
-    return event["event"] != "lost" and event.get("kind") != "lost"
+    """Whether an event says that a worker was there; of its loss or stop somebody else tells, maybe days later."""
+    return event["event"] not in ("lost", "stopped") and event.get("kind") != "lost"
 
 
 class Journal:
@@ -208,9 +208,23 @@ def _sync_folder(folder: Path) -> None:
 
 
 def stages(events: Sequence[Event]) -> list[Event]:
-    """The stage events by tasks seen; where one is there twice, the later wins."""
-    latest = {event["tasks_seen"]: event for event in events if event["event"] == "stage"}
+    """The stage events by tasks seen; where one is there twice, the later wins.
+
+    Where it tells of another snapshot or of other rows than before, as when data has changed, those behind it are gone.
+    """
+    latest: dict[int, Event] = {}
+    for event in events:
+        if event["event"] == "stage":
+            seen = event["tasks_seen"]
+            if seen in latest and row_of(latest[seen]) != row_of(event):
+                latest = {earlier: row for earlier, row in latest.items() if earlier < seen}
+            latest[seen] = event
     return [latest[tasks_seen] for tasks_seen in sorted(latest)]
+
+
+def row_of(stage: Event) -> int:
+    """Hash what a row of the score matrix is of, in this process: what is scored how, and the newest snapshot."""
+    return hash((stage.get("key"), stage.get("lineage")))
 
 
 def status(events: Sequence[Event]) -> Status:

@@ -32,7 +32,7 @@ from latent_sweep.benchmarks.prompts import (
 from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
 from latent_sweep.errors import DataError, MissingData
-from latent_sweep.metrics import normalise_answer, number_match
+from latent_sweep.metrics import counted_alike, normalise_answer, number_match
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
 from latent_sweep.sweep.config import Sweep, fault_report
@@ -51,10 +51,13 @@ UNCOUNTED: Mapping[str, tuple[Callable[[str], bool], str]] = {
 }
 """Metric -> whether even an equal answer scores 0, and what of an answer it counts."""
 
+MOST_LABELS = 20
+"""Different answers up to which those that count as equal are told: more are no labels."""
+
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
 
-CHECKS_VERSION = 3
+CHECKS_VERSION = 4
 """Raised when `check_pack` would find something else in the same rows."""
 
 
@@ -471,6 +474,8 @@ def _check_empty(case: Case, found: Findings) -> None:
 def _check_uncounted(case: Case, found: Findings) -> None:
     """Find answers that their metric gives 0 whatever is answered; `_check_empty` finds those that hold nothing."""
     metric = scoring_metric(case.settings, case.task)
+    if metric == "accuracy":
+        _check_told_apart(case, found)
     if metric not in UNCOUNTED:
         return
     lacks, what = UNCOUNTED[metric]
@@ -478,6 +483,26 @@ def _check_uncounted(case: Case, found: Findings) -> None:
     problem = f"hold no {what}, which is all that {metric} counts: it gives 0 to an equal answer"
     advice = "score the task by another metric, e.g. edit_similarity or chrf"
     _tell(case.name, case, "test", problem, spoiled, advice, "empty_answers", found)
+
+
+def _check_told_apart(case: Case, found: Findings) -> None:
+    """Find answers that an equal one is not equal to, once a tokenizer has read it, and those that count as equal."""
+    rows = case.rows["test"]
+    if case.reader.tokenizer is not None:
+
+        def otherwise(text: str) -> bool:
+            if text.isascii():  # tokens that are unknown are told elsewhere
+                return False
+            return normalise_answer(case.reader.seen(text)) != normalise_answer(text)
+
+        spoiled = _spoiled(case, rows, "test", otherwise)
+        problem = "have characters that the tokenizer writes otherwise (NFKC): accuracy gives 0 to an equal answer"
+        advice = f"write them as the tokenizer does{_place(case)}"
+        _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
+    answers = dict.fromkeys(" ".join(text.lower().split()) for row in rows for text in case.answers(row, "test"))
+    if len(answers) <= MOST_LABELS and (alike := counted_alike(answers)):
+        topic = f"{case.name}: accuracy ignores punctuation, so answers count as equal"
+        found.warn(topic, case.task.name, " and ".join(map(repr, alike)))
 
 
 class _Spoiled(NamedTuple):

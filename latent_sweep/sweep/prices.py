@@ -6,6 +6,7 @@ No price is looked up and none is assumed: what has none is told as an amount al
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -118,7 +119,7 @@ def gpu_price(prices: PriceSettings, name: str) -> float | None:
     Args:
         name: its type as Ray names it, or its own name, as in `NVIDIA A100-SXM4-80GB`: the longest type in it counts.
     """
-    known = [kind for kind in prices.gpu_hour if kind.lower() in name.lower()]
+    known = [kind for kind in prices.gpu_hour if re.search(rf"(?i)(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9])", name)]
     return prices.gpu_hour[max(known, key=len)] if known else prices.gpu_hour.get(OTHER)
 
 

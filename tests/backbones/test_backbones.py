@@ -320,6 +320,16 @@ def test_files_are_read_to_their_end(tmp_path):
     assert len(digests) == 4
 
 
+def test_what_tools_note_of_a_download_is_no_part_of_a_model(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = _folder_digest(tmp_path)
+    notes = tmp_path / ".cache" / "huggingface" / "download" / "model.safetensors.metadata"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("1732550400.0")
+    (tmp_path / ".gitattributes").write_text("*.safetensors filter=lfs")
+    assert _folder_digest(tmp_path) == before
+
+
 def test_identity_reads_what_can_change_a_result():
     llama = BackboneSettings(name="llama-2-7b")
     changes = [{"dtype": "float32"}, {"revision": "abc"}, {"tokenizer": "other/tokenizer"}, {"name": "llama-2-13b"}]

@@ -420,6 +420,7 @@ def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
         ),
         ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "made of several models .*text alone"),
         ({"model_type": "roberta"}, "does not write text"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "see those after themselves"),
         ({"model_type": "gpt2"}, "none of its projections is an nn.Linear"),
         ({"model_type": "clip"}, "does not write text"),

@@ -19,9 +19,11 @@ from latent_sweep.backends import ray_group, ray_tune
 from latent_sweep.backends.ray_group import keep_to_share
 from latent_sweep.backends.ray_tune import _loss_kind
 from latent_sweep.cli import main
+from latent_sweep.store.failures import during
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.sealed import read_sealed_json
+from latent_sweep.store.storage import question
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import expand, pack
@@ -229,6 +231,25 @@ def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
     assert told == [0.5] * 3
 
 
+def test_memory_that_does_not_suffice_in_a_group_is_told_with_what_it_was_for(tmp_path, monkeypatch):
+    """So that the next try takes half the rows of that."""
+    sweep = parse_sweep(tiny(search={}, run__resources={"workers": 2}), "test")
+    (one,) = pack(expand(sweep))
+    folder = open_sweep(tmp_path / sweep.name)
+    journal = folder.journal(one.trials[0].trial_id)
+
+    def group(*of):
+        journal.append("started", attempt=1, node="n", versions={}, hardware={})
+        with during("learning"):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(ray_group, "run_group", group)
+    with question(folder.storage) as asked, pytest.raises(RuntimeError, match="out of memory"):
+        ray_tune._run_work(one, {}, folder, asked, sweep.run, print)
+    (_, failed) = journal.read()
+    assert (failed["kind"], failed["during"]) == ("out_of_memory", "learning")
+
+
 @pytest.mark.parametrize(("tasks", "grace"), [(3, 3), (4, 2), (6, 3), (15, 15), (15, 20), (1, 3)])
 def test_asha_stops_no_trial_that_has_learned_all_tasks(tasks, grace):
     """Where a rung falls on the last task, which a grace of all tasks asks for: it would be a result thrown away."""
@@ -239,7 +260,7 @@ def test_asha_stops_no_trial_that_has_learned_all_tasks(tasks, grace):
     for number, performance in enumerate((0.9, 0.8, 0.7, 0.95)):
         trial = SimpleNamespace(trial_id=str(number))
         scheduler.on_trial_add(None, trial)
-        told = ({"tasks_seen": seen, "AP": performance} for seen in range(1, tasks + 1))
+        told = ({"tasks_seen": n, "tasks_left": tasks - n, "AP": performance} for n in range(1, tasks + 1))
         decisions = [scheduler.on_trial_result(None, trial, result) for result in told]
         ended.append(decisions.index("STOP") + 1 if "STOP" in decisions else None)
     assert tasks not in ended

@@ -88,6 +88,56 @@ def test_task_files_of_super_natural_instructions(tmp_path: Path, capsys: Any) -
     assert "# a fifth of 30 instances are test rows; usual are the first 100" in text
 
 
+def test_pairs_of_files_with_definitions_are_one_task_each(tmp_path: Path, capsys: Any) -> None:
+    """A file of test rows is no task file of Super-NaturalInstructions, of which most would be trained on."""
+    for split, count in (("train", 30), ("test", 8)):
+        instances = [
+            {"id": f"{split}-{i}", "input": f"{split} {i}", "output": [f"an answer, {i}"]} for i in range(count)
+        ]
+        put(tmp_path / f"nli_{split}.json", {"Definition": ["Do it."], "Instances": instances})
+    instances = [{"id": f"{i}", "input": f"in {i}", "output": [f"an answer, {i}"]} for i in range(20)]
+    put(tmp_path / "task9_mctest_eval_b.json", {"Definition": ["Do it."], "Instances": instances})
+    _, found, text = written(tmp_path, capsys)
+    assert set(found) == {"nli", "task9_mctest_eval_b"}
+    assert "# 30 training and 8 test rows" in text and "Not used" not in text
+
+
+def test_labels_that_accuracy_does_not_tell_apart_are_none(tmp_path: Path, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "mood" / f"{split}.json", rows(24, lambda i: str(i % 3 - 1)))
+        put(tmp_path / "tongue" / f"{split}.json", rows(24, lambda i: ("C++", "C#")[i % 2]))
+    _, found, _ = written(tmp_path, capsys)
+    assert {name: task.metric for name, task in found.items()} == {"mood": "number_match", "tongue": "rouge_l"}
+    (tmp_path / "own.yaml").write_text(
+        "max_target_length: 4\ntasks: [{name: mood, metric: accuracy, labels: ['-1', '0', '1']}]"
+    )
+    with pytest.raises(ConfigError, match="so '-1' and '1' would count as equal"):
+        load_benchmark(str(tmp_path / "own.yaml"))
+
+
+def test_columns_beside_those_that_are_known_are_read_or_told(tmp_path: Path, capsys: Any) -> None:
+    def row(i: int, **more: Any) -> dict[str, Any]:
+        return {"idx": i, "input": f"in {i}", "output": f"the answer is {i}", **more}
+
+    for split in ("train", "test"):
+        put(tmp_path / f"alpaca_{split}.json", [row(i, instruction=f"do {i}") for i in range(24)])
+        put(tmp_path / f"other_{split}.json", [row(i, source="a web page") for i in range(24)])
+        pairs = [{"question": f"q {i}", "sentence": f"s {i}", "label": "yes"} for i in range(24)]
+        put(tmp_path / f"qnli_{split}.json", pairs)
+    _, found, text = written(tmp_path, capsys)
+    told = {name: task.source and task.source.input for name, task in found.items()}
+    assert told == {"alpaca": "{instruction}\n{input}", "other": None, "qnli": "{question}\n{sentence}"}
+    assert "# not read: the columns source; " in text
+    assert "# `input` is guessed from the columns instruction, input" in text
+
+
+def test_names_that_are_taken_have_numbers_that_are_not(tmp_path: Path, capsys: Any) -> None:
+    for folder in ("a/x", "b/x", "c/x-2"):
+        for split in ("train", "test"):
+            put(tmp_path / folder / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    assert set(written(tmp_path, capsys)[1]) == {"x", "x-2", "x-2-2"}
+
+
 def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
     features = Features(
         {"idx": Value("int32"), "sentence": Value("string"), "label": ClassLabel(names=["bad", "good"])}

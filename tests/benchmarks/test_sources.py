@@ -12,7 +12,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import yaml
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_from_disk
 from helpers.sweeps import tiny
 
 from latent_sweep.benchmarks.loaders import data_digest, load_rows, row_count, source_digest
@@ -130,6 +130,41 @@ def test_a_value_that_is_missing_is_no_text(tmp_path: Path, value: float | None)
         read(tmp_path, {"train": "a.jsonl", "test": "a.jsonl", "input": "{text}", "output": "{label}"})
 
 
+def test_names_of_a_column_that_is_not_there_are_refused_where_rows_are_recognised(tmp_path: Path) -> None:
+    write(tmp_path / "rows.json", [{"input": "a", "output": "0"}])
+    with pytest.raises(DataError, match="there is no column 'Output'; found the columns 'input', 'output'"):
+        read(tmp_path, {"train": "rows.json", "test": "rows.json", "names": {"Output": ["no", "yes"]}})
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "saved"])
+def test_numbers_of_32_bits_have_the_digits_that_they_were_written_with(tmp_path: Path, name: str) -> None:
+    features = Features({"text": Value("string"), "score": Value("float32")})
+    data = Dataset.from_dict({"text": ["a", "b", "c"], "score": [0.1, 2.5, 1e-7]}, features=features)
+    if name == "rows.parquet":
+        data.to_parquet(str(tmp_path / name))
+    elif name == "saved":
+        data.save_to_disk(str(tmp_path / name))
+    else:
+        table = data.data.table
+        with pa.ipc.new_stream(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    source = {"train": name, "test": name, "input": "{text}", "output": "{score}"}
+    assert [row.target for row in read(tmp_path, source)] == ["0.1", "2.5", "1e-07"]
+    assert [row.input for row in read(tmp_path, source | {"where": {"score": [0.1, 1e-7]}})] == ["a", "c"]
+
+
+def test_who_filters_a_saved_data_set_changes_no_digest(tmp_path: Path) -> None:
+    """`datasets` leaves what it has computed beside the files that it has read."""
+    write(tmp_path / "saved", RECORDS)
+    spec = described(tmp_path, {"train": "saved", "test": "saved", **MAPPED})
+    before = source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path))
+    load_from_disk(str(tmp_path / "saved")).filter(lambda row: row["label"] == 1)
+    assert list((tmp_path / "saved").glob("cache-*.arrow"))
+    (tmp_path / "saved" / ".DS_Store").write_bytes(b"of a window")
+    assert source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path)) == before
+    assert len(load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path), source=before)) == 3
+
+
 def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
     record = {"question": "Who?", "answers": {"text": ["Ann", "Anna"], "start": [3, 3]}}
     write(tmp_path / "a.jsonl", [record])
@@ -162,6 +197,10 @@ def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
         ({"train": "a.csv", "test": "b.csv", "input": "{a", "output": "b"}, "is no template"),
         ({"train": "a.csv", "test": "b.csv", "input": "{a.__class__!r}", "output": "b"}, "is no template"),
         ({"train": "a.csv", "test": "b.csv", "where": {"a": []}}, "expected a value, or a list of values"),
+        (
+            {"train": "a.csv", "test": "b.csv", "input": "{text}", "output": "{label}", "names": {"Label": ["no"]}},
+            "`names`: found 'Label', which neither .* they read label, text",
+        ),
         ({"train": "a.csv", "test": {"b": 1}}, "expected a path, a list of paths or, beside `superni`, a number"),
         (
             {"trian": "a.csv", "test": "b.csv"},

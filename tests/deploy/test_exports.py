@@ -134,6 +134,20 @@ def test_merged_weights_compute_what_our_bank_does(opened, tmp_path, family, nam
     assert_same_to_rounding(logits(bare(model, tmp_path / "base")), logits(model.context.backbone.model), PASS)
 
 
+def test_merged_weights_have_the_buffers_of_a_checkpoint_beside_them(opened, tmp_path):
+    """As BART's bias of its vocabulary; transformers would take zeros in their place without a word."""
+    model = opened("tiny-llama", "latent_lora")
+    module = model.context.backbone.model
+    module.register_buffer("final_logits_bias", torch.arange(3.0))
+    module.register_buffer("made_anew", torch.arange(2.0), persistent=False)
+    try:
+        weights = load_file(export_merged(model, tmp_path / "mood", "mood") / "model.safetensors")
+    finally:
+        del module.final_logits_bias, module.made_anew
+    assert weights["final_logits_bias"].tolist() == [0, 1, 2]
+    assert "made_anew" not in weights
+
+
 @pytest.mark.parametrize(("family", "name", "expected"), CASES)
 def test_folders_are_as_servers_expect_them(opened, tmp_path, family, name, expected):
     """Names, shapes and numbers as vLLM reads them: it knows peft's names, and a whole lora_alpha."""

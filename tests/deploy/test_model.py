@@ -318,6 +318,7 @@ def test_a_task_of_another_benchmark(mixed, tmp_path):
 
 
 OWN = TaskSpec(name="own", metric="accuracy")
+FORTY = [{"input": f"number {i}", "output": "ab"[i % 2]} for i in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +330,8 @@ OWN = TaskSpec(name="own", metric="accuracy")
         (OWN, {}, ConfigError, "own without rows"),
         (OWN, {"rows": [{"input": "a", "output": "b"}]}, ConfigError, "found 1 training rows; .* has 2 components"),
         (OWN, {"rows": [{"input": "a"}] * 2}, DataError, "`output` missing"),
+        (OWN, {"rows": FORTY}, ConfigError, "found 40 training rows; this model's trial takes 8 of a task"),
+        (OWN, {"rows": FORTY[:8], "held_out": FORTY[8:]}, ConfigError, "found 32 held-out rows; .* takes 4 of a task"),
         (OWN, {"rows": [{"input": "a", "output": {1}}]}, DataError, "set is not JSON"),
     ],
 )
@@ -369,11 +372,16 @@ def test_a_trial_that_has_not_finished_is_refused(home, mixed, tmp_path):
 
 @pytest.mark.parametrize(
     ("texts", "task", "said"),
-    [("one text", None, "expected a list of texts"), (["a"], "cart", "found 'cart'; expected one that was learned")],
+    [
+        ("one text", None, "expected a list of texts"),
+        (["a"], "cart", "found 'cart'; expected one that was learned"),
+        (["a", "half \ud83d"], None, r"text 1 \(0-based\) is .*; expected a text of whole characters"),
+        ([None], None, r"text 0 \(0-based\) is None"),
+    ],
 )
 def test_questions_that_cannot_be_answered(mixed, texts, task, said):
     model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, DataError), match=said):
         model.answer(texts, task=task)
 
 

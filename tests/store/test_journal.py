@@ -129,6 +129,15 @@ def test_a_repeated_stage_counts_once_and_the_later_wins():
     assert [(event["tasks_seen"], event["metrics"]["AP"]) for event in stages(events)] == [(1, 0.2), (2, 0.3)]
 
 
+def test_rows_behind_one_that_is_of_other_data_are_gone():
+    """A trial that is computed again from its first task on has no rows of its old data beside the new ones."""
+    old = [stage(seen, 0.1 * seen) | {"key": f"old {seen}", "lineage": f"a{seen}"} for seen in (1, 2, 3)]
+    again = [{"event": "started", "attempt": 2}, stage(2, 0.9) | {"key": "new 2", "lineage": "a2"}]
+    assert [(event["tasks_seen"], event["metrics"]["AP"]) for event in stages([*old, *again])] == [(1, 0.1), (2, 0.9)]
+    retold = stage(2, 0.3) | {"key": "old 2", "lineage": "a2"}
+    assert len(stages([*old, retold])) == 3
+
+
 @pytest.mark.parametrize(
     ("events", "expected"),
     [

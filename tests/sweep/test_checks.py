@@ -6,7 +6,9 @@ import json
 import logging
 import re
 import shutil
+import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import exact_match
 from latent_sweep.store.folders import open_sweep
-from latent_sweep.sweep.checks import Reader, check_sweep
+from latent_sweep.sweep.checks import Findings, Reader, _cases, _check_uncounted, check_sweep
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
 
@@ -165,6 +167,36 @@ def test_answers_of_which_nothing_is_compared(own: Path) -> None:
     assert said_of(own, {"drop_unlabelled": True}) == []
     change_benchmark(own, task_allow=["empty_answers"])
     assert said_of(own)[0].endswith("left 1 of 10 test; e.g. '-'")
+
+
+def test_answers_that_count_as_equal_are_said(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", ["-1", "1", "0"] * 2))
+    topic = "warning: benchmark own: accuracy ignores punctuation, so answers count as equal"
+    assert said_of(own) == [f"{topic}: left '-1' and '1'"]
+
+
+def test_answers_that_the_tokenizer_writes_otherwise_are_a_fault(own: Path) -> None:
+    """T5's tokenizers join what Unicode can write as one: a model cannot give these back."""
+    for split, count in (("train", 24), ("test", 6)):
+        put(own, "left", split, rows("left", split, ["cafe\u0301"] * count))
+
+    class Joining:
+        def encode(self, text: str, **options: Any) -> Any:
+            ids = list(unicodedata.normalize("NFKC", text))
+            return SimpleNamespace(ids=ids, offsets=None, special_tokens_mask=[0])
+
+        def decode(self, ids: list[str], **options: Any) -> str:
+            return "".join(ids)
+
+        def to_str(self) -> str:
+            return "joining"
+
+    sweep = parse_sweep(tiny(trial__benchmark={"name": str(own)}, **FEW), "sweep.yaml")
+    (case, *_) = _cases(expand(sweep), Reader("llama", Joining()))
+    found = Findings()
+    _check_uncounted(case, found)
+    (fault,) = found.faults
+    assert "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)" in fault
 
 
 def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:

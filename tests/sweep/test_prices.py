@@ -36,7 +36,14 @@ PRICES = {
 
 @pytest.mark.parametrize(
     ("name", "price"),
-    [("A100", 4.0), ("A100-80G", 5.0), ("NVIDIA A100-SXM4-40GB", 4.0), ("NVIDIA H100 80GB HBM3", 1.0), ("", 1.0)],
+    [
+        ("A100", 4.0),
+        ("A100-80G", 5.0),
+        ("NVIDIA A100-SXM4-40GB", 4.0),
+        ("NVIDIA H100 80GB HBM3", 1.0),
+        ("", 1.0),
+        ("A1000", 1.0),
+    ],
 )
 def test_the_longest_type_in_a_gpus_name_has_its_price(name, price):
     assert gpu_price(PriceSettings(**PRICES), name) == price
@@ -244,6 +251,15 @@ def test_hours_at_work_are_told_by_hardware(told):
         ("GPU-hours of NVIDIA A100-SXM4-80GB", 4.0, 4.0, None),
         ("GPU-hours of NVIDIA H100 80GB HBM3", 2.0, 2.0, None),
     )
+
+
+def test_hours_at_work_end_before_the_driver_says_that_a_scheduler_has_stopped(tmp_path):
+    """Which it does once the whole sweep has ended."""
+    (trial,) = sweep = write_sweep(tmp_path, {"seed": [0]})
+    journal_of(trial).append("started", time=0.0, attempt=1, node="a", pid=1, versions={}, hardware=CPU)
+    journal_of(trial).append("failed", time=1800.0, kind="error", message="no", task=None, step=None)
+    journal_of(trial).append("stopped", time=36_000.0, tasks_seen=1, reason="others had a higher AP")
+    assert summarise(sweep).spent == (("CPU-hours", 2.0, 2.0, None),)  # half an hour with four threads
 
 
 def test_a_report_says_what_it_came_to(told):

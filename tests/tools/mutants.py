@@ -394,7 +394,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "store/journal.py",
         "a worker is at work until somebody notices that it is not",
-        'return event["event"] != "lost" and event.get("kind") != "lost"',
+        'return event["event"] not in ("lost", "stopped") and event.get("kind") != "lost"',
         "return True",
         "prices::test_hours_at_work_are_told_by_hardware",
     ),
@@ -1264,8 +1264,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "store/journal.py",
         "of two equal stages the earlier wins",
-        'latest = {event["tasks_seen"]: event for event in events',
-        'latest = {event["tasks_seen"]: event for event in reversed(events)',
+        "            latest[seen] = event\n",
+        "            latest.setdefault(seen, event)\n",
         "journal::test_a_repeated_stage_counts_once_and_the_later_wins",
     ),
     _mutant(
