@@ -480,6 +480,11 @@ class MlflowMirror:
             )
             if has_all and (run.status, run.end) == (content.status, round(1000 * content.end)):
                 return
+            if content.kind == "summary" and any(self._is_behind(run, point) for point in content.points):
+                del self._runs[content.kind, content.key]
+                self._bring(content, content.points)
+                self._client.delete_run(run.run_id)
+                return
         self._bring(content, content.points)
 
     def _bring(self, content: RunContent, points: Sequence[Point]) -> None:
@@ -574,6 +579,11 @@ class MlflowMirror:
             run.logged |= {(found.key, found.step): found.value for found in history}
             run.unread_metrics.remove(point.key)
         return run.logged.get((point.key, point.step)) == point.value
+
+    def _is_behind(self, run: _Run, point: Point) -> bool:
+        """Whether MLflow would go on showing another value, of a higher step: of more finished trials than now."""
+        self._is_logged(run, point)  # knows all steps of it then
+        return any(key == point.key and step > point.step for key, step in run.logged)
 
 
 class NullMirror:

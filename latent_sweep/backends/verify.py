@@ -311,5 +311,8 @@ def _point_faults(content: RunContent, points: Sequence[Point]) -> Iterator[str]
             yield f"metric {key} at step {step}: found {value!r} {count} times too often"
     for point in content.points:
         found = newest.get((point.key, point.step))
+        later = max((step for key, step in newest if key == point.key), default=point.step)
+        if content.kind == "summary" and later > point.step:
+            yield f"metric {point.key}: shows {newest[point.key, later]!r}, of {later} trials; expected {point.step}"
         if found != point.value:
             yield f"metric {point.key} at step {point.step}: found {found!r}; expected {point.value!r}"

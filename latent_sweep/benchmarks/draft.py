@@ -124,7 +124,7 @@ def draft_benchmark(folder: Path, output: Path) -> str:
     if left_over:
         named = ", ".join(_relative(path, home) for path in left_over[:5])
         text += f"# Not used, since no file of train or of test belongs to it: {_one_line(named)}\n"
-    BenchmarkSpec.model_validate({"name": "draft"} | parse_yaml(text, str(output)))
+    BenchmarkSpec.model_validate({"name": home.name} | parse_yaml(text, str(output)))
     return text
 
 
@@ -267,11 +267,16 @@ def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) 
     return {"input": template, "output": f"{{{deep}}}"}, remarks
 
 
+def _safe(name: str) -> str:
+    """A name without what a file's name may not have."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_.-")[:90]
+
+
 def _named(found: list[_Found]) -> list[_Found]:
     """Give every task a name that is safe and its own."""
     taken: set[str] = set()
     for task in found:
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", task.name).strip("_.-")[:90] or "task"
+        name = _safe(task.name) or "task"
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         task.name = name if name not in taken else next(each for each in numbered if each not in taken)
         taken.add(task.name)
@@ -366,6 +371,10 @@ def _text(found: Sequence[_Found], seen: Sequence[_Seen], home: Path) -> str:
         "# Written from the data by `latent-sweep benchmark init`. What is guessed is said so: correct it here, and",
         "# look at what `latent-sweep benchmark check` says of this file before anything is learned from it.",
     ]
+    if (name := _safe(home.name) or "benchmark") != home.name:
+        lines.append(
+            f"name: {yaml_text(name, one_line=True)}  # its folder's has characters that file names may not have"
+        )
     if all(task.source and "superni" in task.source for task in found):
         lines.append("prompt: superni  # Definition: ..., Now complete the following example -, Input: ..., Output:")
     if broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,12 @@ def export_merged(model: ContinualModel, folder: str | Path, task: str | None = 
     write_file(path / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
     with committing(path):
         save_file({n: w.cpu().contiguous() for n, w in weights.items()}, path / WEIGHTS, metadata={"format": "pt"})
-        backbone.model.generation_config.save_pretrained(path)
+        generation = copy.deepcopy(backbone.model.generation_config)
+        if model.context.chat is not None:  # it has learned to end there, and a base model's own end is another
+            known = generation.eos_token_id
+            ends = known if isinstance(known, list) else [known] if known is not None else []
+            generation.eos_token_id = [*ends, *({model.context.chat.end} - {*ends})]
+        generation.save_pretrained(path)
         backbone.tokenizer.save_pretrained(path)
     write_file(path / "README.md", _card(model, adapter).encode())
     return path

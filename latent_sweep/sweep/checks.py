@@ -413,6 +413,10 @@ def _check_numbers(case: Case, found: Findings) -> None:
         counts["train"] += counts["test"]
         limits["test"] = None
     for split, rows in counts.items():
+        if not rows:
+            found.fault(
+                f"{case.name}, task {case.task.name}: no {case.kind(split)} rows are left; expected at least one"
+            )
         limit = limits[split]
         if limit and rows < limit:
             topic = f"{case.name}: fewer rows than benchmark.{split}_per_task = {limit:,}"

@@ -665,6 +665,24 @@ def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_s
     assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials}
 
 
+def test_a_mean_of_fewer_trials_than_before_is_shown(uri, sweep, client, plain_pictures):
+    """MLflow shows the value of the highest step, which is the number of trials: the old mean, in the same run."""
+    for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
+        run_to_end(trial, average, 0.0)
+    MlflowMirror(uri, sweep).close()
+    (_, second, *_) = sweep
+    journal_of(second).append("lost", kind="outdated", message="its data has changed")
+    start(second, 2)
+    journal_of(second).append("failed", kind="error", message="no", task=None, step=None)
+    assert (
+        "metric AP_mean: shows 0.6, of 2 trials; expected 1" in verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    )
+    MlflowMirror(uri, sweep).close()
+    shown = {run.data.metrics["n"]: run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")}
+    assert shown == {1.0: 0.5, 2.0: 0.4}
+    assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
+
+
 def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
     """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
     mirror = MlflowMirror(uri, sweep)

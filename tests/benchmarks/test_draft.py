@@ -138,6 +138,12 @@ def test_names_that_are_taken_have_numbers_that_are_not(tmp_path: Path, capsys: 
     assert set(written(tmp_path, capsys)[1]) == {"x", "x-2", "x-2-2"}
 
 
+def test_a_folder_whose_name_files_may_not_have_gives_another_name(tmp_path: Path, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "my data" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    assert written(tmp_path / "my data", capsys)[0].name == "my_data"
+
+
 def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
     features = Features(
         {"idx": Value("int32"), "sentence": Value("string"), "label": ClassLabel(names=["bad", "good"])}

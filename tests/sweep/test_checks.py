@@ -169,6 +169,11 @@ def test_answers_of_which_nothing_is_compared(own: Path) -> None:
     assert said_of(own)[0].endswith("left 1 of 10 test; e.g. '-'")
 
 
+def test_a_task_whose_test_rows_are_all_left_out_is_a_fault(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", ["-"] * 6))
+    assert "task left: no test rows are left; expected at least one" in faults_of(own, {"drop_unlabelled": True})
+
+
 def test_answers_that_count_as_equal_are_said(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", ["-1", "1", "0"] * 2))
     topic = "warning: benchmark own: accuracy ignores punctuation, so answers count as equal"
