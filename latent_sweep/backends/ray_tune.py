@@ -77,6 +77,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
         by_id = {pack.pack_id: pack for pack in packs}
         stopper = _failure_stopper(sweep, run) if fail_fast else None
         ended: dict[str, Exception | None] = {}
+        stopped: set[str] = set()
         tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(_run_in_worker, sweep=sweep, asked=asked, run=run), _placement(run.resources)
@@ -86,7 +87,7 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
                 mode="max",
                 search_alg=_stream(packs, sweep),
                 num_samples=len(packs),
-                scheduler=_scheduler(run, max(len(pack.tasks) for pack in packs)),
+                scheduler=_scheduler(run, max(len(pack.tasks) for pack in packs), stopped.add),
                 max_concurrent_trials=run.max_concurrent,
                 trial_dirname_creator=lambda trial: trial.config["pack_id"],
                 reuse_actors=True,  # a worker that goes on to its next pack has its backbone loaded already
@@ -105,8 +106,12 @@ def run_on_ray(packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail
         _control_otherwise(callbacks, lambda trial: ended.update({trial.config["pack_id"]: _end_of(trial)}))
         for name, value in {**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": _waiting()}.items():
             os.environ.setdefault(name, value)
-        _fit(tuner)
-        storage.pull(sweep.path)
+        try:
+            _fit(tuner)
+        finally:  # what the scheduler has decided stands, however the others end: the next run begins no such pack
+            storage.pull(sweep.path)
+            for pack_id in stopped:
+                _close(by_id[pack_id], sweep, None)
         if stopper is not None and stopper.stopped:
             log.warning("a trial has failed, and the sweep ends here; run it again for the others")
             return
@@ -525,7 +530,8 @@ def _can_never_come(resources: ResourceSettings) -> bool:
     return any({kind: other.get(kind, 0) for kind in wanted} == wanted for other in found)
 
 
-def _scheduler(run: RunSettings, n_tasks: int) -> Any:
+def _scheduler(run: RunSettings, n_tasks: int, tell: Callable[[str], None]) -> Any:
+    """Make the scheduler of packs with at most so many tasks; `tell` gets the id of each pack that it stops."""
     from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
     if run.scheduler.name == "fifo":
@@ -536,8 +542,11 @@ def _scheduler(run: RunSettings, n_tasks: int) -> Any:
 
         def on_trial_result(self, tune_controller: Any, trial: Any, result: Mapping[str, Any]) -> str:
             if not result.get("tasks_left", 1):
-                return str(FIFOScheduler.CONTINUE)
-            return str(super().on_trial_result(tune_controller, trial, result))
+                return str(self.CONTINUE)
+            decision = str(super().on_trial_result(tune_controller, trial, result))
+            if decision == self.STOP:
+                tell(trial.config["pack_id"])
+            return decision
 
     return WhileTasksAreLeft(
         time_attr="tasks_seen",

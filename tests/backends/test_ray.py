@@ -254,17 +254,19 @@ def test_memory_that_does_not_suffice_in_a_group_is_told_with_what_it_was_for(tm
 def test_asha_stops_no_trial_that_has_learned_all_tasks(tasks, grace):
     """Where a rung falls on the last task, which a grace of all tasks asks for: it would be a result thrown away."""
     settings = {"name": "asha", "grace_tasks": grace, "reduction_factor": 2}
-    scheduler = ray_tune._scheduler(RunSettings.model_validate({"scheduler": settings}), tasks)
+    told: list[str] = []
+    scheduler = ray_tune._scheduler(RunSettings.model_validate({"scheduler": settings}), tasks, told.append)
     scheduler.set_search_properties("AP", "max")
     ended = []
     for number, performance in enumerate((0.9, 0.8, 0.7, 0.95)):
-        trial = SimpleNamespace(trial_id=str(number))
+        trial = SimpleNamespace(trial_id=str(number), config={"pack_id": f"pack {number}"})
         scheduler.on_trial_add(None, trial)
-        told = ({"tasks_seen": n, "tasks_left": tasks - n, "AP": performance} for n in range(1, tasks + 1))
-        decisions = [scheduler.on_trial_result(None, trial, result) for result in told]
+        results = ({"tasks_seen": n, "tasks_left": tasks - n, "AP": performance} for n in range(1, tasks + 1))
+        decisions = [scheduler.on_trial_result(None, trial, result) for result in results]
         ended.append(decisions.index("STOP") + 1 if "STOP" in decisions else None)
     assert tasks not in ended
     assert any(ended) == (grace < tasks), "and still those that have tasks left"
+    assert set(told) == {f"pack {number}" for number, end in enumerate(ended) if end}
 
 
 @pytest.mark.slow
