@@ -227,8 +227,16 @@ def told_rows(events: Sequence[Event], keys: Sequence[str]) -> list[Row]:
 
 
 def end_of(events: Sequence[Event]) -> Event | None:
-    """The event that says for good how far the trial goes: a scheduler has stopped it, or it has finished."""
-    return next((event for event in reversed(events) if event["event"] in ("finished", "stopped")), None)
+    """The event that says for good how far the trial goes: a scheduler has stopped it, or it has finished.
+
+    What was decided on rows that are outdated is so no more.
+    """
+    for event in reversed(events):
+        if event["event"] in ("finished", "stopped"):
+            return event
+        if event.get("kind") == "outdated":
+            return None
+    return None
 
 
 class NewRow:

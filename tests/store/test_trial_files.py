@@ -109,3 +109,13 @@ def test_a_row_that_is_made_again_as_it_was_is_not_told_again(storage):
     assert record(again, "one") == ["answers/1.jsonl"]
     assert [event["event"] for event in again.journal.read()] == ["stage"]
     assert record(files_of(storage), "one", "two") == ["answers/2.jsonl", "predictions/ticket.jsonl"]
+
+
+def test_a_stop_that_was_decided_on_outdated_rows_holds_no_more(storage):
+    """Under `--replace` such a trial begins anew: who knows how its new rows compare."""
+    files = files_of(storage)
+    record(files, "one")
+    files.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    assert (files_of(storage).wanted, files_of(storage).complete) == (1, True)
+    files.journal.append("lost", kind="outdated", message="its data has changed")
+    assert (files_of(storage).wanted, files_of(storage).complete) == (3, False), "of three tasks"
