@@ -71,10 +71,21 @@ def redact_error(error: BaseException) -> None:
     while left:
         one = left.pop()
         seen.add(id(one))
-        one.args = tuple(redact(part) if isinstance(part, str) else part for part in one.args)
-        if isinstance(one, OSError) and isinstance(one.strerror, str):
-            one.strerror = redact(one.strerror)
+        one.args = tuple(map(_without_secrets, one.args))
+        for name in ("strerror", "filename", "filename2") if isinstance(one, OSError) else ():
+            if getattr(one, name, None) is not None:
+                setattr(one, name, _without_secrets(getattr(one, name)))
+        if notes := getattr(one, "__notes__", None):
+            notes[:] = map(_without_secrets, notes)
         left += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in seen]
+
+
+def _without_secrets(part: Any) -> Any:
+    """A part of an error's message; one that is no text only becomes text where it holds a secret."""
+    if isinstance(part, str):
+        return redact(part)
+    text = repr(part)
+    return part if redact(text) == text else redact(text)
 
 
 def has_credentials(address: str) -> bool:

@@ -264,7 +264,10 @@ def test_an_error_that_others_show_tells_nothing():
     """As Ray does, whose driver prints what a worker has raised."""
     address = f"https://bob:{WORD}@host"
     first, second, error = OSError(5, f"no route to {address}"), KeyError(3, f"password={WORD}"), StoreError(address)
-    error.__cause__, second.__context__ = second, first
+    second.__context__ = third = FileNotFoundError(2, "no such file", f"s3://bob:{WORD}@a", None, f"s3://bob:{WORD}@b")
+    third.__cause__ = ValueError([f"token={WORD}"], {"kept": 3})
+    third.__cause__.__notes__ = [f"asked of {address}"]
+    error.__cause__, third.__cause__.__context__ = second, first
     first.__context__ = error  # a circle, as `raise` inside of `except` may leave one
     redact_error(error)
     shown = "".join(traceback.format_exception(error))
@@ -273,6 +276,8 @@ def test_an_error_that_others_show_tells_nothing():
         "[Errno 5] no route to https://***@host",
         "KeyError: (3, 'password=***')",
         "StoreError: https://***@host",
+        "no such file: 's3://***@a' -> 's3://***@b'",
+        "{'kept': 3})",
     ):
         assert kept in shown
 

@@ -210,6 +210,7 @@ def _measure_start(subject: Subject, began: str) -> None:
 
     imported = time.time() - float(began)
 
+    from latent_sweep.learn.events import Step
     from latent_sweep.learn.trial import run_pack
     from latent_sweep.store.folders import SweepFolder
     from latent_sweep.sweep.config import parse_sweep
@@ -220,6 +221,8 @@ def _measure_start(subject: Subject, began: str) -> None:
     content = subject.sweep(benchmark, {"batch_size": 1})
 
     def stop(event: Any) -> None:
+        if not isinstance(event, Step):
+            return
         print(json.dumps({"imported": imported, "stepped": time.time() - float(began)}), flush=True)
         os._exit(0)  # the rest of the trial is of no interest, and this leaves no trace of it in the store
 

@@ -87,6 +87,8 @@ class Table:
     dtype: str
     what: str
     rows: Sequence[Reading]
+    failure: str = ""
+    """What ended the part before its end."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Report:
         for table in self.tables:
             lines += ["", f"{table.part} ({table.dtype}): {table.what}"]
             lines += [line_of(row) for row in table.rows]
+            lines += [f"  FAILED: {table.failure}"] * bool(table.failure)
         return "\n".join(lines)
 
     def json(self) -> str:

@@ -26,7 +26,9 @@ from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, MissingData
 from latent_sweep.learn.context import hardware
+from latent_sweep.security import printable, traceback_text
 from latent_sweep.settings import as_written
+from latent_sweep.store.failures import let_go
 from latent_sweep.store.storage import Storage
 from latent_sweep.store.versions import installed
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
@@ -92,10 +94,19 @@ def run_bench(
                 measure = {**PARTS, **ON_REQUEST}[name]
                 what = (measure.__doc__ or "").strip()
                 tell(f"{name} ({dtype}): {what}")
-                with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
-                    rows = measure(bench)
-                tables.append(Table(name, dtype, what, rows))
-                tell("\n".join(map(line_of, rows)))  # at once: a machine may be taken away before the last part ends
+                rows: list[Reading] = []
+                failure = ""
+                try:
+                    with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
+                        rows = measure(bench)
+                except Exception as error:  # the other parts have taken, or will take, their minutes
+                    tell(traceback_text(error))
+                    failure = printable(f"{type(error).__name__}: {error}")
+                    let_go(error)
+                    bench.free()
+                tables.append(Table(name, dtype, what, rows, failure))
+                # at once: a machine may be taken away before the last part ends
+                tell("\n".join([*map(line_of, rows), *([f"  FAILED: {failure}"] if failure else [])]))
             bench.free()  # for the next type
     report = Report(backbone, device, benchmark, note, measured_at, _versions(), hardware(), tables)
     if profile := _profile(report, dtypes[0]):

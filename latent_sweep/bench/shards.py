@@ -91,7 +91,8 @@ def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> lis
         arguments = [str(rank), str(workers), port, json.dumps(asdict(subject)), json.dumps(dict(engine))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if subject.device == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = str(rank)
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank].strip() if visible else str(rank)
         command = [sys.executable, "-m", "latent_sweep.bench.shards", *arguments]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:

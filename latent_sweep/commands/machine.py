@@ -87,4 +87,4 @@ def _bench(options: argparse.Namespace) -> int:
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(report.json() if options.json else report.text())
-    return 0
+    return 1 if any(table.failure for table in report.tables) else 0

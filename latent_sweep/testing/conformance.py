@@ -232,15 +232,14 @@ class MethodConformance:
         assert not method.reads_history(0)
 
     def test_loss_terms_are_named_and_finite(self, finished: Finished, family: str) -> None:
-        """Every step of every task reports its terms, `task` among them."""
+        """Every step of every task reports its terms."""
         steps = _steps(finished.events)
-        for position, places in itertools.groupby(steps, lambda step: step.position):
+        for _, places in itertools.groupby(steps, lambda step: step.position):
             numbers = [step.step for step in places]
             assert numbers == list(range(1, len(numbers) + 1))
-            assert len(numbers) >= 4, f"task {position} has 8 rows in batches of 4, twice"
         assert {step.position for step in steps} == self.learned_positions(family)
         for step in steps:
-            assert "task" in step.losses
+            assert step.losses, "a step without a loss term learns nothing"
             assert all(isinstance(name, str) and math.isfinite(loss) for name, loss in step.losses.items())
 
     def test_every_stage_adds_a_row_of_scores(self, finished: Finished) -> None:
@@ -279,7 +278,8 @@ class MethodConformance:
         doing, task, step = CUTS[cut]
         if doing == "learning" and task not in self.learned_positions(family):
             pytest.skip("nothing is learned there")
-
+        if CUTS[cut] not in finished.cuts:
+            pytest.skip("its tasks have fewer steps")
         runs = Runs(shutil.copytree(finished.cuts[CUTS[cut]], tmp_path / "runs"))
         events: list[Event] = []
         runs.run(runs.packs_of(self.content(family)), events.append)
@@ -345,7 +345,12 @@ class MethodConformance:
         _check_snapshots(together, two_seeds.runs, two_seeds.names[0] | two_seeds.names[1])
 
     def test_micro_batches_add_up(self, two_seeds: TwoSeeds, new_runs: Callable[[str], Runs], family: str) -> None:
-        """Learned row by row, every step's loss terms and every snapshot are those of whole batches, to rounding."""
+        """Learned row by row, every step's loss terms and every snapshot are those of whole batches, to rounding.
+
+        Not where steps draw, as a method says that is not packable: other passes draw otherwise.
+        """
+        if not self.trial(family).method().packable:
+            pytest.skip("what its steps draw depends on the rows of a pass")
         runs, content, events = new_runs("row-by-row"), self.gently(family), list[Event]()
         content["trial"]["training"]["micro_batch_size"] = 1
         runs.run(runs.packs_of(content)[:1], events.append)
@@ -380,7 +385,8 @@ class MethodConformance:
     ) -> None:
         """A longer order begins with the same snapshots, and so does a trial beside others of larger ranks."""
         trial = self.one_epoch(family)
-        if tasks_learned(trial.method(), position, 3) == tasks_learned(trial.method(), position, 6) != ():
+        earlier, later = (tuple(tasks_learned(trial.method(), position, count)) for count in (3, 6))
+        if earlier and earlier == later:
             assert not stages.differs(trial, position, trial, longer=3), "more tasks to come change what it learns"
             assert not stages.differs(trial, position, trial, largest_rank=32), (
                 "the largest rank of the sweep changes what it learns"

@@ -75,6 +75,26 @@ def test_reading_a_profile_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE, check=False).returncode == 0
 
 
+def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
+    """The others have taken their minutes, and the profile needs two of them."""
+    from latent_sweep.bench import run as bench_run
+    from latent_sweep.bench.rows import Reading
+
+    def fails(bench):
+        """Fail."""
+        raise RuntimeError("no port at https://bob:hunter22@host")
+
+    rates = {bench_run.TRAINING_RATE: "step", bench_run.GENERATION_RATE: "generate"}
+    parts = {part: lambda bench, name=name: [Reading(name, 7.0, "tokens/s")] for name, part in rates.items()}
+    monkeypatch.setattr(bench_run, "PARTS", {"step": parts["step"], "sweep": fails, "generate": parts["generate"]})
+    arguments = ["bench", "--backbone", "tiny-llama", "--only", "step", "sweep", "generate", "--storage", str(tmp_path)]
+    assert main(arguments) == 1
+    told = capsys.readouterr()
+    assert "FAILED: RuntimeError: no port at https://***@host" in told.out and "hunter22" not in told.err
+    assert [line.split()[-2] for line in told.out.splitlines() if "tokens/s" in line] == ["7", "7"]
+    assert len(list((tmp_path / "profiles").glob("*.json"))) == 1
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +406,26 @@ def test_what_another_process_needs_is_given_back_first(tmp_path, monkeypatch, p
     finally:
         gc.enable()
     assert emptied == [None]
+
+
+def test_the_start_goes_to_the_first_step(monkeypatch, tmp_path, capsys):
+    """And not to what a trial says before it: that it loads its backbone."""
+    from latent_sweep.bench.processes import _measure_start
+    from latent_sweep.learn.events import Begun, Step
+
+    seen = []
+
+    def run_pack(pack, sweep, emit):
+        for event in (Begun("loading the backbone"), Step(0, "learning", 1, 8, {"task": 1.0}, "t")):
+            seen.append(event)
+            emit(event)
+
+    monkeypatch.setattr("latent_sweep.learn.trial.run_pack", run_pack)
+    monkeypatch.setattr("os._exit", lambda code: seen.append(code))
+    subject = Subject("tiny-llama", "float32", "cpu", "builtin", str(tmp_path), True, str(tmp_path / "runs"))
+    _measure_start(subject, "0")
+    assert [type(event).__name__ for event in seen] == ["Begun", "Step", "int"]
+    assert capsys.readouterr().out.count("stepped") == 1
 
 
 @pytest.mark.slow
