@@ -167,6 +167,9 @@ def trainer_arguments(
         report_to=[],
         disable_tqdm=True,
     )
+    if config.device != "cpu":
+        _ = arguments.device  # counts the GPUs: with several the Trainer would spread each batch over all
+        arguments._n_gpu = 1
     return {
         "model": model,
         "args": arguments,

@@ -101,12 +101,12 @@ def no_gpu_advice() -> str:
     import torch
 
     if torch.version.cuda is None:
-        return "install a CUDA build: `make setup TORCH=...`, as the README says, or use --device cpu"
+        return "install a CUDA build: `make clean setup TORCH=...`, as the README says, or use --device cpu"
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return "`unset CUDA_VISIBLE_DEVICES`, or have the scheduler give this process a GPU"
     return (
         "see what `nvidia-smi` says here; in a container, start it with its GPUs (`--gpus all`); with a driver that is "
-        "too old, update it or install a torch that is built for its CUDA version (`make setup TORCH=...`)"
+        "too old, update it or install a torch that is built for its CUDA version (`make clean setup TORCH=...`)"
     )
 
 
