@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, known_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
 from latent_sweep.learn.context import Context
 from latent_sweep.store import versions
-
-if TYPE_CHECKING:
-    from latent_sweep.deploy.model import ContinualModel
 
 LICENCES: Mapping[str, str] = {
     EMBEDDED: "apache-2.0",
@@ -46,12 +42,12 @@ def front_matter(content: ModelContent, library: str) -> list[str]:
     ]
 
 
-def prompts_end(model: ContinualModel) -> str:
+def prompts_end(context: Context) -> str:
     """Say how a prompt ends, and an answer, where a chat template puts texts around them."""
-    chat = model.context.chat
+    chat = context.chat
     if chat is None:
         return "Prompts end in `Output: `, as in training."
-    end = model.context.backbone.tokenizer.convert_ids_to_tokens(chat.end)
+    end = context.backbone.tokenizer.convert_ids_to_tokens(chat.end)
     return (
         "Prompts end in `Output:` and stand in the backbone's chat template, as in training: the message of a user, by "
         f"`apply_chat_template` with `add_generation_prompt`; an answer ends at `{end}`."

@@ -74,7 +74,7 @@ def _card(model: ContinualModel, adapter: Adapter) -> str:
         f"# {model.trial.settings.method.name}, merged for {', '.join(adapter.tasks)}",
         "",
         f"The backbone with the adapter `{adapter.name}` added to its weights: none has to be loaded, and none can be "
-        f"changed. {rounding}{prompts_end(model)}",
+        f"changed. {rounding}{prompts_end(model.context)}",
         "",
         *provenance(model.content, model.context),
     ]

@@ -137,7 +137,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         f"Rank {rank}. {LOST[settings.router.mode]}",
         "",
         f"A prompt is what stood in training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
-        f"{prompts_end(model)} Answers are greedy, and end at "
+        f"{prompts_end(model.context)} Answers are greedy, and end at "
         + (", ".join(map(repr, model.trial.spec.stop)) or "no string")
         + f" or after {settings.benchmark.max_target_length} tokens.",
         "",

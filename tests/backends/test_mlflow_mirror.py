@@ -149,7 +149,7 @@ def test_a_finished_trial_brings_its_files(uri, sweep, client):
         "result.json",
         "journal.jsonl",
         "predictions/sentiment.jsonl",
-        f"snapshots/{trial.training_id}.safetensors",
+        f"snapshots/{trial.training_id}_{len(TASKS)}.safetensors",
     }
 
 
@@ -731,7 +731,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
     summary = next(run for run in runs_of(client, sweep, "summary") if run.data.params["lambda"] == "0.1")
     client.set_tag(changed.info.run_id, "training_id", "another")
     client.log_text(changed.info.run_id, (sweep.path / "trials/trial0000/scores.json").read_text()[::-1], "scores.json")
-    client.log_text(changed.info.run_id, "", "snapshots/training0000.safetensors")
+    client.log_text(changed.info.run_id, "", "snapshots/training0000_3.safetensors")
     client.log_metric(doubled.info.run_id, "AP", 0.44, step=2)
     client.log_batch(doubled.info.run_id, metrics=[Metric("FM", 0.9, 9_999_999_999_999, 1)])
     client.delete_run(lost.info.run_id)
@@ -745,7 +745,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
         [
             f"{mirrored}=0: tag training_id: found 'another'; expected 'training0000'",
             f"{mirrored}=0: artifact scores.json: found another content than on disk",
-            f"{mirrored}=0: artifact snapshots/training0000.safetensors: found 0 bytes; expected 7",
+            f"{mirrored}=0: artifact snapshots/training0000_3.safetensors: found 0 bytes; expected 7",
             f"{mirrored}=1: metric AP at step 2: found 0.44 1 times too often",
             f"{mirrored}=1: metric FM at step 1: found 0.9 1 times too often",
             f"{mirrored}=1: metric FM at step 1: found 0.9; expected 0.01",
