@@ -309,10 +309,10 @@ def _point_faults(content: RunContent, points: Sequence[Point]) -> Iterator[str]
     for (key, step, value), count in excess.items():
         if count:
             yield f"metric {key} at step {step}: found {value!r} {count} times too often"
+    last = dict(sorted(newest)) if content.kind == "summary" else {}
     for point in content.points:
         found = newest.get((point.key, point.step))
-        later = max((step for key, step in newest if key == point.key), default=point.step)
-        if content.kind == "summary" and later > point.step:
+        if (later := last.get(point.key, 0)) > point.step:
             yield f"metric {point.key}: shows {newest[point.key, later]!r}, of {later} trials; expected {point.step}"
         if found != point.value:
             yield f"metric {point.key} at step {point.step}: found {found!r}; expected {point.value!r}"

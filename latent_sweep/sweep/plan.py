@@ -361,7 +361,7 @@ def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | N
             faults.append(str(error))
             continue
         first = trials.setdefault(trial.trial_id, trial)
-        if first.sources != trial.sources:
+        if first is not trial and first.sources != trial.sources:
             folders = " and ".join(str(one.settings.benchmark.data_dir) for one in (first, trial))
             faults.append(
                 f"benchmark.data_dir: {folders} hold different data of one benchmark, {trial.spec.name!r}, and where "
