@@ -49,8 +49,8 @@ class Comparison:
     """Places in `Repeat` of settings that one of the two does not read: the other's trials are averaged over them."""
 
 
-Outcomes = Mapping[Measure, Outcome]
-"""Of one trial."""
+Outcomes = Mapping[Measure, Outcome] | None
+"""Of one trial; None for one that has not finished."""
 Repeat = tuple[str | None, ...]
 """What tells a repetition from others: the settings that repeat a configuration; None for one that is not read."""
 Pair = tuple[Outcome, Outcome]
@@ -63,7 +63,7 @@ def compare(
     """Compare each configuration with its baseline; None for one that is its own.
 
     Args:
-        configurations: the outcomes of each, by repetition.
+        configurations: the outcomes of each, by repetition, also of those to come.
         baselines: the position of each one's baseline.
         labels: what each is called.
     """
@@ -108,17 +108,18 @@ def _by_place(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> Iterator[tupl
 
 def _at(
     found: Mapping[Repeat, Outcomes], places: Sequence[int], measure: Measure
-) -> Iterable[tuple[Repeat, list[Outcome]]]:
-    """A measure of those trials together that have the settings at these places in common.
+) -> Iterator[tuple[Repeat, list[Outcome]]]:
+    """A measure of those trials together that have the settings at these places in common, if all have finished.
 
-    Left out are those that lack what others have elsewhere, as unfinished ones do: a mean over it would be another.
+    A mean over a part of them would be another.
     """
-    together: dict[Repeat, dict[Repeat, Outcome]] = {}
+    together: dict[Repeat, list[Outcomes]] = {}
     for key, measured in found.items():
-        elsewhere = tuple(value for place, value in enumerate(key) if place not in places)
-        together.setdefault(tuple(key[place] for place in places), {})[elsewhere] = measured[measure]
-    whole = set().union(*together.values())
-    return [(key, list(each.values())) for key, each in together.items() if each.keys() == whole]
+        together.setdefault(tuple(key[place] for place in places), []).append(measured)
+    for key, each in together.items():
+        finished = [measured[measure] for measured in each if measured is not None]
+        if len(finished) == len(each):
+            yield key, finished
 
 
 def _read_by_one(ours: Iterable[Repeat], theirs: Iterable[Repeat]) -> tuple[int, ...]:

@@ -474,23 +474,24 @@ def _compared(
 
 
 def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
-    """What the finished trials have come to, by what tells one repetition from another: settings that they read."""
+    """What the trials have come to, by what tells one repetition from another: settings that they read."""
     return {
-        tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(each.trial)
+        tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(each.trial) if each.status == "finished" else None
         for each in members
-        if each.status == "finished"
     }
 
 
 def _repeat(trial: TrialFolder, axis: str) -> str | None:
-    """A trial's value on an axis that repeats it; the seed need not be one. None where the trial does not read it.
+    """A trial's value on an axis that repeats it; the seed need not be one. None where it is not read, or not set.
 
-    A value that is null, as `training.max_steps` may have it, is one like any other.
+    A setting that is null, as `training.max_steps` may be, has a value like any other.
     """
     unrouted = trial.params.get("router.mode") not in ROUTED
     if axis not in trial.params or (unrouted and axis.startswith("router.") and axis != "router.mode"):
         return None
-    return json.dumps(trial.values.get(axis, trial.params[axis]))
+    resolved = trial.params[axis]
+    value = trial.values.get(axis, resolved)
+    return None if value is None and resolved is not None else json.dumps(value)
 
 
 def _distinct(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -356,18 +356,26 @@ def test_orders_are_pairs_where_they_repeat(tmp_path):
     assert comparison.differences["AP"].mean == pytest.approx(0.2)
 
 
-def routed_beside_oracle(tmp_path):
-    """The task known, two seeds, and two routers with K = 1 and two with K = 5, which the first do not read."""
-    axes = {"router.mode": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
-    sweep = write_sweep(tmp_path, axes)
+def resolved(sweep, settings, kept):
+    """The sweep with those of its trials whose values are kept, and with what settings resolve to from these."""
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
     content["trials"] = [
-        entry | {"params": entry["params"] | {"router.components": entry["values"]["router.components"] or 5}}
+        entry | {"params": entry["params"] | settings(entry["values"])}
         for entry in content["trials"]
-        if (entry["values"]["router.mode"] == "oracle") == (entry["values"]["router.components"] is None)
+        if kept(entry["values"])
     ]
     (sweep.path / "sweep.json").write_bytes(sealed_json(content))
     return open_sweep(sweep.path)
+
+
+def routed_beside_oracle(tmp_path, **more):
+    """The task known, two seeds, and two routers with K = 1 and two with K = 5, which the first do not read."""
+    axes = {"router.mode": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
+    return resolved(
+        write_sweep(tmp_path, axes | more),
+        lambda values: {"router.components": values["router.components"] or 5},
+        lambda values: (values["router.mode"] == "oracle") == (values["router.components"] is None),
+    )
 
 
 def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_path):
@@ -399,6 +407,43 @@ def test_a_mean_over_what_the_other_does_not_read_is_one_over_all_of_it(tmp_path
     assert (found.n, found.differences["AP"].mean) == (1, 0.0)
     run_to_end(last, 0.7, 0.0)
     assert compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"].n == 2
+
+
+def test_a_mean_waits_for_a_value_that_no_repetition_has_finished(tmp_path):
+    """K = 5 is missing for both seeds, and in no trial that has finished."""
+    oracle, other, *routed = routed_beside_oracle(tmp_path)
+    for trial, average in zip((oracle, other, *routed[:2]), (0.5, 0.5, 0.3, 0.3), strict=True):
+        run_to_end(trial, average, 0.0)
+    assert compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"].n == 0
+    for trial in routed[2:]:
+        run_to_end(trial, 0.7, 0.0)
+    found = compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"]
+    assert (found.n, found.differences["AP"].mean) == (2, 0.0)
+
+
+def test_both_may_be_averaged_over_what_some_of_their_trials_do_not_read(tmp_path):
+    """Each of two rates has the task known, without K, and a router with two: all have finished, so all are pairs."""
+    for trial in routed_beside_oracle(tmp_path, **{"training.learning_rate": [0.1, 0.2]}):
+        run_to_end(trial, trial.values["training.learning_rate"] * (2 + (trial.values["router.mode"] == "soft")), 0.0)
+    sweep = open_sweep(tmp_path / "lambda")
+    found = compared(sweep, "learning_rate=0.1", over=["mode", "K"])["learning_rate=0.2"]
+    assert (found.n, found.differences["AP"].mean) == (4, pytest.approx(0.25))
+
+
+def test_a_setting_that_a_point_leaves_out_is_not_one_that_is_null(tmp_path):
+    """What it resolves to differs by method: the other's modes are averaged, and none is left out unsaid."""
+    axes = {"method.name": ["seq_lora", "latent_lora"], "router.mode": [None, "oracle"], "seed": [0, 1]}
+    of_method = {"seq_lora": "last", "latent_lora": "soft"}
+    sweep = resolved(
+        write_sweep(tmp_path, axes),
+        lambda values: {"router.mode": values["router.mode"] or of_method[values["method.name"]]},
+        lambda values: values["method.name"] == "latent_lora" or values["router.mode"] is None,
+    )
+    scores = {"seq_lora": 0.4, "latent_lora": 0.5}
+    for trial in sweep:
+        run_to_end(trial, scores[trial.values["method.name"]] + 0.2 * (trial.values["router.mode"] is not None), 0.0)
+    found = compared(open_sweep(sweep.path), "method=seq_lora", over=["mode"])["method=latent_lora"]
+    assert (found.n, found.differences["AP"].mean) == (2, pytest.approx(0.2))
 
 
 def test_null_is_a_value_that_repeats_like_any_other(tmp_path):
