@@ -35,12 +35,31 @@ def normalise_answer(text: str) -> str:
     return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
 
 
-def counted_alike(answers: Iterable[str]) -> list[str]:
-    """Return the first answers that differ and that `exact_match` takes for equal; empty where it tells all apart."""
-    groups: dict[str, list[str]] = {}
-    for answer in dict.fromkeys(answers):
-        groups.setdefault(normalise_answer(answer), []).append(answer)
-    return next((group for group in groups.values() if len(group) > 1), [])
+def counted_alike(answers: Iterable[str], metric: Metric = "accuracy") -> list[str]:
+    """Return the first answers that differ in more than case and that a metric takes for equal.
+
+    Empty where it tells all apart; also for a metric other than accuracy and Rouge, which is not asked. Of words with
+    one stem, which Rouge takes for equal, nothing is said.
+    """
+    if metric not in _COUNTED:
+        return []
+    groups: dict[Any, dict[str, str]] = {}
+    for answer in answers:
+        groups.setdefault(_COUNTED[metric](answer), {}).setdefault(" ".join(answer.lower().split()), answer)
+    return next((list(group.values()) for group in groups.values() if len(group) > 1), [])
+
+
+def _rouge_words(text: str) -> list[str]:
+    """The words that Rouge counts, not stemmed: that takes seconds to import."""
+    return re.findall("[a-z0-9]+", text.lower())
+
+
+_COUNTED: Mapping[Metric, Callable[[str], Any]] = {
+    "accuracy": normalise_answer,
+    "rouge_l": lambda text: tuple(_rouge_words(text)),
+    "rouge_1": lambda text: tuple(sorted(_rouge_words(text))),
+}
+"""What of an answer these metrics compare."""
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:

@@ -112,7 +112,7 @@ def draft_benchmark(folder: Path, output: Path) -> str:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: expected a folder with data; found {'a file' if folder.exists() else 'nothing'}")
-    home = output.absolute().parent
+    home = Path(os.path.abspath(output)).parent  # without `..`, whose name is no folder's
     left_over: list[Path] = []
     found = _named(list(_tasks(folder, home, left_over)))
     if not found:
@@ -314,13 +314,16 @@ def _seen(task: _Found, home: Path) -> _Seen:
         raise DataError(f"Task {task.name!r}: found no {missing[0]} rows; expected at least one.")
     count = rows.total()
     labels = sorted(answers) if _are_labels(answers, count) else None
-    metric = "rouge_l"
-    if labels is not None and not counted_alike(labels):
+    alike = bool(counted_alike(labels or ()))
+    if labels is not None and not alike:
         metric = "accuracy"
     elif numbers >= SHARE * count:
         metric = "number_match"
     elif 2 * codes > count:
         metric = "edit_similarity"
+    else:
+        metric = "rouge_l" if labels is None else "accuracy"
+    labels = None if alike else labels  # a file may not list them; what counts as equal is told of its rows
     return _Seen(dict(rows), labels, TRACE_METRICS.get(task.name, metric), words, tokens, breaks)
 
 

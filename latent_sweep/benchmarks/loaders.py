@@ -276,7 +276,7 @@ def tokens_name(
     family: Family,
     longest_source: int,
     longest_target: int,
-    chat: Chat | None = None,
+    chat: Chat | None,
 ) -> str:
     """The name of a cache of token ids: a hash of all that they depend on.
 

@@ -6,6 +6,7 @@ A new benchmark is a new file: a `benchmark.yaml` beside folders `<task>/train.j
 from __future__ import annotations
 
 import difflib
+import os
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -89,8 +90,8 @@ class TaskSpec(Settings):
         if self.metric == "accuracy" and (alike := counted_alike(self.labels or ())):
             raise ValueError(
                 f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
-                f"{' and '.join(map(quoted, alike))} would count as equal; give them names, as by `names` in a source, "
-                "or take another metric"
+                f"{' and '.join(map(quoted, alike))} would count as equal; leave `labels` out if that is meant, give "
+                "numbers names by `names` in a source, or take a metric of characters, such as edit_similarity"
             )
         return self
 
@@ -340,7 +341,7 @@ def _parse(path: Path) -> BenchmarkSpec:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: found {type(content).__name__}; expected keys such as `tasks:`")
     try:
-        return BenchmarkSpec.model_validate({"name": path.absolute().parent.name} | content)
+        return BenchmarkSpec.model_validate({"name": Path(os.path.abspath(path)).parent.name} | content)
     except ValidationError as error:
         lines = "\n".join(f"  {line}" for line in validation_faults(error, BenchmarkSpec))
         raise ConfigError(f"{path}: not a valid benchmark file:\n{lines}") from error

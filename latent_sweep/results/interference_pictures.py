@@ -39,9 +39,10 @@ def interference_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]
     """Draw how a sweep's snapshots overlap; nothing where no such trial has finished.
 
     Returns:
-        The pictures, and why trials could not be measured.
+        The pictures, and which trials could not be measured, and why.
     """
-    found, gaps = interference(sweep)
+    found, unread = interference(sweep)
+    gaps = [f"interference of {gap}" for gap in unread]
     pictures = [overlap_picture(one, i) for i, one in enumerate(found, start=1)]
     if bounded := [one for one in found if one.bounds is not None]:
         pictures.append(bounds_picture(bounded))

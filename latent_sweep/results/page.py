@@ -69,11 +69,11 @@ def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], l
         The pictures, and a line for each that its trials should have and that could not be drawn: what it shows, of
         which trial, and why.
     """
-    found, not_drawn = sweep_pictures(summary), []
-    for what, draw in (("the router", router_pictures), ("interference", interference_pictures)):
+    found, not_drawn = sweep_pictures(summary)
+    for draw in (router_pictures, interference_pictures):
         pictures, gaps = draw(sweep)
         found += pictures
-        not_drawn += [f"{what} of {gap}" for gap in gaps]
+        not_drawn += gaps
     if (best := _trial_of(sweep, summary, max)) is not None:
         embeddings = embedding_map(sweep, best)
         if not isinstance(embeddings, str):

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,11 +52,15 @@ _GREY = "#c8c8c8"
 Array = npt.NDArray[np.float64]
 
 
-def sweep_pictures(summary: Summary) -> list[Picture]:
-    """Draw what a summary holds; nothing where no trial has finished."""
+def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
+    """Draw what a summary holds; nothing where no trial has finished.
+
+    Returns:
+        The pictures, and a line for each that a scheduler has left too few whole configurations for.
+    """
     ranked = _ranked(summary)
     if not ranked:
-        return []
+        return [], []
     different, equal = _different(ranked)
     long, by_task = (_repetitions_alike(different, key) for key in (len, tuple))
     found = [(_matrices(by_task), by_task)]
@@ -69,7 +73,9 @@ def sweep_pictures(summary: Summary) -> list[Picture]:
         picture._replace(caption=picture.caption + _left_out(different, shown) + equal + stopped)
         for picture, shown in found
     ]
-    return [*_curves(summary, ranked), *_interactions(summary), *_differences(summary, ranked), *drawn]
+    curves, no_curves = _curves(summary, ranked)
+    interactions, no_interactions = _interactions(summary, ranked)
+    return [*curves, *interactions, *_differences(summary, ranked), *drawn], [*no_curves, *no_interactions]
 
 
 def _ranked(summary: Summary) -> list[Configuration]:
@@ -108,9 +114,12 @@ def _survivors(found: Sequence[Configuration]) -> str:
     return f"; last, for a scheduler has left the better of their trials alone: {_listed(names)}" if names else ""
 
 
-def _without(summary: Summary) -> str:
-    count = sum(bool(one.n_stopped and one.n_finished) for one in summary.configurations)
+def _without(found: Iterable[Configuration]) -> str:
+    count = sum(bool(one.n_stopped) for one in found)
     return f"; left out, for a scheduler has left the better of their trials alone: {count}" if count else ""
+
+
+_STOPPED = "a scheduler has stopped trials of too many configurations"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -304,17 +313,13 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
 # --- against settings
 
 
-def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
+def _curves(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Picture], list[str]]:
     """AP and FM against each numeric axis; a line for each point of the others. Without what was stopped in part."""
-    pictures = []
+    pictures, gaps = [], []
     for axis in numeric_axes([one.values for one in summary.configurations]):
-        lines: dict[str, list[Configuration]] = {}
-        for one in ranked:  # so that the line with the best point comes first
-            if one.values[axis] is not None and not one.n_stopped:
-                rest = {name: value for name, value in one.values.items() if name != axis}
-                lines.setdefault(label(rest), []).append(one)
-        lines = {name: found for name, found in lines.items() if len(found) > 1}
+        lines = _lines([one for one in ranked if not one.n_stopped], axis)
         if not lines:
+            gaps += [f"AP and FM against {axis}: {_STOPPED}"] * bool(_lines(ranked, axis))
             continue
         figure = new_figure(PAGE, 2.5 + 0.13 * min(NAMED, len(lines)))
         panels = figure.subplots(1, 2)
@@ -336,25 +341,34 @@ def _curves(summary: Summary, ranked: Sequence[Configuration]) -> list[Picture]:
                 f"against_{_file_name(axis)}",
                 f"Against {axis}",
                 f"average performance and forgetting measure, mean over finished trials, bands of one standard "
-                f"deviation{_behind(list(lines))}{_without(summary)}",
+                f"deviation{_behind(list(lines))}{_without(_along(ranked, axis))}",
                 figure,
             )
         )
-    return pictures
+    return pictures, gaps
 
 
-def _interactions(summary: Summary) -> list[Picture]:
+def _lines(ranked: Sequence[Configuration], axis: str) -> dict[str, list[Configuration]]:
+    """Those that differ along an axis alone, by the rest of their settings; the line with the best point first."""
+    lines: dict[str, list[Configuration]] = {}
+    for one in _along(ranked, axis):
+        lines.setdefault(label({name: value for name, value in one.values.items() if name != axis}), []).append(one)
+    return {name: found for name, found in lines.items() if len(found) > 1}
+
+
+def _along(found: Sequence[Configuration], *axes: str) -> list[Configuration]:
+    return [one for one in found if all(one.values[axis] is not None for axis in axes)]
+
+
+def _interactions(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Picture], list[str]]:
     """AP over each pair of numeric axes, where other axes do not vary with them. Without what was stopped in part."""
-    pictures = []
+    pictures, gaps = [], []
     for x_axis, y_axis in itertools.combinations(numeric_axes([one.values for one in summary.configurations]), 2):
-        groups: dict[str, list[Configuration]] = {}
-        for one in summary.configurations:
-            if one.values[x_axis] is not None and one.values[y_axis] is not None and not one.n_stopped:
-                others = {name: value for name, value in one.values.items() if name not in (x_axis, y_axis)}
-                groups.setdefault(label(others), []).append(one)
-        shown = [(name, found) for name, found in groups.items() if _is_grid(found, x_axis, y_axis)][:4]
-        if not shown:
+        grids = _grids([one for one in summary.configurations if not one.n_stopped], x_axis, y_axis)
+        if not grids:
+            gaps += [f"AP over {x_axis} and {y_axis}: {_STOPPED}"] * bool(_grids(ranked, x_axis, y_axis))
             continue
+        shown = list(grids.items())[:4]
         figure = new_figure(PAGE if len(shown) > 1 else COLUMN, 2.9 * math.ceil(len(shown) / 2))
         for place, (name, found) in enumerate(shown, start=1):
             axes = figure.add_subplot(math.ceil(len(shown) / 2), min(2, len(shown)), place)
@@ -374,18 +388,26 @@ def _interactions(summary: Summary) -> list[Picture]:
             axes.set_title(_wrapped(name, 48), fontsize=7)
             axes.spines[:].set_visible(False)
             axes.tick_params(length=0)
-        more = len([1 for found in groups.values() if _is_grid(found, x_axis, y_axis)]) - len(shown)
-        rest = f"; {more} more points of the other settings are not drawn" if more > 0 else ""
-        left = _without(summary)
+        more = len(grids) - len(shown)
+        rest = f"; {more} more points of the other settings are not drawn" if more else ""
+        left = _without(_along(ranked, x_axis, y_axis))
         file = f"{_file_name(x_axis)}_and_{_file_name(y_axis)}"
         pictures.append(
             Picture(file, f"{x_axis} and {y_axis}", f"AP (%), mean over finished trials{rest}{left}", figure)
         )
-    return pictures
+    return pictures, gaps
+
+
+def _grids(found: Sequence[Configuration], x_axis: str, y_axis: str) -> dict[str, list[Configuration]]:
+    """Those that differ along two axes alone, by the rest of their settings, where both vary and a trial finished."""
+    groups: dict[str, list[Configuration]] = {}
+    for one in _along(found, x_axis, y_axis):
+        others = {name: value for name, value in one.values.items() if name not in (x_axis, y_axis)}
+        groups.setdefault(label(others), []).append(one)
+    return {name: each for name, each in groups.items() if _is_grid(each, x_axis, y_axis)}
 
 
 def _is_grid(found: Sequence[Configuration], x_axis: str, y_axis: str) -> bool:
-    """Whether both axes vary, and a trial of some configuration has finished."""
     vary = all(len({one.values[axis] for one in found}) > 1 for axis in (x_axis, y_axis))
     return vary and any(one.average_performance is not None for one in found)
 

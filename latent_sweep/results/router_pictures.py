@@ -51,10 +51,11 @@ def router_pictures(sweep: SweepFolder) -> tuple[list[Picture], list[str]]:
     """Draw all pictures of a sweep's router; none where no trial with a router has finished.
 
     Returns:
-        The pictures, and why others could not be drawn.
+        The pictures, and what could not be drawn of which trial, and why.
     """
-    found, gaps = routings(sweep)
-    gaps += [routing.gap for routing in found if routing.gap is not None and not routing.has_posterior]
+    found, unread = routings(sweep)
+    gaps = [f"the router of {gap}" for gap in unread]
+    gaps += [f"the posterior of {one.gap}" for one in found if one.gap is not None and not one.has_posterior]
     with_posterior = [routing for routing in found if routing.has_posterior]
     pictures = [posterior_picture(routing, i) for i, routing in enumerate(with_posterior, start=1)]
     pictures += [confusion_picture(routing, i) for i, routing in enumerate(found, start=1)]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 from latent_sweep.backbones.known import BackboneSettings, family_of
+from latent_sweep.benchmarks.chat import Chat, chat_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, data_digest, tokens_name
 from latent_sweep.benchmarks.schema import Split, load_benchmark, task_sequence
 from latent_sweep.errors import StoreError
@@ -260,7 +261,7 @@ class StoredRouter:
         lengths = b.max_source_length if self._settings.pool.truncate else WHOLE_PROMPT
         data = data_digest(self._spec, self._tasks[task], split, b)
         answers = b.max_target_length or self._spec.max_target_length
-        tokens = tokens_name(data, b, digests["tokenizer"], family_of(backbone.name), lengths, answers)
+        tokens = tokens_name(data, b, digests["tokenizer"], family_of(backbone.name), lengths, answers, self._chat)
         return pooled_name(tokens, digests["weights"], self._settings)
 
     @cached_property
@@ -283,6 +284,15 @@ class StoredRouter:
     def _backbone_digests(self) -> dict[str, str]:
         """Digests of weights and tokenizer, as the last snapshot tells them."""
         return backbone_digests(self.sweep, stages(self.trial.events)[-1]["lineage"])
+
+    @cached_property
+    def _chat(self) -> Chat | None:
+        """The chat template that prompts stand in; None without one."""
+        if not self.trial.benchmark().chat:
+            return None
+        from latent_sweep.backbones.tokenizers import load_tokenizer  # loads transformers
+
+        return chat_of(load_tokenizer(BackboneSettings.model_validate(self._groups["backbone"])))
 
     @cached_property
     def _table_std(self) -> float | None:

@@ -479,7 +479,11 @@ def _check_uncounted(case: Case, found: Findings) -> None:
     """Find answers that their metric gives 0 whatever is answered; `_check_empty` finds those that hold nothing."""
     metric = scoring_metric(case.settings, case.task)
     if metric == "accuracy":
-        _check_told_apart(case, found)
+        _check_read_alike(case, found)
+    answers = dict.fromkeys(text for row in case.rows["test"] for text in case.answers(row, "test"))
+    if len(answers) <= MOST_LABELS and (alike := counted_alike(answers, metric)):
+        topic = f"{case.name}: {metric} ignores punctuation, so answers count as equal"
+        found.warn(topic, case.task.name, " and ".join(map(repr, alike)))
     if metric not in UNCOUNTED:
         return
     lacks, what = UNCOUNTED[metric]
@@ -489,24 +493,20 @@ def _check_uncounted(case: Case, found: Findings) -> None:
     _tell(case.name, case, "test", problem, spoiled, advice, "empty_answers", found)
 
 
-def _check_told_apart(case: Case, found: Findings) -> None:
-    """Find answers that an equal one is not equal to, once a tokenizer has read it, and those that count as equal."""
-    rows = case.rows["test"]
-    if case.reader.tokenizer is not None:
+def _check_read_alike(case: Case, found: Findings) -> None:
+    """Find answers that an equal one is not equal to, once a tokenizer has read it."""
+    if case.reader.tokenizer is None:
+        return
 
-        def otherwise(text: str) -> bool:
-            if text.isascii():  # tokens that are unknown are told elsewhere
-                return False
-            return normalise_answer(case.reader.seen(text)) != normalise_answer(text)
+    def otherwise(text: str) -> bool:
+        if text.isascii():  # tokens that are unknown are told elsewhere
+            return False
+        return normalise_answer(case.reader.seen(text)) != normalise_answer(text)
 
-        spoiled = _spoiled(case, rows, "test", otherwise)
-        problem = "have characters that the tokenizer writes otherwise (NFKC): accuracy gives 0 to an equal answer"
-        advice = f"write them as the tokenizer does{_place(case)}"
-        _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
-    answers = dict.fromkeys(" ".join(text.lower().split()) for row in rows for text in case.answers(row, "test"))
-    if len(answers) <= MOST_LABELS and (alike := counted_alike(answers)):
-        topic = f"{case.name}: accuracy ignores punctuation, so answers count as equal"
-        found.warn(topic, case.task.name, " and ".join(map(repr, alike)))
+    spoiled = _spoiled(case, case.rows["test"], "test", otherwise)
+    problem = "have characters that the tokenizer writes otherwise (NFKC): accuracy gives 0 to an equal answer"
+    advice = f"write them as the tokenizer does{_place(case)}"
+    _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
 
 
 class _Spoiled(NamedTuple):

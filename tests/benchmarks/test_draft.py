@@ -106,13 +106,29 @@ def test_labels_that_accuracy_does_not_tell_apart_are_none(tmp_path: Path, capsy
     for split in ("train", "test"):
         put(tmp_path / "mood" / f"{split}.json", rows(24, lambda i: str(i % 3 - 1)))
         put(tmp_path / "tongue" / f"{split}.json", rows(24, lambda i: ("C++", "C#")[i % 2]))
+        put(tmp_path / "yes" / f"{split}.json", rows(24, lambda i: ("Yes", "yes", "no")[i % 3]))
     _, found, _ = written(tmp_path, capsys)
-    assert {name: task.metric for name, task in found.items()} == {"mood": "number_match", "tongue": "rouge_l"}
+    assert {name: (task.metric, task.labels) for name, task in found.items()} == {
+        "mood": ("number_match", None),
+        "tongue": ("accuracy", None),
+        "yes": ("accuracy", ("Yes", "no", "yes")),
+    }
+    assert main(["benchmark", "check", str(tmp_path)]) == 1  # both files have the same rows
+    assert "so answers count as equal: tongue 'C++' and 'C#'" in capsys.readouterr().out
     (tmp_path / "own.yaml").write_text(
         "max_target_length: 4\ntasks: [{name: mood, metric: accuracy, labels: ['-1', '0', '1']}]"
     )
     with pytest.raises(ConfigError, match="so '-1' and '1' would count as equal"):
         load_benchmark(str(tmp_path / "own.yaml"))
+
+
+def test_the_folder_above_has_its_own_name(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "mine" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    (tmp_path / "mine" / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "mine" / "a")
+    assert "name: mine\n" not in written(Path(".."), capsys)[2]
+    assert load_benchmark("../benchmark.yaml").name == "mine"
 
 
 def test_columns_beside_those_that_are_known_are_read_or_told(tmp_path: Path, capsys: Any) -> None:

@@ -9,6 +9,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import yaml
+from helpers.chats import chatting_tokenizer
 from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
 from helpers.sweeps import sweep_folder, tiny, write
 
@@ -165,7 +166,7 @@ def test_without_the_store_the_weights_that_answered_are_shown(folder, copied):
     assert "where those below 1e-06 were set to zero" in pictures[0].caption
     assert "none is pruned" not in pictures[0].caption
     (gap,) = gaps  # of the one that has no picture of its posterior now
-    assert gap.startswith("mode=hard seed=0: the records of its router are not in ")
+    assert gap.startswith("the posterior of mode=hard seed=0: the records of its router are not in ")
     assert sorted(copied.storage.folder.rglob("*")) == before
 
 
@@ -184,7 +185,7 @@ def test_what_could_not_be_drawn_is_said(folder, copied, tmp_path, capsys):
     assert first.startswith(f"{n_left} pictures as PDF and PNG in ") and n_left < n_all
     trial, runs = "of mode=hard seed=0: ", copied.storage.folder
     assert [line.partition(" on this machine")[0] for line in told] == [
-        f"not drawn: the router {trial}the records of its router are not in {runs / 'router'}",
+        f"not drawn: the posterior {trial}the records of its router are not in {runs / 'router'}",
         f"not drawn: interference {trial}the singular values of its backbone's weights are not in {runs / 'factors'}",
         f"not drawn: the map of embeddings {trial}the pooled embeddings of task mood are not in {runs / 'embeddings'}",
     ]
@@ -200,6 +201,22 @@ def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folde
     others = [np.roll(rows, 1, axis=1) for rows in kept]
     with pytest.raises(StoreError, match="other weights than those that its rows were answered with"):
         stored.posterior(others)
+
+
+def test_a_router_of_prompts_in_a_chat_is_told_from_one_of_bare_prompts(tmp_path):
+    """Both lie in one storage, and differ in what the template puts around the prompts alone."""
+    chatting_tokenizer(tmp_path / "tokenizer")
+    backbone = {"name": "tiny-llama", "dtype": "float32", "tokenizer": str(tmp_path / "tokenizer")}
+    content = tiny(trial__backbone=backbone, trial__router={"mode": "soft"}, search={"benchmark.chat": [True, False]})
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    sweep = sweep_folder(tmp_path)
+    (chatting, bare), gaps = routings(sweep)
+    assert gaps == [] and chatting.recomputed and bare.recomputed
+    read = [StoredRouter(sweep, one.trial).embeddings(0, "train") for one in (chatting, bare)]
+    assert not np.array_equal(*read)
+    for one in (chatting, bare):
+        right = np.mean([rows.mean() for rows in own_task(one.probabilities)])
+        assert right == pytest.approx(one.trial.metrics["router_p_correct"], rel=1e-6)
 
 
 def test_what_pictures_of_the_router_show(folder):
@@ -437,7 +454,7 @@ def test_files_that_hold_something_else_are_left_out(tmp_path):
     assert len(finished_trials(sweep)) == 1
     pictures, (gap,) = router_pictures(sweep)
     assert pictures == []
-    assert gap == "mode=soft seed=0: its files hold something else than expected (KeyError: 'router')"
+    assert gap == "the router of mode=soft seed=0: its files hold something else than expected (KeyError: 'router')"
     assert flips(sweep, first) == flips(sweep, second) == []
     assert isinstance(embedding_map(sweep, second), str)
 

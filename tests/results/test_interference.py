@@ -179,8 +179,8 @@ def test_what_is_missing_is_said(folder, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "factors")
     pictures, (first, second) = interference_pictures(sweep)
     assert pictures == []
-    assert first.startswith("lambda=0.0 mode=soft seed=0: the singular values of its backbone's weights are not in ")
-    assert second.startswith("lambda=1e-05")
+    assert first.startswith("interference of lambda=0.0 mode=soft seed=0: the singular values of its backbone's weights ")
+    assert second.startswith("interference of lambda=1e-05")
     last = stages(compared_trials(finished_trials(sweep))[0].events)[-1]["lineage"]
     sweep.snapshots.path(last).write_bytes(b"spoilt")
     assert interference(sweep)[1][0].endswith(f"snapshot {last} does not check against its digest")

@@ -11,7 +11,7 @@ from helpers.sweep_folders import run_to_end, start, write_sweep
 from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.results import report, summaries
-from latent_sweep.results.page import _facts, _trial_of, render_page
+from latent_sweep.results.page import _facts, _trial_of, all_pictures, render_page
 from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.sections import together
 from latent_sweep.store.folders import open_sweep
@@ -203,7 +203,7 @@ def test_what_a_scheduler_has_left_of_a_configuration_is_nowhere_the_best(tmp_pa
     assert [row[1].text for row in table.table.rows[-2:]] == ["lambda=0.1"] * 2
     assert "and comes last" in " ".join(table.notes)
     assert [row["n_stopped"] for row in report.records(summary)] == [0, 1, 0]
-    found = {picture.name: picture for picture in sweep_pictures(summary)}
+    found = {picture.name: picture for picture in sweep_pictures(summary)[0]}
     assert [len(line.get_xdata()) for line in found["against_lambda"].figure.axes[0].lines] == [2]
     assert "left out, for a scheduler has left the better of their trials alone: 1" in found["against_lambda"].caption
     for name in ("over_tasks", "forgetting", "matrices"):
@@ -212,6 +212,34 @@ def test_what_a_scheduler_has_left_of_a_configuration_is_nowhere_the_best(tmp_pa
         )
     rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
     assert rows == ["lambda=0.0", "lambda=1.0", "lambda=0.1"]
+
+
+def test_pictures_that_a_scheduler_leaves_too_little_for_are_named(tmp_path):
+    """Each configuration has a trial that was stopped; of those along another axis nothing is said."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "method.rank": [4, 8], "seed": [0, 1]})
+    for trial in sweep:
+        if trial.values["seed"] == 0:
+            run_to_end(trial, 0.5, 0.0)
+        else:
+            start(trial)
+            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    pictures, not_drawn = all_pictures(sweep, summaries.summarise(sweep))
+    assert [picture.name for picture in pictures] == ["over_tasks", "forgetting", "matrices"]
+    of = ("AP and FM against lambda", "AP and FM against rank", "AP over lambda and rank")
+    told = [f"{what}: a scheduler has stopped trials of too many configurations" for what in of]
+    assert [line for line in not_drawn if "scheduler" in line] == told
+
+
+def test_a_curve_counts_what_a_scheduler_has_left_of_its_own_points(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [None, 0.1, 1.0], "seed": [0, 1]})  # None: without lambda
+    for trial in sweep:
+        if trial.values == {"method.ortho_lambda": None, "seed": 1}:
+            start(trial)
+            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+        else:
+            run_to_end(trial, 0.5, 0.0)
+    (curve,) = (one for one in sweep_pictures(summaries.summarise(sweep))[0] if one.name == "against_lambda")
+    assert "left out" not in curve.caption
 
 
 def test_sweeps_of_one_name_are_told_apart_and_none_counts_twice(sweep, tmp_path, capsys):

@@ -174,9 +174,11 @@ def test_a_task_whose_test_rows_are_all_left_out_is_a_fault(own: Path) -> None:
     assert "task left: no test rows are left; expected at least one" in faults_of(own, {"drop_unlabelled": True})
 
 
-def test_answers_that_count_as_equal_are_said(own: Path) -> None:
-    put(own, "left", "test", rows("left", "test", ["-1", "1", "0"] * 2))
-    topic = "warning: benchmark own: accuracy ignores punctuation, so answers count as equal"
+@pytest.mark.parametrize("metric", ["accuracy", "rouge_l", "rouge_1"])
+def test_answers_that_count_as_equal_are_said(own: Path, metric: str) -> None:
+    change_benchmark(own, task_metric=metric)
+    put(own, "left", "test", rows("left", "test", ["-1", "1", "0", "Zero", "zero", "zero"]))
+    topic = f"warning: benchmark own: {metric} ignores punctuation, so answers count as equal"
     assert said_of(own) == [f"{topic}: left '-1' and '1'"]
 
 
