@@ -125,10 +125,9 @@ def _train(trainers: Sequence[_Trainer], engine: Engine, bank: AdapterBank) -> N
         batches = _Batches(staying, engine, ahead=1) if staying else None
         for trainer, norm, terms in zip(going, *_read(norms, losses), strict=True):
             trainer.advance(terms, norm)
-        if any(trainer.goes_on for trainer in going):  # or else all are stored now
+        if 0 < sum(trainer.goes_on for trainer in going) < len(going):  # who goes on has other rows beside it now
             for trainer in going:
-                if trainer.step == trainer.steps and trainer.failure is None:
-                    trainer.save()
+                trainer.save()
         for trainer in going:
             trainer.seconds += (time.monotonic() - began) / len(going)
 
@@ -190,6 +189,10 @@ def recomputing(backbone: Backbone, settings: TrainingSettings) -> Iterator[None
         model.train(trained)
 
 
+_FAILED = "failed"
+"""Among a checkpoint's facts: the kind and the words of what stopped a member whose pack went on."""
+
+
 class _Trainer:
     """A learner on its way through its task."""
 
@@ -197,6 +200,10 @@ class _Trainer:
         settings, self.training = training.settings, training
         self.learner = training.learner
         self._found: tuple[dict[str, Tensor], dict[str, Any]] | None = engine.group.first(training.checkpoint.load)
+        self.failure: Exception | None = None
+        if self._found and _FAILED in self._found[1]:
+            kind, text = self._found[1][_FAILED]
+            self.failure, self._found = (NonFiniteLoss if kind == "NonFiniteLoss" else RuntimeError)(text), None
         if self._found:  # the rows are those of the steps that were taken
             load_drawn(self.learner, _named(self._found[0], "drawn."))
         self.rows = [dict(row) for row in rows_trained(training.learner, training.examples)]
@@ -211,7 +218,6 @@ class _Trainer:
             _BestOnValidation(self.learner, engine.backbone, bank, held_out, settings) if held_out else None
         )
         self.history = _History()
-        self.failure: Exception | None = None
         self.seconds, self.tokens = 0.0, 0
         self.reached = False
         """Whether a gradient has arrived where the adapter acts first."""
@@ -279,8 +285,11 @@ class _Trainer:
         self.training.on_step(self.step, self.steps, losses)
 
     def save(self) -> None:
-        """Write a checkpoint, if this worker is the first of its group."""
-        tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
+        """Write a checkpoint, if this worker is the first of its group; one that has failed is not tried again by it."""
+        if self.failure is None:
+            tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
+        else:
+            tensors, facts = {}, {_FAILED: [type(self.failure).__name__, str(self.failure)]}
         if self.group.leads:
             self.training.checkpoint.save(tensors, facts)
 
@@ -293,6 +302,8 @@ class _Trainer:
 
     def outcome(self) -> TrainingSummary | Exception:
         if self.failure is not None:
+            if self.group.leads:
+                self.training.checkpoint.remove()  # it is known now, and may be tried anew
             return self.failure
         try:
             if self.selection:

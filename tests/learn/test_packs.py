@@ -218,10 +218,20 @@ def test_members_may_stand_at_different_steps(trainings, backbone, bank):
         assert_trained_alike(found["R"], alone["R"])
 
 
-def one_after_another(made):
-    """The same trainings, of which each takes four steps more than the one before; checkpoints at every other step."""
+def cut_at_step(at):
+    def cut(step, steps, losses):
+        if step == at:
+            raise KeyboardInterrupt
+
+    return cut
+
+
+def one_after_another(made, checkpoint_every=2):
+    """The same trainings, of which each takes four steps more than the one before."""
     for i, lesson in enumerate(made):
-        settings = lesson.settings.model_copy(update={"max_steps": 4 * (i + 1), "checkpoint_every": 2})
+        settings = lesson.settings.model_copy(
+            update={"max_steps": 4 * (i + 1), "checkpoint_every": checkpoint_every}
+        )
         yield dataclasses.replace(lesson, settings=settings)
 
 
@@ -243,26 +253,53 @@ def test_members_that_have_ended_leave_nothing_of_the_optimizer_behind(trainings
 
 
 @pytest.mark.one_machine
-@pytest.mark.parametrize("cut_at", [3, 5, 7, 11])
-def test_a_pack_that_is_cut_after_a_members_end_goes_on_with_the_same_bits(trainings, backbone, bank, cut_at):
+@pytest.mark.parametrize(("every", "cut_at"), [(2, 3), (2, 5), (2, 7), (2, 11), (5, 7), (5, 9), (5, 13)])
+def test_a_pack_that_is_cut_after_a_members_end_goes_on_with_the_same_bits(trainings, backbone, bank, every, cut_at):
     """Which members are at work beside others decides to what length rows are padded, and so how sums round."""
     whole = list(one_after_another(trainings("seq_lora", "whole")))
     summaries = train_pack(whole, Engine(backbone=backbone), bank)
-
-    def cut(step, steps, losses):
-        if step == cut_at:
-            raise KeyboardInterrupt
-
-    begun = list(one_after_another(trainings("seq_lora", "cut")))
-    begun[-1] = dataclasses.replace(begun[-1], on_step=cut)
+    begun = list(one_after_another(trainings("seq_lora", "cut"), every))
+    begun[-1] = dataclasses.replace(begun[-1], on_step=cut_at_step(cut_at))
     with pytest.raises(KeyboardInterrupt):
         train_pack(begun, Engine(backbone=backbone), bank)
-    resumed, steps = list(one_after_another(trainings("seq_lora", "cut"))), []
+    resumed, steps = list(one_after_another(trainings("seq_lora", "cut"), every)), []
     resumed[0] = dataclasses.replace(resumed[0], on_step=lambda step, *of: steps.append(step))
     again = train_pack(resumed, Engine(backbone=backbone), bank)
     assert again == summaries
     assert steps == ([] if cut_at > 4 else [3, 4])
     for before, after in zip(trained(whole), trained(resumed), strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.one_machine
+@pytest.mark.parametrize("cut_at", [4, 7, 9])
+def test_a_member_that_has_failed_is_not_tried_again_beside_others(trainings, backbone, bank, cut_at):
+    """When the pack is cut later: the others would have other rows beside them. Once that is told, it may be."""
+
+    def made(name, on_step=lambda *of: None):
+        lessons = [
+            dataclasses.replace(lesson, settings=lesson.settings.model_copy(update={"checkpoint_every": 5}))
+            for lesson in trainings("seq_lora", name)
+        ]
+        victim = lessons[1].learner
+        victim.after_step = lambda step: spoil(victim) if step == 2 else None
+        return [*lessons[:-1], dataclasses.replace(lessons[-1], on_step=on_step)]
+
+    def spoil(learner):
+        for parameter in learner.parameters().values():
+            parameter.data.fill_(3e38)
+
+    whole, resumed = made("whole"), made("cut")
+    expected = train_pack(whole, Engine(backbone=backbone), bank)
+    with pytest.raises(KeyboardInterrupt):
+        train_pack(made("cut", cut_at_step(cut_at)), Engine(backbone=backbone), bank)
+    assert (resumed[1].checkpoint.load() is not None) == (cut_at > 4)
+    found = train_pack(resumed, Engine(backbone=backbone), bank)
+    assert [type(one) for one in found] == [type(one) for one in expected]
+    assert isinstance(found[1], NonFiniteLoss) and str(found[1]) == str(expected[1])
+    assert resumed[1].checkpoint.load() is None
+    for i in (0, 2, 3):
+        before, after = (each[i].learner.parameters() for each in (whole, resumed))
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
