@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import traceback
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -65,6 +66,13 @@ def traceback_text(error: BaseException) -> str:
     return redact(re.sub("\x1b\\[[0-9;]*m", "", text))[-20_000:]
 
 
+_TOLD_BESIDE = (
+    (OSError, ("strerror", "filename", "filename2")),
+    (subprocess.SubprocessError, ("cmd", "output", "stderr")),
+)
+"""What errors tell beside their arguments."""
+
+
 def redact_error(error: BaseException) -> None:
     """Take the secrets out of an error and of what led to it, before it goes to somebody who shows it without us."""
     left, seen = [error], set[int]()
@@ -72,12 +80,13 @@ def redact_error(error: BaseException) -> None:
         one = left.pop()
         seen.add(id(one))
         one.args = tuple(map(_without_secrets, one.args))
-        for name in ("strerror", "filename", "filename2") if isinstance(one, OSError) else ():
+        for name in next((names for kind, names in _TOLD_BESIDE if isinstance(one, kind)), ()):
             if getattr(one, name, None) is not None:
                 setattr(one, name, _without_secrets(getattr(one, name)))
         if notes := getattr(one, "__notes__", None):
             notes[:] = map(_without_secrets, notes)
-        left += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in seen]
+        led = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))  # the last of a group
+        left += [other for other in led if isinstance(other, BaseException) and id(other) not in seen]
 
 
 def _without_secrets(part: Any) -> Any:

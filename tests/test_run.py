@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.patience import PATIENCE
+from helpers.sweep_folders import journal_of
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep.backbones.known import KNOWN, target_shapes
@@ -312,6 +313,26 @@ def test_what_takes_ray_is_said_where_there_is_none(tmp_path):
 
 
 # --- changed data ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("since", [("started", {"attempt": 2, "node": "n"}), ("lost", {"kind": "damaged"})])
+def test_a_stop_is_one_of_old_rows_also_where_the_trial_is_being_mended(tmp_path, capsys, since):
+    """A scheduler has stopped it, a mend of it was cut short, and then its data has changed."""
+    own = write_benchmark(tmp_path / "own")
+    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={"seed": [0]}))
+    assert main(["run", path, "--local"]) == 0
+    (trial,) = sweep_folder(tmp_path)
+    journal = trial.path / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(True)[:2]))  # started, and one task learned
+    journal_of(trial).append("stopped", tasks_seen=1, reason="others had a higher AP")
+    event, told = since
+    journal_of(trial).append(event, **{"versions": {}, "hardware": {}, "message": "cut short"} | told)
+    data = own / "left" / "test.json"
+    data.write_text(data.read_text().replace("test row 3", "test line 3"))
+    assert main(["run", path, "--local"]) == 2
+    assert "results of 1 trials" in capsys.readouterr().err
+    assert main(["run", path, "--local", "--replace"]) == 0
+    assert (status(trial.events()), len(stages(trial.events()))) == ("finished", 2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is written or printed holds no secret, wherever it stood; what only looks like one stays, and soon."""
 
 import json
+import subprocess
 import time
 import traceback
 
@@ -268,11 +269,15 @@ def test_an_error_that_others_show_tells_nothing():
     third.__cause__ = ValueError([f"token={WORD}"], {"kept": 3})
     third.__cause__.__notes__ = [f"asked of {address}"]
     error.__cause__, third.__cause__.__context__ = second, first
+    failed = subprocess.CalledProcessError(1, ["fetch", address], f"of {address}".encode(), f"no {address}")
+    failed.exceptions = (OSError(address),)  # as a group has them from Python 3.11 on
     first.__context__ = error  # a circle, as `raise` inside of `except` may leave one
+    first.__cause__ = failed
     redact_error(error)
     shown = "".join(traceback.format_exception(error))
-    assert WORD not in shown
+    assert WORD not in shown + repr(vars(failed))
     for kept in (
+        "Command '['fetch', 'https://***@host']' returned non-zero exit status 1",
         "[Errno 5] no route to https://***@host",
         "KeyError: (3, 'password=***')",
         "StoreError: https://***@host",

@@ -232,7 +232,7 @@ def refusal(model_type: str, config: Mapping[str, Any]) -> str:
     """Say why a configuration's backbone cannot be used, as far as the configuration tells; nothing where it can."""
     if parts := [name for name in ("text_config", "vision_config", "audio_config", "thinker_config") if name in config]:
         return f"it is made of several models ({', '.join(parts)}); give a checkpoint of text alone"
-    if "quantization_config" in config:
+    if config.get("quantization_config"):
         return "its weights are quantised, and methods read them as numbers; give the checkpoint that it was made from"
     if model_type in ENCODERS and not config.get("is_decoder"):
         return "it does not write text"

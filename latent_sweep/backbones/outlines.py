@@ -24,8 +24,8 @@ SUPPORTED = (
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """What transformers calls layers that keep keys and values."""
 
-TOLD = ("is_decoder", "use_bidirectional_attention")
-"""Settings that say whether a model writes."""
+TOLD = ("is_decoder", "use_bidirectional_attention", "quantization_config")
+"""Settings that say whether a model writes, and whether its weights are numbers."""
 
 
 @dataclass(frozen=True)

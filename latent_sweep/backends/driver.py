@@ -24,7 +24,7 @@ from latent_sweep.store.journal import stages, status
 from latent_sweep.store.objects import requests
 from latent_sweep.store.sealed import sealed_json
 from latent_sweep.store.storage import JOURNAL, Storage, open_storage
-from latent_sweep.store.trial_files import told_rows
+from latent_sweep.store.trial_files import end_of, told_rows
 from latent_sweep.sweep.checks import check_sweep
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
 from latent_sweep.sweep.forecast import describe_plan, describe_tuning
@@ -316,8 +316,8 @@ def outdated(trials: Sequence[Trial], there: SweepFolder) -> list[Trial]:
     def is_outdated(trial: Trial) -> bool:
         try:
             events = there.journal(trial.trial_id).read()
-            ended = status(events) in ("finished", "stopped")
-            return ended and len(told_rows(events, trial.row_keys())) < len(stages(events))
+            # also where it is being mended since: what was decided at that end is of the old rows
+            return end_of(events) is not None and len(told_rows(events, trial.row_keys())) < len(stages(events))
         except MissingData:  # other nodes have the rows, and nothing is known of them here
             return False
         except StoreError:  # who reads what is missing says what to do about it

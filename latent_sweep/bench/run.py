@@ -99,6 +99,8 @@ def run_bench(
                 try:
                     with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
                         rows = measure(bench)
+                except ConfigError:  # of what was asked for, which the other parts have in common
+                    raise
                 except Exception as error:  # the other parts have taken, or will take, their minutes
                     tell(traceback_text(error))
                     failure = printable(f"{type(error).__name__}: {error}")

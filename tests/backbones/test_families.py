@@ -20,7 +20,7 @@ from latent_sweep.adapters.lora import LoraDeltas, inputs_of, new_branch, output
 from latent_sweep.backbones import batches
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.batches import collate, label_logits, read_padded
-from latent_sweep.backbones.families import FAMILIES, default_targets, linear_shapes, sizes
+from latent_sweep.backbones.families import FAMILIES, default_targets, linear_shapes, refusal, sizes
 from latent_sweep.backbones.generation import generate
 from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone, describe, in_one_spelling
 from latent_sweep.backbones.layouts import Padded, Shared
@@ -442,6 +442,16 @@ def test_what_cannot_be_adapted_is_refused_from_its_configuration(tmp_path, conf
 def test_what_a_hub_turns_out_to_have_is_refused_before_its_weights_are_read(family, words):
     with pytest.raises(ConfigError, match=rf"model_type '{family}'; supported are .*{words}"):
         model_class(CONFIG_MAPPING[family]())
+
+
+def test_weights_are_quantised_where_a_configuration_says_how():
+    """Those of a hub are known to be when transformers has read their configuration; null says that none are."""
+    config = CONFIG_MAPPING["llama"](quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match="its weights are quantised"):
+        model_class(config)
+    config.quantization_config = None
+    model_class(config)
+    assert refusal("llama", {"quantization_config": None}) == ""
 
 
 def test_a_decoder_that_starts_from_nothing_is_refused():
