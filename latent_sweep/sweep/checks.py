@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ MOST_LABELS = 20
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
 
-CHECKS_VERSION = 4
+CHECKS_VERSION = 5
 """Raised when `check_pack` would find something else in the same rows."""
 
 
@@ -242,6 +242,12 @@ class Reader:
         """Content hash of the tokenizer."""
         return content_hash(self.tokenizer.to_str())
 
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """Return the token of whatever the tokenizer does not know, if it has one."""
+        found: int | None = self.tokenizer.token_to_id("<unk>")
+        return found
+
     def longer(self, text: str, tokens: int) -> bool:
         """Whether a text has more than so many tokens."""
         if text.isascii() and len(text) < tokens:  # at least a character each, and one that stands before all
@@ -338,6 +344,7 @@ class Case:
             "version": CHECKS_VERSION,
             "data": [data_digest(self.spec, self.task, split, b, source=self.sources.get(split)) for split in SPLITS],
             "allow": sorted(self.task.allow),
+            "metric": scoring_metric(b, self.task),
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
             "stop": list(self.spec.stop),
@@ -358,7 +365,7 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
     seen: dict[tuple[int, int, int], Trial] = {}
     """By the objects that tell cases apart, which the trial keeps alive."""
-    one_spelling: dict[str, Any] = {"order": None, "tasks": None, "classification_metric": "accuracy"}
+    one_spelling: dict[str, Any] = {"order": None, "tasks": None}
     for trial in trials:
         s = trial.settings
         if seen.setdefault((id(s.benchmark), id(s.backbone), id(trial.tasks)), trial) is not trial:
@@ -495,18 +502,23 @@ def _check_uncounted(case: Case, found: Findings) -> None:
 
 def _check_read_alike(case: Case, found: Findings) -> None:
     """Find answers that an equal one is not equal to, once a tokenizer has read it."""
-    if case.reader.tokenizer is None:
+    reader = case.reader
+    if reader.tokenizer is None:
         return
 
-    def otherwise(text: str) -> bool:
+    def is_spoiled(text: str, unknown: bool) -> bool:
         if text.isascii():  # tokens that are unknown are told elsewhere
             return False
-        return normalise_answer(case.reader.seen(text)) != normalise_answer(text)
+        holds = reader.unknown_id in reader(text, add_special_tokens=False)["input_ids"]
+        return holds == unknown and normalise_answer(reader.seen(text)) != normalise_answer(text)
 
-    spoiled = _spoiled(case, case.rows["test"], "test", otherwise)
-    problem = "have characters that the tokenizer writes otherwise (NFKC): accuracy gives 0 to an equal answer"
-    advice = f"write them as the tokenizer does{_place(case)}"
-    _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
+    for unknown, have, advice in (
+        (True, "does not know", f"write them without{_place(case)}, or take a backbone whose tokenizer knows them"),
+        (False, "writes otherwise (NFKC)", f"write them as the tokenizer does{_place(case)}"),
+    ):
+        spoiled = _spoiled(case, case.rows["test"], "test", partial(is_spoiled, unknown=unknown))
+        problem = f"have characters that the tokenizer {have}: accuracy gives 0 to an equal answer"
+        _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
 
 
 class _Spoiled(NamedTuple):

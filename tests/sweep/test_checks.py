@@ -6,14 +6,13 @@ import json
 import logging
 import re
 import shutil
-import unicodedata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.sweeps import change_benchmark, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from latent_sweep.backbones.generation import answer_text
 from latent_sweep.backbones.known import BackboneSettings
@@ -22,7 +21,7 @@ from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import exact_match
 from latent_sweep.store.folders import open_sweep
-from latent_sweep.sweep.checks import Findings, Reader, _cases, _check_uncounted, check_sweep
+from latent_sweep.sweep.checks import Reader, _cases, check_sweep
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
 
@@ -182,28 +181,52 @@ def test_answers_that_count_as_equal_are_said(own: Path, metric: str) -> None:
     assert said_of(own) == [f"{topic}: left '-1' and '1'"]
 
 
-def test_answers_that_the_tokenizer_writes_otherwise_are_a_fault(own: Path) -> None:
-    """T5's tokenizers join what Unicode can write as one: a model cannot give these back."""
-    for split, count in (("train", 24), ("test", 6)):
-        put(own, "left", split, rows("left", split, ["cafe\u0301"] * count))
+@pytest.fixture(scope="session")
+def composing(tmp_path_factory: Any) -> str:
+    """A folder with a tokenizer that composes characters (NFKC), as those of T5 do, and knows those of Latin-1."""
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((chr(code), -1.0) for code in range(32, 256))], unk_id=0))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<unk>"])
+    folder = tmp_path_factory.mktemp("composing")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
 
-    class Joining:
-        def encode(self, text: str, **options: Any) -> Any:
-            ids = list(unicodedata.normalize("NFKC", text))
-            return SimpleNamespace(ids=ids, offsets=None, special_tokens_mask=[0])
 
-        def decode(self, ids: list[str], **options: Any) -> str:
-            return "".join(ids)
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["cafe\u0301"], "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)"),
+        (["x²", "y³"], "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)"),
+        (["是", "否"], "all 6 test targets have characters that the tokenizer does not know: accuracy gives 0"),
+        (["café"], None),
+    ],
+)
+def test_answers_that_the_tokenizer_cannot_give_back_are_a_fault_of_accuracy(
+    own: Path, composing: str, labels: list[str], said: str | None
+) -> None:
+    change_benchmark(own, max_target_length=8)
+    put(own, "left", "test", rows("left", "test", (labels * 6)[:6]))
+    read = {"trial__backbone": {"name": "tiny-llama", "tokenizer": composing}}
+    if said is None:
+        assert said_of(own, **read) == []
+        return
+    assert said in faults_of(own, **read)
+    assert said_of(own, {"classification_metric": "edit_similarity"}, **read) == []
 
-        def to_str(self) -> str:
-            return "joining"
 
-    sweep = parse_sweep(tiny(trial__benchmark={"name": str(own)}, **FEW), "sweep.yaml")
-    (case, *_) = _cases(expand(sweep), Reader("llama", Joining()))
-    found = Findings()
-    _check_uncounted(case, found)
-    (fault,) = found.faults
-    assert "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)" in fault
+def test_answers_are_looked_at_by_the_metric_that_scores_them(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", ["C++", "C#"] * 3))
+    topic = "warning: benchmark own: accuracy ignores punctuation, so answers count as equal"
+    assert said_of(own) == [f"{topic}: left 'C++' and 'C#'"]
+    assert said_of(own, {"classification_metric": "chrf"}) == []
+    keys = set()
+    for metric in ("accuracy", "chrf"):
+        benchmark = {"name": str(own), "classification_metric": metric}
+        keys |= {
+            case.key for case in _cases(expand(parse_sweep(tiny(trial__benchmark=benchmark, **FEW), "sweep.yaml")))
+        }
+    assert len(keys) == 4  # what was looked at for one metric is looked at again for another
 
 
 def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
