@@ -405,6 +405,7 @@ def check_rows(case: Case, found: Findings) -> bool:
     _check_targets(case, found)
     _check_empty(case, found)
     _check_uncounted(case, found)
+    _check_references(case, found)
     if case.reader.tokenizer is None:
         return False
     _check_room(case, found)
@@ -498,6 +499,17 @@ def _check_uncounted(case: Case, found: Findings) -> None:
     problem = f"hold no {what}, which is all that {metric} counts: it gives 0 to an equal answer"
     advice = "score the task by another metric, e.g. edit_similarity or chrf"
     _tell(case.name, case, "test", problem, spoiled, advice, "empty_answers", found)
+
+
+def _check_references(case: Case, found: Findings) -> None:
+    """Say of how many test rows the first answer alone counts, which is the rule of published benchmarks."""
+    if not _is_own(case) or case.settings.references != "single_first":
+        return
+    rows = case.rows["test"]
+    if several := sum(len(set(row.references)) > 1 for row in rows):
+        topic = f"{case.name}: rows have several answers, of which the first alone counts"
+        advice = "benchmark.references: max_over_refs counts them all"
+        found.warn(f"{topic} ({advice})", case.task.name, f"{several:,} of {len(rows):,} {case.kind('test')}")
 
 
 def _check_read_alike(case: Case, found: Findings) -> None:

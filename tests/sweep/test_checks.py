@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from latent_sweep.metrics import exact_match
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.sweep.checks import Reader, _cases, check_sweep
 from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.data_report import examine_benchmark
 from latent_sweep.sweep.plan import expand
 
 BYTES = Reader("llama", tokenizer_at_hand(BackboneSettings(name="tiny-llama")))
@@ -234,6 +236,23 @@ def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], *[["bx"]] * 19]))
     assert "left 1 of 20 test" in said_of(own)[0]
     assert said_of(own, {"references": "max_over_refs"}) == []
+
+
+def test_answers_that_count_for_nothing_are_counted(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", [["ax", "bx"], ["bx", "bx"], "ax", ["bx", "ax"]]))
+    assert said_of(own) == [
+        "warning: benchmark own: rows have several answers, of which the first alone counts (benchmark.references: "
+        "max_over_refs counts them all): left 2 of 4 test"
+    ]
+    assert examine_benchmark(str(own), "tiny-llama").warnings[0] == said_of(own)[0]
+    assert said_of(own, {"references": "max_over_refs"}) == []
+
+
+@pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
+def test_published_benchmarks_count_the_first_answer_by_their_own_rule() -> None:
+    benchmark = {"name": "superni", "tasks": ["task748"], "train_per_task": 8, "max_target_length": 999}
+    sweep = parse_sweep(tiny(trial__benchmark=benchmark, **FEW), "sweep.yaml")
+    assert "several answers" not in "".join(check_sweep(sweep, expand(sweep)))
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------
