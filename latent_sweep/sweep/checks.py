@@ -31,8 +31,8 @@ from latent_sweep.benchmarks.prompts import (
 )
 from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
-from latent_sweep.errors import DataError, MissingData
-from latent_sweep.metrics import counted_alike, normalise_answer, number_match
+from latent_sweep.errors import ConfigError, DataError, MissingData
+from latent_sweep.metrics import counted_alike, metric_source, normalise_answer, number_match, score_rows
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
 from latent_sweep.sweep.config import Sweep, fault_report
@@ -53,6 +53,9 @@ UNCOUNTED: Mapping[str, tuple[Callable[[str], bool], str]] = {
 
 MOST_LABELS = 20
 """Different answers up to which those that count as equal are told: more are no labels."""
+
+TRIED = 3
+"""Test rows of a task that a metric from outside scores on trial: it may be slow."""
 
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
@@ -137,6 +140,7 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
             _check_targets(case, found)
             _check_empty(case, found)
             _check_uncounted(case, found)
+            _check_scorer(case, found)
             _check_room(case, found)
             counted.append(case.key)
     for warning in found.warnings:
@@ -344,7 +348,7 @@ class Case:
             "version": CHECKS_VERSION,
             "data": [data_digest(self.spec, self.task, split, b, source=self.sources.get(split)) for split in SPLITS],
             "allow": sorted(self.task.allow),
-            "metric": scoring_metric(b, self.task),
+            "metric": [metric := scoring_metric(b, self.task), metric_source(metric)],
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
             "stop": list(self.spec.stop),
@@ -405,6 +409,7 @@ def check_rows(case: Case, found: Findings) -> bool:
     _check_targets(case, found)
     _check_empty(case, found)
     _check_uncounted(case, found)
+    _check_scorer(case, found)
     _check_references(case, found)
     if case.reader.tokenizer is None:
         return False
@@ -499,6 +504,33 @@ def _check_uncounted(case: Case, found: Findings) -> None:
     problem = f"hold no {what}, which is all that {metric} counts: it gives 0 to an equal answer"
     advice = "score the task by another metric, e.g. edit_similarity or chrf"
     _tell(case.name, case, "test", problem, spoiled, advice, "empty_answers", found)
+
+
+def _check_scorer(case: Case, found: Findings) -> None:
+    """Let a metric from outside score a few test rows as a trial would: an answer equal to each, and an empty one."""
+    metric, rows = scoring_metric(case.settings, case.task), case.rows["test"][:TRIED]
+    if ":" not in metric:
+        return
+    answers = [row.references[0] for row in rows]
+    try:
+        metric_source(metric)
+        right, empty = (
+            score_rows(
+                metric,
+                texts,
+                [row.references for row in rows],
+                case.settings.references,
+                [row.input for row in rows],
+            )
+            for texts in (answers, [""] * len(rows))
+        )
+    except ConfigError as error:
+        found.fault(f"{case.name}, task {case.task.name}: {error}")
+        return
+    alike = [answer for answer, more in zip(answers, right > empty, strict=True) if answer.strip() and not more]
+    if alike:
+        topic = f"{case.name}: {metric} gives an answer that equals its reference no more than an empty one"
+        found.warn(topic, case.task.name, f"{len(alike)} of {len(rows)} rows tried", f"{alike[0]!r:.60}")
 
 
 def _check_references(case: Case, found: Findings) -> None:

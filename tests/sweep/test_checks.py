@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,88 @@ def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], *[["bx"]] * 19]))
     assert "left 1 of 20 test" in said_of(own)[0]
     assert said_of(own, {"references": "max_over_refs"}) == []
+
+
+SCORERS = """
+def equal(prediction, references):
+    return float(prediction == references[0])
+
+def within(prediction, references, text):
+    return float(prediction in references and text.startswith("test row"))
+
+def percent(prediction, references):
+    return 73.0
+
+def negative(prediction, references):
+    return -0.5
+
+def nothing(prediction, references):
+    return None
+
+def empty_fails(prediction, references):
+    return 1 / len(prediction.split())
+
+def constant(prediction, references):
+    return 0.5
+"""
+
+
+@pytest.fixture
+def scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with metrics; its name is another in every test, since Python imports a name once."""
+    module = f"scorers_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(SCORERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield module
+    sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "said"),
+    [
+        ("percent", "gave 73.0 for the answer 'ax'; expected a fraction from 0 to 1"),
+        ("negative", "gave -0.5 for the answer 'ax'; expected a fraction from 0 to 1"),
+        ("nothing", "failed on the answer 'ax': TypeError"),
+        ("empty_fails", "failed on the answer '': ZeroDivisionError"),
+    ],
+)
+def test_a_metric_from_outside_that_gives_no_fraction_is_a_fault(
+    own: Path, scorers: str, scorer: str, said: str
+) -> None:
+    change_benchmark(own, task_metric=f"{scorers}:{scorer}")
+    assert f"benchmark own, task left: metric {scorers}:{scorer} {said}" in faults_of(own)
+    (fault,) = examine_benchmark(str(own), "tiny-llama").faults
+    assert said in fault
+
+
+def test_a_metric_that_there_is_not_is_a_fault_of_the_check(own: Path, scorers: str) -> None:
+    for metric, said in (
+        ("no_such_module:f", "no_such_module cannot be imported"),
+        (f"{scorers}:absent", "has no function absent"),
+        ("_operator:eq", "is built into Python"),
+    ):
+        change_benchmark(own, task_metric=metric)
+        (fault,) = examine_benchmark(str(own), "tiny-llama").faults
+        assert fault.startswith("benchmark own, task left: found '")
+        assert said in fault
+
+
+def test_a_metric_from_outside_that_tells_no_answer_from_none_is_said(own: Path, scorers: str) -> None:
+    for scorer in ("equal", "within"):
+        change_benchmark(own, task_metric=f"{scorers}:{scorer}")
+        assert said_of(own) == []
+    change_benchmark(own, task_metric=f"{scorers}:constant")
+    assert said_of(own) == [
+        f"warning: benchmark own: {scorers}:constant gives an answer that equals its reference no more than an empty "
+        "one: left 3 of 3 rows tried; e.g. 'ax'"
+    ]
+
+
+def test_a_trial_tries_a_metric_from_outside_before_it_learns(own: Path, scorers: str, runs: Any) -> None:
+    change_benchmark(own, task_metric=f"{scorers}:percent")
+    with pytest.raises(DataError, match=r"gave 73\.0 for the answer 'ax'"):
+        runs.run(runs.packs(trial__benchmark={"name": str(own)}, **FEW))
+    assert not list(runs.folder.glob("snapshots/*"))
 
 
 def test_answers_that_count_for_nothing_are_counted(own: Path) -> None:
