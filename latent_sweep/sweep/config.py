@@ -385,7 +385,8 @@ def _tune(
         faults += _group(BenchmarkSettings, tune.on, "tune.on")[1]
         faults += [f"tune.on.{key}: has no effect; {_HELD_OUT[key]}" for key in tune.on if key in _HELD_OUT]
     taken = {path: f"search.{axis}" for axis, path in _paths(grid, draws)}
-    taken |= {path: f"trial.{path}" for path in flatten("trial", dict(template))}
+    written = {name: group for name, group in template.items() if group is not None}  # a group of null is empty
+    taken |= {path: f"trial.{path}" for path in flatten("trial", written)}
     faults += _tuned_axes("tune.search", tune.search, template, taken)
     faults += _overlaps("tune.search", _paths(tune.search, {}))
     for name, axes in tune.by_method.items():
