@@ -557,7 +557,11 @@ def _check_read_alike(case: Case, found: Findings) -> None:
         return holds == unknown and normalise_answer(reader.seen(text)) != normalise_answer(text)
 
     for unknown, have, advice in (
-        (True, "does not know", f"write them without{_place(case)}, or take a backbone whose tokenizer knows them"),
+        (
+            True,
+            "does not know",
+            f"write the answers without them{_place(case)}, or take a backbone whose tokenizer knows them",
+        ),
         (False, "writes otherwise (NFKC)", f"write them as the tokenizer does{_place(case)}"),
     ):
         spoiled = _spoiled(case, case.rows["test"], "test", partial(is_spoiled, unknown=unknown))

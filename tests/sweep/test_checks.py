@@ -322,6 +322,17 @@ def test_a_trial_tries_a_metric_from_outside_before_it_learns(own: Path, scorers
     assert not list(runs.folder.glob("snapshots/*"))
 
 
+def test_a_metric_from_outside_whose_code_has_changed_is_tried_again(own: Path, scorers: str, tmp_path: Path) -> None:
+    change_benchmark(own, task_metric=f"{scorers}:equal")
+    sweep = parse_sweep(tiny(trial__benchmark={"name": str(own)}, **FEW), "sweep.yaml")
+    before, other = (case.key for case in _cases(expand(sweep)))
+    (tmp_path / f"{scorers}.py").write_text(SCORERS + "# changed\n")
+    assert [case.key == known for case, known in zip(_cases(expand(sweep)), (before, other), strict=True)] == [
+        False,
+        True,
+    ]
+
+
 def test_answers_that_count_for_nothing_are_counted(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", [["ax", "bx"], ["bx", "bx"], "ax", ["bx", "ax"]]))
     assert said_of(own) == [
