@@ -7,6 +7,7 @@ here say, and write nothing.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -150,6 +151,16 @@ class SharesPenalty(Protocol):
     @staticmethod
     def penalties(learners: Sequence[Any]) -> list[dict[str, Tensor]]:
         """What `penalty` of each of them gives, in their order."""
+
+
+def may_make_examples(method: Method) -> bool:
+    """Whether tasks may be learned from other rows than their own: a learner in the module of the method makes some.
+
+    Which learner `begin_task` gives is known only once a task is there.
+    """
+    places = [vars(sys.modules[kind.__module__]) for kind in type(method).__mro__]
+    kinds = [found for place in places for found in place.values() if isinstance(found, type)]
+    return any(issubclass(kind, Learner) and issubclass(kind, MakesExamples) for kind in kinds)
 
 
 def loss_of(learner: Learner, outputs: Outputs) -> Mapping[str, Tensor]:

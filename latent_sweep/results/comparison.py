@@ -167,7 +167,7 @@ def find_baselines(
     backbone = [name for name, path in paths.items() if path == "backbone.name"]
     labels = [label(values) for values in configurations]
     by_label = [i for i, whole in enumerate(labels) if [whole] == list(wanted)]
-    by_terms = [i for i, values in enumerate(configurations) if set(wanted) <= _terms(values, paths)]
+    by_terms = [i for i, values in enumerate(configurations) if all(_fits(term, values, paths) for term in wanted)]
     baselines = []
     for values in configurations:
         fitting = [i for i in by_terms or by_label if _agree(configurations[i], values, tested_on)]
@@ -178,8 +178,9 @@ def find_baselines(
         if len(fitting) != 1:
             listed = [labels[i] for i in fitting or range(len(labels))]
             problem = "fits several configurations" if fitting else "fits no configuration"
+            place = _place(values, tested_on) if by_terms or by_label else ""
             raise ConfigError(
-                f"report --baseline: {' '.join(wanted)!r} {problem}{_place(values, tested_on)}; expected settings of "
+                f"report --baseline: {' '.join(wanted)!r} {problem}{place}; expected settings of "
                 f"exactly one of:{''.join(f'{chr(10)}  {text}' for text in listed)}\nGive --baseline name=value, again "
                 "for each setting that it takes to tell them apart, or a whole line of these."
             )
@@ -191,10 +192,21 @@ def _agree(values: Mapping[str, Any], others: Mapping[str, Any], names: Sequence
     return all(values[name] == others[name] for name in names)
 
 
-def _terms(values: Mapping[str, Any], paths: Mapping[str, str]) -> set[str]:
-    """A configuration's settings as they may be named."""
-    written = {name: format_value(value) for name, value in values.items()}
-    return {f"{name}={value}" for short, value in written.items() for name in (short, paths[short])}
+def _fits(term: str, values: Mapping[str, Any], paths: Mapping[str, str]) -> bool:
+    """Whether a configuration has a setting, named as `name=value`, as it is written or as the same number."""
+    name, _, text = term.partition("=")
+    short = name if name in values else next((each for each, path in paths.items() if path == name), None)
+    if short is None:
+        return False
+    value = values[short]
+    return text == format_value(value) or (type(value) in (int, float) and value == _number(text))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _place(values: Mapping[str, Any], tested_on: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ from latent_sweep.benchmarks.prompts import (
 )
 from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
-from latent_sweep.errors import DataError, MissingData
-from latent_sweep.metrics import counted_alike, normalise_answer, number_match
+from latent_sweep.errors import ConfigError, DataError, MissingData
+from latent_sweep.metrics import counted_alike, metric_source, normalise_answer, number_match, score_rows
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
 from latent_sweep.sweep.config import Sweep, fault_report
@@ -54,10 +54,13 @@ UNCOUNTED: Mapping[str, tuple[Callable[[str], bool], str]] = {
 MOST_LABELS = 20
 """Different answers up to which those that count as equal are told: more are no labels."""
 
+TRIED = 3
+"""Test rows of a task that a metric from outside scores on trial: it may be slow."""
+
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
 
-CHECKS_VERSION = 4
+CHECKS_VERSION = 5
 """Raised when `check_pack` would find something else in the same rows."""
 
 
@@ -137,6 +140,7 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
             _check_targets(case, found)
             _check_empty(case, found)
             _check_uncounted(case, found)
+            _check_scorer(case, found)
             _check_room(case, found)
             counted.append(case.key)
     for warning in found.warnings:
@@ -242,6 +246,12 @@ class Reader:
         """Content hash of the tokenizer."""
         return content_hash(self.tokenizer.to_str())
 
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """Return the token of whatever the tokenizer does not know, if it has one."""
+        found: int | None = self.tokenizer.token_to_id("<unk>")
+        return found
+
     def longer(self, text: str, tokens: int) -> bool:
         """Whether a text has more than so many tokens."""
         if text.isascii() and len(text) < tokens:  # at least a character each, and one that stands before all
@@ -338,6 +348,7 @@ class Case:
             "version": CHECKS_VERSION,
             "data": [data_digest(self.spec, self.task, split, b, source=self.sources.get(split)) for split in SPLITS],
             "allow": sorted(self.task.allow),
+            "metric": [metric := scoring_metric(b, self.task), metric_source(metric)],
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
             "stop": list(self.spec.stop),
@@ -358,7 +369,7 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
     tasks: dict[tuple[BenchmarkSettings, BackboneSettings], dict[str, tuple[TaskSpec, Trial]]] = {}
     seen: dict[tuple[int, int, int], Trial] = {}
     """By the objects that tell cases apart, which the trial keeps alive."""
-    one_spelling: dict[str, Any] = {"order": None, "tasks": None, "classification_metric": "accuracy"}
+    one_spelling: dict[str, Any] = {"order": None, "tasks": None}
     for trial in trials:
         s = trial.settings
         if seen.setdefault((id(s.benchmark), id(s.backbone), id(trial.tasks)), trial) is not trial:
@@ -398,6 +409,8 @@ def check_rows(case: Case, found: Findings) -> bool:
     _check_targets(case, found)
     _check_empty(case, found)
     _check_uncounted(case, found)
+    _check_scorer(case, found)
+    _check_references(case, found)
     if case.reader.tokenizer is None:
         return False
     _check_room(case, found)
@@ -493,20 +506,67 @@ def _check_uncounted(case: Case, found: Findings) -> None:
     _tell(case.name, case, "test", problem, spoiled, advice, "empty_answers", found)
 
 
+def _check_scorer(case: Case, found: Findings) -> None:
+    """Let a metric from outside score a few test rows as a trial would: an answer equal to each, and an empty one."""
+    metric, rows = scoring_metric(case.settings, case.task), case.rows["test"][:TRIED]
+    if ":" not in metric:
+        return
+    answers = [row.references[0] for row in rows]
+    try:
+        metric_source(metric)
+        right, empty = (
+            score_rows(
+                metric,
+                texts,
+                [row.references for row in rows],
+                case.settings.references,
+                [row.input for row in rows],
+            )
+            for texts in (answers, [""] * len(rows))
+        )
+    except ConfigError as error:
+        found.fault(f"{case.name}, task {case.task.name}: {error}")
+        return
+    alike = [answer for answer, more in zip(answers, right > empty, strict=True) if answer.strip() and not more]
+    if alike:
+        topic = f"{case.name}: {metric} gives an answer that equals its reference no more than an empty one"
+        found.warn(topic, case.task.name, f"{len(alike)} of {len(rows)} rows tried", f"{alike[0]!r:.60}")
+
+
+def _check_references(case: Case, found: Findings) -> None:
+    """Say of how many test rows the first answer alone counts, which is the rule of published benchmarks."""
+    if not _is_own(case) or case.settings.references != "single_first":
+        return
+    rows = case.rows["test"]
+    if several := sum(len(set(row.references)) > 1 for row in rows):
+        topic = f"{case.name}: rows have several answers, of which the first alone counts"
+        advice = "benchmark.references: max_over_refs counts them all"
+        found.warn(f"{topic} ({advice})", case.task.name, f"{several:,} of {len(rows):,} {case.kind('test')}")
+
+
 def _check_read_alike(case: Case, found: Findings) -> None:
     """Find answers that an equal one is not equal to, once a tokenizer has read it."""
-    if case.reader.tokenizer is None:
+    reader = case.reader
+    if reader.tokenizer is None:
         return
 
-    def otherwise(text: str) -> bool:
+    def is_spoiled(text: str, unknown: bool) -> bool:
         if text.isascii():  # tokens that are unknown are told elsewhere
             return False
-        return normalise_answer(case.reader.seen(text)) != normalise_answer(text)
+        holds = reader.unknown_id in reader(text, add_special_tokens=False)["input_ids"]
+        return holds == unknown and normalise_answer(reader.seen(text)) != normalise_answer(text)
 
-    spoiled = _spoiled(case, case.rows["test"], "test", otherwise)
-    problem = "have characters that the tokenizer writes otherwise (NFKC): accuracy gives 0 to an equal answer"
-    advice = f"write them as the tokenizer does{_place(case)}"
-    _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
+    for unknown, have, advice in (
+        (
+            True,
+            "does not know",
+            f"write the answers without them{_place(case)}, or take a backbone whose tokenizer knows them",
+        ),
+        (False, "writes otherwise (NFKC)", f"write them as the tokenizer does{_place(case)}"),
+    ):
+        spoiled = _spoiled(case, case.rows["test"], "test", partial(is_spoiled, unknown=unknown))
+        problem = f"have characters that the tokenizer {have}: accuracy gives 0 to an equal answer"
+        _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
 
 
 class _Spoiled(NamedTuple):

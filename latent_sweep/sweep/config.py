@@ -11,6 +11,7 @@ run:      how to run it; no part of any result's identity
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import math
@@ -107,8 +108,11 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     faults += run_faults
     grid: dict[str, tuple[Any, ...]] = {}
     draws: dict[str, Draw] = {}
-    for axis, values in search.items():
-        faults += _axis(str(axis), values, template, set(trial_faults), grid, draws)
+    of_axes = {
+        str(axis): _axis(str(axis), values, template, set(trial_faults), grid, draws) for axis, values in search.items()
+    }
+    of_axes |= _lacking(template, grid, draws)  # which say more than that a key is unknown
+    faults += [fault for found in of_axes.values() for fault in found]
     faults += _overlaps("search", _paths(grid, draws))
     tune = None
     if content.get("tune") is not None:
@@ -307,6 +311,35 @@ def _axis(
     return faults
 
 
+def _lacking(
+    template: Mapping[str, Any], grid: Mapping[str, Sequence[Any]], draws: Mapping[str, Draw]
+) -> dict[str, list[str]]:
+    """Say by axis which methods of the search lack its setting, where others of them have it."""
+    axes = dict(grid) | {axis: draw.values for axis, draw in draws.items()}
+    by_setting = {path: axis for axis, path in _paths(grid, draws)}
+    if (owner := by_setting.get("method.name")) is None:
+        return {}
+    method = template.get("method")
+    own = method.get("name", DEFAULT) if isinstance(method, dict) else DEFAULT
+    names = dict.fromkeys(str(flatten(owner, value).get("method.name", own)) for value in axes[owner])
+    known = {}
+    for name in names:
+        with contextlib.suppress(ConfigError):  # which the owner's faults tell
+            known[name] = method_class(name).settings_class.model_fields
+    advice = f"write it into the entries of `search.{owner}` whose method has it"
+    if owner == "method.name":
+        advice = "search `method` in place of `method.name`, and write it into the entries whose method has it"
+    found = {}
+    for axis in axes:
+        group, _, rest = axis.partition(".")
+        setting = rest.partition(".")[0]
+        lack = [name for name, fields in known.items() if setting not in fields]
+        if group == "method" and setting and 0 < len(lack) < len(known):
+            verb = "has" if len(lack) == 1 else "have"
+            found[axis] = [f"search.{axis}: {', '.join(lack)} {verb} no setting {setting}; {advice}"]
+    return found
+
+
 def _repeated(values: Sequence[Any]) -> list[Any]:
     """Return the values that are equal to an earlier one; mappings and lists have no hash and are compared in turn."""
     found: list[Any] = []
@@ -352,7 +385,8 @@ def _tune(
         faults += _group(BenchmarkSettings, tune.on, "tune.on")[1]
         faults += [f"tune.on.{key}: has no effect; {_HELD_OUT[key]}" for key in tune.on if key in _HELD_OUT]
     taken = {path: f"search.{axis}" for axis, path in _paths(grid, draws)}
-    taken |= {path: f"trial.{path}" for path in flatten("trial", dict(template))}
+    written = {name: group for name, group in template.items() if group is not None}  # a group of null is empty
+    taken |= {path: f"trial.{path}" for path in flatten("trial", written)}
     faults += _tuned_axes("tune.search", tune.search, template, taken)
     faults += _overlaps("tune.search", _paths(tune.search, {}))
     for name, axes in tune.by_method.items():

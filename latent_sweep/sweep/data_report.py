@@ -241,13 +241,12 @@ def _lengths(case: Case, split: Split) -> dict[str, Any]:
     prompts = [len(found.ids) + around for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
     answers = [case.answers(row, split)[0] for row in rows]
     targets = [found.ids for found in tokenizer.encode_batch(answers, add_special_tokens=False)]
-    unknown = tokenizer.token_to_id("<unk>")
     return {
         "prompts": _spread(prompts),
         "targets": _spread([len(ids) for ids in targets]),
         "cut": sum(length > settings.max_source_length for length in prompts),
         "long": sum(len(ids) > case.target_room(split) for ids in targets),
-        "unknown": sum(unknown is not None and unknown in ids for ids in targets),
+        "unknown": sum(case.reader.unknown_id in ids for ids in targets),
         "characters_per_token": sum(map(len, texts)) / max(1, sum(prompts)),
     }
 

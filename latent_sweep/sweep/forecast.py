@@ -20,6 +20,7 @@ from latent_sweep.benchmarks.loaders import load_rows, once, one_look, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
+from latent_sweep.methods.capabilities import may_make_examples
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.snapshots import SnapshotStore
@@ -60,6 +61,8 @@ class Reuse:
     """Of the others, those that a trial needs that has not come to its end."""
     steps: int
     """Optimizer steps of these."""
+    adding: tuple[str, ...]
+    """Methods among these that may learn from more rows than the tasks have: the steps leave those out."""
     answers: int
     """Rows to answer if every trial answered every task it has seen, at every stage."""
     passes: Span
@@ -118,6 +121,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     distinct = frozenset().union(*lineages.values())
     stored = folder.snapshots.lineages()
     missing = _missing_stages(unfinished, lineages, stored)
+    by_method = {trial.settings.method.name: trial for trial, _ in missing.values()}
     answers = 0
     least, most, known = _Passes(), _Passes(), _Passes()
     written: Counter[str] = Counter()
@@ -140,6 +144,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
         stored=len(distinct & stored),
         to_learn=len(missing),
         steps=sum(trial.steps(position) for trial, position in missing.values()),
+        adding=tuple(name for name, trial in by_method.items() if may_make_examples(trial.method())),
         answers=answers,
         passes=Span(least.count(), most.count()),
         open_passes=Span(least.count(known), most.count(known)),
@@ -406,6 +411,8 @@ def _reuse_lines(found: Estimate) -> list[str]:
         return [alone, passes, f"  reuse unknown, the data is not at hand: {found.missing_data}"]
     r = found.reuse
     to_learn = f"{r.to_learn:,} to learn: {r.steps:,} optimizer steps"
+    if r.adding:
+        to_learn += f", without the rows that {' and '.join(r.adding)} {'adds' if len(r.adding) == 1 else 'add'}"
     lines = [
         alone,
         f"  {r.distinct:,} distinct stages, {r.stored:,} in the store, {to_learn}",

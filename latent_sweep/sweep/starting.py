@@ -13,7 +13,7 @@ from latent_sweep.backbones.known import EMBEDDED, KNOWN, TINY_VOCABULARY, Backb
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec, load_benchmark
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods import DEFAULT, METHODS
+from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.settings import parse_yaml, yaml_text
 from latent_sweep.sweep.config import parse_sweep, trial_settings
 from latent_sweep.sweep.groups import TrainingSettings
@@ -22,6 +22,9 @@ from latent_sweep.sweep.tuning import choices, chosen_for, stand_ins
 
 LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0e-6, 1.0e-5, 1.0e-4]"
 """Weights of the penalty around the paper's, and around what suits a backbone of 135M numbers."""
+
+RANKS = (4, 8, 16, 32)
+"""Usual ranks of adapters; the largest one is the paper's, which holds where a sweep file says nothing."""
 
 OWN_TASKS = ("mood", "arrival")
 """What a benchmark of one's own begins with: a classification and an extraction, to be replaced."""
@@ -34,7 +37,7 @@ class Purpose:
 
     question: str
     search: str
-    """Its search space: `{lambdas}` stands for weights of the penalty, and the rest is as it is written."""
+    """Its search space: `{lambdas}` stands for weights of the penalty, `{ranks}` for ranks; the rest is as written."""
     tuned: bool = False
     """Whether the rate is chosen on the first tasks before the trials run."""
 
@@ -68,7 +71,7 @@ PURPOSES: Mapping[str, Purpose] = {
     "rank": Purpose(
         "How small can an adapter be?",
         """\
-  method.rank: [4, 8, 16, 32]
+  method.rank: {ranks}
   seed: [0, 1, 2]
 """,
     ),
@@ -111,12 +114,18 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
         purpose: one of `PURPOSES`.
 
     Raises:
-        ConfigError: the name is none that a sweep can have, there is no such backbone or benchmark, or the backbone is
-            too small for what the question varies.
+        ConfigError: the name is none that a sweep can have, or there is no such backbone or benchmark.
     """
     name, why, spec = Path(path).stem, PURPOSES[purpose], load_benchmark(benchmark)
-    describe(BackboneSettings(name=backbone))
+    ranks = _ranks(backbone)
     small = is_small(backbone)
+    search = why.search.replace("{lambdas}", SMALL_LAMBDAS if small else LARGE_LAMBDAS).replace("{ranks}", str(ranks))
+    method = f"  method: {{name: {DEFAULT}}}"
+    if max(RANKS) not in ranks:
+        if why.tuned:  # the entries of the search keep what the template says of methods, and not all have a rank
+            search = _with_rank(search, ranks[-1])
+        else:
+            method = _with_rank(method, ranks[-1]).ljust(54) + f"# left out: rank {max(RANKS)}, too large here"
     lines = [
         f"# {why.question}",
         "#",
@@ -127,12 +136,12 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
         "# `latent-sweep settings` lists every setting; what is left out here is the paper's protocol.",
         f"name: {name}",
         "trial:                                                # one trial; search, below, says what varies",
-        f"  method: {{name: {DEFAULT}}}",
+        method,
         f"  backbone: {{name: {_scalar(backbone)}{', dtype: float32' if small else ', dtype: bfloat16'}}}",
         *_benchmark_lines(spec, benchmark, small),
         _training_line(backbone, benchmark, small),
         "search:                                               # a list is a grid axis",
-        why.search.replace("{lambdas}", SMALL_LAMBDAS if small else LARGE_LAMBDAS).rstrip("\n"),
+        search.rstrip("\n"),
         *(_tuning_lines(backbone, benchmark, spec) if why.tuned else ()),
         "run:                                                  # how to run it; changes no result",
         f"  resources: {'{cpus: 1}' if small else '{gpus: 1, cpus: 4}'}",
@@ -143,6 +152,24 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
     sweep = parse_sweep(parse_yaml(text, path), path)
     expand(sweep, chosen_for(sweep, stand_ins(choices(sweep))))  # whatever the name and the paths hold, it can be run
     return text
+
+
+def _ranks(backbone: str) -> list[int]:
+    """Return the usual ranks that fit a backbone, or else the largest that does; all where its shapes are not known."""
+    settings = BackboneSettings(name=backbone)
+    known = describe(settings)
+    room = max(RANKS) if known is None else min(map(min, known.adapted(settings).values()))
+    return [rank for rank in RANKS if rank <= room] or [room]
+
+
+def _with_rank(text: str, rank: int) -> str:
+    """Write the rank behind the name of each method that has one."""
+
+    def written(found: re.Match[str]) -> str:
+        fields = method_class(found[1]).settings_class.model_fields
+        return f"{found[0]}, rank: {rank}" if "rank" in fields else found[0]
+
+    return re.sub(r"method: \{name: (\w+)", written, text)
 
 
 def _scalar(text: str) -> str:

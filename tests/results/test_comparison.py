@@ -327,6 +327,14 @@ def test_a_baseline_is_named_by_settings_or_by_its_label(tmp_path, wanted):
     assert {comparison.baseline for comparison in found.values()} == {"method=seq_lora mode=soft order=1"}
 
 
+@pytest.mark.parametrize("wanted", ["lambda=1e-5", "lambda=1e-05", "method.ortho_lambda=0.00001", "lambda=1.0E-5"])
+def test_a_baseline_may_write_a_number_otherwise(tmp_path, wanted):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 1e-5], "seed": [0]})
+    assert compared(sweep, wanted)["lambda=0.0"].baseline == "lambda=1e-05"
+    with pytest.raises(ConfigError, match="'lambda=1e-4' fits no configuration; expected"):
+        compared(sweep, "lambda=1e-4")
+
+
 def test_each_configuration_is_compared_on_what_it_is_tested_on(tmp_path):
     found = compared(write_sweep(tmp_path, MIXED), "method=seq_lora", "mode=soft")
     assert found["method=o_lora mode=sum order=2"].baseline == "method=seq_lora mode=soft order=2"
@@ -482,7 +490,7 @@ def test_a_comparison_tells_of_trials_that_were_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        ("method=gain_lora", r"'method=gain_lora' fits no configuration with order=1; .*\n  method=seq_lora mode=sum"),
+        ("method=gain_lora", r"'method=gain_lora' fits no configuration; expected .*\n  method=seq_lora mode=sum"),
         ("method=o_lora", r"'method=o_lora' fits several .* with order=1; .*\n  method=o_lora mode=sum order=1\n"),
         ("method=o_lora mode=sum order=1", r"fits no configuration with order=2"),
     ],

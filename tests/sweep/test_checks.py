@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
-import unicodedata
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.sweeps import change_benchmark, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from latent_sweep.backbones.generation import answer_text
 from latent_sweep.backbones.known import BackboneSettings
@@ -22,8 +24,9 @@ from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import exact_match
 from latent_sweep.store.folders import open_sweep
-from latent_sweep.sweep.checks import Findings, Reader, _cases, _check_uncounted, check_sweep
+from latent_sweep.sweep.checks import Reader, _cases, check_sweep
 from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.data_report import examine_benchmark
 from latent_sweep.sweep.plan import expand
 
 BYTES = Reader("llama", tokenizer_at_hand(BackboneSettings(name="tiny-llama")))
@@ -182,28 +185,52 @@ def test_answers_that_count_as_equal_are_said(own: Path, metric: str) -> None:
     assert said_of(own) == [f"{topic}: left '-1' and '1'"]
 
 
-def test_answers_that_the_tokenizer_writes_otherwise_are_a_fault(own: Path) -> None:
-    """T5's tokenizers join what Unicode can write as one: a model cannot give these back."""
-    for split, count in (("train", 24), ("test", 6)):
-        put(own, "left", split, rows("left", split, ["cafe\u0301"] * count))
+@pytest.fixture(scope="session")
+def composing(tmp_path_factory: Any) -> str:
+    """A folder with a tokenizer that composes characters (NFKC), as those of T5 do, and knows those of Latin-1."""
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((chr(code), -1.0) for code in range(32, 256))], unk_id=0))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<unk>"])
+    folder = tmp_path_factory.mktemp("composing")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
 
-    class Joining:
-        def encode(self, text: str, **options: Any) -> Any:
-            ids = list(unicodedata.normalize("NFKC", text))
-            return SimpleNamespace(ids=ids, offsets=None, special_tokens_mask=[0])
 
-        def decode(self, ids: list[str], **options: Any) -> str:
-            return "".join(ids)
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["cafe\u0301"], "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)"),
+        (["x²", "y³"], "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)"),
+        (["是", "否"], "all 6 test targets have characters that the tokenizer does not know: accuracy gives 0"),
+        (["café"], None),
+    ],
+)
+def test_answers_that_the_tokenizer_cannot_give_back_are_a_fault_of_accuracy(
+    own: Path, composing: str, labels: list[str], said: str | None
+) -> None:
+    change_benchmark(own, max_target_length=8)
+    put(own, "left", "test", rows("left", "test", (labels * 6)[:6]))
+    read = {"trial__backbone": {"name": "tiny-llama", "tokenizer": composing}}
+    if said is None:
+        assert said_of(own, **read) == []
+        return
+    assert said in faults_of(own, **read)
+    assert said_of(own, {"classification_metric": "edit_similarity"}, **read) == []
 
-        def to_str(self) -> str:
-            return "joining"
 
-    sweep = parse_sweep(tiny(trial__benchmark={"name": str(own)}, **FEW), "sweep.yaml")
-    (case, *_) = _cases(expand(sweep), Reader("llama", Joining()))
-    found = Findings()
-    _check_uncounted(case, found)
-    (fault,) = found.faults
-    assert "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)" in fault
+def test_answers_are_looked_at_by_the_metric_that_scores_them(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", ["C++", "C#"] * 3))
+    topic = "warning: benchmark own: accuracy ignores punctuation, so answers count as equal"
+    assert said_of(own) == [f"{topic}: left 'C++' and 'C#'"]
+    assert said_of(own, {"classification_metric": "chrf"}) == []
+    keys = set()
+    for metric in ("accuracy", "chrf"):
+        benchmark = {"name": str(own), "classification_metric": metric}
+        keys |= {
+            case.key for case in _cases(expand(parse_sweep(tiny(trial__benchmark=benchmark, **FEW), "sweep.yaml")))
+        }
+    assert len(keys) == 4  # what was looked at for one metric is looked at again for another
 
 
 def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
@@ -211,6 +238,116 @@ def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], *[["bx"]] * 19]))
     assert "left 1 of 20 test" in said_of(own)[0]
     assert said_of(own, {"references": "max_over_refs"}) == []
+
+
+SCORERS = """
+def equal(prediction, references):
+    return float(prediction == references[0])
+
+def within(prediction, references, text):
+    return float(prediction in references and text.startswith("test row"))
+
+def percent(prediction, references):
+    return 73.0
+
+def negative(prediction, references):
+    return -0.5
+
+def nothing(prediction, references):
+    return None
+
+def empty_fails(prediction, references):
+    return 1 / len(prediction.split())
+
+def constant(prediction, references):
+    return 0.5
+"""
+
+
+@pytest.fixture
+def scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with metrics; its name is another in every test, since Python imports a name once."""
+    module = f"scorers_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(SCORERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield module
+    sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "said"),
+    [
+        ("percent", "gave 73.0 for the answer 'ax'; expected a fraction from 0 to 1"),
+        ("negative", "gave -0.5 for the answer 'ax'; expected a fraction from 0 to 1"),
+        ("nothing", "failed on the answer 'ax': TypeError"),
+        ("empty_fails", "failed on the answer '': ZeroDivisionError"),
+    ],
+)
+def test_a_metric_from_outside_that_gives_no_fraction_is_a_fault(
+    own: Path, scorers: str, scorer: str, said: str
+) -> None:
+    change_benchmark(own, task_metric=f"{scorers}:{scorer}")
+    assert f"benchmark own, task left: metric {scorers}:{scorer} {said}" in faults_of(own)
+    (fault,) = examine_benchmark(str(own), "tiny-llama").faults
+    assert said in fault
+
+
+def test_a_metric_that_there_is_not_is_a_fault_of_the_check(own: Path, scorers: str) -> None:
+    for metric, said in (
+        ("no_such_module:f", "no_such_module cannot be imported"),
+        (f"{scorers}:absent", "has no function absent"),
+        ("_operator:eq", "is built into Python"),
+    ):
+        change_benchmark(own, task_metric=metric)
+        (fault,) = examine_benchmark(str(own), "tiny-llama").faults
+        assert fault.startswith("benchmark own, task left: found '")
+        assert said in fault
+
+
+def test_a_metric_from_outside_that_tells_no_answer_from_none_is_said(own: Path, scorers: str) -> None:
+    for scorer in ("equal", "within"):
+        change_benchmark(own, task_metric=f"{scorers}:{scorer}")
+        assert said_of(own) == []
+    change_benchmark(own, task_metric=f"{scorers}:constant")
+    assert said_of(own) == [
+        f"warning: benchmark own: {scorers}:constant gives an answer that equals its reference no more than an empty "
+        "one: left 3 of 3 rows tried; e.g. 'ax'"
+    ]
+
+
+def test_a_trial_tries_a_metric_from_outside_before_it_learns(own: Path, scorers: str, runs: Any) -> None:
+    change_benchmark(own, task_metric=f"{scorers}:percent")
+    with pytest.raises(DataError, match=r"gave 73\.0 for the answer 'ax'"):
+        runs.run(runs.packs(trial__benchmark={"name": str(own)}, **FEW))
+    assert not list(runs.folder.glob("snapshots/*"))
+
+
+def test_a_metric_from_outside_whose_code_has_changed_is_tried_again(own: Path, scorers: str, tmp_path: Path) -> None:
+    change_benchmark(own, task_metric=f"{scorers}:equal")
+    sweep = parse_sweep(tiny(trial__benchmark={"name": str(own)}, **FEW), "sweep.yaml")
+    before, other = (case.key for case in _cases(expand(sweep)))
+    (tmp_path / f"{scorers}.py").write_text(SCORERS + "# changed\n")
+    assert [case.key == known for case, known in zip(_cases(expand(sweep)), (before, other), strict=True)] == [
+        False,
+        True,
+    ]
+
+
+def test_answers_that_count_for_nothing_are_counted(own: Path) -> None:
+    put(own, "left", "test", rows("left", "test", [["ax", "bx"], ["bx", "bx"], "ax", ["bx", "ax"]]))
+    assert said_of(own) == [
+        "warning: benchmark own: rows have several answers, of which the first alone counts (benchmark.references: "
+        "max_over_refs counts them all): left 2 of 4 test"
+    ]
+    assert examine_benchmark(str(own), "tiny-llama").warnings[0] == said_of(own)[0]
+    assert said_of(own, {"references": "max_over_refs"}) == []
+
+
+@pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="LATENT_SWEEP_DATA does not name the data")
+def test_published_benchmarks_count_the_first_answer_by_their_own_rule() -> None:
+    benchmark = {"name": "superni", "tasks": ["task748"], "train_per_task": 8, "max_target_length": 999}
+    sweep = parse_sweep(tiny(trial__benchmark=benchmark, **FEW), "sweep.yaml")
+    assert "several answers" not in "".join(check_sweep(sweep, expand(sweep)))
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------

@@ -130,6 +130,28 @@ HOSTILE = {
         tiny(search={"method": [{"rank": 2}, {"rank": 4}], "method.rank": [1, 2]}),
         "search.method.rank: method.rank is also set by the axis method; vary it in one of them",
     ),
+    "axis that one method lacks": (
+        tiny(
+            search={
+                "trial": [{"method": {"name": "latent_lora", "rank": 4}}, {"method": {"name": "seq_lora", "rank": 4}}],
+                "method.ortho_lambda": [0.0, 0.1],
+            }
+        ),
+        "search.method.ortho_lambda: seq_lora has no setting ortho_lambda; write it into the entries of `search.trial` "
+        "whose method has it",
+    ),
+    "axis that the template's method lacks": (
+        tiny(
+            trial__method={"name": "seq_lora"},
+            search={"method.ortho.reduce": ["sum", "mean"], "method": [{"rank": 4}, {"name": "latent_lora"}]},
+        ),
+        "search.method.ortho.reduce: seq_lora has no setting ortho; write it into the entries of `search.method`",
+    ),
+    "axis that two of the names lack": (
+        tiny(search={"method.name": ["lfpt5", "latent_lora", "seq_lora"], "method.ortho_lambda": [0.0]}),
+        "search.method.ortho_lambda: lfpt5, seq_lora have no setting ortho_lambda; search `method` in place of "
+        "`method.name`, and write it into the entries whose method has it",
+    ),
     "unknown draw": (
         tiny(search={"seed": {"normal": [0, 1]}}),
         "search.seed: found {'normal': [0, 1]}; expected a single",

@@ -302,6 +302,42 @@ def test_the_text_of_a_plan(tmp_path):
     ]
 
 
+REPLAYING = """
+from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner
+
+
+class ReplayingSettings(BranchSettings):
+    name: str
+
+
+class ReplayingLearner(LoraLearner):
+    def examples(self, rows):
+        return [*rows, rows[0]]
+
+
+class Replaying(BranchMethod):
+    settings_class = ReplayingSettings
+
+    def begin_task(self, task, history):
+        return ReplayingLearner(self.fresh(task), self.outputs, self.settings, self.active(history))
+"""
+
+
+def test_rows_that_a_method_adds_are_said_to_be_left_out(tmp_path, monkeypatch):
+    (tmp_path / "replaying.py").write_text(REPLAYING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    replaying, lfpt5, ewc = ({"method": {"name": name}} for name in ("replaying:Replaying", "lfpt5", "ewc"))
+    replaying["method"]["rank"] = ewc["method"]["rank"] = 8
+
+    def steps(*methods):
+        text, _ = plan_of(tmp_path, trial__method=None, trial__router=None, search={"trial": list(methods)})
+        return re.search("optimizer steps.*", text)[0]
+
+    assert steps(ewc) == "optimizer steps"
+    assert steps(replaying, ewc) == "optimizer steps, without the rows that replaying:Replaying adds"
+    assert steps(replaying, lfpt5) == "optimizer steps, without the rows that replaying:Replaying and lfpt5 add"
+
+
 def test_trainings_of_one_pack_stand_together():
     sweep = parse_sweep(tiny(search={"seed": [0, 1, 2]}), "sweep.yaml")
     trials = expand(sweep)

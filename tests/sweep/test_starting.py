@@ -49,7 +49,13 @@ def test_the_command_knows_every_purpose():
 @pytest.mark.parametrize("purpose", starting.PURPOSES)
 @pytest.mark.parametrize(
     ("backbone", "benchmark"),
-    [(EMBEDDED, "builtin"), ("t5-large", "superni"), ("llama-2-7b", "long_sequence"), ("tiny-t5", "superni")],
+    [
+        (EMBEDDED, "builtin"),
+        ("t5-large", "superni"),
+        ("llama-2-7b", "long_sequence"),
+        ("tiny-t5", "superni"),
+        ("tiny-llama", "builtin"),
+    ],
 )
 def test_every_first_sweep_can_be_planned(purpose, backbone, benchmark):
     text = starting.sweep_text("first.yaml", backbone, benchmark, purpose)
@@ -59,6 +65,18 @@ def test_every_first_sweep_can_be_planned(purpose, backbone, benchmark):
     assert len(trials) > 2 and {trial.settings.backbone.name for trial in trials} == {backbone}
     seeds = {trial.settings.seed for trial in trials}
     assert len(seeds) >= (2 if purpose == "quickstart" else 3)
+
+
+def test_a_first_sweep_has_the_largest_usual_rank_that_fits_its_backbone():
+    def ranks(backbone, purpose):
+        text = starting.sweep_text("first.yaml", backbone, "builtin", purpose)
+        trials = trials_of(parse_sweep(parse_yaml(text, "first.yaml"), "first.yaml"))
+        return {trial.settings.method.rank for trial in trials if hasattr(trial.settings.method, "rank")}
+
+    assert ranks("tiny-llama", "quickstart") == ranks("tiny-llama", "methods") == {16}
+    assert ranks("tiny-llama", "rank") == {4, 8, 16}
+    assert ranks(EMBEDDED, "quickstart") == {32}
+    assert ranks(EMBEDDED, "rank") == {4, 8, 16, 32}
 
 
 def test_names_that_yaml_reads_otherwise_are_names(tmp_path):
@@ -105,7 +123,6 @@ def test_init_writes_a_file_and_says_what_comes_next(tmp_path, capsys):
         (["a name"], "name: found 'a name'"),
         (["a name", "--own"], "name: found 'a name'"),
         (["first", "--backbone", "."], "has no config.json"),
-        (["first", "--backbone", "tiny-llama"], "method.rank: found 32"),
     ],
 )
 def test_what_cannot_be_is_said_and_nothing_is_written(arguments, said, tmp_path, capsys):

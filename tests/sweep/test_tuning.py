@@ -200,6 +200,13 @@ def test_a_block_that_cannot_choose_is_refused(tune, changes, fault):
     assert fault in str(error.value)
 
 
+def test_a_group_that_is_null_sets_nothing():
+    content = tuned({"search": {"router.epsilon": [0.1, 0.2]}})
+    content["trial"]["router"] = None
+    (choice,) = choices(parse_sweep(content, "sweep.yaml"))
+    assert [candidate.values for candidate in choice.candidates] == [{"router.epsilon": value} for value in (0.1, 0.2)]
+
+
 def test_overrides_reach_the_block(tmp_path):
     path = write(tmp_path, tuned())
     found = load_sweep(path, [f"tune.search.{RATE}=[0.5]", "tune.by_method.ewc.method.ewc_lambda=[1.0]"])
