@@ -285,7 +285,7 @@ class _Trainer:
         self.training.on_step(self.step, self.steps, losses)
 
     def save(self) -> None:
-        """Write a checkpoint, if this worker is the first of its group; one that has failed is not tried again by it."""
+        """Write a checkpoint, if this worker is the first of its group; by it who has failed is not tried again."""
         if self.failure is None:
             tensors, facts = _state(self.step, self.optimizer, self.history, self.selection, self.learner)
         else:

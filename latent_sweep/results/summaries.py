@@ -476,8 +476,8 @@ def _compared(
 def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
     """What the trials have come to, by what tells one repetition from another: settings that they read."""
     return {
-        tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(each.trial) if each.status == "finished" else None
-        for each in members
+        tuple(_repeat(one.trial, axis) for axis in repeats): outcomes(one.trial) if one.status == "finished" else None
+        for one in members
     }
 
 

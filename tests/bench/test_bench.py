@@ -96,8 +96,8 @@ def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
 
 
 def test_what_no_part_can_measure_is_refused_once(tmp_path, capsys):
-    arguments = ["bench", "--backbone", str(tmp_path / "none"), "--only", "step", "generate", "--storage", str(tmp_path)]
-    assert main(arguments) == 2
+    arguments = ["--backbone", str(tmp_path / "none"), "--only", "step", "generate", "--storage", str(tmp_path)]
+    assert main(["bench", *arguments]) == 2
     told = capsys.readouterr()
     assert told.err.count("error: ") == 1 and "Traceback" not in told.err and "FAILED" not in told.out
 

@@ -229,9 +229,7 @@ def cut_at_step(at):
 def one_after_another(made, checkpoint_every=2):
     """The same trainings, of which each takes four steps more than the one before."""
     for i, lesson in enumerate(made):
-        settings = lesson.settings.model_copy(
-            update={"max_steps": 4 * (i + 1), "checkpoint_every": checkpoint_every}
-        )
+        settings = lesson.settings.model_copy(update={"max_steps": 4 * (i + 1), "checkpoint_every": checkpoint_every})
         yield dataclasses.replace(lesson, settings=settings)
 
 

@@ -179,7 +179,7 @@ def test_what_is_missing_is_said(folder, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "factors")
     pictures, (first, second) = interference_pictures(sweep)
     assert pictures == []
-    assert first.startswith("interference of lambda=0.0 mode=soft seed=0: the singular values of its backbone's weights ")
+    assert first.startswith("interference of lambda=0.0 mode=soft seed=0: the singular values of its backbone's ")
     assert second.startswith("interference of lambda=1e-05")
     last = stages(compared_trials(finished_trials(sweep))[0].events)[-1]["lineage"]
     sweep.snapshots.path(last).write_bytes(b"spoilt")
