@@ -71,13 +71,14 @@ def log_best(sweep: SweepFolder) -> None:
     """
     from latent_sweep.deploy.folder import opened
     from latent_sweep.deploy.model import ContinualModel
-    from latent_sweep.deploy.opening import find_trial
+    from latent_sweep.deploy.opening import find_trial, origin_of
 
     with suppress(StoreError):  # there is none, or none that is whole
         content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)
         best = find_trial(sweep)
         lineages = [task.snapshot.lineage for task in content.learned]
-        if content.origin.trial_id == best.trial_id and lineages == [e["lineage"] for e in stages(best.events())]:
+        same = lineages == [event["lineage"] for event in stages(best.events())]
+        if same and content.origin == origin_of(sweep, best):  # else its card would tell what was scored before
             return
     model = ContinualModel.from_sweep(sweep.path)
     try:

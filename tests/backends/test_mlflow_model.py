@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,16 +19,19 @@ from helpers.sweeps import end, launch, sweep_folder, tiny, wait_until, write
 
 from latent_sweep import ContinualModel
 from latent_sweep.backends.mlflow_mirror import MlflowMirror
-from latent_sweep.backends.mlflow_model import requirements
+from latent_sweep.backends.mlflow_model import log_best, requirements
 from latent_sweep.backends.verify import verify_tracker
 from latent_sweep.cli import main
-from latent_sweep.deploy.folder import is_model
+from latent_sweep.deploy.folder import is_model, opened
 from latent_sweep.deploy.opening import find_trial
 from latent_sweep.results.tracked import MODEL_FOLDER
+from latent_sweep.store.journal import stages
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*type hint is inferred as AnyType.*:UserWarning")
 """MLflow's, of its own type hints, when its part for models is imported."""
 
+FRAME = ("seq", "time", "event", "sha256")
+"""What a journal adds to what an event says."""
 TEXTS = ["the room was clean", "the lift is broken", "zzz qqq"]
 
 
@@ -82,6 +86,25 @@ def test_the_best_model_is_logged_at_the_end(logged, address):
     alone = loaded.predict(pd.DataFrame({"text": TEXTS}))
     assert alone["answer"].tolist() == [one.answer for one in model.answer(TEXTS)]
     model.close()
+
+
+def test_it_is_written_again_where_its_trial_has_other_scores(logged, tmp_path):
+    """Of the same snapshots, where only test rows have changed."""
+    shutil.copytree(logged[0] / "runs", tmp_path / "runs")
+    sweep = sweep_folder(tmp_path)
+    best = find_trial(sweep)
+    (*_, told), finished = stages(best.events()), best.events()[-1]
+    scores = dict.fromkeys(told["scores"], 1.0)
+    best.journal.append("stage", **{key: told[key] for key in told if key not in FRAME} | {"scores": scores})
+    best.journal.append("finished", metrics=finished["metrics"] | {"AP": 1.0})
+    log_best(sweep)
+    there = sweep.path / MODEL_FOLDER / "data" / "continual_model"
+    origin = opened(there)[0].origin
+    assert (origin.scores, origin.measures["AP"]) == (scores, 1.0)
+    assert "AP 100.00" in (there / "README.md").read_text()
+    written = (there / "model.json").stat().st_mtime_ns
+    log_best(sweep)
+    assert (there / "model.json").stat().st_mtime_ns == written
 
 
 def test_its_environment_has_our_pins(logged):
