@@ -154,6 +154,8 @@ class Summary:
     chosen: frozenset[str]
     """Short names of the axes whose values were chosen so."""
     counts: Mapping[Status, int]
+    latest: float
+    """When the last event of any trial was written, in Unix seconds; 0 where there is none."""
     cost: Cost
     spent: tuple[Item, ...]
     """What is paid for, see `spending`."""
@@ -242,6 +244,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         tuned=tuple(tuning_lines(tuning)),
         chosen=frozenset(names[axis] for choice in tuning for axis in choice.values if axis in names),
         counts=Counter(each.status for each in trials),
+        latest=max((each.latest for each in trials), default=0.0),
         cost=costs.total(),
         spent=spent(sweep, at_work),
     )
@@ -316,6 +319,8 @@ class _Told:
     trained_numbers: tuple[int, ...]
     steps: tuple[int, ...]
     computed_with: Mapping[str, tuple[str, ...]]
+    latest: float
+    """When its last event was written, in Unix seconds; 0 where there is none."""
     finish: float | None = None
     """When it finished, in Unix seconds; None, as all below, where it has not."""
     metrics: Mapping[str, float] | None = None
@@ -335,6 +340,7 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         _distinct(stage.get("trained_numbers") for stage in told),
         _distinct(stage.get("steps") for stage in told),
         computed_with(events),
+        events[-1]["time"] if events else 0.0,
     )
     if known.status != "finished":
         return known
@@ -476,7 +482,9 @@ def _compared(
 def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:
     """What the trials have come to, by what tells one repetition from another: settings that they read."""
     return {
-        tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(each.trial) if each.status == "finished" else None
+        tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(each.trial)
+        if each.status == "finished"
+        else None
         for each in members
     }
 
