@@ -20,6 +20,9 @@ LICENCES: Mapping[str, str] = {
 }
 """Of the published weights of backbones that are known by name, as the hub calls them."""
 
+KEEP_ROWS = frozenset({"lfpt5"})
+"""Methods of the package that train on other rows than the task's own, and keep such in their snapshots."""
+
 
 def base_model(settings: BackboneSettings) -> str:
     """Return where the backbone's weights come from: a hub's name or a folder, or a name that only we know."""
@@ -108,12 +111,19 @@ def model_card(content: ModelContent, context: Context) -> str:
         f'model.answer(["..."], task="{content.tasks[-1]}")',
         "```",
         "",
-        "The backbone is not in it and must be at hand. No rows of tasks are in it.",
+        f"The backbone is not in it and must be at hand. {_rows_in_it(content)}",
         *_limits(content),
         "",
         *provenance(content, context),
     ]
     return "\n".join(lines)
+
+
+def _rows_in_it(content: ModelContent) -> str:
+    name = content.trial.settings.method.name
+    if name in KEEP_ROWS or content.trial.method_source is not None:  # one from outside may keep whatever it likes
+        return "What its method keeps of tasks' rows is in its snapshots."
+    return "No rows of tasks are in it."
 
 
 def _limits(content: ModelContent) -> Sequence[str]:
