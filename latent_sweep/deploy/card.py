@@ -112,6 +112,7 @@ def model_card(content: ModelContent, context: Context) -> str:
         "```",
         "",
         f"The backbone is not in it and must be at hand. {_rows_in_it(content)}",
+        *_needs(content),
         *_limits(content),
         "",
         *provenance(content, context),
@@ -120,10 +121,20 @@ def model_card(content: ModelContent, context: Context) -> str:
 
 
 def _rows_in_it(content: ModelContent) -> str:
-    name = content.trial.settings.method.name
-    if name in KEEP_ROWS or content.trial.method_source is not None:  # one from outside may keep whatever it likes
+    # a method from outside may keep whatever it likes
+    if content.trial.settings.method.name in KEEP_ROWS or content.outside_module is not None:
         return "What its method keeps of tasks' rows is in its snapshots."
     return "No rows of tasks are in it."
+
+
+def _needs(content: ModelContent) -> Sequence[str]:
+    if content.outside_module is None:
+        return ()
+    return [
+        "",
+        f"It needs `{content.outside_module}`, which must be importable where it is opened: the method is from outside "
+        "of latent_sweep, and its code is not in this folder.",
+    ]
 
 
 def _limits(content: ModelContent) -> Sequence[str]:
