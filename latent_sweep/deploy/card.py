@@ -20,9 +20,6 @@ LICENCES: Mapping[str, str] = {
 }
 """Of the published weights of backbones that are known by name, as the hub calls them."""
 
-KEEP_ROWS = frozenset({"lfpt5"})
-"""Methods of the package that train on other rows than the task's own, and keep such in their snapshots."""
-
 
 def base_model(settings: BackboneSettings) -> str:
     """Return where the backbone's weights come from: a hub's name or a folder, or a name that only we know."""
@@ -122,7 +119,7 @@ def model_card(content: ModelContent, context: Context) -> str:
 
 def _rows_in_it(content: ModelContent) -> str:
     # a method from outside may keep whatever it likes
-    if content.trial.settings.method.name in KEEP_ROWS or content.outside_module is not None:
+    if content.trial.method().keeps_rows or content.outside_module is not None:
         return "What its method keeps of tasks' rows is in its snapshots."
     return "No rows of tasks are in it."
 

@@ -192,7 +192,7 @@ def test_mlflow_serves_it(logged, address):
         assert one == told
 
 
-OUTSIDE = '''
+OUTSIDE = """
 from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
 
 
@@ -202,7 +202,7 @@ class MineSettings(SeqLoraSettings):
 
 class Mine(SeqLora):
     settings_class = MineSettings
-'''
+"""
 
 
 def test_the_code_of_a_method_from_outside_goes_along(tmp_path, monkeypatch, capsys):
