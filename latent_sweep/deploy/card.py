@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, known_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
 from latent_sweep.learn.context import Context
+from latent_sweep.methods.protocol import Mixing
 from latent_sweep.store import versions
 
 LICENCES: Mapping[str, str] = {
@@ -19,6 +20,15 @@ LICENCES: Mapping[str, str] = {
     "llama-3-8b": "llama3",
 }
 """Of the published weights of backbones that are known by name, as the hub calls them."""
+
+
+ANSWERING: Mapping[Mixing, str] = {
+    "sum": "an adapter for each task, which answer together",
+    "last": "the newest snapshot, which answers every text",
+    "gates": "an adapter for each task, weighed for each text",
+    **dict.fromkeys(("soft", "hard", "lexical", "oracle"), "an adapter for each task, chosen for each text"),
+}
+"""What answers beside the backbone, by the way of mixing."""
 
 
 def base_model(settings: BackboneSettings) -> str:
@@ -99,7 +109,7 @@ def model_card(content: ModelContent, context: Context) -> str:
         "",
         f"# {content.trial.settings.method.name} after {len(content.learned)} tasks",
         "",
-        "A model of latent_sweep: a frozen backbone with an adapter for each task, chosen for each text.",
+        f"A model of latent_sweep: a frozen backbone with {ANSWERING[content.trial.settings.router.mode]}.",
         "",
         "```python",
         "from latent_sweep import ContinualModel",
