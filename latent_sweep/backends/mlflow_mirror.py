@@ -869,6 +869,14 @@ def sqlite_file(uri: str) -> Path | None:
     return Path(match[1]).absolute() if match else None
 
 
+def relative_place(uri: str) -> Path | None:
+    """Return the database or the folder that a relative address means; None where the address is of something else."""
+    if uri.startswith("databricks"):
+        return None
+    match = re.fullmatch(r"(?:sqlite(?:\+\w+)?:///|file:)?([^/:?][^:?]*)(?:\?.*)?", uri)
+    return Path(match[1]) if match else None
+
+
 def _artifact_location(uri: str, experiment: str) -> str | None:
     """Return a folder beside a local database; None for a server, which knows its own place."""
     database = sqlite_file(uri)
