@@ -210,7 +210,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                 _write_model(folder, screen.tell)
         finally:
             thread.stop()
-    summary = summarise(folder)
+    summary = replace(summarise(folder), driven=False)
     _tell(f"\n{render(summary)}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         _tell(f"report    {folder.path / PAGE_FILE}")

@@ -17,7 +17,7 @@ from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference
 from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
-from latent_sweep.store.journal import Status
+from latent_sweep.results.trial_states import counts_text
 from latent_sweep.sweep.prices import items_text
 from latent_sweep.sweep.tuning import EXACT
 
@@ -191,13 +191,11 @@ _ROUTER_NOTE = (
     "yet seen against rows of seen ones by their Mahalanobis distance"
 )
 
-_COUNT_ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
-
 
 def counts(summary: Summary) -> str:
     """Say how many trials there are, and how they stand."""
-    found = [f"{summary.counts[state]} {state}" for state in _COUNT_ORDER if summary.counts.get(state)]
-    return f"{sum(summary.counts.values())} trials" + (f" ({', '.join(found)})" if found else "")
+    found = counts_text(summary.counts, summary.driven)
+    return f"{sum(summary.counts.values())} trials" + (f" ({found})" if found else "")
 
 
 class _Axes:

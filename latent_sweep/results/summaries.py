@@ -18,7 +18,7 @@ from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
-from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import told_matrix
 from latent_sweep.sweep.plan import ROUTED
@@ -154,6 +154,8 @@ class Summary:
     chosen: frozenset[str]
     """Short names of the axes whose values were chosen so."""
     counts: Mapping[Status, int]
+    driven: bool
+    """Whether somebody runs it: else the trials that are running were interrupted."""
     latest: float
     """When the last event of any trial was written, in Unix seconds; 0 where there is none."""
     cost: Cost
@@ -216,6 +218,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     shown = {axis: name for axis, name in names.items() if axis not in repeats}
+    driven = driven_since(sweep) is not None  # first: a journal tells its end before
     costs, at_work = _Costs(), list[AtWork]()
     trials = []
     for trial in sweep:  # of thousands no two journals are held at the same time
@@ -244,6 +247,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         tuned=tuple(tuning_lines(tuning)),
         chosen=frozenset(names[axis] for choice in tuning for axis in choice.values if axis in names),
         counts=Counter(each.status for each in trials),
+        driven=driven,
         latest=max((each.latest for each in trials), default=0.0),
         cost=costs.total(),
         spent=spent(sweep, at_work),

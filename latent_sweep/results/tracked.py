@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -208,6 +208,7 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
     )
 
     work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
+    summary = replace(summary, driven=False)  # what is told of a sweep is told at a run's end, by the one who drives it
     rows = report.records(summary)
     table = {"columns": list(rows[0]) if rows else [], "data": [list(row.values()) for row in rows]}
     # as a text, not by log_table: that appends to the table already there

@@ -89,7 +89,7 @@ def test_several_sweeps_are_compared(sweep, tmp_path):
 def test_a_sweep_that_has_not_begun_has_a_page(tmp_path):
     sweep = write_sweep(tmp_path, {"seed": [0, 1]})
     start(next(iter(sweep)))
-    assert "2 trials (1 running, 1 pending)" in render_page([sweep])
+    assert "2 trials (1 interrupted, 1 pending)" in render_page([sweep])
 
 
 def test_names_are_no_html(tmp_path):
