@@ -52,9 +52,7 @@ def code_digest(name: str) -> str:
         ConfigError: it lies in no file, so that nothing would tell of a change.
     """
     module = sys.modules[name.partition(":")[0]]
-    package = sys.modules[module.__name__.partition(".")[0]]
-    folders = [Path(folder) for folder in getattr(package, "__path__", ())]
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    files = sorted(path for folder in _package_folders(name) for path in folder.rglob("*.py"))
     if not files and getattr(module, "__file__", None) is None:
         raise ConfigError(
             f"found {name!r}; {module.__name__} is built into Python, and no file tells when it changes. Call it from "
@@ -62,6 +60,17 @@ def code_digest(name: str) -> str:
         )
     files = files or [Path(str(module.__file__))]
     return _digest(tuple((str(path), path.stat().st_mtime_ns) for path in files))
+
+
+def code_places(name: str) -> list[Path]:
+    """Where the code lies behind a name that was imported: its module's file, or the folder of the whole package."""
+    return _package_folders(name) or [Path(str(sys.modules[name.partition(":")[0]].__file__))]
+
+
+def _package_folders(name: str) -> list[Path]:
+    """Folders of the outermost package of an imported module; none where it lies in no package."""
+    package = sys.modules[name.partition(":")[0].partition(".")[0]]
+    return [Path(folder) for folder in getattr(package, "__path__", ())]
 
 
 @lru_cache(maxsize=256)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="run it although another sweep of this name has started trials that this one lacks, which leave its "
+        help="run it although another sweep of this name has scored trials that this one lacks, which leave its "
         "table, or has results of other data, backbone or code, which are computed again",
     )
     parser.add_argument("--failed", action="store_true", help="run the trials that have failed before, and no others")

@@ -18,12 +18,12 @@ from latent_sweep.learn.heap import loading_modules
 from latent_sweep.security import printable
 from latent_sweep.settings import Settings, canonical_json, content_hash, flatten, yaml_text
 from latent_sweep.store.files import read_file
-from latent_sweep.store.folders import SWEEP_FILE, SweepFolder, driving
+from latent_sweep.store.folders import SWEEP_FILE, SweepFolder, TrialFolder, driving
 from latent_sweep.store.following import following, forget_the_old, requests_told
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.objects import requests
 from latent_sweep.store.sealed import sealed_json
-from latent_sweep.store.storage import JOURNAL, Storage, open_storage
+from latent_sweep.store.storage import Storage, open_storage
 from latent_sweep.store.trial_files import end_of, told_rows
 from latent_sweep.sweep.checks import check_sweep
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
@@ -67,7 +67,7 @@ def run_sweep(
         local: in this process, without Ray.
         fail_fast: end the sweep when a trial has failed, instead of going on with the others.
         only_failed: run the trials that have failed before, and no others.
-        replace: let trials that an earlier sweep of this name has started, and this one lacks, drop out of its results,
+        replace: let trials that an earlier sweep of this name has scored, and this one lacks, drop out of its results,
             and compute again those whose data, backbone or code have changed.
 
     Raises:
@@ -210,7 +210,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                 _write_model(folder, screen.tell)
         finally:
             thread.stop()
-    summary = summarise(folder)
+    summary = replace(summarise(folder), driven=False)
     _tell(f"\n{render(summary)}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         _tell(f"report    {folder.path / PAGE_FILE}")
@@ -268,7 +268,7 @@ def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
 
 
 def taken_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> str | None:
-    """Return why a name is refused, or None: other trials have been started under it, and would leave its results.
+    """Return why a name is refused, or None: other trials have been scored under it, and would leave its results.
 
     So would results of its own trials that were computed from something else than now: where it ended in between, a
     table would have some of either.
@@ -279,7 +279,7 @@ def taken_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> str
     except StoreError as error:  # it is written anew
         log.warning("what ran under the name %s is not known: %s", sweep.name, error)
         return None
-    lost = [trial for trial in before if trial.trial_id not in kept and (trial.path / JOURNAL).exists()]
+    lost = [trial for trial in before if trial.trial_id not in kept and _has_scores(trial)]
     if lost:
         from latent_sweep.results.tracked import trial_name  # with all results, which a plan does not read
 
@@ -291,7 +291,7 @@ def taken_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> str
         ) * bool(same)
         shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
         return (
-            f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} started trials that {sweep.source} does "
+            f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} scored trials that {sweep.source} does "
             f"not have: {'; '.join(shown)}.{changed} They would drop out of its table. Choose "
             "another name (what both have in common is not learned again), or add --replace; their folders stay in "
             "either case."
@@ -304,6 +304,14 @@ def taken_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> str
             "add --replace, which computes them again in their place."
         )
     return None
+
+
+def _has_scores(trial: TrialFolder) -> bool:
+    """Whether a trial has scored a task, or may have: its journal cannot be read."""
+    try:
+        return bool(stages(trial.events()))
+    except StoreError:
+        return True
 
 
 OUTDATED = "data, backbone or code has changed since"

@@ -201,8 +201,10 @@ class MlflowMirror:
         with self._connected():
             self._parent()
             summary = summaries.summarise(self.sweep)
-            if faults := self._at_once(self._bring_summary, configuration_contents(self.sweep, summary)):
+            contents = list(configuration_contents(self.sweep, summary))
+            if faults := self._at_once(self._bring_summary, contents):
                 raise faults[0]
+            self._delete_other_summaries({content.key for content in contents})
             content = sweep_content(self.sweep, summary)
             self._bring(content, content.points)
             if not self._view_key:
@@ -461,6 +463,14 @@ class MlflowMirror:
         groups = summaries.repetitions(self.sweep) if changed else []
         touched = [members for members in groups if any(trial.trial_id in changed for trial in members)]
         return self._at_once(mirror, [members for members in touched if all(map(self._has_ended, members))])
+
+    def _delete_other_summaries(self, keys: Collection[str]) -> None:
+        """Mark the summary runs deleted whose configurations have no finished trial any more, as where data changed."""
+        for kind, key in list(self._runs):
+            run = self._runs[kind, key].get("")
+            if kind == "summary" and key not in keys and run and run.tags.get("sweep_id") == self.sweep.sweep_id:
+                self._client.delete_run(run.run_id)
+                del self._runs[kind, key]
 
     def _has_ended(self, trial: TrialFolder) -> bool:
         """Whether a trial's run says so."""
@@ -857,6 +867,14 @@ def sqlite_file(uri: str) -> Path | None:
     """Return the file of a local database; None where the address is of something else."""
     match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
     return Path(match[1]).absolute() if match else None
+
+
+def relative_place(uri: str) -> Path | None:
+    """Return the database or the folder that a relative address means; None where the address is of something else."""
+    if uri.startswith("databricks"):
+        return None
+    match = re.fullmatch(r"(?:sqlite(?:\+\w+)?:///|file:)?([^/:?][^:?]*)(?:\?.*)?", uri)
+    return Path(match[1]) if match else None
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:

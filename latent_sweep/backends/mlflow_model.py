@@ -1,7 +1,8 @@
 """A model as MLflow has one: `mlflow.pyfunc` loads it, `mlflow models serve` serves it. Nothing in it is a pickle.
 
 It lies in the sweep's folder, where it is written once for a trial, and the mirror brings it into the sweep's run like
-any other file: `runs:/<run id>/model`. MLflow loads it through this module, of which a copy goes along with it.
+any other file: `runs:/<run id>/model`. MLflow loads it through this module: a copy of the package goes along with it,
+and of the code of a method from outside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.errors import StoreError
+from latent_sweep.outside import code_places
 from latent_sweep.results.tracked import MODEL_FOLDER
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.journal import stages
@@ -50,7 +52,7 @@ def write_mlflow_model(model: ContinualModel, sweep: SweepFolder) -> Path:
             made,
             loader_module=__name__,
             data_path=str(model.save(Path(place) / DATA)),
-            code_paths=[str(Path(__file__).parents[1])],
+            code_paths=_code(model),
             pip_requirements=requirements(),
             signature=_signature(),
         )
@@ -71,13 +73,14 @@ def log_best(sweep: SweepFolder) -> None:
     """
     from latent_sweep.deploy.folder import opened
     from latent_sweep.deploy.model import ContinualModel
-    from latent_sweep.deploy.opening import find_trial
+    from latent_sweep.deploy.opening import find_trial, origin_of
 
     with suppress(StoreError):  # there is none, or none that is whole
         content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)
         best = find_trial(sweep)
         lineages = [task.snapshot.lineage for task in content.learned]
-        if content.origin.trial_id == best.trial_id and lineages == [e["lineage"] for e in stages(best.events())]:
+        same = lineages == [event["lineage"] for event in stages(best.events())]
+        if same and content.origin == origin_of(sweep, best):  # else its card would tell what was scored before
             return
     model = ContinualModel.from_sweep(sweep.path)
     try:
@@ -90,6 +93,13 @@ def requirements() -> list[str]:
     """What pip installs for a model to answer: this package's own requirements, with the versions it allows."""
     found = [text for text in declared().requirements if ";" not in text]
     return sorted(text for text in found if re.split(r"[^\w.-]", text)[0] not in NOT_NEEDED)
+
+
+def _code(model: ContinualModel) -> list[str]:
+    """Return the folder of this package, and where the code of a method from outside lies."""
+    name = model.trial.settings.method.name
+    outside = code_places(name) if model.content.outside_module is not None else []
+    return list(dict.fromkeys(map(str, [Path(__file__).parents[1], *outside])))
 
 
 def _files(folder: Path) -> list[Path]:

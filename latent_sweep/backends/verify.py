@@ -309,10 +309,12 @@ def _point_faults(content: RunContent, points: Sequence[Point]) -> Iterator[str]
     for (key, step, value), count in excess.items():
         if count:
             yield f"metric {key} at step {step}: found {value!r} {count} times too often"
-    last = dict(sorted(newest)) if content.kind == "summary" else {}
+    last = {} if content.kind == "trial" else dict(sorted(newest))
+    for key in last.keys() - {point.key for point in content.points}:
+        yield f"metric {key}: shows {newest[key, last[key]]!r}; expected none"
     for point in content.points:
         found = newest.get((point.key, point.step))
         if (later := last.get(point.key, 0)) > point.step:
-            yield f"metric {point.key}: shows {newest[point.key, later]!r}, of {later} trials; expected {point.step}"
+            yield f"metric {point.key}: shows {newest[point.key, later]!r}, of step {later}; expected step {point.step}"
         if found != point.value:
             yield f"metric {point.key} at step {point.step}: found {found!r}; expected {point.value!r}"

@@ -130,7 +130,8 @@ def _into_folder(options: argparse.Namespace, kind: str, folder: str) -> list[st
 
     model = _opened(options.folder, options.trial, options.device)
     if kind == "model":
-        return [str(model.save(folder))]
+        written, needed = str(model.save(folder)), model.content.outside_module
+        return [written, *([f"needs {needed}, which must be importable"] if needed else [])]
     if kind == "merged":
         return [str(export_merged(model, folder, options.task))]
     return list(map(str, export_peft(model, folder)))

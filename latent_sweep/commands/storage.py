@@ -264,8 +264,8 @@ def _cp(options: argparse.Namespace) -> int:
             copied = copy_sweep(storage, name, options.target, not options.without_snapshots)
     else:
         sweep = open_sweep(options.folder)
-        name = sweep.name
-        copied = copy_sweep(sweep.storage, name, options.target, not options.without_snapshots)
+        copied = copy_sweep(sweep.storage, sweep.name, options.target, not options.without_snapshots)
+    name = copied.sweeps[-1]
     print(printable(f"{', '.join(copied.sweeps)}: {copied.files:,} files, {bytes_text(copied.size)}"))
     check = "verify" if copied.snapshots else "rescore"
     if is_archive(options.target):

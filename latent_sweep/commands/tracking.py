@@ -14,6 +14,7 @@ from latent_sweep.commands.command import (
     add_tracker,
     print_json,
 )
+from latent_sweep.errors import ConfigError
 from latent_sweep.security import printable
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def _verify(options: argparse.Namespace) -> int:
         return ended(1, _UNCHANGED)
     if not isinstance(mirror, MlflowMirror):
         return ended(0)
+    if options.uri is None:
+        _check_place(mirror.uri)
     tracker = verify_tracker(folder, mirror)
     say(f"MLflow at {mirror.uri}", tracker, "tracker")
     if tracker.faults and options.repair:
@@ -112,6 +115,23 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 _UNCHANGED = "nothing was changed; the same command with --repair mends it, or makes it ready for the next run to mend"
+
+
+def _check_place(uri: str) -> None:
+    """Refuse a relative address that means nothing here: everything would be missing, and a repair would make another.
+
+    Raises:
+        ConfigError: there is no such database or folder.
+    """
+    from latent_sweep.backends.mlflow_mirror import relative_place
+
+    place = relative_place(uri)
+    if place is not None and not place.exists():
+        raise ConfigError(
+            f"MLflow at {uri}: found no {place.absolute()}; expected the one that the sweep was brought into: the "
+            "address is relative to the working directory. Run the command where the sweep ran, or name the tracker "
+            "with --uri"
+        )
 
 
 def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowMirror | NullMirror]:

@@ -23,8 +23,15 @@ class Adapter:
     name: str
     """A task's, or how the snapshots are mixed where all texts have the same adapter."""
     tasks: tuple[str, ...]
-    """The tasks whose snapshots are in it."""
+    """The tasks that it has learned."""
     pairs: LowRankPairs
+    carried_on: bool = False
+    """Whether it is the only one of its method, which each task has changed."""
+
+    @property
+    def learned(self) -> str:
+        """Say of which tasks it is, for people."""
+        return f"{'after' if self.carried_on else 'for'} {', '.join(self.tasks)}"
 
     @property
     def rank(self) -> int:
@@ -51,7 +58,8 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
         )
     pairs = [method.low_rank_pairs(task.snapshot.tensors) for task in learned]
     if mode == "last":
-        return [Adapter(LAST, model.tasks[-1:], pairs[-1])]
+        carried_on = method.mixings == (LAST,)
+        return [Adapter(LAST, model.tasks if carried_on else model.tasks[-1:], pairs[-1], carried_on)]
     if mode == "sum":
         return [Adapter(SUM, model.tasks, summed(pairs))]
     return [Adapter(name, (name,), own) for name, own in zip(model.tasks, pairs, strict=True)]

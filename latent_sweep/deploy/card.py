@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, known_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
 from latent_sweep.learn.context import Context
+from latent_sweep.methods.protocol import Mixing
 from latent_sweep.store import versions
 
 LICENCES: Mapping[str, str] = {
@@ -19,6 +20,15 @@ LICENCES: Mapping[str, str] = {
     "llama-3-8b": "llama3",
 }
 """Of the published weights of backbones that are known by name, as the hub calls them."""
+
+
+ANSWERING: Mapping[Mixing, str] = {
+    "sum": "an adapter for each task, which answer together",
+    "last": "the newest snapshot, which answers every text",
+    "gates": "an adapter for each task, weighed for each text",
+    **dict.fromkeys(("soft", "hard", "lexical", "oracle"), "an adapter for each task, chosen for each text"),
+}
+"""What answers beside the backbone, by the way of mixing."""
 
 
 def base_model(settings: BackboneSettings) -> str:
@@ -99,7 +109,7 @@ def model_card(content: ModelContent, context: Context) -> str:
         "",
         f"# {content.trial.settings.method.name} after {len(content.learned)} tasks",
         "",
-        "A model of latent_sweep: a frozen backbone with an adapter for each task, chosen for each text.",
+        f"A model of latent_sweep: a frozen backbone with {ANSWERING[content.trial.settings.router.mode]}.",
         "",
         "```python",
         "from latent_sweep import ContinualModel",
@@ -108,12 +118,30 @@ def model_card(content: ModelContent, context: Context) -> str:
         f'model.answer(["..."], task="{content.tasks[-1]}")',
         "```",
         "",
-        "The backbone is not in it and must be at hand. No rows of tasks are in it.",
+        f"The backbone is not in it and must be at hand. {_rows_in_it(content)}",
+        *_needs(content),
         *_limits(content),
         "",
         *provenance(content, context),
     ]
     return "\n".join(lines)
+
+
+def _rows_in_it(content: ModelContent) -> str:
+    # a method from outside may keep whatever it likes
+    if content.trial.method().keeps_rows or content.outside_module is not None:
+        return "What its method keeps of tasks' rows is in its snapshots."
+    return "No rows of tasks are in it."
+
+
+def _needs(content: ModelContent) -> Sequence[str]:
+    if content.outside_module is None:
+        return ()
+    return [
+        "",
+        f"It needs `{content.outside_module}`, which must be importable where it is opened: the method is from outside "
+        "of latent_sweep, and its code is not in this folder.",
+    ]
 
 
 def _limits(content: ModelContent) -> Sequence[str]:

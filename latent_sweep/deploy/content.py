@@ -71,6 +71,11 @@ class ModelContent:
         """Names of the tasks, in the order of learning."""
         return tuple(task.spec.name for task in self.learned)
 
+    @property
+    def outside_module(self) -> str | None:
+        """The module of a method from outside of the package; None for one of the package."""
+        return self.trial.settings.method.name.partition(":")[0] if self.trial.method_source is not None else None
+
     def with_task(self, trial: Trial, task: LearnedTask) -> ModelContent:
         """Return the model with one more task.
 

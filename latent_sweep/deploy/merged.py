@@ -71,7 +71,7 @@ def _card(model: ContinualModel, adapter: Adapter) -> str:
     lines = [
         *front_matter(model.content, "transformers"),
         "",
-        f"# {model.trial.settings.method.name}, merged for {', '.join(adapter.tasks)}",
+        f"# {model.trial.settings.method.name}, merged {adapter.learned}",
         "",
         f"The backbone with the adapter `{adapter.name}` added to its weights: none has to be loaded, and none can be "
         f"changed. {rounding}{prompts_end(model.context)}",

@@ -144,20 +144,26 @@ def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> Mod
         DataError: the benchmark's rows, from which what is missing is made, are not at hand.
         StoreError: a snapshot is missing or damaged.
     """
-    trial, events = context.trial, folder.events()
+    trial = context.trial
     snapshots = [_snapshot(sweep, lineage) for lineage in trial.lineages()]
     context.check(snapshots)
     mixer = records_mixer(context, trial)
     records = [records_at(mixer, position) for position in range(len(trial.tasks))]
     router = fitted(mixer.settings, records)
     limits = [limit_at(mixer, position, router) for position in range(len(trial.tasks))]
-    told = stages(events)[-1]
     return ModelContent(
         trial,
         tuple(map(LearnedTask, trial.tasks, snapshots, records, limits)),
         largest_rank(sweep, trial),
-        Origin(sweep.name, trial.trial_id, trial_name(sweep, folder), told["scores"], _measures(events)),
+        origin_of(sweep, folder),
     )
+
+
+def origin_of(sweep: SweepFolder, folder: TrialFolder) -> Origin:
+    """Where the model of a finished trial comes from, with what was scored last."""
+    events = folder.events()
+    scores = stages(events)[-1]["scores"]
+    return Origin(sweep.name, folder.trial_id, trial_name(sweep, folder), scores, _measures(events))
 
 
 def _snapshot(sweep: SweepFolder, lineage: str) -> Snapshot:

@@ -128,11 +128,11 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         else f"# vLLM takes ranks up to {VLLM_RANKS[-1]}, and this one is {rank}: export it merged"
     )
     tgi = f"LORA_ADAPTERS={','.join(f'{name}={place}' for name, place in here.items())} text-generation-launcher "
-    tasks = ", ".join(dict.fromkeys(task for adapter in adapters for task in adapter.tasks))
+    learned = adapters[0].learned if len(adapters) == 1 else f"for {', '.join(names)}"
     lines = [
         *front_matter(content, "peft"),
         "",
-        f"# LoRA adapters of {settings.method.name} for {tasks}",
+        f"# LoRA adapters of {settings.method.name} {learned}",
         "",
         f"Rank {rank}. {LOST[settings.router.mode]}",
         "",

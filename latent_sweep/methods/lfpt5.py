@@ -87,6 +87,7 @@ class Lfpt5(Method):
     """One prompt carried through all tasks; the newest answers."""
 
     settings_class = Lfpt5Settings
+    keeps_rows = True
     settings: Lfpt5Settings
 
     @classmethod

@@ -83,12 +83,14 @@ class Method:
         version: raised when the same settings would train to something else; part of every lineage.
         mixings: how its snapshots can answer together; the first is taken when the sweep file does not say.
         factored: whether its adapters lie in frozen truncated factors of the weights, which every member keeps.
+        keeps_rows: whether its snapshots hold rows, for later tasks to train on.
     """
 
     settings_class: ClassVar[type[MethodSettings]]
     version: ClassVar[int] = 1
     mixings: ClassVar[tuple[Mixing, ...]] = ("last",)
     factored: ClassVar[bool] = False
+    keeps_rows: ClassVar[bool] = False
 
     def __init__(self, settings: Any, context: MethodContext | None = None):
         self.settings = settings

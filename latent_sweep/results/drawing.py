@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from latent_sweep.results.lines import (
     best_text,
-    counts_text,
     doing_text,
     duration,
     failure_text,
@@ -21,7 +20,7 @@ from latent_sweep.results.lines import (
     time_left_text,
 )
 from latent_sweep.results.state import Running, SweepState
-from latent_sweep.results.trial_states import TrialState
+from latent_sweep.results.trial_states import TrialState, counts_text
 from latent_sweep.security import printable
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ def draw(state: SweepState, width: int, height: int) -> RenderableType:
 
 
 def _head(state: SweepState) -> list[Text]:
-    lines = [_line(f"{state.name}: {len(state.trials)} trials ({counts_text(state)})", "bold")]
+    counts = counts_text(state.counts, state.driver is not None)
+    lines = [_line(f"{state.name}: {len(state.trials)} trials ({counts})", "bold")]
     if state.since:
         left = f", {time_left_text(state.left)}" if state.left else ""
         lines.append(_line(f"{duration(state.time - state.since)} so far{left}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from latent_sweep.results.state import Running, SweepState
-from latent_sweep.results.trial_states import ENDED, Stage, TimeLeft, TrialState
+from latent_sweep.results.trial_states import ENDED, Stage, TimeLeft, TrialState, counts_text
 
 
 def news(before: SweepState, now: SweepState) -> Iterator[str]:
@@ -40,7 +40,7 @@ def status_lines(state: SweepState) -> list[str]:
     lines = [
         f"sweep     {state.name} in {state.place}" + (f", which tunes {state.tuning_of}" if state.tuning_of else ""),
         f"          {course}",
-        f"trials    {len(state.trials)} ({counts_text(state)})",
+        f"trials    {len(state.trials)} ({counts_text(state.counts, state.driver is not None)})",
         f"tasks     {state.tasks_done} of {state.tasks} done; {stages_text(state)}",
         f"time      at work for {duration(state.seconds_at_work)}{left}",
     ]
@@ -48,12 +48,6 @@ def status_lines(state: SweepState) -> list[str]:
     lines += [f"now       {state.driving}, for {duration(state.time - state.driving_since)}"] if state.driving else []
     lines += [f"now       {pack_text(worker)}: {worker_text(worker, state.time)}" for worker in state.running]
     return lines + [f"failed    {failure_text(trial)}" for trial in state.failed]
-
-
-def counts_text(state: SweepState) -> str:
-    """Say how many trials there are of each status; one that nobody drives any more is interrupted."""
-    names = {"running": "running" if state.driver else "interrupted"}
-    return ", ".join(f"{count} {names.get(status, status)}" for status, count in state.counts.items())
 
 
 def stages_text(state: SweepState) -> str:

@@ -19,7 +19,17 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value
 from latent_sweep.results.comparison import Comparison, Difference
 from latent_sweep.results.outcomes import MEASURES, Measure
-from latent_sweep.results.sections import Cell, Section, counts, router_value, sections, tasks_of, together, value_range
+from latent_sweep.results.sections import (
+    Cell,
+    Section,
+    counts,
+    router_value,
+    sections,
+    tasks_of,
+    together,
+    told_apart,
+    value_range,
+)
 from latent_sweep.results.summaries import ROUTER_MEASURES, Statistic, Summary, protocol
 from latent_sweep.security import printable, spelled_out
 
@@ -144,7 +154,12 @@ def render_all(summaries: Sequence[Summary], format: str = "text") -> str:
     if len(summaries) == 1:
         return render(summaries[0], format)
     if format == "csv":
-        rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary)]
+        paths = told_apart(summaries)
+        rows = [
+            {"sweep": summary.name, **{name: one.settings.get(path) for name, path in paths.items()}, **row}
+            for summary in summaries
+            for one, row in zip(summary.configurations, records(summary), strict=True)
+        ]
         return printable(_csv_table(rows))
     apart = [render(summary, format) for summary in summaries]
     return printable(_LISTED[format]([together(summaries)])) + "\n" + "\n".join(apart)

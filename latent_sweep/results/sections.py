@@ -17,7 +17,7 @@ from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference
 from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
-from latent_sweep.store.journal import Status
+from latent_sweep.results.trial_states import counts_text
 from latent_sweep.sweep.prices import items_text
 from latent_sweep.sweep.tuning import EXACT
 
@@ -78,21 +78,34 @@ def sections(summary: Summary) -> list[Section]:
 
 def together(summaries: Sequence[Summary]) -> Section:
     """Return the configurations of several sweeps in one table, the highest AP first."""
-    rows = []
+    rows, apart = [], told_apart(summaries)
     for summary in summaries:
         steps, rates = (_protocol_cells(summary).get(name, []) for name in ("steps", "rate"))
         for row, one in enumerate(summary.configurations):
             count = Cell(f"{one.n_finished}/{one.n_trials}", one.n_finished)
             scores = [_score(found) for found in (one.average_performance, one.learning_accuracy, one.forgetting)]
-            cells = [Cell(summary.name), Cell(label(one.values) or "-"), count, *scores, rates[row], steps[row]]
+            named = [Cell(summary.name), Cell(label(one.values) or "-")]
+            named += [Cell(format_value(one.settings.get(path, "-"))) for path in apart.values()]
+            cells = [*named, count, *scores, rates[row], steps[row]]
             rows.append((place_by_performance(one), cells))
     rows.sort(key=lambda row: row[0])
-    header = ["sweep", "configuration", "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
+    header = ["sweep", "configuration", *apart, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
     notes = ["sweeps may differ in data, backbone and budget: compare rows of the same benchmark, backbone and steps"]
     if any(map(_has_survivors, summaries)):
         notes.append(f"{_SURVIVORS}, and comes last")
     notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
     return Section("together", f"{len(summaries)} sweeps compared", Table(header, [cells for _, cells in rows]), notes)
+
+
+def told_apart(summaries: Sequence[Summary]) -> dict[str, str]:
+    """By heading, paths of the settings that several sweeps differ in, unless all of them have it among their axes."""
+    paths = {"benchmark": "benchmark.name", "backbone": "backbone.name"}
+    settings = [one.settings for summary in summaries for one in summary.configurations]
+    return {
+        name: path
+        for name, path in paths.items()
+        if len({found.get(path) for found in settings}) > 1 and not all(name in summary.axes for summary in summaries)
+    }
 
 
 def place_by_performance(one: Configuration) -> tuple[bool, float]:
@@ -178,13 +191,11 @@ _ROUTER_NOTE = (
     "yet seen against rows of seen ones by their Mahalanobis distance"
 )
 
-_COUNT_ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
-
 
 def counts(summary: Summary) -> str:
     """Say how many trials there are, and how they stand."""
-    found = [f"{summary.counts[state]} {state}" for state in _COUNT_ORDER if summary.counts.get(state)]
-    return f"{sum(summary.counts.values())} trials" + (f" ({', '.join(found)})" if found else "")
+    found = counts_text(summary.counts, summary.driven)
+    return f"{sum(summary.counts.values())} trials" + (f" ({found})" if found else "")
 
 
 class _Axes:

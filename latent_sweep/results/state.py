@@ -20,10 +20,9 @@ from latent_sweep.labels import label, short_names
 from latent_sweep.results.progress import DRIVING, WORKING
 from latent_sweep.results.trial_states import ENDED, Tally, TimeLeft, TrialState, advanced
 from latent_sweep.store.files import NO_FILE, FileState, read_json_or_nothing, state_of
-from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since, driver_of
+from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since, driver_of, tuning_name
 from latent_sweep.store.journal import START, Place, Status
 from latent_sweep.store.telling import FOLDER, telling_of, told_journals
-from latent_sweep.sweep.tuning import tuning_name
 
 ROUND = 60
 """Looks within which the journals of all trials are looked at, whoever tells of them."""

@@ -18,7 +18,7 @@ from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
-from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import told_matrix
 from latent_sweep.sweep.plan import ROUTED
@@ -154,6 +154,10 @@ class Summary:
     chosen: frozenset[str]
     """Short names of the axes whose values were chosen so."""
     counts: Mapping[Status, int]
+    driven: bool
+    """Whether somebody runs it: else the trials that are running were interrupted."""
+    latest: float
+    """When the last event of any trial was written, in Unix seconds; 0 where there is none."""
     cost: Cost
     spent: tuple[Item, ...]
     """What is paid for, see `spending`."""
@@ -214,6 +218,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     shown = {axis: name for axis, name in names.items() if axis not in repeats}
+    driven = driven_since(sweep) is not None  # first: a journal tells its end before
     costs, at_work = _Costs(), list[AtWork]()
     trials = []
     for trial in sweep:  # of thousands no two journals are held at the same time
@@ -242,6 +247,8 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         tuned=tuple(tuning_lines(tuning)),
         chosen=frozenset(names[axis] for choice in tuning for axis in choice.values if axis in names),
         counts=Counter(each.status for each in trials),
+        driven=driven,
+        latest=max((each.latest for each in trials), default=0.0),
         cost=costs.total(),
         spent=spent(sweep, at_work),
     )
@@ -316,6 +323,8 @@ class _Told:
     trained_numbers: tuple[int, ...]
     steps: tuple[int, ...]
     computed_with: Mapping[str, tuple[str, ...]]
+    latest: float
+    """When its last event was written, in Unix seconds; 0 where there is none."""
     finish: float | None = None
     """When it finished, in Unix seconds; None, as all below, where it has not."""
     metrics: Mapping[str, float] | None = None
@@ -335,6 +344,7 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         _distinct(stage.get("trained_numbers") for stage in told),
         _distinct(stage.get("steps") for stage in told),
         computed_with(events),
+        events[-1]["time"] if events else 0.0,
     )
     if known.status != "finished":
         return known

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -54,11 +54,12 @@ _LONGEST_PARAM, _LONGEST_TAG = 6000, 5000  # what MLflow accepts
 
 @dataclass(frozen=True)
 class Point:
-    """One value of one metric; `step` is the number of tasks seen, `time` is in Unix seconds."""
+    """One value of one metric; `time` is in Unix seconds."""
 
     key: str
     value: float
     step: int
+    """The number of tasks seen; of a configuration, of finished trials; of a sweep, the second of its last event."""
     time: float
 
 
@@ -207,7 +208,7 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
     )
 
     work_left = summary.counts.get("pending", 0) + summary.counts.get("running", 0)
-    n_finished, end = summary.counts.get("finished", 0), _last_finish(summary.configurations)
+    summary = replace(summary, driven=False)  # what is told of a sweep is told at a run's end, by the one who drives it
     rows = report.records(summary)
     table = {"columns": list(rows[0]) if rows else [], "data": [list(row.values()) for row in rows]}
     # as a text, not by log_table: that appends to the table already there
@@ -228,11 +229,12 @@ def sweep_content(sweep: SweepFolder, summary: summaries.Summary) -> RunContent:
         name=f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}",
         start=time.time(),
         status="KILLED" if work_left else "FINISHED",
-        end=end,
+        end=_last_finish(summary.configurations),
         params={},
         tags={"mlflow.loggedArtifacts": '[{"path": "sweep_table.json", "type": "table"}]'},
         mark={"sweep_id": sweep.sweep_id},
-        history=_summary_points({"best_AP": summary.best_average_performance}, n_finished, end),
+        # its step grows with whatever happens: the number of finished trials can fall
+        history=_summary_points({"best_AP": summary.best_average_performance}, int(summary.latest), summary.latest),
         artifacts=artifacts,
     )
 
@@ -271,9 +273,9 @@ def _history(events: Sequence[Event]) -> Iterator[Point]:
                     yield Point(key, value, last_step, event["time"])
 
 
-def _summary_points(values: Mapping[str, float | None], n_finished: int, time: float) -> list[Point]:
-    """Values that change as trials finish: their step is how many have, so a closed sweep closes again unchanged."""
-    return [Point(key, value, n_finished, time) for key, value in values.items() if value is not None]
+def _summary_points(values: Mapping[str, float | None], step: int, time: float) -> list[Point]:
+    """Values that change as trials finish: step and time follow from journals, so a closed sweep closes unchanged."""
+    return [Point(key, value, step, time) for key, value in values.items() if value is not None]
 
 
 def _last_finish(configurations: Sequence[summaries.Configuration]) -> float:

@@ -12,12 +12,14 @@ import statistics
 import sys
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from latent_sweep.store.journal import Event, Status, row_of, status, told_by_worker
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
+ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
+"""In which trials are counted for people."""
 ENOUGH = 3
 """Learned stages from which on the time left is estimated."""
 RECENT = 1000
@@ -109,6 +111,12 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
     )
 
 
+def counts_text(counts: Mapping[Status, int], driven: bool) -> str:
+    """Say how many trials there are of each status; one that nobody drives any more is interrupted."""
+    names = {"running": "running" if driven else "interrupted"}
+    return ", ".join(f"{counts[status]} {names.get(status, status)}" for status in ORDER if counts.get(status))
+
+
 def _stage(event: Event) -> Stage:
     m = event["metrics"]
     seconds = m.get("seconds_train", 0.0)
@@ -185,8 +193,7 @@ class Tally:
     @property
     def counts(self) -> dict[Status, int]:
         """Trials by status, as far as there are some."""
-        order: tuple[Status, ...] = ("finished", "stopped", "failed", "running", "pending")
-        return {status: self._counts[status] for status in order if self._counts[status]}
+        return {status: self._counts[status] for status in ORDER if self._counts[status]}
 
     @property
     def learned(self) -> int:

@@ -95,6 +95,11 @@ class SweepFolder:
         return self.storage.folder / self.name
 
     @property
+    def where(self) -> str:
+        """Where it lies, for messages."""
+        return f"{self.storage.place}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
+
+    @property
     def exists(self) -> bool:
         """Whether a sweep has been written here."""
         return (self.path / SWEEP_FILE).exists()
@@ -103,9 +108,15 @@ class SweepFolder:
     def _content(self) -> dict[str, Any]:
         file = self.path / SWEEP_FILE
         if not file.exists():
-            where = f"{self.storage.place}, sweep {self.name}" if self.storage.is_remote else f"{self.path}"
+            candidates = SweepFolder(self.storage, tuning_name(self.name))
+            self.storage.pull(candidates.path, only=(SWEEP_FILE,))
+            if candidates.exists:
+                raise StoreError(
+                    f"{self.where}: found no {SWEEP_FILE}: its choices are still being made, among the trials of "
+                    f"{candidates.where}. Run the sweep to its end, or look at that one."
+                )
             raise StoreError(
-                f"{where}: found no {SWEEP_FILE}; expected the folder of a sweep, <storage>/<sweep name>. "
+                f"{self.where}: found no {SWEEP_FILE}; expected the folder of a sweep, <storage>/<sweep name>. "
                 f"Run the sweep first, or check the path."
             )
         if not is_sealed(file):
@@ -179,6 +190,11 @@ class SweepFolder:
                 told["params"] = params | seed | {"benchmark.tasks": told.pop("tasks")}
             found.append(TrialFolder(self.journal(told["trial_id"]), **told))
         return found
+
+
+def tuning_name(name: str) -> str:
+    """Name the sweep that holds the candidates of the sweep of this name."""
+    return f"{name}-tuning"
 
 
 def open_sweep(place: str | Path) -> SweepFolder:

@@ -114,14 +114,17 @@ class Inventory:
     def with_candidates(self, name: str) -> list[SweepFolder]:
         """Return the sweep of this name, and before it those whose trials are its candidates.
 
+        It is not there yet while its choices are being made.
+
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is neither.
         """
         by_name = {sweep.name: sweep for sweep in self.sweeps}
-        if name not in by_name:
+        candidates = [by_name[other] for other in self.readable if by_name[other].tuning_of == name]
+        if name not in by_name and not candidates:
             known = ", ".join(by_name) or "none"
             raise ConfigError(f"{self.storage.place}: found no sweep {name!r}; there are: {known}")
-        return [*(by_name[other] for other in self.readable if by_name[other].tuning_of == name), by_name[name]]
+        return candidates + [sweep for sweep in self.sweeps if sweep.name == name]
 
     def size(self, sweep: SweepFolder) -> Size:
         """Add up what a sweep takes; sweeps that cannot be read count as sharing nothing with it.

@@ -19,7 +19,7 @@ from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.settings import Settings, canonical_json, flatten
-from latent_sweep.store.folders import SweepFolder, TrialFolder
+from latent_sweep.store.folders import SweepFolder, TrialFolder, tuning_name
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.sealed import is_sealed, sealed_json
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
@@ -108,11 +108,6 @@ def choices(sweep: Sweep) -> list[Choice]:
     if faults:
         raise fault_report(sweep.source, list(dict.fromkeys(faults)))
     return list(found.values())
-
-
-def tuning_name(name: str) -> str:
-    """Name the sweep that holds the candidates of the sweep of this name."""
-    return f"{name}-tuning"
 
 
 def tuning_sweep(sweep: Sweep) -> Sweep:

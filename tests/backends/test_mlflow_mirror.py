@@ -671,16 +671,45 @@ def test_a_mean_of_fewer_trials_than_before_is_shown(uri, sweep, client, plain_p
         run_to_end(trial, average, 0.0)
     MlflowMirror(uri, sweep).close()
     (_, second, *_) = sweep
-    journal_of(second).append("lost", kind="outdated", message="its data has changed")
-    start(second, 2)
-    journal_of(second).append("failed", kind="error", message="no", task=None, step=None)
-    assert (
-        "metric AP_mean: shows 0.6, of 2 trials; expected 1" in verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
-    )
+    fail_again(second)
+    told = verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    assert "metric AP_mean: shows 0.6, of step 2; expected step 1" in told
     MlflowMirror(uri, sweep).close()
     shown = {run.data.metrics["n"]: run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")}
     assert shown == {1.0: 0.5, 2.0: 0.4}
     assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
+
+
+def test_a_mean_of_no_trial_any_more_is_shown_nowhere(uri, sweep, client, plain_pictures):
+    """Neither in a run of its configuration nor as the best of the sweep, which has fewer finished trials then."""
+    for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
+        run_to_end(trial, average, 0.0)
+    MlflowMirror(uri, sweep).close()
+    first, second, *others = sweep
+    fail_again(first, second)
+    told = verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    assert "found 1 runs; expected none" in told
+    assert "metric best_AP at step" in told
+    MlflowMirror(uri, sweep).close()
+    assert [run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")] == [0.4]
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.data.metrics == {"best_AP": 0.4}
+    mirror = MlflowMirror(uri, sweep)
+    assert verify_tracker(sweep, mirror).faults == []
+    fail_again(*others)
+    mirror.close()
+    assert runs_of(client, sweep, "summary") == []
+    (fault,) = verify_tracker(sweep, mirror).faults
+    assert fault.endswith("metric best_AP: shows 0.4; expected none")
+    repair_tracker(sweep, mirror)
+    assert verify_tracker(sweep, mirror).faults == []
+
+
+def fail_again(*trials):
+    for trial in trials:
+        journal_of(trial).append("lost", kind="outdated", message="its data has changed")
+        start(trial, 2)
+        journal_of(trial).append("failed", kind="error", message="no", task=None, step=None)
 
 
 def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
@@ -691,11 +720,13 @@ def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pict
         run_to_end(next(iter(sweep)), average, 0.1)
         mirror.close()
     (parent,) = runs_of(client, sweep, "sweep")
-    assert steps_of(client, parent) == {("best_AP", 1): 3}
+    assert parent.data.metrics == {"best_AP": 0.5}
+    assert sum(steps_of(client, parent).values()) == 3
     assert verify_tracker(sweep, mirror).faults == []
-    client.log_metric(parent.info.run_id, "best_AP", 0.5, step=1)
+    last = max(step for _, step in steps_of(client, parent))
+    client.log_metric(parent.info.run_id, "best_AP", 0.5, step=last)
     (fault,) = verify_tracker(sweep, mirror).faults
-    assert "metric best_AP at step 1: found 0.5 1 times too often" in fault
+    assert f"metric best_AP at step {last}: found 0.5 1 times too often" in fault
 
 
 def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_pictures):
@@ -739,7 +770,8 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
     copied = client.create_run(parent.info.experiment_id, tags=dict(summary.data.tags))
     stray_tags = {"kind": "trial", "sweep_id": sweep.sweep_id, "trial_id": "stray"}
     client.create_run(parent.info.experiment_id, tags=stray_tags)
-    client.log_metric(parent.info.run_id, "best_AP", 0.99, step=4)
+    ((_, last),) = steps_of(client, parent)
+    client.log_metric(parent.info.run_id, "best_AP", 0.99, step=last)
     mirrored = "lambda=0.0 seed"
     assert sorted(verify_tracker(sweep, mirror).faults) == sorted(
         [
@@ -753,7 +785,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
             "lambda=0.1 seed=1: found status FAILED; expected FINISHED",
             "mean lambda=0.1: found 2 runs; expected one",
             "trial stray: found 1 runs; expected none",
-            f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}: metric best_AP at step 4: found 0.99; expected 0.51",
+            f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}: metric best_AP at step {last}: found 0.99; expected 0.51",
         ]
     )
     assert copied.info.run_id != summary.info.run_id

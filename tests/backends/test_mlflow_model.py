@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,16 +19,20 @@ from helpers.sweeps import end, launch, sweep_folder, tiny, wait_until, write
 
 from latent_sweep import ContinualModel
 from latent_sweep.backends.mlflow_mirror import MlflowMirror
-from latent_sweep.backends.mlflow_model import requirements
+from latent_sweep.backends.mlflow_model import log_best, requirements
 from latent_sweep.backends.verify import verify_tracker
 from latent_sweep.cli import main
-from latent_sweep.deploy.folder import is_model
+from latent_sweep.deploy.folder import is_model, opened
 from latent_sweep.deploy.opening import find_trial
+from latent_sweep.errors import ConfigError
 from latent_sweep.results.tracked import MODEL_FOLDER
+from latent_sweep.store.journal import stages
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*type hint is inferred as AnyType.*:UserWarning")
 """MLflow's, of its own type hints, when its part for models is imported."""
 
+FRAME = ("seq", "time", "event", "sha256")
+"""What a journal adds to what an event says."""
 TEXTS = ["the room was clean", "the lift is broken", "zzz qqq"]
 
 
@@ -82,6 +87,25 @@ def test_the_best_model_is_logged_at_the_end(logged, address):
     alone = loaded.predict(pd.DataFrame({"text": TEXTS}))
     assert alone["answer"].tolist() == [one.answer for one in model.answer(TEXTS)]
     model.close()
+
+
+def test_it_is_written_again_where_its_trial_has_other_scores(logged, tmp_path):
+    """Of the same snapshots, where only test rows have changed."""
+    shutil.copytree(logged[0] / "runs", tmp_path / "runs")
+    sweep = sweep_folder(tmp_path)
+    best = find_trial(sweep)
+    (*_, told), finished = stages(best.events()), best.events()[-1]
+    scores = dict.fromkeys(told["scores"], 1.0)
+    best.journal.append("stage", **{key: told[key] for key in told if key not in FRAME} | {"scores": scores})
+    best.journal.append("finished", metrics=finished["metrics"] | {"AP": 1.0})
+    log_best(sweep)
+    there = sweep.path / MODEL_FOLDER / "data" / "continual_model"
+    origin = opened(there)[0].origin
+    assert (origin.scores, origin.measures["AP"]) == (scores, 1.0)
+    assert "AP 100.00" in (there / "README.md").read_text()
+    written = (there / "model.json").stat().st_mtime_ns
+    log_best(sweep)
+    assert (there / "model.json").stat().st_mtime_ns == written
 
 
 def test_its_environment_has_our_pins(logged):
@@ -166,6 +190,51 @@ def test_mlflow_serves_it(logged, address):
     for one, told in zip(found, expected.to_dict("records"), strict=True):
         assert one.pop("novelty") == pytest.approx(told.pop("novelty"))
         assert one == told
+
+
+OUTSIDE = """
+from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
+
+
+class MineSettings(SeqLoraSettings):
+    name: str
+
+
+class Mine(SeqLora):
+    settings_class = MineSettings
+"""
+
+
+def test_the_code_of_a_method_from_outside_goes_along(tmp_path, monkeypatch, capsys):
+    """It loads where Python would find none; a folder of our own says what it needs."""
+    (tmp_path / "code_of_mine").mkdir()
+    (tmp_path / "code_of_mine" / "method.py").write_text(OUTSIDE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    sweep = content(uri, log_model="best")
+    sweep |= {"search": {}, "trial": sweep["trial"] | {"method": {"name": "code_of_mine.method:Mine", "rank": 4}}}
+    assert main(["run", write(tmp_path, sweep), "--local"]) == 0
+    capsys.readouterr()
+    assert main(["export", "runs/tiny", "--to", "model", "mine"]) == 0
+    assert "needs code_of_mine.method, which must be importable" in capsys.readouterr().out
+    assert "It needs `code_of_mine.method`" in (tmp_path / "mine" / "README.md").read_text()
+    logged = sweep_folder(tmp_path).path / MODEL_FOLDER
+    with open_model("mine") as model:
+        expected = [one.answer for one in model.answer(TEXTS)]
+    for name in [name for name in sys.modules if name.startswith("code_of_mine")]:
+        del sys.modules[name]
+    shutil.rmtree(tmp_path / "code_of_mine")
+    with pytest.raises(ConfigError, match="cannot be imported"), open_model("mine") as model:
+        model.answer(TEXTS)
+    loaded = mlflow.pyfunc.load_model(str(logged))
+    assert loaded.predict(pd.DataFrame({"text": TEXTS}))["answer"].tolist() == expected
+    for name in [name for name in sys.modules if name.startswith("code_of_mine")]:
+        del sys.modules[name]
+
+
+def open_model(folder):
+    return contextlib.closing(ContinualModel.from_folder(folder))
 
 
 FRESH = """

@@ -12,6 +12,7 @@ from helpers.sweeps import SMALL, events, results, rewrite_line, sweep_folder, t
 from helpers.tiny import journal_at
 
 from latent_sweep.backends import verify
+from latent_sweep.backends.mlflow_mirror import relative_place
 from latent_sweep.backends.verify import repair_disk, verify_disk
 from latent_sweep.cli import main
 from latent_sweep.errors import StoreError
@@ -20,7 +21,7 @@ from latent_sweep.results.state import SweepWatch
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.journal import Journal, stages, status
 from latent_sweep.store.leases import FileLease
-from latent_sweep.store.sealed import is_sealed
+from latent_sweep.store.sealed import is_sealed, read_sealed_json, write_sealed_json
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import load_sweep
 from latent_sweep.sweep.plan import expand
@@ -243,6 +244,32 @@ def test_a_result_without_a_journal_is_noticed(copy, tmp_path):
     assert (
         fault == f"{first.path / 'journal.jsonl'}: found no event; expected how {first.path / 'result.json'} came about"
     )
+
+
+@pytest.mark.parametrize(
+    ("uri", "place"), [(None, "mlflow.db"), ("sqlite:///own/mlflow.db", "own/mlflow.db"), ("file:mlruns", "mlruns")]
+)
+def test_a_relative_address_that_means_nothing_here_is_refused(copy, tmp_path, monkeypatch, capsys, uri, place):
+    """Elsewhere than the sweep ran: everything would be missing, and a repair would make another store."""
+    path, elsewhere = copy.path.absolute(), tmp_path / "elsewhere"
+    content = read_sealed_json(path / "sweep.json")
+    write_sealed_json(path / "sweep.json", content | {"tracking_uri": uri})
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for more in ([], ["--repair"]):
+        assert main(["verify", str(path), *more]) == 2
+        told = capsys.readouterr().err
+        assert f"found no {elsewhere / place}; expected" in told
+        assert "Run the command where the sweep ran, or name the tracker with --uri" in told
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:////a/b.db", "file:///a/b", "/a/b", "https://a.example.org", "http://127.0.0.1:5000", "databricks"]
+)
+def test_other_addresses_are_not_relative(uri):
+    assert relative_place(uri) is None
 
 
 def test_a_database_that_is_not_there_is_not_made_by_a_look(copy, tmp_path):

@@ -191,6 +191,23 @@ def test_cards_say_what_is_lost(opened, tmp_path):
         assert all(f"| {task} |" in card for task in LEARNED)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "learned", "answering"),
+    [
+        ("tiny-t5", "seq_lora", "after mood, ticket", "the newest snapshot, which answers every text"),
+        ("tiny-llama", "inc_lora", "for mood, ticket", "an adapter for each task, which answer together"),
+    ],
+)
+def test_cards_say_of_which_tasks_an_adapter_is(opened, tmp_path, family, name, learned, answering):
+    model = opened(family, name)
+    (adapter,) = export_peft(model, tmp_path / "adapters")
+    for folder in (adapter, adapter.parent):
+        assert f"# LoRA adapters of {name} {learned}\n" in (folder / "README.md").read_text()
+    card = (export_merged(model, tmp_path / "merged") / "README.md").read_text()
+    assert f"# {name}, merged {learned}\n" in card
+    assert f"a frozen backbone with {answering}.\n" in (model.save(tmp_path / "model") / "README.md").read_text()
+
+
 def test_a_scale_that_gives_no_whole_alpha_goes_into_b(opened, tmp_path, monkeypatch):
     model = opened("tiny-llama", "latent_lora")
     settings = model.method.settings.model_copy(update={"alpha": 4.5})

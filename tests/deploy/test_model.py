@@ -1,9 +1,11 @@
 """A model out of a sweep answers as its trial did, and learns the next task as its trial would have."""
 
+import importlib
 import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ from latent_sweep import ContinualModel
 from latent_sweep.benchmarks.loaders import load_rows
 from latent_sweep.benchmarks.schema import TaskSpec
 from latent_sweep.cli import main
+from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import NOVELTY_QUANTILE
 from latent_sweep.errors import ConfigError, DataError, StoreError
-from latent_sweep.methods import METHODS
+from latent_sweep.methods import METHODS, method_class
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
 
@@ -406,6 +409,24 @@ def test_it_is_made_of_safetensors_and_json(saved):
     assert kinds == {".json", ".safetensors", ".md"}
     texts = [content.decode() for path, content in files_of(saved) if path.suffix in (".json", ".md")]
     assert not [text for text in texts if str(saved.parent) in text]
+
+
+def test_its_card_says_whether_rows_may_be_in_it(saved):
+    model = ContinualModel.from_folder(saved)
+    outside = replace(model.content, trial=replace(model.trial, method_source="0123"))
+    assert "No rows of tasks are in it." in model_card(model.content, model.context)
+    assert "What its method keeps of tasks' rows is in its snapshots." in model_card(outside, model.context)
+    model.close()
+
+
+def test_the_methods_that_keep_rows_are_those_whose_learners_make_some():
+    modules = {name: importlib.import_module(path.partition(":")[0]) for name, path in METHODS.items()}
+    found = {
+        name
+        for name, module in modules.items()
+        if any(isinstance(one, type) and "examples" in vars(one) for one in vars(module).values())
+    }
+    assert found == {name for name in METHODS if method_class(name).keeps_rows}
 
 
 @pytest.mark.parametrize(

@@ -452,10 +452,10 @@ def test_that_other_code_makes_other_trials_is_said(place, tmp_path, capsys):
     capsys.readouterr()
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "1 started trials that" in said and "1 of them have every setting of trials that it has" in said
+    assert "1 scored trials that" in said and "1 of them have every setting of trials that it has" in said
     assert main([*command, "--set", "trial.method.sharpness=0.5"]) == 2
     said = capsys.readouterr().err
-    assert "1 started trials that" in said and "every setting" not in said
+    assert "1 scored trials that" in said and "every setting" not in said
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """The report as a page."""
 
+import csv
 import html
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -15,7 +17,7 @@ from latent_sweep.results.page import _facts, _trial_of, all_pictures, render_pa
 from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.sections import together
 from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.sealed import sealed_json
+from latent_sweep.store.sealed import read_sealed_json, sealed_json, write_sealed_json
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_several_sweeps_are_compared(sweep, tmp_path):
 def test_a_sweep_that_has_not_begun_has_a_page(tmp_path):
     sweep = write_sweep(tmp_path, {"seed": [0, 1]})
     start(next(iter(sweep)))
-    assert "2 trials (1 running, 1 pending)" in render_page([sweep])
+    assert "2 trials (1 interrupted, 1 pending)" in render_page([sweep])
 
 
 def test_names_are_no_html(tmp_path):
@@ -124,6 +126,32 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
     else:
         assert text.index("2 sweeps compared") < text.index("48.00")
         assert "soft" in text
+
+
+def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
+    """Their rows stand in one table, the highest AP first; an axis of only one of them tells nothing of the other."""
+    other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, name="other", sweep_id="0ther0ther0ther0")
+    content = read_sealed_json(other.path / "sweep.json")
+    content["trials"][0]["params"]["benchmark.name"] = "own"
+    write_sealed_json(other.path / "sweep.json", content)
+    other = open_sweep(other.path)
+    run_to_end(next(iter(other)), 0.48, 0.0)
+    found = [summaries.summarise(one) for one in (sweep, other)]
+    table = together(found).table
+    assert table.header[:5] == ["sweep", "configuration", "benchmark", "backbone", "n"]
+    assert [[cell.text for cell in row[:4]] for row in table.rows] == [
+        ["lambda", "lambda=0.1", "superni", "t5-large"],
+        ["other", "backbone=tiny-llama", "own", "tiny-llama"],
+        ["lambda", "lambda=0.0", "superni", "t5-large"],
+    ]
+    rows = list(csv.DictReader(io.StringIO(report.render_all(found, "csv"))))
+    assert [(row["benchmark"], row["backbone"]) for row in rows] == [("superni", "t5-large")] * 2 + [
+        ("own", "tiny-llama")
+    ]
+    assert "superni & t5-large &" in report.render_all(found, "latex")
+    assert "benchmark" not in together([found[0], found[0]]).table.header
+    axes_alone = together([found[1], found[1]]).table.header
+    assert "backbone" not in axes_alone
 
 
 def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):

@@ -24,6 +24,7 @@ from latent_sweep.results.drawing import draw
 from latent_sweep.results.lines import news, status_lines, summary
 from latent_sweep.results.progress import ProgressWriter, say_driving
 from latent_sweep.results.screen import Lines, Reel
+from latent_sweep.results.sections import counts
 from latent_sweep.results.state import SweepWatch, current
 from latent_sweep.results.summaries import summarise
 from latent_sweep.results.trial_states import time_left
@@ -228,7 +229,7 @@ def test_failures_have_their_reasons(sweep, capsys):
     assert status_lines(state)[-1] == "failed    K=1 seed=0 at task intent: the loss is nan"
     assert any("failed: K=1 seed=0 at task intent: the loss is nan" in line for line in drawn(state, 100))
     assert main(["status", str(sweep.path)]) == 1
-    assert "4 (1 stopped, 1 failed, 2 pending)" in capsys.readouterr().out
+    assert "4 (2 pending, 1 failed, 1 stopped)" in capsys.readouterr().out
     assert main(["status", str(sweep.path), "--json"]) == 1
     (failure,) = json.loads(capsys.readouterr().out)["failed"]
     assert failure == {
@@ -476,6 +477,18 @@ def test_the_screen_says_what_the_lines_say(sweep):
     assert any(line.startswith("best AP so far 50.0: K=1 seed=0 (after 3 of 3 tasks)") for line in lines)
     assert any("3 of 12 tasks; 3 stages learned, 0 reused from the store" in line for line in lines)
     assert any("learning sentiment, task 1 of 3, step 3 of 40, loss 0.500" in line for line in lines)
+
+
+def test_tables_count_trials_as_the_status_does(sweep):
+    """Those that nobody runs any more were interrupted."""
+    first, second, *_ = sweep
+    run_to_end(first, 0.5, 0.0)
+    start(second)
+    with driving(sweep, refuse):
+        assert counts(summarise(sweep)) == "4 trials (1 finished, 1 running, 2 pending)"
+        assert status_lines(look(sweep))[2] == "trials    4 (1 finished, 1 running, 2 pending)"
+    assert counts(summarise(sweep)) == "4 trials (1 finished, 1 interrupted, 2 pending)"
+    assert status_lines(look(sweep))[2] == "trials    4 (1 finished, 1 interrupted, 2 pending)"
 
 
 def test_a_sweep_that_is_being_tuned_is_its_candidates(tmp_path, sweep):

@@ -313,6 +313,21 @@ def test_candidates_go_with_their_sweep(tmp_path):
     ]
 
 
+def test_a_sweep_whose_choices_are_being_made_is_its_candidates(tmp_path, capsys):
+    """One that was interrupted then can be copied and deleted; what reads results says what there is."""
+    runs = tmp_path / "runs"
+    write_sweep(runs, {"seed": [0]}, name="lambda-tuning", tuning_of="lambda")
+    for command in ("report", "verify", "rescore"):
+        assert main([command, str(runs / "lambda")]) == 2
+        said = f"{runs / 'lambda'}: found no sweep.json: its choices are still being made, among the trials of "
+        assert f"{said}{runs / 'lambda-tuning'}. Run the sweep to its end" in capsys.readouterr().err
+    assert main(["cp", str(runs / "lambda"), str(tmp_path / "copy")]) == 0
+    assert f"verify {tmp_path / 'copy'}/lambda-tuning" in capsys.readouterr().out.replace("rescore", "verify")
+    assert main(["delete", str(runs / "lambda"), "--yes"]) == 0
+    assert not (runs / "lambda-tuning").exists()
+    assert main(["delete", str(runs / "lambda"), "--yes"]) == 2
+
+
 @pytest.mark.parametrize("ending", ["", ".tar", ".tar.gz"])
 def test_a_copy_is_whole_and_goes_on(place, tmp_path, ending, capsys):
     """It is verified where it lies, and nothing of it is learned again; a trial that it lacks is."""

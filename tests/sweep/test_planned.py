@@ -1,7 +1,9 @@
 """What was planned is what is read, learned with and shown: whatever else lies there by then is refused."""
 
+import importlib
 import json
 import shutil
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Literal
@@ -113,6 +115,28 @@ def test_a_benchmark_file_that_was_edited_while_a_sweep_runs_changes_nothing(run
     assert runs.files() == disturbed
 
 
+def test_code_that_failed_is_corrected_under_the_same_name(tmp_path, benchmark, monkeypatch, capsys):
+    """It makes another trial of it; the one that was started has scored nothing that could be lost."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "metric_of_mine.py"
+    module.write_text("def same(answer, references):\n    raise ValueError('not yet')\n")
+    path = write(tmp_path, tiny(**small(benchmark), run__storage=str(tmp_path / "runs")))
+    content = yaml.safe_load((benchmark / "benchmark.yaml").read_text())
+    content["tasks"] = [task | {"metric": "metric_of_mine:same"} for task in content["tasks"]]
+    (benchmark / "benchmark.yaml").write_text(yaml.safe_dump(content))
+    assert main(["run", path, "--local"]) == 1
+    (before,) = sweep_folder(tmp_path)
+    assert before.events()[-1]["event"] == "failed"
+    module.write_text("def same(answer, references):\n    return float(answer in references)\n")
+    del sys.modules["metric_of_mine"]
+    importlib.invalidate_caches()
+    assert main(["run", path, "--local"]) == 0, capsys.readouterr().err
+    (after,) = sweep_folder(tmp_path)
+    assert after.trial_id != before.trial_id
+    assert after.events()[-1]["event"] == "finished"
+    del sys.modules["metric_of_mine"]
+
+
 def test_another_metric_is_another_trial_and_is_scored_again(tmp_path, benchmark, capsys):
     path = write(tmp_path, tiny(**small(benchmark), run__storage=str(tmp_path / "runs")))
     assert main(["run", path, "--local"]) == 0
@@ -123,7 +147,7 @@ def test_another_metric_is_another_trial_and_is_scored_again(tmp_path, benchmark
     (benchmark / "benchmark.yaml").write_text(yaml.safe_dump(content))
     assert main(["run", path, "--local"]) == 2
     refused = capsys.readouterr().err
-    assert "1 started trials" in refused and before.trial_id in refused and "--replace" in refused
+    assert "1 scored trials" in refused and before.trial_id in refused and "--replace" in refused
     assert main(["run", path, "--local", "--replace"]) == 0
     (after,) = sweep_folder(tmp_path)
     assert after.trial_id != before.trial_id
