@@ -36,7 +36,7 @@ from latent_sweep.metrics import counted_alike, metric_source, normalise_answer,
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
 from latent_sweep.sweep.config import Sweep, fault_report
-from latent_sweep.sweep.plan import SPLITS, Pack, Trial
+from latent_sweep.sweep.plan import ROUTED, SPLITS, Pack, Trial
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +114,19 @@ def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = Non
             unread[case.backbone] = None
         if check_rows(case, found) and folder is not None:
             counted.append(case.key)
+    for case in _cases(filter(_routes_by_inputs, trials)):
+        _check_inputs(case, found)
     if found.faults:
         raise fault_report(sweep.source, list(found.faults))
     if folder is not None:
         _note(counted, folder)
     later = f"note: the tokenizer of {', '.join(unread)} is not on this machine; trials count tokens before they learn"
     return found.warnings + [later] * bool(unread)
+
+
+def _routes_by_inputs(trial: Trial) -> bool:
+    router = trial.settings.router
+    return router.mode in ROUTED and router.pool.scope == "input_only"
 
 
 def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
@@ -486,6 +493,21 @@ def _check_empty(case: Case, found: Findings) -> None:
             advice = f"leave them out by benchmark.drop_unlabelled: true, or {advice}"
         problem = "hold no letter or digit, so that an empty answer counts as equal"
         _tell(case.name, case, split, problem, spoiled, advice, "empty_answers", found)
+
+
+def _check_inputs(case: Case, found: Findings) -> None:
+    """Find rows without an input, where that is what the router takes a mean of."""
+    try:
+        empty = {split: [row for row in case.rows[split] if not row.input.strip()] for split in SPLITS}
+    except DataError:  # which is told of all cases
+        return
+    for split, rows in empty.items():
+        if rows:
+            found.fault(
+                f"{case.name}, task {case.task.name}: {len(rows):,} of {len(case.rows[split]):,} {case.kind(split)} rows "
+                "have no input, which is all that router.pool.scope: input_only reads; use prompt, or leave such rows "
+                f"out{_place(case)}"
+            )
 
 
 def _check_uncounted(case: Case, found: Findings) -> None:

@@ -52,7 +52,7 @@ def own(tmp_path: Path) -> Path:
 
 def said_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> list[str]:
     """What is said of a sweep of one trial on a benchmark of one's own."""
-    content = tiny(trial__benchmark={"name": str(own), **(benchmark or {})}, **FEW, **changes)
+    content = tiny(trial__benchmark={"name": str(own), **(benchmark or {})}, **FEW | changes)
     sweep = parse_sweep(content, "sweep.yaml")
     return check_sweep(sweep, expand(sweep))
 
@@ -66,6 +66,21 @@ def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any
 def test_nothing_is_said_where_nothing_is_wrong(own: Path) -> None:
     change_benchmark(own, stop=["\n"])
     assert said_of(own) == []
+
+
+def test_rows_without_an_input_are_a_fault_where_the_router_reads_inputs_alone(own: Path) -> None:
+    """One trial of the sweep does."""
+    change_benchmark(own, task_instruction="Which colour?")
+    file = own / "left" / "train.json"
+    content = json.loads(file.read_text())
+    content[3]["input"] = " "
+    file.write_text(json.dumps(content))
+    assert said_of(own) == []
+    axes = {"router.mode": ["soft", "oracle"], "router.pool.scope": ["prompt", "input_only"]}
+    message = faults_of(own, search=axes)
+    assert "task left: 1 of 24 training rows have no input, which is all that router.pool.scope" in message
+    assert "right" not in message
+    assert said_of(own, search={"router.mode": ["oracle"], "router.pool.scope": ["input_only"]}) == []
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
