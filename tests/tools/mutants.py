@@ -373,7 +373,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "results/summaries.py",
         "every seed is paired with any",
-        "tuple(_repeat(each.trial, axis) for axis in repeats): outcomes(",
+        "tuple(_repeat(one.trial, axis) for axis in repeats): outcomes(",
         "(str(len(members)),): outcomes(",
         "comparison::test_differences_are_those_of_pairs",
     ),
@@ -401,8 +401,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "backends/driver.py",
         "results of other rows stay beside new ones",
-        "return ended and len(told_rows(",
-        "return not ended and len(told_rows(",
+        "return end_of(events) is not None and len(told_rows(",
+        "return end_of(events) is None and len(told_rows(",
         "run::test_a_changed_row_repeats_exactly_what_it_touches",
     ),
     _mutant(
