@@ -51,6 +51,9 @@ UNCOUNTED: Mapping[str, tuple[Callable[[str], bool], str]] = {
 }
 """Metric -> whether even an equal answer scores 0, and what of an answer it counts."""
 
+COUNT_MARKS = ("edit_similarity", "bleu", "chrf", "sari")
+"""Metrics that compare punctuation, too, as those from outside may."""
+
 MOST_LABELS = 20
 """Different answers up to which those that count as equal are told: more are no labels."""
 
@@ -486,12 +489,15 @@ def _check_targets(case: Case, found: Findings) -> None:
 
 def _check_empty(case: Case, found: Findings) -> None:
     """Find answers of which nothing is compared: an empty prediction is equal to them."""
+    metric = scoring_metric(case.settings, case.task)
+    counts_marks = metric in COUNT_MARKS or ":" in metric
+    what, compared = ("text", str.strip) if counts_marks else ("letter or digit", normalise_answer)
     for split in SPLITS:
-        spoiled = _spoiled(case, case.rows[split], split, lambda text: not normalise_answer(text))
+        spoiled = _spoiled(case, case.rows[split], split, lambda text: not compared(text))
         advice = f"give them an answer, or leave the rows out{_place(case)}"
         if case.task.metric == "accuracy" and split == "test":
             advice = f"leave them out by benchmark.drop_unlabelled: true, or {advice}"
-        problem = "hold no letter or digit, so that an empty answer counts as equal"
+        problem = f"hold no {what}, so that an empty answer counts as equal"
         _tell(case.name, case, split, problem, spoiled, advice, "empty_answers", found)
 
 
@@ -504,9 +510,9 @@ def _check_inputs(case: Case, found: Findings) -> None:
     for split, rows in empty.items():
         if rows:
             found.fault(
-                f"{case.name}, task {case.task.name}: {len(rows):,} of {len(case.rows[split]):,} {case.kind(split)} rows "
-                "have no input, which is all that router.pool.scope: input_only reads; use prompt, or leave such rows "
-                f"out{_place(case)}"
+                f"{case.name}, task {case.task.name}: {len(rows):,} of {len(case.rows[split]):,} {case.kind(split)} "
+                "rows have no input, which is all that router.pool.scope: input_only reads; use prompt, or leave such "
+                f"rows out{_place(case)}"
             )
 
 

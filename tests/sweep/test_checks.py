@@ -187,6 +187,15 @@ def test_answers_of_which_nothing_is_compared(own: Path) -> None:
     assert said_of(own)[0].endswith("left 1 of 10 test; e.g. '-'")
 
 
+@pytest.mark.parametrize("metric", ["edit_similarity", "chrf"])
+def test_answers_of_punctuation_are_compared_by_metrics_that_count_it(own: Path, metric: str) -> None:
+    put(own, "left", "test", rows("left", "test", ["+", *["ax"] * 5]))
+    change_benchmark(own, task_metric=metric)
+    assert said_of(own) == []
+    put(own, "left", "test", rows("left", "test", [" ", *["ax"] * 5]))
+    assert "task left: 1 of 6 test targets hold no text, so that an empty answer" in faults_of(own)
+
+
 def test_a_task_whose_test_rows_are_all_left_out_is_a_fault(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", ["-"] * 6))
     assert "task left: no test rows are left; expected at least one" in faults_of(own, {"drop_unlabelled": True})
