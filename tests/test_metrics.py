@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.outside import outside_module
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.metrics import (
@@ -339,12 +339,8 @@ NUMBER = 1
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module with functions; its name is another in every test, since Python imports a name once."""
-    module = f"scores_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{module}.py").write_text(OUTSIDE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield module
-    sys.modules.pop(module, None)
+    """A module with functions."""
+    yield from outside_module(tmp_path, monkeypatch, OUTSIDE)
 
 
 def test_a_metric_from_outside(outside: str, tmp_path: Path) -> None:

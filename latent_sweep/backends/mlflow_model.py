@@ -99,7 +99,7 @@ def _code(model: ContinualModel) -> list[str]:
     """Return the folder of this package, and where the code of a method from outside lies."""
     name = model.trial.settings.method.name
     outside = code_places(name) if model.content.outside_module is not None else []
-    return list(dict.fromkeys(map(str, [Path(__file__).parents[1], *outside])))
+    return [str(place) for place in (Path(__file__).parents[1], *outside)]
 
 
 def _files(folder: Path) -> list[Path]:

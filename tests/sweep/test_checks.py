@@ -7,12 +7,12 @@ import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.outside import outside_module
 from helpers.sweeps import change_benchmark, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -290,12 +290,8 @@ def constant(prediction, references):
 
 @pytest.fixture
 def scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module with metrics; its name is another in every test, since Python imports a name once."""
-    module = f"scorers_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{module}.py").write_text(SCORERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield module
-    sys.modules.pop(module, None)
+    """A module with metrics."""
+    yield from outside_module(tmp_path, monkeypatch, SCORERS)
 
 
 @pytest.mark.parametrize(
