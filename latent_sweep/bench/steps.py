@@ -47,9 +47,12 @@ def step(bench: Workbench) -> list[Reading]:
 
 def tasks(bench: Workbench) -> list[Reading]:
     """One optimizer step on a batch of every task: ours, the bare backbone on the same padded rows, and peft's."""
-    usual, found = _UsualStep(bench), []
+    usual, found, shares = _UsualStep(bench), [], []
     ratios: dict[str, list[float]] = {"bare backbone": [], "peft + Trainer": []}
     for name, rows in bench.batches_of_tasks().items():
+        run, padded = _tokens(bench, rows)
+        shares.append(run / padded)
+        note = f"{run} tokens instead of {padded}"
         seconds = take_turns(
             {
                 "bare backbone": partial(bare_step_seconds, bench, rows),
@@ -61,7 +64,7 @@ def tasks(bench: Workbench) -> list[Reading]:
         for other, of_tasks in ratios.items():
             of_turns = [a / b for a, b in zip(seconds["latent"], seconds[other], strict=True)]
             of_tasks.append(statistics.median(of_turns))
-            found.append(Reading.of(f"{name}: latent / {other}", of_turns, "x", note=_run(bench, rows)))
+            found.append(Reading.of(f"{name}: latent / {other}", of_turns, "x", note=note))
     limits = (
         {"bare backbone": Target(0.5), "peft + Trainer": Target(0.35)}
         if not bench.backbone.traits.encoder_decoder
@@ -70,14 +73,15 @@ def tasks(bench: Workbench) -> list[Reading]:
     means = {other: statistics.fmean(of_tasks) for other, of_tasks in ratios.items()}
     return [
         *found,
+        Reading("mean: tokens run / padded tokens", statistics.fmean(shares), "share", note="equal work per token"),
         *(Reading(f"mean: latent / {other}", mean, "x", None, limits.get(other)) for other, mean in means.items()),
     ]
 
 
-def _run(bench: Workbench, rows: Sequence[Example]) -> str:
-    """Say how many of the tokens that padded rows have a step runs."""
-    padded, ours = (collate([rows], bench.backbone, alike).inputs["input_ids"] for alike in (False, True))
-    return f"{ours.numel()} tokens instead of {padded.numel()}"
+def _tokens(bench: Workbench, rows: Sequence[Example]) -> tuple[int, int]:
+    """Count the tokens that a step runs, and those of the padded rows."""
+    ours, padded = (collate([rows], bench.backbone, alike).inputs["input_ids"].numel() for alike in (True, False))
+    return ours, padded
 
 
 def bare_step_seconds(bench: Workbench, rows: Sequence[Example] | None = None) -> float:

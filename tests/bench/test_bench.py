@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import pkgutil
+import re
 import subprocess
 import sys
 import weakref
@@ -466,4 +467,8 @@ def test_every_task_is_measured_beside_the_bare_backbone_and_the_usual_way(capsy
         assert all(ratio > 0 for ratio in ratios)
         assert rows[f"mean: latent / {other}"]["value"] == pytest.approx(sum(ratios) / len(ratios))
     assert all("tokens instead of" in row["note"] for name, row in rows.items() if not name.startswith("mean"))
+    told = [re.findall(r"\d+", rows[f"{name}: latent / bare backbone"]["note"]) for name in names]
+    shares = [int(run) / int(padded) for run, padded in told]
+    assert all(share < 1 for share in shares), "their rows begin alike"
+    assert rows["mean: tokens run / padded tokens"]["value"] == pytest.approx(sum(shares) / len(shares))
     assert "mean: latent / bare backbone" in said, "told when it is known, and not at the end alone"
