@@ -410,6 +410,12 @@ def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
     assert "warning  first step: the sweep asks for 1 GPU, and this was looked at on the CPU" in printed
 
 
+def test_what_is_decided_when_a_pack_runs_is_decided_for_the_first_step(tmp_path, capsys):
+    code, printed = examine(capsys, sweep(tmp_path, trial__training__gradient_checkpointing="auto"))
+    assert code == 0, printed
+    assert "first step: 4 rows of mood on cpu" in printed
+
+
 def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("latent_sweep.doctor.subject.memory", lambda: (1000, 2000))
     code, printed = examine(capsys, sweep(tmp_path))

@@ -100,7 +100,8 @@ def truncated_svd(weight: Tensor, rank: int, algorithm: Algorithm = "exact") -> 
     if algorithm == "randomized":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(42)
-            U, S, V = torch.svd_lowrank(W.float(), q=rank, niter=10)
+            # on the CPU: it draws where the weight lies, and a GPU would draw another subspace of the same name
+            U, S, V = (part.to(W.device) for part in torch.svd_lowrank(W.float().cpu(), q=rank, niter=10))
     elif min(out_features, in_features) <= GRAM_COLUMNS:
         U, S, V = _svd_by_gram(W.double(), rank)
     else:

@@ -54,6 +54,17 @@ def slow_bfloat16(settings: BackboneSettings) -> str:
     )
 
 
+def avoid_cudnn_attention() -> None:
+    """Have this process attend by torch's own kernels, where on Hopper it would take cuDNN's (torch 2.11 and later).
+
+    Theirs plan tens of milliseconds for each shape that is new, which is every token of an answer and most batches;
+    and their gradients were seen to be NaN behind a mask (pytorch/pytorch#196678).
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def free_memory(settings: BackboneSettings) -> float:
     """Bytes that this process can have for itself where the model computes; without limit in a host's memory."""
     import torch

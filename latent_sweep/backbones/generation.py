@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, placed, positions
+from latent_sweep.backbones.layouts import ALIGNED
 from latent_sweep.backbones.loading import Backbone
 
 WORTHWHILE_TOKENS = 64
@@ -42,9 +43,6 @@ saves little more, and every token that a batch writes after its last answer has
 them with 4, 3.5 with 8, of the few that labels and short sentences take. Which rows share a batch follows from it, and
 in bfloat16 a near tie of two tokens can hang on that: whoever changes it raises `store.versions.DECODING`.
 """
-
-ALIGNED = 8
-"""Attention masks have rows of a multiple of so many numbers in memory: kernels for a GPU would copy others, always."""
 
 Choice = Callable[[Tensor, Tensor], Tensor]
 """Next token ids, (rows,), from logits (rows, vocabulary) and these rows' answers so far, (rows, tokens).

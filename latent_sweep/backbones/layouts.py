@@ -11,6 +11,7 @@ rest, H heads of width D.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -27,7 +28,21 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION = "laid_out"
 """The name that models know the attention of this module by."""
 
+ALIGNED = 8
+"""Attention masks have rows of a multiple of so many numbers in memory: kernels for a GPU would copy others, always."""
+
 Indices = npt.NDArray[np.int64]
+
+
+def aligned(mask: Tensor) -> Tensor:
+    """Return the same numbers, each row's one after another and the rows at multiples of `ALIGNED`.
+
+    With any other mask a GPU's fused kernels refuse to attend, and what attends instead keeps every score. A CPU takes
+    all masks.
+    """
+    *rows, keys = mask.shape
+    room = mask.new_empty(*rows, ALIGNED * math.ceil(keys / ALIGNED))[..., :keys]
+    return room.copy_(mask)
 
 
 def moved(values: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -91,7 +106,7 @@ class Padded:
             mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
         if mask is not None:
             joined = torch.where(mask, joined, torch.finfo(bias.dtype).min)
-        joined = joined.to(kind)
+        joined = aligned(joined.to(kind))  # T5 gives a bias whose heads lie side by side
         if self._shared_bias:
             self._bias[key] = bias, joined  # with the bias, whose place another would get once it is gone
         return joined
@@ -192,7 +207,7 @@ class Shared:
         if (kind := _attended_in(query)) not in self._masks:
             shape = self.longest, self.shared + self.longest
             hidden = torch.full(shape, torch.finfo(kind).min, dtype=kind, device=query.device)
-            self._masks[kind] = hidden.triu(self.shared + 1)[None, None]
+            self._masks[kind] = aligned(hidden.triu(self.shared + 1)[None, None])
         return self._masks[kind]
 
     def attend(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.architectures import (
+    avoid_cudnn_attention,
     device_of,
     empty_model,
     forget_dropout,
@@ -199,6 +200,8 @@ def assemble(
     set_dropout(model, 0.0)
     model.requires_grad_(False)
     model.eval()
+    if device_of(settings) == "cuda":
+        avoid_cudnn_attention()
     kind, linears, traits = model.config.model_type, linears_of(model), _traits_of(model)
     if not traits.stacks:
         forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own

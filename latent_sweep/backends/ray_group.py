@@ -22,6 +22,8 @@ from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Pack
 
 POLL_SECONDS = 0.5
+CONTEXT = 3 * 2**28
+"""Bytes of a GPU that a process takes beside torch's allocator: kernels that it has loaded, handles of libraries."""
 PATIENCE_SECONDS = 20.0
 """How long to look for the cause when a worker says no more than that another one is gone."""
 
@@ -40,7 +42,9 @@ def keep_to_share(resources: ResourceSettings) -> None:
         import torch
 
         if torch.cuda.is_available():
-            torch.cuda.set_per_process_memory_fraction(resources.gpus)
+            # torch keeps what it hands out to that, and not what CUDA takes for itself in every process
+            own = CONTEXT / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(max(resources.gpus - own, resources.gpus / 2))
 
 
 def run_part(

@@ -22,7 +22,7 @@ from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.learn.heap import loading_modules
 from latent_sweep.results.progress import MEASURING, say_driving
 from latent_sweep.security import log_without_secrets, redact, redact_error, traceback_text
-from latent_sweep.store.failures import failure_facts, failure_kind
+from latent_sweep.store.failures import failure_facts, failure_kind, let_go
 from latent_sweep.store.folders import TUNES_OWN, SweepFolder
 from latent_sweep.store.journal import stages
 from latent_sweep.store.storage import Storage, question, sees, unseen_message
@@ -284,6 +284,7 @@ def _run_work(
         if run.resources.workers > 1:  # it may have been another worker than the one that writes
             _bring_journals(left, sweep)
             _journal_failure(left, sweep, failure_facts(error))
+        let_go(error)  # or the next pack of this process would find the backbone and activations of this one in its way
         if still_to_try(left, sweep, launched, run) is not None:
             redact_error(error)
             raise
@@ -395,7 +396,8 @@ def _measured(packs: Sequence[Pack], storage: Storage, run: RunSettings) -> list
     options: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_retries": 0}
     if resources.accelerator:
         options["accelerator_type"] = resources.accelerator
-    remote = ray.remote(_measure_there).options(**options)
+    # given here and not by `options`: so a process that has used a GPU ends with its task, and keeps none of its memory
+    remote = ray.remote(**options)(_measure_there)
     timings = ray.get([remote.remote(pack, storage, run) for pack in packs])
     have = ray.cluster_resources()
     slots = have.get("CPU", 0) // resources.cpus

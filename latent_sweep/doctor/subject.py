@@ -11,8 +11,8 @@ from latent_sweep.doctor.findings import Finding, fault, ok, warning
 from latent_sweep.doctor.machine import memory
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import Sweep
-from latent_sweep.sweep.memory import GIB, RESERVE, predict
-from latent_sweep.sweep.plan import Member, Trial
+from latent_sweep.sweep.memory import GIB, RESERVE, decided, predict
+from latent_sweep.sweep.plan import Member, Trial, pack
 
 if TYPE_CHECKING:
     from latent_sweep.learn.context import Context
@@ -72,10 +72,12 @@ def _on(trial: Trial, device: str) -> Trial:
 def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
     import torch
 
-    from latent_sweep.backbones.architectures import slow_bfloat16
+    from latent_sweep.backbones.architectures import free_memory, slow_bfloat16
     from latent_sweep.learn.context import Context
     from latent_sweep.learn.training import train_pack
 
+    (decided_pack,) = pack([trial])
+    trial = decided(decided_pack, subject.sweep.run, free_memory).trials[0]
     name, on_gpu, began = trial.settings.backbone.name, device == "cuda", time.monotonic()
     context, told = Context(trial, subject.storage), list[Mapping[str, float]]()
     _ = context.backbone

@@ -137,5 +137,6 @@ def _key(pack: Pack) -> str:
         **{name: getattr(s.training, name) for name in _SIZES},
         "benchmark": s.benchmark.training_identity(),
         "hardware": hardware(),
+        "share": torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0,
     }
     return content_hash(what)

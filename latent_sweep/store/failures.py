@@ -37,6 +37,9 @@ OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
     "cusolver_status_alloc_failed",
     "cusparse_status_insufficient_resources",
+    "cublas_status_not_initialized",  # which is what making a handle says where memory is short
+    "cudnn_status_not_initialized",
+    "cusolver_status_not_initialized",
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "cannot allocate memory",

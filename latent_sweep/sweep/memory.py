@@ -202,7 +202,7 @@ def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], flo
         return pack
     found = [predict(with_checkpointing(member.trials[0], False), run, len(pack.members)) for member in pack.members]
     room = free(trials[0].settings.backbone)
-    on = any(memory is not None and memory.learning > room for memory in found)
+    on = any(memory is not None and memory.learning + RESERVE > room for memory in found)
     members = [replace(m, trials=tuple(with_checkpointing(trial, on) for trial in m.trials)) for m in pack.members]
     return replace(pack, members=tuple(members))
 

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from helpers.imitated_gpu import imitated_gpu
 from helpers.patience import PATIENCE
 from helpers.tiny import load_tiny
 from safetensors.torch import load_file
@@ -110,6 +111,22 @@ def test_the_randomised_subspace_is_another_one():
     again = truncated_svd(W, 8, "randomized")
     assert torch.equal(again.V, randomised.V)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_randomised_subspace_is_drawn_on_the_host_wherever_the_weight_lies(monkeypatch):
+    """A GPU draws others for the same seed, and the name of the factors says nothing of where they were made."""
+    W, real, places = weight(24, 64), torch.svd_lowrank, []
+
+    def lowrank(A, **options):
+        places.append(A.device.type)
+        return real(A, **options)
+
+    monkeypatch.setattr(torch, "svd_lowrank", lowrank)
+    with imitated_gpu():
+        found = truncated_svd(W.to("cuda"), 8, "randomized")
+        assert (found.U.device.type, found.S.device.type, found.V.device.type) == ("cuda",) * 3
+    assert places == ["cpu"]
+    assert torch.equal(found.V, truncated_svd(W, 8, "randomized").V)
 
 
 @pytest.mark.parametrize("algorithm", ["exact", "randomized"])

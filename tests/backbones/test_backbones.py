@@ -250,6 +250,21 @@ def test_random_weights_are_the_same_bits_on_every_device(name, monkeypatch):
     assert found.weights_digest == load_tiny(name).weights_digest
 
 
+def test_attention_on_a_gpu_is_none_of_cudnns(monkeypatch):
+    """Its plans are made for every new shape, and its gradients behind a mask are no numbers now and then."""
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: None)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        for device in ("cpu", "cuda"):
+            torch.backends.cuda.enable_cudnn_sdp(True)
+            with monkeypatch.context() as patched:
+                patched.setattr(loading, "device_of", lambda settings, device=device: device)
+                load_tiny("tiny-llama")
+            assert torch.backends.cuda.cudnn_sdp_enabled() == (device == "cpu")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 @pytest.mark.one_machine
 def test_a_local_folder_gives_the_same_backbone(checkpoint):
     folder, saved = checkpoint

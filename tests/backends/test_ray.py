@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from helpers.moments import Moment, at_step
 from helpers.patience import PATIENCE
-from helpers.ray_heads import nodes
+from helpers.ray_heads import eventually, nodes
 from helpers.sweeps import HALTING_STEPS, TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
 
 from latent_sweep.backends import ray_group, ray_tune
@@ -199,14 +200,17 @@ def test_without_a_gpu_asked_for_a_worker_sees_none_of_its_nodes(tmp_path):
     assert seen.read_text() == "''"
 
 
-@pytest.mark.parametrize(("gpus", "asked"), [(0, []), (0.25, [0.25]), (0.5, [0.5]), (1, [])])
+@pytest.mark.parametrize(("gpus", "asked"), [(0, []), (0.01, [0.005]), (0.25, [0.225]), (0.5, [0.475]), (1, [])])
 def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch, gpus, asked):
+    """With what CUDA takes in every process beside torch's allocator, whose part alone is kept to the fraction."""
     fractions = []
+    card = SimpleNamespace(total_memory=40 * ray_group.CONTEXT)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     keep_to_share(ResourceSettings(gpus=gpus))
-    assert fractions == asked
+    assert fractions == pytest.approx(asked)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 0 else "3")
 
 
@@ -326,6 +330,42 @@ def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
     assert sizes in ([1, 2], [1, 2, 4], [1, 2, 4, 8]), "larger packs are tried as long as they are faster"
     packs = [path for path in (sweep_folder(tmp_path).path / "ray").iterdir() if path.is_dir()]
     assert len(packs) >= 2, "with two slots, no pack takes more than half of the trainings"
+
+
+MEASURING = """
+import os, sys
+import ray
+from latent_sweep.backends import ray_tune
+from latent_sweep.learn.packing import PackTiming
+from latent_sweep.sweep.groups import RunSettings
+
+def told(pack, storage, run):
+    return [PackTiming(1, os.getpid(), None)]
+
+class Pack:
+    members = ()
+
+ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, logging_level="ERROR")
+ray_tune._measure_there = told
+run = RunSettings.model_validate({"resources": {"gpus": 1}})
+seen, ray_tune.ray_get = [], ray.get
+ray.get = lambda wanted: seen.append(ray_tune.ray_get(wanted)) or seen[-1]
+ray_tune._measured([Pack()], None, run)
+print(int(seen[0][0][0].member_steps_per_second), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_what_has_measured_packs_on_a_gpu_leaves_it(one_thread):
+    """Its process would keep a context, a backbone and an allocator's cache beside the packs."""
+    command = [sys.executable, "-c", MEASURING]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        measuring = int(process.stdout.readline())
+        assert eventually(lambda: not psutil.pid_exists(measuring))
+    finally:
+        process.communicate("end\n", timeout=PATIENCE)
 
 
 @pytest.mark.slow

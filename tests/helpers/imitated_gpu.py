@@ -63,6 +63,8 @@ class Record:
     """Those of the syncs that copy a tensor."""
     mixings: Counter[str] = field(default_factory=Counter)
     """Operators that were given tensors of both memories, or a tensor of the GPU for one of the host."""
+    unfit_masks: Counter[str] = field(default_factory=Counter)
+    """Attention masks that a GPU's fused kernels refuse, or copy and keep in every layer that learns."""
 
     def __sub__(self, earlier: Record) -> Record:
         """What has come since."""
@@ -231,6 +233,8 @@ class _Functions(TorchFunctionMode):
             return self._instead[func](*args, **dict(kwargs))
         if _is_device(kwargs.get("device")):
             return self._made(func, args, kwargs)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self._attends(*args, **kwargs)
         return func(*args, **kwargs)
 
     def seeing(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,6 +278,15 @@ class _Functions(TorchFunctionMode):
         if self._memory.holds(x):
             self._record.mixings[f"{func.__name__}: {_place()}"] += 1
         return func(x, *args, **options)
+
+    def _attends(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> None:
+        """Look at the mask: `check_last_dim_stride_equals_1_dense` and `pad_bias` of torch's attention do so there."""
+        if attn_mask is not None and self._memory.holds(attn_mask):
+            *rows, numbers = [
+                step for size, step in zip(attn_mask.shape, attn_mask.stride(), strict=True) if size > 1
+            ] or [1]
+            if numbers != 1 or (torch.is_grad_enabled() and any(step % 8 for step in rows)):
+                self._record.unfit_masks[f"{tuple(attn_mask.shape)}, {attn_mask.stride()}: {_place()}"] += 1
 
     def _new_tensor(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if not self._memory.holds(x):

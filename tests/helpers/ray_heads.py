@@ -171,8 +171,8 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def eventually(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` comes true within so many seconds."""
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes true in time."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:

@@ -83,6 +83,7 @@ def test_every_method_lives_on_it(method, family, tmp_path, tokens, monkeypatch)
     assert [done.tasks_seen for done in runs.stages if done.tasks_seen == 2]
     assert record.launches.total() > 1000, "it has computed there"
     assert not record.mixings
+    assert not record.unfit_masks
     if learned:
         assert marks["steady"].launches.total() > 200
         check(marks["steady"])

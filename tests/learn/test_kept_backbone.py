@@ -7,7 +7,10 @@ import pytest
 import torch
 from helpers.tiny import Runs
 
+from latent_sweep.backends import ray_tune
 from latent_sweep.learn import engine, training
+from latent_sweep.store.storage import question
+from latent_sweep.sweep.groups import RunSettings
 
 
 @pytest.fixture
@@ -87,6 +90,21 @@ def test_other_types_are_other_backbones(tmp_path, loaded):
     for pack in runs.packs(**SHORT, search={"backbone.dtype": ["float32", "bfloat16"]}):
         runs.run([pack])
     assert len(loaded) == 2
+
+
+def test_a_failed_one_is_gone_before_the_next_is_loaded(tmp_path, loaded, monkeypatch):
+    """As Tune's actors go on to their next pack: on a GPU there may be no room for two."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    diverging = {**SHORT, "trial__training__learning_rate": 1e30}
+    runs = Runs(tmp_path)
+    (pack,) = runs.packs(**diverging, search={"seed": [0]})
+    gc.disable()  # what is found by chance is no promise
+    try:
+        with question(runs.sweep.storage) as asked:
+            ray_tune._run_work(pack, {}, runs.sweep, asked, RunSettings(), print)
+        assert [reference() for reference in loaded] == [None]
+    finally:
+        gc.enable()
 
 
 def test_after_a_failure_it_is_loaded_anew(tmp_path, loaded, monkeypatch):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from latent_sweep.adapters.bank import Adaptation, side_by_side
 from latent_sweep.errors import ConfigError, NonFiniteLoss
+from latent_sweep.learn import packing
 from latent_sweep.learn.context import Context
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.follow import follow
@@ -439,6 +440,16 @@ def test_sizes_are_measured_once_and_leave_no_snapshot(runs):
     assert all(timing.member_steps_per_second > 0 for timing in timings)
     assert measure(whole, Storage(runs.folder)) == timings, "the second time from the file"
     assert not list((runs.folder / "snapshots").glob("*")) and not (runs.folder / "checkpoints").exists()
+
+
+def test_sizes_that_were_measured_with_another_share_of_the_gpu_are_not_taken(runs, monkeypatch):
+    (whole,) = runs.packs(**SWEEP, run__pack="auto")
+    monkeypatch.setattr(packing, "hardware", lambda: {"gpu": "one"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shares = iter([1.0, 0.5, 1.0])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: next(shares))
+    first, half, again = (packing._key(whole) for _ in range(3))
+    assert first == again != half
 
 
 def test_a_member_that_fails_while_sizes_are_measured_stops_nobody(runs, caplog):
