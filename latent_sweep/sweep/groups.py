@@ -62,8 +62,8 @@ class TrainingSettings(Settings):
     group_by_length: bool = True
     """Batches of rows of similar length: less padding, same rows per epoch."""
     gradient_checkpointing: bool | Literal["auto"] = Field(False, json_schema_extra=NOT_IDENTITY)
-    """Recompute activations in the backward pass: less memory, about a third more time. `auto` does so on a GPU whose
-    free memory is less than what learning is predicted to take without; a trial's journal says what was decided."""
+    """Recompute activations in the backward pass: less memory, about a third more time. `auto` does so on a GPU
+    where learning without is not predicted to leave 1.5 GiB free; a trial's journal says what was decided."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
     """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
 
