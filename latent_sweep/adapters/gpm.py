@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from latent_sweep.adapters.bank import by_rows
 from latent_sweep.adapters.inputs import input_of, reads_encoder
 
 Energy = Literal["sigma4", "sigma2"]
@@ -137,7 +138,7 @@ def input_blocks(
 def adding_second_moments(
     sums: dict[str, Tensor],
     blocks: Sequence[InputBlock],
-    projections: Sequence[nn.Linear],
+    projections: Mapping[str, nn.Linear],
     source: Tensor | None = None,
     decoder: Tensor | None = None,
 ) -> Iterator[None]:
@@ -146,24 +147,30 @@ def adding_second_moments(
     Sums are float64 on every device: a memory's number of columns is decided by small differences of their energies.
 
     Args:
+        projections: all adapted ones by name.
         source, decoder: (sequences, tokens) how many tokens each token stands for, of the prompt's side and of T5's
             decoder; None is one for all, padding too.
-    """
 
-    def reader(block: InputBlock, counts: Tensor | None) -> Any:
+    Raises:
+        ConfigError: nothing says which of the tokens that a projection reads are padding.
+    """
+    named = list(projections.items())
+
+    def reader(block: InputBlock, name: str, counts: Tensor | None) -> Any:
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if counts is not None:
+                by_rows(name, inputs[0], *counts.shape)  # otherwise nothing says which tokens are padding
             h = inputs[0][..., block.dimensions].detach().flatten(0, -2).double()
             counted = h if counts is None else h * counts.flatten().to(h.dtype).unsqueeze(1)
             sums[block.name] = sums[block.name].addmm_(counted.T, h) if block.name in sums else counted.T @ h
 
         return add
 
-    handles = [
-        projections[block.projections[0]].register_forward_pre_hook(
-            reader(block, decoder if block.of_decoder else source)
-        )
-        for block in blocks
-    ]
+    handles = []
+    for block in blocks:
+        name, module = named[block.projections[0]]
+        counts = decoder if block.of_decoder else source
+        handles.append(module.register_forward_pre_hook(reader(block, name, counts)))
     try:
         yield
     finally:

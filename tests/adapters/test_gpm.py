@@ -209,7 +209,7 @@ def moments_of(backbone, rows, masked=True, **blocks):
     told = (batch.standing_for, batch.standing_for_target) if masked else ()
     counts = [None if counted is None else torch.from_numpy(counted) for counted in told]
     found = input_blocks(list(backbone.targets), 32, **blocks)
-    with torch.no_grad(), adding_second_moments(sums, found, list(backbone.targets.values()), *counts):
+    with torch.no_grad(), adding_second_moments(sums, found, backbone.targets, *counts):
         label_logits(backbone, batch)
     return sums
 
