@@ -19,9 +19,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from latent_sweep.adapters.bank import by_rows
 from latent_sweep.adapters.inputs import input_of, reads_encoder
+from latent_sweep.errors import ConfigError
 
 Energy = Literal["sigma4", "sigma2"]
 
@@ -152,7 +154,8 @@ def adding_second_moments(
             decoder; None is one for all, padding too.
 
     Raises:
-        ConfigError: nothing says which of the tokens that a projection reads are padding.
+        ConfigError: nothing says which of the tokens that a projection reads are padding, or projections of one block
+            read different tensors.
     """
     named = list(projections.items())
 
@@ -171,11 +174,40 @@ def adding_second_moments(
         name, module = named[block.projections[0]]
         counts = decoder if block.of_decoder else source
         handles.append(module.register_forward_pre_hook(reader(block, name, counts)))
+    handles += _comparing(blocks, named)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Module]]) -> list[RemovableHandle]:
+    """Have projections of one block compare what they read, one after another: blocks are made from names alone.
+
+    Values of cross-attention may stand in a block whose input they do not read (`cross_reads_encoder`).
+    """
+    began: tuple[str, Sequence[int], Tensor | None] = "", (), None  # in the block that is read now
+
+    def compare(name: str, together: Sequence[int]) -> Any:
+        def same(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            nonlocal began
+            first, block, h = began
+            if h is None or first == name or block != together:
+                began = name, together, inputs[0]
+            elif h is not inputs[0] and not torch.equal(h, inputs[0]):
+                raise ConfigError(
+                    f"backbone.targets: {first} and {name} read different tensors, expected one, by their names, and "
+                    "one gradient projection memory for both. Adapt only one of them, or take a method without memory"
+                )
+
+        return same
+
+    handles = []
+    for together in dict.fromkeys(block.projections for block in blocks):
+        for name, module in [named[i] for i in together if not reads_encoder(named[i][0])]:
+            handles.append(module.register_forward_pre_hook(compare(name, together)))
+    return handles
 
 
 def designed(
