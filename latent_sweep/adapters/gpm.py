@@ -162,7 +162,7 @@ def adding_second_moments(
     def reader(block: InputBlock, name: str, counts: Tensor | None) -> Any:
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if counts is not None:
-                by_rows(name, inputs[0], *counts.shape)  # otherwise nothing says which tokens are padding
+                _check_tokens(by_rows(name, inputs[0], *counts.shape), name, counts)
             h = inputs[0][..., block.dimensions].detach().flatten(0, -2).double()
             counted = h if counts is None else h * counts.flatten().to(h.dtype).unsqueeze(1)
             sums[block.name] = sums[block.name].addmm_(counted.T, h) if block.name in sums else counted.T @ h
@@ -180,6 +180,16 @@ def adding_second_moments(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check_tokens(h: Tensor, name: str, counts: Tensor) -> None:
+    """Raise ConfigError where a projection reads other tokens, (rows, tokens, n), than those that are counted."""
+    if h.shape[:2] != counts.shape:
+        raise ConfigError(
+            f"method.gpm.mask_padding: {name} reads {h.shape[1]} tokens a row, expected the {counts.shape[1]} of the "
+            "batch: the model pads or adds some by itself, and nothing says which these are. Set mask_padding: false, "
+            f"which counts all that is read, or leave {name} out of backbone.targets"
+        )
 
 
 def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Module]]) -> list[RemovableHandle]:

@@ -36,6 +36,7 @@ CONFIGS = {
     "switch_transformers": {"d_model": 32, "d_kv": 8, "d_ff": 48, **EXPERTS, **IDS, "decoder_start_token_id": 0}
     | {"is_encoder_decoder": True, "num_sparse_decoder_layers": 1, "expert_capacity": 1000},
     "led": {**BOTH, **LED},
+    "pegasus_x": {**BOTH, "block_size": 8, "num_global_tokens": 4},
 }
 FLAT = {"opt": "all-linear", "qwen2_moe": ["q_proj", "shared_expert.up_proj", "shared_expert.down_proj"]}
 """Targets, some of which read (rows * tokens, n)."""
@@ -162,14 +163,16 @@ def test_inputs_whose_rows_nothing_tells_are_refused(load, family, targets, rows
         step(backbone, bank, members, adaptations)
 
 
-def test_a_memory_of_inputs_that_leaves_out_padding_must_know_where_it_is(load, tmp_path):
-    backbone, bank = load("led", ["query", "value"])
+@pytest.mark.parametrize(("family", "targets"), [("pegasus_x", None), ("led", ["query", "value"])])
+def test_a_memory_of_inputs_that_leaves_out_padding_must_know_where_it_is(load, family, targets, tmp_path):
+    backbone, bank = load(family, targets)
     task = task_data([{"prompt_ids": list(range(9, 9 + n)), "target_ids": [5]} for n in (5, 3)], 0)
 
     def moments(**gpm):
         memory = InputMemory(GpmSettings(**gpm), "svd", MethodContext(backbone, bank, tmp_path, 4), task, [])
         return memory._moments(lambda rows: Adaptation())
 
-    with pytest.raises(ConfigError, match=r"backbone\.targets: .*(query|value) reads"):
+    said = r"method\.gpm\.mask_padding: .*v_proj reads 8 .* the 5 of the batch.*mask_padding: false"
+    with pytest.raises(ConfigError, match=said if targets is None else r"backbone\.targets: .*(query|value) reads"):
         moments()
     assert all(moment.any() for moment in moments(mask_padding=False).values())
