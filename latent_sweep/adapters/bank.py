@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from latent_sweep.errors import ConfigError
+
 
 class Delta(Protocol):
     """The change that a method makes to one projection's output.
@@ -68,6 +70,27 @@ def virtual_tokens(vectors: int) -> list[int]:
     return [-1 - i for i in range(vectors)]
 
 
+def by_rows(name: str, h: Tensor, rows: int, tokens: int) -> Tensor:
+    """View what a projection reads as (rows, tokens, n), where the model has made (rows * tokens, n) of it.
+
+    Tokens of (rows, tokens, n) may be others than the embedding's: a decoder's, or more where a model pads by itself.
+
+    Raises:
+        ConfigError: nothing says which row each token is of.
+    """
+    # as many tokens as rows, and the tokens of one row far from each other: turned round
+    turned = h.dim() == 3 and h.shape[0] == h.shape[1] and 0 < h.stride(0) < h.stride(1)
+    if h.dim() == 3 and len(h) == rows and not turned:
+        return h
+    if h.dim() == 2 and len(h) == rows * tokens:
+        return h.view(rows, tokens, -1)
+    raise ConfigError(
+        f"backbone.targets: {name} reads {tuple(h.shape)}{' with tokens first' if turned else ''} of {rows} rows of "
+        f"{tokens} tokens, expected (rows, tokens, width) or (rows * tokens, width). Nothing says which row each token "
+        "there is of, as where an expert reads some of them: name the projections to adapt, and leave it out"
+    )
+
+
 class AdapterBank:
     """Adds the active deltas to the outputs of the target projections; inactive, it changes nothing.
 
@@ -82,32 +105,41 @@ class AdapterBank:
     def __init__(self, targets: Mapping[str, nn.Linear], embedding: nn.Module | None = None):
         self.targets = dict(targets)
         self._active = Adaptation()
+        self._read: tuple[int, int] | None = None  # rows and tokens of the pass, once the embedding has read them
         self._handles = [
-            module.register_forward_hook(self._delta_hook(index)) for index, module in enumerate(targets.values())
+            module.register_forward_hook(self._delta_hook(index, name))
+            for index, (name, module) in enumerate(targets.items())
         ]
         if embedding is not None:
             self._handles += [
-                embedding.register_forward_pre_hook(self._hide_virtual_tokens),
+                embedding.register_forward_pre_hook(self._read_tokens),
                 embedding.register_forward_hook(self._embed_virtual_tokens),
             ]
         self._virtual: Tensor | None = None
         self._watching: list[Tensor] | None = None
 
-    def _delta_hook(self, index: int) -> Any:
+    def _delta_hook(self, index: int, name: str) -> Any:
         def add_delta(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             if not self._active.deltas:
                 return None
-            changed = self._active.deltas[index](inputs[0], output)
+            (h, *_), flat = inputs, output.dim() == 2
+            if self._read is not None:
+                h = by_rows(name, h, *self._read)
+                output = output.view(*h.shape[:2], -1) if flat else output
+            changed = self._active.deltas[index](h, output)
             if index == 0:
                 self._watch(changed)
-            return changed
+            return changed.flatten(0, -2) if flat else changed
 
         return add_delta
 
-    def _hide_virtual_tokens(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _read_tokens(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Note how many rows and tokens the pass has, and hide virtual tokens from the embedding."""
+        (ids,) = inputs
+        self._read = len(ids), ids.shape[1]
         if self._active.prompt is None:
             return None
-        (self._virtual,) = inputs
+        self._virtual = ids
         return (self._virtual.clamp(min=0),)
 
     def _embed_virtual_tokens(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -132,11 +164,12 @@ class AdapterBank:
             raise ValueError(f"expected one delta for each of {expected} projections, found {found}")
         dtype = next(iter(self.targets.values())).weight.dtype
         # made now and not at their first use, which gradient checkpointing would repeat
-        before, self._active = self._active, Adaptation(list(cast(adaptation.deltas, dtype)), adaptation.prompt)
+        before = self._active, self._read
+        self._active, self._read = Adaptation(list(cast(adaptation.deltas, dtype)), adaptation.prompt), None
         try:
             yield
         finally:
-            self._active = before
+            self._active, self._read = before
 
     @contextmanager
     def watching(self, closely: bool = True) -> Iterator[list[Tensor]]:
@@ -164,6 +197,7 @@ class AdapterBank:
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch in what is active: the others have finished their answer."""
         self._active = self._active.select(rows)
+        self._read = self._read and (len(rows), self._read[1])
 
     def remove(self) -> None:
         """Take the hooks off the backbone."""

@@ -19,8 +19,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from latent_sweep.adapters.bank import by_rows
 from latent_sweep.adapters.inputs import input_of, reads_encoder
+from latent_sweep.errors import ConfigError
 
 Energy = Literal["sigma4", "sigma2"]
 
@@ -137,7 +140,7 @@ def input_blocks(
 def adding_second_moments(
     sums: dict[str, Tensor],
     blocks: Sequence[InputBlock],
-    projections: Sequence[nn.Linear],
+    projections: Mapping[str, nn.Linear],
     source: Tensor | None = None,
     decoder: Tensor | None = None,
 ) -> Iterator[None]:
@@ -146,29 +149,75 @@ def adding_second_moments(
     Sums are float64 on every device: a memory's number of columns is decided by small differences of their energies.
 
     Args:
+        projections: all adapted ones by name.
         source, decoder: (sequences, tokens) how many tokens each token stands for, of the prompt's side and of T5's
             decoder; None is one for all, padding too.
-    """
 
-    def reader(block: InputBlock, counts: Tensor | None) -> Any:
+    Raises:
+        ConfigError: nothing says which of the tokens that a projection reads are padding, or projections of one block
+            read different tensors.
+    """
+    named = list(projections.items())
+
+    def reader(block: InputBlock, name: str, counts: Tensor | None) -> Any:
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if counts is not None:
+                _check_tokens(by_rows(name, inputs[0], *counts.shape), name, counts)
             h = inputs[0][..., block.dimensions].detach().flatten(0, -2).double()
             counted = h if counts is None else h * counts.flatten().to(h.dtype).unsqueeze(1)
             sums[block.name] = sums[block.name].addmm_(counted.T, h) if block.name in sums else counted.T @ h
 
         return add
 
-    handles = [
-        projections[block.projections[0]].register_forward_pre_hook(
-            reader(block, decoder if block.of_decoder else source)
-        )
-        for block in blocks
-    ]
+    handles = []
+    for block in blocks:
+        name, module = named[block.projections[0]]
+        counts = decoder if block.of_decoder else source
+        handles.append(module.register_forward_pre_hook(reader(block, name, counts)))
+    handles += _comparing(blocks, named)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check_tokens(h: Tensor, name: str, counts: Tensor) -> None:
+    """Raise ConfigError where a projection reads other tokens, (rows, tokens, n), than those that are counted."""
+    if h.shape[:2] != counts.shape:
+        raise ConfigError(
+            f"method.gpm.mask_padding: {name} reads {h.shape[1]} tokens a row, expected the {counts.shape[1]} of the "
+            "batch: the model pads or adds some by itself, and nothing says which these are. Set mask_padding: false, "
+            f"which counts all that is read, or leave {name} out of backbone.targets"
+        )
+
+
+def _comparing(blocks: Sequence[InputBlock], named: Sequence[tuple[str, nn.Module]]) -> list[RemovableHandle]:
+    """Have projections of one block compare what they read, one after another: blocks are made from names alone.
+
+    Values of cross-attention may stand in a block whose input they do not read (`cross_reads_encoder`).
+    """
+    began: tuple[str, Sequence[int], Tensor | None] = "", (), None  # in the block that is read now
+
+    def compare(name: str, together: Sequence[int]) -> Any:
+        def same(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            nonlocal began
+            first, block, h = began
+            if h is None or first == name or block != together:
+                began = name, together, inputs[0]
+            elif h is not inputs[0] and not torch.equal(h, inputs[0]):
+                raise ConfigError(
+                    f"backbone.targets: {first} and {name} read different tensors, expected one, by their names, and "
+                    "one gradient projection memory for both. Adapt only one of them, or take a method without memory"
+                )
+
+        return same
+
+    handles = []
+    for together in dict.fromkeys(block.projections for block in blocks):
+        for name, module in [named[i] for i in together if not reads_encoder(named[i][0])]:
+            handles.append(module.register_forward_pre_hook(compare(name, together)))
+    return handles
 
 
 def designed(

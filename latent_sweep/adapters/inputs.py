@@ -8,8 +8,10 @@ READS_ITS_BLOCK = frozenset(
 )
 """Projections that read what comes into their attention or their MLP, not what another one there has made of it."""
 
-CROSS_ATTENTION = ("EncDecAttention", "encoder_attn")
+CROSS_ATTENTION = frozenset({"EncDecAttention", "encoder_attn", "cross_attn", "cross_attention", "crossattention"})
 """What attention from a decoder to what the encoder has read is called."""
+
+KEYS_AND_VALUES = frozenset({"k", "v", "k_proj", "v_proj", "key", "value", "key_proj", "value_proj"})
 
 
 def input_of(name: str) -> str:
@@ -23,5 +25,5 @@ def input_of(name: str) -> str:
 
 def reads_encoder(name: str) -> bool:
     """Whether a projection reads the encoder's output: keys and values of cross-attention do."""
-    block, _, projection = name.rpartition(".")
-    return block.endswith(CROSS_ATTENTION) and projection in ("k", "v", "k_proj", "v_proj")
+    *blocks, projection = name.split(".")
+    return projection in KEYS_AND_VALUES and not CROSS_ATTENTION.isdisjoint(blocks)

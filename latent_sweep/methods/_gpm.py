@@ -174,7 +174,7 @@ class InputMemory:
         if self._gpm.mask_padding:  # otherwise padding counts, and how much of it there is hangs on the batch
             size = self._context.rows_in_a_pass(size)
         moments: dict[str, Tensor] = {}
-        reading = partial(adding_second_moments, moments, self._blocks, list(backbone.targets.values()))
+        reading = partial(adding_second_moments, moments, self._blocks, backbone.targets)
         run = read if self._gpm.mask_padding else read_padded
         with torch.no_grad():
             for indices in chunked(batches[: self._gpm.max_batches], size):

@@ -17,7 +17,10 @@ from latent_sweep.adapters.gpm import (
     outside,
     projected,
 )
+from latent_sweep.adapters.inputs import reads_encoder
 from latent_sweep.backbones.batches import collate, label_logits
+from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone
+from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
 from latent_sweep.methods._gpm import GpmSettings, InputMemory, added_columns, released_gpm
 from latent_sweep.methods.protocol import MethodContext
@@ -155,6 +158,32 @@ def test_the_share_rises_towards_one_and_stays_below():
 # --- the inputs of a backbone ----------------------------------------------------------------------------------------
 
 
+IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, vocab_size=260, decoder_start_token_id=2)
+SIDES = {
+    f"{side}_{name}": count
+    for side in ("encoder", "decoder")
+    for name, count in {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()
+}
+GEMMA = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+GEMMA |= dict(intermediate_size=48, query_pre_attn_scalar=8, sliding_window=64, vocab_size=260)
+OTHERS = {
+    "t5gemma": {"encoder": GEMMA, "decoder": {**GEMMA, "cross_attention_hidden_size": 32}, **IDS},
+    "nllb-moe": {"d_model": 32, "max_position_embeddings": 64, "num_experts": 2, **SIDES, **IDS},
+}
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """A tiny encoder-decoder of a family that has no table."""
+
+    def load(family):
+        config = {"is_encoder_decoder": True, **OTHERS[family]}
+        monkeypatch.setitem(KNOWN, f"tiny-{family}", KnownBackbone(family, "config", config))
+        return load_backbone(BackboneSettings(name=f"tiny-{family}", dtype="float32", device="cpu"))
+
+    return load
+
+
 def seen_inputs(backbone, batch):
     """What every adapted projection reads in one forward pass, by its position."""
     seen = {}
@@ -183,6 +212,45 @@ def test_projections_share_a_block_where_they_read_one_tensor(backbone):
         assert (length == longest) == block.of_decoder, "targets are shorter than prompts here"
 
 
+@pytest.mark.parametrize("family", ["t5gemma", "nllb-moe"])
+def test_blocks_of_families_without_a_table_are_what_they_read(other, family):
+    """Whatever cross-attention is called there."""
+    backbone = other(family)
+    seen, blocks = seen_inputs(backbone, collate([ROWS], backbone)), input_blocks(list(backbone.targets), 32)
+    owner = {i: block.name for block in blocks for i in block.projections}
+    for i in seen:
+        for j in seen:
+            assert (owner[i] == owner[j]) == (seen[i] is seen[j])
+    assert sum(owner[i] == "encoder.output" for i in seen) == 2
+    moments_of(backbone, ROWS)
+
+
+@pytest.mark.parametrize(
+    "block", ["encoder_attn", "layer.1.EncDecAttention", "cross_attn", "cross_attention", "crossattention.self"]
+)
+def test_keys_and_values_of_cross_attention_are_known_by_name(block):
+    for name in ("k", "v_proj", "value", "key_proj"):
+        assert reads_encoder(f"decoder.layers.0.{block}.{name}")
+        assert not reads_encoder(f"decoder.layers.0.self_attn.{name}")
+    assert not any(reads_encoder(f"decoder.layers.0.{block}.{name}") for name in ("q", "q_proj", "query", "out_proj"))
+
+
+def test_projections_of_a_block_that_read_different_tensors_are_refused(t5):
+    """As where a model calls its cross-attention something else; nothing is said where that is asked for."""
+    moments_of(t5, ROWS, masked=False, cross_reads_encoder=False)
+    apart = input_blocks(list(t5.targets), 32)
+    (odd,) = (block for block in apart if block.name.startswith("decoder.block.0.layer.0"))
+    value = list(t5.targets.values())[odd.projections[1]]
+    handle = value.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"backbone\.targets: decoder.*\.q and decoder.*\.v read different tensors"
+        ):
+            moments_of(t5, ROWS)
+    finally:
+        handle.remove()
+
+
 def test_in_cross_attention_v_may_count_as_reading_what_q_reads(t5):
     names = list(t5.targets)
     assert [b.name for b in input_blocks(names, 32) if len(b.projections) == 1] == [
@@ -209,7 +277,7 @@ def moments_of(backbone, rows, masked=True, **blocks):
     told = (batch.standing_for, batch.standing_for_target) if masked else ()
     counts = [None if counted is None else torch.from_numpy(counted) for counted in told]
     found = input_blocks(list(backbone.targets), 32, **blocks)
-    with torch.no_grad(), adding_second_moments(sums, found, list(backbone.targets.values()), *counts):
+    with torch.no_grad(), adding_second_moments(sums, found, backbone.targets, *counts):
         label_logits(backbone, batch)
     return sums
 
@@ -357,8 +425,7 @@ def test_faults_say_what_to_do(memory_at, backbone):
         memory_at(rows=[])
     with pytest.raises(ConfigError, match=r"method\.gpm\.chunks: .* 5 equal stretches; give a divisor of 32"):
         memory_at(chunks=5)
-    first = next(iter(backbone.targets.values()))
-    handle = first.register_forward_pre_hook(lambda module, args: (args[0] * float("nan"),), prepend=True)
+    handle = backbone.prompt_embedding.register_forward_hook(lambda module, args, output: output * float("nan"))
     try:
         with pytest.raises(NonFiniteLoss, match=r"task task: the second moment of the inputs of .* is not finite"):
             memory_at().added(bare)

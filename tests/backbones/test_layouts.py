@@ -249,7 +249,7 @@ def test_moments_count_shared_tokens_once_for_every_row(double, monkeypatch):
 
     def moments(adaptation, rows):
         found = {}
-        reading = partial(adding_second_moments, found, blocks, list(backbone.targets.values()))
+        reading = partial(adding_second_moments, found, blocks, backbone.targets)
         with torch.no_grad():
             read(backbone, rows, adaptation, bank, reading)
         return found

@@ -1,0 +1,178 @@
+"""Deltas where a model has flattened rows and tokens before a projection, or reads them in another order or in part."""
+
+import pytest
+import torch
+from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding
+from helpers.tiny import bank_of, random_rows, task_data
+from torch.nn.functional import cross_entropy
+
+from latent_sweep.adapters.bank import Adaptation, side_by_side
+from latent_sweep.adapters.latent import LatentDelta
+from latent_sweep.adapters.lora import DeltaSum, LoraDeltas, inputs_of, new_branch, outputs_of
+from latent_sweep.backbones.batches import collate, label_logits
+from latent_sweep.backbones.generation import generate
+from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.errors import ConfigError
+from latent_sweep.learn.training import recomputing
+from latent_sweep.methods._gpm import GpmSettings, InputMemory
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.sweep.groups import TrainingSettings
+
+IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, vocab_size=260)
+CAUSAL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **IDS)
+SIDES = {
+    f"{side}_{name}": count
+    for side in ("encoder", "decoder")
+    for name, count in {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()
+}
+BOTH = dict(d_model=32, is_encoder_decoder=True, decoder_start_token_id=2, max_position_embeddings=64, **SIDES, **IDS)
+LED = dict(attention_window=[8, 8], max_encoder_position_embeddings=64, max_decoder_position_embeddings=64)
+EXPERTS = dict(num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=2, num_sparse_encoder_layers=1)
+CONFIGS = {
+    "opt": {**CAUSAL, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "init_std": 0.2},
+    "qwen2_moe": {**CAUSAL, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 16}
+    | {"shared_expert_intermediate_size": 16, "initializer_range": 0.2},
+    "switch_transformers": {"d_model": 32, "d_kv": 8, "d_ff": 48, **EXPERTS, **IDS, "decoder_start_token_id": 0}
+    | {"is_encoder_decoder": True, "num_sparse_decoder_layers": 1, "expert_capacity": 1000},
+    "led": {**BOTH, **LED},
+    "pegasus_x": {**BOTH, "block_size": 8, "num_global_tokens": 4},
+}
+FLAT = {"opt": "all-linear", "qwen2_moe": ["q_proj", "shared_expert.up_proj", "shared_expert.down_proj"]}
+"""Targets, some of which read (rows * tokens, n)."""
+MEMBERS = [random_rows(3, seed=1, longest=9), random_rows(2, seed=2, longest=12)]
+TOGETHER = [row for rows in MEMBERS for row in rows]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    banks = []
+
+    def of(family, targets):
+        monkeypatch.setitem(KNOWN, f"tiny-{family}", KnownBackbone(family, "config", CONFIGS[family]))
+        name = f"tiny-{family}"
+        backbone = load_backbone(BackboneSettings(name=name, dtype="float32", device="cpu", targets=targets))
+        banks.append(bank_of(backbone))
+        return backbone, banks[-1]
+
+    yield of
+    for bank in banks:
+        bank.remove()
+
+
+def branch_of(backbone, seed, rank=3):
+    A, _ = new_branch(backbone.targets, rank, torch.Generator().manual_seed(seed))
+    B = 0.3 * torch.randn(sum(outputs_of(backbone.targets)), rank, generator=torch.Generator().manual_seed(seed + 1))
+    return A.requires_grad_(True), B.requires_grad_(True)
+
+
+def deltas(backbone, branch, **more):
+    return LoraDeltas(*branch, outputs_of(backbone.targets), 2.0, **more)
+
+
+def step(backbone, bank, members, adaptations):
+    """Loss over all tokens of the members, and whose gradients arrive, backward included."""
+    batch = collate(members, backbone)
+    with bank.active(side_by_side(adaptations, batch.counts)), bank.watching() as arrived:
+        loss = cross_entropy(label_logits(backbone, batch), batch.labels, reduction="sum")
+        loss.backward()
+    return loss.detach(), arrived
+
+
+@pytest.mark.parametrize("detach", [None, [False]], ids=["joined", "one after another"])
+@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("family", FLAT)
+def test_members_of_a_pack_are_what_they_are_alone(load, family, again, detach):
+    backbone, bank = load(family, FLAT[family])
+    branches = [branch_of(backbone, 1), branch_of(backbone, 5)]
+
+    def adaptation(branch, rate):
+        term = deltas(backbone, branch)
+        return Adaptation(term if detach is None else DeltaSum([term], rate))
+
+    def gradients():
+        found = [leaf.grad for branch in branches for leaf in branch]
+        for branch in branches:
+            for leaf in branch:
+                leaf.grad = None
+        return found
+
+    settings = TrainingSettings(learning_rate=0.1, batch_size=3, epochs=1, gradient_checkpointing=again)
+    with recomputing(backbone, settings):
+        # a rate of dropout, however small, is what keeps members from being joined
+        together, _ = step(backbone, bank, MEMBERS, [adaptation(b, 1e-9) for b in branches])
+        packed = gradients()
+        alone = [
+            step(backbone, bank, [rows], [adaptation(b, 0.0)])[0] for rows, b in zip(MEMBERS, branches, strict=True)
+        ]
+    assert_same_to_rounding(together, sum(alone), GRADIENT)
+    for found, expected in zip(packed, gradients(), strict=True):
+        assert_same_to_rounding(found, expected, GRADIENT)
+
+
+@pytest.mark.parametrize("family", FLAT)
+def test_every_row_meets_its_own_adapter(load, family):
+    """Weighed in LoRA's way and in the latent one; in answers, too, where rows leave the batch."""
+    backbone, bank = load(family, FLAT[family])
+    A, B = (x.detach() for x in branch_of(backbone, 1))
+    w = torch.rand(len(TOGETHER), 3, generator=torch.Generator().manual_seed(3))
+    lefts, widths = (2 * B).split(outputs_of(backbone.targets)), inputs_of(backbone.targets)
+    sides = [(a[:, :n].T, left) for a, left, n in zip(A, lefts, widths, strict=True)]
+    latent = [LatentDelta(right, left, torch.diag_embed(w)) for right, left in sides]
+
+    with torch.no_grad():
+        alone = []
+        for row, own in zip(TOGETHER, w, strict=True):
+            with bank.active(Adaptation(deltas(backbone, (A, B * own)))):
+                alone.append(label_logits(backbone, collate([[row]], backbone)))
+        for found in (deltas(backbone, (A, B), w=w), latent):
+            with bank.active(Adaptation(found)):
+                assert_same_to_rounding(label_logits(backbone, collate([TOGETHER], backbone)), torch.cat(alone), PASS)
+
+    prompts = [row["prompt_ids"] for row in TOGETHER]
+    found = generate(backbone, bank, prompts, Adaptation(deltas(backbone, (A, B), w=w)), 6)
+    expected = [
+        generate(backbone, bank, [prompt], Adaptation(deltas(backbone, (A, B * own))), 6)[0]
+        for prompt, own in zip(prompts, w, strict=True)
+    ]
+    assert found == expected
+
+
+def test_rows_that_gradients_reach_are_told_where_the_first_projection_is_flattened(load):
+    backbone, bank = load("opt", ["fc1"])
+    _, arrived = step(backbone, bank, MEMBERS, [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in (1, 2)])
+    assert [found.tolist() for found in arrived] == [[True] * 5]
+
+
+@pytest.mark.parametrize("pack", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "targets", "rows", "said"),
+    [
+        ("switch_transformers", ["expert_0.wi"], 3, r"expert_0\.wi reads \(\d+, 32\) of \d rows of 8 tokens"),
+        ("led", ["query", "value"], 3, r"query reads \(8, \d, 32\) of \d rows of 8 tokens"),
+        ("led", ["query", "value"], 8, r"query reads \(8, \d+, 32\) (with tokens first )?of \d+ rows of 8 tokens"),
+    ],
+    ids=["an expert's tokens", "tokens first", "as many tokens as rows"],
+)
+def test_inputs_whose_rows_nothing_tells_are_refused(load, family, targets, rows, said, pack):
+    """In a pack and alone: whether a sweep runs does not hang on what is packed."""
+    backbone, bank = load(family, targets)
+    members = [[{"prompt_ids": list(range(9 + i, 17 + i)), "target_ids": [5]} for i in range(rows)]] * pack
+    adaptations = [Adaptation(deltas(backbone, branch_of(backbone, i))) for i in range(pack)]
+    with pytest.raises(ConfigError, match=rf"backbone\.targets: .*{said}.*leave it out"):
+        step(backbone, bank, members, adaptations)
+
+
+@pytest.mark.parametrize(("family", "targets"), [("pegasus_x", None), ("led", ["query", "value"])])
+def test_a_memory_of_inputs_that_leaves_out_padding_must_know_where_it_is(load, family, targets, tmp_path):
+    backbone, bank = load(family, targets)
+    task = task_data([{"prompt_ids": list(range(9, 9 + n)), "target_ids": [5]} for n in (5, 3)], 0)
+
+    def moments(**gpm):
+        memory = InputMemory(GpmSettings(**gpm), "svd", MethodContext(backbone, bank, tmp_path, 4), task, [])
+        return memory._moments(lambda rows: Adaptation())
+
+    said = r"method\.gpm\.mask_padding: .*v_proj reads 8 .* the 5 of the batch.*mask_padding: false"
+    with pytest.raises(ConfigError, match=said if targets is None else r"backbone\.targets: .*(query|value) reads"):
+        moments()
+    assert all(moment.any() for moment in moments(mask_padding=False).values())
