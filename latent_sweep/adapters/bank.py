@@ -79,7 +79,7 @@ def by_rows(name: str, h: Tensor, rows: int, tokens: int) -> Tensor:
         ConfigError: nothing says which row each token is of.
     """
     # as many tokens as rows, and the tokens of one row far from each other: turned round
-    turned = h.dim() == 3 and h.shape[0] == h.shape[1] and 0 < h.stride(0) < h.stride(1)
+    turned = h.dim() == 3 and 1 < h.shape[0] == h.shape[1] and 0 < h.stride(0) < h.stride(1)
     if h.dim() == 3 and len(h) == rows and not turned:
         return h
     if h.dim() == 2 and len(h) == rows * tokens:
