@@ -147,7 +147,13 @@ def _row_differences(pairs: Sequence[Pair]) -> list[Repetition]:
     return found
 
 
-TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks")
+TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks", "benchmark.score_on")
+"""What configurations must have in common for their scores to be compared."""
+
+
+def tested_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a configuration is tested on, by the settings that all of its trials have in common."""
+    return tuple(format_value(settings.get(path)) for path in TESTED_ON)
 
 
 def find_baselines(

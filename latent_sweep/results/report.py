@@ -23,6 +23,7 @@ from latent_sweep.results.sections import (
     Cell,
     Section,
     counts,
+    has_held_out,
     router_value,
     sections,
     tasks_of,
@@ -44,6 +45,7 @@ def records(summary: Summary) -> list[dict[str, Any]]:
     return [
         {
             **configuration.values,
+            **({"score_on": configuration.settings.get("benchmark.score_on")} if has_held_out(summary) else {}),
             "n_finished": configuration.n_finished,
             "n_trials": configuration.n_trials,
             "n_stopped": configuration.n_stopped,

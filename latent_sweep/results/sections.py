@@ -13,7 +13,7 @@ from typing import Any
 
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results.bootstrap import RESAMPLES
-from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference
+from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
 from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
@@ -77,8 +77,9 @@ def sections(summary: Summary) -> list[Section]:
 
 
 def together(summaries: Sequence[Summary]) -> Section:
-    """Return the configurations of several sweeps in one table, the highest AP first."""
+    """Return the configurations of several sweeps in one table: those tested on the same together, best AP first."""
     rows, apart = [], told_apart(summaries)
+    places: dict[tuple[str, ...], int] = {}
     for summary in summaries:
         steps, rates = (_protocol_cells(summary).get(name, []) for name in ("steps", "rate"))
         for row, one in enumerate(summary.configurations):
@@ -87,10 +88,14 @@ def together(summaries: Sequence[Summary]) -> Section:
             named = [Cell(summary.name), Cell(label(one.values) or "-")]
             named += [Cell(format_value(one.settings.get(path, "-"))) for path in apart.values()]
             cells = [*named, count, *scores, rates[row], steps[row]]
-            rows.append((place_by_performance(one), cells))
+            rows.append(((places.setdefault(tested_on(one.settings), len(places)), *place_by_performance(one)), cells))
     rows.sort(key=lambda row: row[0])
     header = ["sweep", "configuration", *apart, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
-    notes = ["sweeps may differ in data, backbone and budget: compare rows of the same benchmark, backbone and steps"]
+    notes = [
+        f"rows that are {_TESTED_ALIKE} stand together, the highest AP first: compare no others, and these as far as "
+        "backbone, steps and what has a column here are the same"
+    ]
+    notes += [_HELD_OUT] * any(map(has_held_out, summaries))
     if any(map(_has_survivors, summaries)):
         notes.append(f"{_SURVIVORS}, and comes last")
     notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
@@ -99,13 +104,40 @@ def together(summaries: Sequence[Summary]) -> Section:
 
 def told_apart(summaries: Sequence[Summary]) -> dict[str, str]:
     """By heading, paths of the settings that several sweeps differ in, unless all of them have it among their axes."""
-    paths = {"benchmark": "benchmark.name", "backbone": "backbone.name"}
     settings = [one.settings for summary in summaries for one in summary.configurations]
+
+    def count(*paths: str) -> int:
+        return len({tuple(format_value(found.get(path)) for path in paths) for found in settings})
+
+    # an order tells its tasks
+    whole = count("benchmark.name", "benchmark.order") == count("benchmark.name", "benchmark.order", "benchmark.tasks")
     return {
         name: path
-        for name, path in paths.items()
-        if len({found.get(path) for found in settings}) > 1 and not all(name in summary.axes for summary in summaries)
+        for path, name in short_names(_TELL_APART).items()
+        if count(path) > 1
+        and not (path == "benchmark.tasks" and whole)
+        and not all(name in summary.axes for summary in summaries)
     }
+
+
+_TELL_APART = (
+    *("benchmark.name", "backbone.name", "benchmark.order", "benchmark.tasks", "benchmark.score_on"),
+    *("benchmark.train_per_task", "benchmark.test_per_task", "benchmark.max_source_length"),
+    *("benchmark.prompts.definition", "benchmark.classification_metric", "benchmark.references"),
+)
+"""Settings that scores of different sweeps may not compare for, and that no other column tells."""
+
+_TESTED_ALIKE = "of one benchmark, order and tasks, and scored on the same (score_on),"
+
+_HELD_OUT = (
+    "score_on validation: scores are of rows held out of the training rows, on which tuning chooses among its "
+    "candidates; they compare with none of test rows"
+)
+
+
+def has_held_out(summary: Summary) -> bool:
+    """Whether scores of it are of rows held out of the training rows."""
+    return any(one.settings.get("benchmark.score_on") == "validation" for one in summary.configurations)
 
 
 def place_by_performance(one: Configuration) -> tuple[bool, float]:
@@ -300,6 +332,9 @@ def _main_notes(summary: Summary) -> list[str]:
         "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
     ]
+    notes += [_HELD_OUT] * has_held_out(summary)
+    if len({tested_on(one.settings) for one in summary.configurations}) > 1:
+        notes.append(f"the highest AP is marked among rows that are {_TESTED_ALIKE} for no others compare")
     if _has_survivors(summary):
         notes.append(f"{_SURVIVORS}, and it is never the best")
     if shared := _shared_trainings(summary):

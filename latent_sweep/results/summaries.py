@@ -15,7 +15,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.bootstrap import ROUNDING
-from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines
+from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since
@@ -163,13 +163,22 @@ class Summary:
     """What is paid for, see `spending`."""
 
     @cached_property
-    def best_average_performance(self) -> float | None:
-        """The highest mean AP of any configuration none of whose trials was stopped; None where none has finished.
+    def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
+        """The highest mean AP of any configuration none of whose trials was stopped, by what it is tested on.
 
         What a scheduler has stopped was the worse part, so the mean of the rest compares with no other's.
         """
-        found = [c.average_performance for c in self.configurations if not c.n_stopped]
-        return max((statistic.mean for statistic in found if statistic is not None), default=None)
+        best: dict[tuple[str, ...], float] = {}
+        for one in self.configurations:
+            if one.average_performance is not None and not one.n_stopped:
+                place = tested_on(one.settings)
+                best[place] = max(best.get(place, 0.0), one.average_performance.mean)
+        return best
+
+    @property
+    def best_average_performance(self) -> float | None:
+        """The highest of them; None where none has finished."""
+        return max(self.best_average_performances.values(), default=None)
 
     @cached_property
     def is_compared(self) -> bool:
@@ -177,8 +186,9 @@ class Summary:
         return any(configuration.comparison is not None for configuration in self.configurations)
 
     def is_best(self, configuration: Configuration) -> bool:
-        """Whether no configuration has a higher mean AP, but for the rounding of sums."""
-        found, best = configuration.average_performance, self.best_average_performance
+        """Whether no configuration tested on the same has a higher mean AP, but for the rounding of sums."""
+        found = configuration.average_performance
+        best = self.best_average_performances.get(tested_on(configuration.settings))
         return found is not None and best is not None and not configuration.n_stopped and best - found.mean < ROUNDING
 
 

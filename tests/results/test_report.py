@@ -74,6 +74,23 @@ def test_numbers_worked_by_hand(summary):
     assert [summary.is_best(one) for one in summary.configurations] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [("benchmark.tasks", [["sentiment"], None]), ("benchmark.order", [1, 2]), ("benchmark.score_on", ["test", None])],
+)
+def test_the_highest_is_marked_among_what_is_tested_on_the_same(tmp_path, path, values):
+    sweep = write_sweep(tmp_path, {path: values, "method.rank": [4, 8], "seed": [0]})
+    for trial, average in zip(sweep, (0.9, 0.8, 0.2, 0.3), strict=True):
+        run_to_end(trial, average, 0.0)
+    summary = summaries.summarise(sweep)
+    assert [summary.is_best(one) for one in summary.configurations] == [True, False, False, True]
+    assert summary.best_average_performance == 0.9
+    assert "the highest AP is marked among rows that are of one benchmark" in report.render(summary)
+    over = summaries.summarise(sweep, over=[path])
+    assert [over.is_best(one) for one in over.configurations] == [True, True], "0.55 both"
+    assert "the highest AP is marked among" not in report.render(over)
+
+
 def test_the_text_table(summary):
     lines = report.render(summary).splitlines()
     assert lines[0] == "sweep lambda: 6 trials (4 finished, 1 failed, 1 stopped)"
