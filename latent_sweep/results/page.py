@@ -22,7 +22,7 @@ from latent_sweep.results.summaries import Configuration, Summary, summarise_all
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
 from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.sweep.plan import ROUTED
+from latent_sweep.sweep.plan import ROUTED, values_read
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ _SHOWN = (
 def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
     """What was run, what varies, and what it took."""
     trials = list(sweep)
-    values = {axis: dict.fromkeys(format_value(trial.values[axis]) for trial in trials) for axis in sweep.axes}
+    read = [values_read(trial) for trial in trials]
+    values = {axis: dict.fromkeys(format_value(each[axis]) for each in read) for axis in sweep.axes}
     varies = [f"{axis}: {', '.join(found)}" for axis, found in values.items()]
     told = [path for path in _SHOWN if path not in sweep.axes]
     if has_held_out(summary):

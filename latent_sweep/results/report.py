@@ -44,7 +44,7 @@ def records(summary: Summary) -> list[dict[str, Any]]:
     measures = ROUTER_MEASURES if any(configuration.router for configuration in summary.configurations) else ()
     return [
         {
-            **configuration.values,
+            **configuration.read,
             **({"score_on": configuration.settings.get("benchmark.score_on")} if has_held_out(summary) else {}),
             "n_finished": configuration.n_finished,
             "n_trials": configuration.n_trials,

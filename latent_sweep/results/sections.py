@@ -241,12 +241,13 @@ class _Axes:
 
     def cells(self, configuration: Configuration) -> list[Cell]:
         """The cells of a configuration's row."""
-        return [self._cell(name, configuration.values) for name in self.header]
+        return [self._cell(name, configuration) for name in self.header]
 
-    def _cell(self, column: str, values: Mapping[str, Any]) -> Cell:
+    def _cell(self, column: str, configuration: Configuration) -> Cell:
         if self._few and column == _FEW_HAVE:
-            return Cell(label({name: values[name] for name in self._few}) or "-")
-        return Cell(format_value(values[column]), values[column] if type(values[column]) in (int, float) else None)
+            return Cell(label({name: configuration.read[name] for name in self._few}) or "-")
+        value = configuration.read[column]
+        return Cell(format_value(value), value if type(value) in (int, float) else None)
 
 
 _FEW_HAVE = "its settings"

@@ -21,7 +21,7 @@ from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import told_matrix
-from latent_sweep.sweep.plan import ROUTED
+from latent_sweep.sweep.plan import is_read, values_read
 from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
@@ -67,7 +67,9 @@ class Configuration:
     """One point of every axis but those that repeat it, over its finished trials."""
 
     values: Mapping[str, Any]
-    """Short name of each axis but those -> value."""
+    """Short name of each axis but those -> value; it is called by these."""
+    read: Mapping[str, Any]
+    """The same, also with what its entry of a list leaves out: see `values_read`."""
     trial_ids: tuple[str, ...]
     settings: Mapping[str, Any]
     """What is the same for all its trials, by dotted path."""
@@ -411,7 +413,8 @@ def _restart_line(events: Sequence[Event]) -> str:
 
 
 def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Configuration:
-    first, finished = members[0].trial, [each for each in members if each.status == "finished"]
+    first, read = members[0].trial, values_read(members[0].trial)
+    finished = [each for each in members if each.status == "finished"]
     matrices = tuple(each.matrix for each in finished if each.matrix is not None)
     final_metrics = [each.metrics for each in finished if each.metrics is not None]
     final_scores = [dict(zip(matrix.tasks, matrix.rows[-1], strict=True)) for matrix in matrices]
@@ -419,6 +422,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
     per_task = {task: Statistic.of([scores[task] for scores in final_scores if task in scores]) for task in tasks}
     return Configuration(
         values={name: first.values[axis] for axis, name in shown.items()},
+        read={name: read[axis] for axis, name in shown.items()},
         trial_ids=tuple(each.trial.trial_id for each in members),
         settings={
             path: value
@@ -487,8 +491,8 @@ def _compared(
 ) -> tuple[Configuration, ...]:
     """The configurations, compared with their baselines over what repeats them."""
     paths = {name: axis for axis, name in shown.items()}
-    positions = find_baselines([configuration.values for configuration in configurations], paths, baseline)
     labels = [label(configuration.values) for configuration in configurations]
+    positions = find_baselines([configuration.read for configuration in configurations], labels, paths, baseline)
     found = compare([_outcomes(members, repeats) for members in groups], positions, labels)
     return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
 
@@ -506,8 +510,7 @@ def _repeat(trial: TrialFolder, axis: str) -> str | None:
 
     A setting that is null, as `training.max_steps` may be, has a value like any other.
     """
-    unrouted = trial.params.get("router.mode") not in ROUTED
-    if axis not in trial.params or (unrouted and axis.startswith("router.") and axis != "router.mode"):
+    if axis not in trial.params or not is_read(axis, trial.params.get("router.mode")):
         return None
     resolved = trial.params[axis]
     value = trial.values.get(axis, resolved)

@@ -21,6 +21,7 @@ from latent_sweep.store.answers import answers_file, is_kept
 from latent_sweep.store.folders import SETTINGS, SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import PREDICTIONS
+from latent_sweep.sweep.plan import values_read
 from latent_sweep.sweep.tuning import TUNING
 
 Kind = Literal["sweep", "trial", "summary"]
@@ -252,7 +253,7 @@ def sweep_tags(sweep: SweepFolder) -> dict[str, str]:
 
 
 def _params(trial: TrialFolder) -> dict[str, Any]:
-    shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | dict(trial.values)
+    shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | values_read(trial)
     names = short_names(shown)
     return {names[path]: value for path, value in shown.items()}
 

@@ -15,6 +15,8 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label
 from latent_sweep.results import report, summaries
 from latent_sweep.results.comparison import Difference
+from latent_sweep.results.frames import SweepResults
+from latent_sweep.results.tracked import trial_content
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
 
@@ -452,6 +454,41 @@ def test_a_setting_that_a_point_leaves_out_is_not_one_that_is_null(tmp_path):
         run_to_end(trial, scores[trial.values["method.name"]] + 0.2 * (trial.values["router.mode"] is not None), 0.0)
     found = compared(open_sweep(sweep.path), "method=seq_lora", over=["mode"])["method=latent_lora"]
     assert (found.n, found.differences["AP"].mean) == (2, pytest.approx(0.2))
+
+
+def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
+    """In tables, data frames, a tracker and for `--baseline`; only what a trial does not read is nothing."""
+    axes = {"router.mode": [None, "oracle"], "router.scope": [None, "prompt"], "benchmark.tasks": [None], "seed": [0]}
+    sweep = resolved(
+        write_sweep(tmp_path, axes),
+        lambda values: {
+            "router.mode": values["router.mode"] or "soft",
+            "router.scope": values["router.scope"] or "input_only",
+            "benchmark.tasks": "sentiment summary intent",
+        },
+        lambda values: values["router.mode"] is None or values["router.scope"] is None,
+    )
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    told = [("soft", "input_only", None), ("soft", "prompt", None), ("oracle", None, None)]
+    summary = summaries.summarise(sweep, baseline=["mode=soft", "router.scope=prompt"])
+    records = report.records(summary)
+    assert [(row["mode"], row["scope"], row["tasks"]) for row in records] == told
+    assert [row["baseline"] for row in records] == ["scope=prompt", None, "scope=prompt"]
+    assert report.render(summary).splitlines()[4].split()[:2] == ["mode=soft", "scope=input_only"]
+    frame = SweepResults(sweep).trials()
+    assert list(zip(*(frame[name].replace({np.nan: None}) for name in ("mode", "scope", "tasks")), strict=True)) == told
+    params = [trial_content(sweep, trial, trial.events()).params for trial in sweep]
+    assert [(each["mode"], each["scope"]) for each in params] == [told[0][:2], told[1][:2], ("oracle", "-")]
+
+
+@pytest.mark.parametrize("null", ["max_steps=null", "max_steps=-", "method=seq_lora max_steps=-"])
+def test_a_baseline_with_a_setting_that_is_null_is_named_by_it(tmp_path, null):
+    """What leaves it open fits both, whatever the label of one of them is."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora"], "training.max_steps": [None, 8], "seed": [0]})
+    with pytest.raises(ConfigError, match=r"fits several .*\n  method=seq_lora max_steps=-\n  method=seq_lora max_st"):
+        compared(sweep, "method=seq_lora")
+    assert compared(sweep, null)["method=seq_lora max_steps=8"].baseline == "method=seq_lora"
 
 
 def test_null_is_a_value_that_repeats_like_any_other(tmp_path):
