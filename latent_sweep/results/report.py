@@ -49,6 +49,7 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             "n_finished": configuration.n_finished,
             "n_trials": configuration.n_trials,
             "n_stopped": configuration.n_stopped,
+            "n_failed": configuration.n_failed,
             "AP_mean": _percent(configuration.average_performance, "mean"),
             "AP_std": _percent(configuration.average_performance, "std"),
             "LA_mean": _percent(configuration.learning_accuracy, "mean"),

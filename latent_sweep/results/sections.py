@@ -98,6 +98,7 @@ def together(summaries: Sequence[Summary]) -> Section:
     notes += [_HELD_OUT] * any(map(has_held_out, summaries))
     if any(map(_has_survivors, summaries)):
         notes.append(f"{_SURVIVORS}, and comes last")
+    notes += [_FAILED] * any(map(_has_failed, summaries))
     notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
     return Section("together", f"{len(summaries)} sweeps compared", Table(header, [cells for _, cells in rows]), notes)
 
@@ -154,6 +155,16 @@ _SURVIVORS = (
 
 def _has_survivors(summary: Summary) -> bool:
     return any(one.n_stopped and one.n_finished for one in summary.configurations)
+
+
+_FAILED = (
+    "where some trials of a row have failed and others have finished, its means are those of the others: of a row some "
+    "of whose trials are no longer finite (non_finite), the better ones"
+)
+
+
+def _has_failed(summary: Summary) -> bool:
+    return any(one.n_failed and one.n_finished for one in summary.configurations)
 
 
 def _same_order(*pair: Summary) -> Iterator[str]:
@@ -338,6 +349,7 @@ def _main_notes(summary: Summary) -> list[str]:
         notes.append(f"the highest AP is marked among rows that are {_TESTED_ALIKE} for no others compare")
     if _has_survivors(summary):
         notes.append(f"{_SURVIVORS}, and it is never the best")
+    notes += [_FAILED] * _has_failed(summary)
     if shared := _shared_trainings(summary):
         notes.append(f"{shared}: the deviation is not one of as many trainings")
     told = _protocol_beside_axes(summary)
@@ -430,6 +442,7 @@ def how_compared(summary: Summary) -> list[str]:
             "a scheduler has stopped some trials, the worse ones: a difference of what is left of a configuration to "
             "what is left of another says little"
         )
+    notes += [_FAILED] * _has_failed(summary)
     if averaged := sorted({place for comparison in found for place in comparison.averaged}):
         names = " and ".join(summary.repeats[place] for place in averaged)
         notes.append(

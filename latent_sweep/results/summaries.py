@@ -97,6 +97,7 @@ class Configuration:
     """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
     n_stopped: int = 0
     """How many of its trials a scheduler has stopped."""
+    n_failed: int = 0
     matrices: tuple[ScoreMatrix, ...] = ()
     """Of its finished trials."""
     comparison: Comparison | None = None
@@ -445,6 +446,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
             ((name, value) for name, values in each.computed_with.items() for value in values) for each in members
         ),
         n_stopped=sum(each.status == "stopped" for each in members),
+        n_failed=sum(each.status == "failed" for each in members),
         matrices=matrices,
     )
 

@@ -173,6 +173,8 @@ def configuration_content(
 ) -> RunContent:
     """The summary run of a configuration with a finished trial: params, and mean, spread and count over seeds.
 
+    Its tags say how many trials there are, and how many of them no mean is of.
+
     Args:
         member: one of its trials.
     """
@@ -195,7 +197,9 @@ def configuration_content(
         status="FINISHED",
         end=end,
         params=_texts({k: v for k, v in _params(member).items() if k != seed_name}, _LONGEST_PARAM),
-        tags={},
+        tags=_texts(
+            {name: getattr(configuration, name) for name in ("n_trials", "n_stopped", "n_failed")}, _LONGEST_TAG
+        ),
         mark={"sweep_id": sweep.sweep_id},
         history=_summary_points(values, configuration.n_finished, end),
         artifacts={},

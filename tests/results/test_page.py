@@ -122,7 +122,7 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
     text = capsys.readouterr().out
     if format == "csv":
         assert text.startswith("sweep,lambda,n_finished")
-        assert "\nother,,1,1,0,48.0000," in text
+        assert "\nother,,1,1,0,0,48.0000," in text
     else:
         assert text.index("2 sweeps compared") < text.index("48.00")
         assert "soft" in text
