@@ -99,6 +99,7 @@ def together(summaries: Sequence[Summary]) -> Section:
     if any(map(_has_survivors, summaries)):
         notes.append(f"{_SURVIVORS}, and comes last")
     notes += [_FAILED] * any(map(_has_failed, summaries))
+    notes += _not_in_turn(*summaries)
     notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
     return Section("together", f"{len(summaries)} sweeps compared", Table(header, [cells for _, cells in rows]), notes)
 
@@ -165,6 +166,17 @@ _FAILED = (
 
 def _has_failed(summary: Summary) -> bool:
     return any(one.n_failed and one.n_finished for one in summary.configurations)
+
+
+def _not_in_turn(*summaries: Summary) -> list[str]:
+    """Say of which configurations no measure of learning and forgetting tells, as all is learned first, or nothing."""
+    found = [one for summary in summaries for one in summary.configurations if not one.learns_in_turn]
+    names = ", ".join(dict.fromkeys(str(one.settings.get("method.name") or label(one.values)) for one in found))
+    note = (
+        f"{names}: not learned task after task (all at the first stage, or nothing), so LA, FM and BWT say nothing of "
+        "learning and forgetting there, and neither do differences of them"
+    )
+    return [note] * bool(found)
 
 
 def _same_order(*pair: Summary) -> Iterator[str]:
@@ -350,6 +362,7 @@ def _main_notes(summary: Summary) -> list[str]:
     if _has_survivors(summary):
         notes.append(f"{_SURVIVORS}, and it is never the best")
     notes += [_FAILED] * _has_failed(summary)
+    notes += _not_in_turn(summary)
     if shared := _shared_trainings(summary):
         notes.append(f"{shared}: the deviation is not one of as many trainings")
     told = _protocol_beside_axes(summary)
@@ -443,6 +456,7 @@ def how_compared(summary: Summary) -> list[str]:
             "what is left of another says little"
         )
     notes += [_FAILED] * _has_failed(summary)
+    notes += _not_in_turn(summary)
     if averaged := sorted({place for comparison in found for place in comparison.averaged}):
         names = " and ".join(summary.repeats[place] for place in averaged)
         notes.append(
@@ -453,10 +467,13 @@ def how_compared(summary: Summary) -> list[str]:
         notes.append(f"{shared}: pairs are fewer than they seem, and intervals too narrow")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
-    if len(found) > 1:
+    intervals = sum(
+        difference.interval is not None for comparison in found for difference in comparison.differences.values()
+    )
+    if intervals > 1:
         notes.append(
-            f"{len(found)} comparisons, not corrected for their number: of those without a difference, one in twenty "
-            "seems to have one"
+            f"{intervals} intervals, not corrected for their number: of those without a true difference, at least one "
+            "in twenty excludes 0 by chance, and more with few pairs"
         )
     return notes
 

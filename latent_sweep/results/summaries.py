@@ -98,6 +98,8 @@ class Configuration:
     n_stopped: int = 0
     """How many of its trials a scheduler has stopped."""
     n_failed: int = 0
+    learns_in_turn: bool = True
+    """Whether its trials learn something at every stage, as far as they tell: a reference run need not."""
     matrices: tuple[ScoreMatrix, ...] = ()
     """Of its finished trials."""
     comparison: Comparison | None = None
@@ -338,6 +340,8 @@ class _Told:
     computed_with: Mapping[str, tuple[str, ...]]
     latest: float
     """When its last event was written, in Unix seconds; 0 where there is none."""
+    learns_in_turn: bool
+    """Whether no stage has left behind the snapshot of the stage before it."""
     finish: float | None = None
     """When it finished, in Unix seconds; None, as all below, where it has not."""
     metrics: Mapping[str, float] | None = None
@@ -358,6 +362,7 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         _distinct(stage.get("steps") for stage in told),
         computed_with(events),
         events[-1]["time"] if events else 0.0,
+        all(a["lineage"] != b["lineage"] for a, b in itertools.pairwise(told)),
     )
     if known.status != "finished":
         return known
@@ -447,6 +452,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
         ),
         n_stopped=sum(each.status == "stopped" for each in members),
         n_failed=sum(each.status == "failed" for each in members),
+        learns_in_turn=all(each.learns_in_turn for each in members),
         matrices=matrices,
     )
 

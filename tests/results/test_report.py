@@ -388,6 +388,24 @@ def test_a_row_of_which_seeds_have_failed_says_that_its_means_are_of_the_others(
     assert [row["n_failed"] for row in report.records(summary)] == [0, 1]
 
 
+def test_what_is_not_learned_task_after_task_is_named(tmp_path):
+    """A stage that learns nothing leaves behind the snapshot of the one before it, whatever the method is called."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "all_first"], "seed": [0]})
+    first, second = sweep
+    run_to_end(first, 0.5, 0.1)
+    note = "all_first: not learned task after task (all at the first stage, or nothing), so LA, FM and BWT say nothing"
+    assert note not in report.render(summaries.summarise(sweep))
+    start(second)
+    for seen in (1, 2, 3):
+        metrics = {"AP": 0.5, "FM": 0.0}
+        scores = dict.fromkeys(TASKS[:seen], 0.5)
+        second.journal.append("stage", tasks_seen=seen, task="x", lineage="first", scores=scores, metrics=metrics)
+    second.journal.append("finished", metrics=metrics, files={})
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    assert report.render(summary).count(note) == 2, "under the table, and under that of differences"
+    assert note in " ".join(together([summary, summary]).notes)
+
+
 def test_curves_leave_out_means_of_what_a_scheduler_has_left(tmp_path):
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
     *trials, last = sweep
