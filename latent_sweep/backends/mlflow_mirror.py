@@ -481,7 +481,7 @@ class MlflowMirror:
         """Write a summary run if it is not there as it should be."""
         run = self._runs.get((content.kind, content.key), {}).get("")
         if run is not None:
-            tags = {**run_tags(self.sweep, content), **content.mark, **self._parent_tag(content.kind)}
+            tags = {**run_tags(self.sweep, content), **content.tags, **content.mark, **self._parent_tag(content.kind)}
             metrics = {point.key: point.value for point in content.points}
             has_all = (
                 tags.items() <= run.tags.items()

@@ -147,36 +147,40 @@ def _row_differences(pairs: Sequence[Pair]) -> list[Repetition]:
     return found
 
 
-TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks")
+TESTED_ON = ("benchmark.name", "benchmark.order", "benchmark.tasks", "benchmark.score_on")
+"""What configurations must have in common for their scores to be compared."""
+
+
+def tested_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a configuration is tested on, by the settings that all of its trials have in common."""
+    return tuple(format_value(settings.get(path)) for path in TESTED_ON)
 
 
 def find_baselines(
-    configurations: Sequence[Mapping[str, Any]], paths: Mapping[str, str], wanted: Sequence[str]
+    configurations: Sequence[Mapping[str, Any]], labels: Sequence[str], paths: Mapping[str, str], wanted: Sequence[str]
 ) -> list[int]:
     """The position of each configuration's baseline: tested on the same tasks, and of several, with its backbone.
 
     Args:
         configurations: short name of each axis -> value.
+        labels: what each is called.
         paths: short name -> path.
-        wanted: settings of the baseline as `name=value`, by short name or path; or its whole label alone.
+        wanted: settings of the baseline as `name=value`, by short name or path; or its whole label.
 
     Raises:
         ConfigError: not exactly one configuration fits.
     """
     tested_on = [name for name, path in paths.items() if path in TESTED_ON]
     backbone = [name for name, path in paths.items() if path == "backbone.name"]
-    labels = [label(values) for values in configurations]
-    by_label = [i for i, whole in enumerate(labels) if [whole] == list(wanted)]
+    by_label = [i for i, values in enumerate(configurations) if list(wanted) in ([labels[i]], [_whole(values)])]
     by_terms = [i for i, values in enumerate(configurations) if all(_fits(term, values, paths) for term in wanted)]
     baselines = []
     for values in configurations:
         fitting = [i for i in by_terms or by_label if _agree(configurations[i], values, tested_on)]
         if len(fitting) > 1:
             fitting = [i for i in fitting if _agree(configurations[i], values, backbone)]
-        if len(fitting) > 1:
-            fitting = [i for i in fitting if i in by_label] or fitting
         if len(fitting) != 1:
-            listed = [labels[i] for i in fitting or range(len(labels))]
+            listed = [_whole(configurations[i]) for i in fitting] or labels
             problem = "fits several configurations" if fitting else "fits no configuration"
             place = _place(values, tested_on) if by_terms or by_label else ""
             raise ConfigError(
@@ -192,6 +196,11 @@ def _agree(values: Mapping[str, Any], others: Mapping[str, Any], names: Sequence
     return all(values[name] == others[name] for name in names)
 
 
+def _whole(values: Mapping[str, Any]) -> str:
+    """A configuration with all of its settings, as the table shows them: `-` where one is null or not read."""
+    return " ".join(f"{name}={format_value(value)}" for name, value in values.items())
+
+
 def _fits(term: str, values: Mapping[str, Any], paths: Mapping[str, str]) -> bool:
     """Whether a configuration has a setting, named as `name=value`, as it is written or as the same number."""
     name, _, text = term.partition("=")
@@ -199,6 +208,8 @@ def _fits(term: str, values: Mapping[str, Any], paths: Mapping[str, str]) -> boo
     if short is None:
         return False
     value = values[short]
+    if value is None and text == "null":
+        return True
     return text == format_value(value) or (type(value) in (int, float) and value == _number(text))
 
 

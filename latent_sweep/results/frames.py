@@ -27,6 +27,7 @@ from latent_sweep.store.answers import Answer, is_kept
 from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, attempts, mending, stages, status
 from latent_sweep.store.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines, told_matrix
+from latent_sweep.sweep.plan import values_read
 
 _TIME = "datetime64[ns, UTC]"
 _TRIAL = {"trial_id": "string", "training_id": "string", "name": "string", "status": "string"}
@@ -231,10 +232,11 @@ class SweepResults:
         return pd.concat([_frame(_ANSWER, []), *parts], ignore_index=True)
 
     def _setting_dtypes(self) -> Dtypes:
-        return {name: _dtype(trial.values[path] for trial in self._folder) for path, name in self.axes.items()}
+        return {name: _dtype(values_read(trial)[path] for trial in self._folder) for path, name in self.axes.items()}
 
     def _settings(self, trial: TrialFolder) -> Row:
-        values = ((name, trial.values[path]) for path, name in self.axes.items())
+        read = values_read(trial)
+        values = ((name, read[path]) for path, name in self.axes.items())
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
 
     def _trial_row(self, trial: TrialFolder) -> Row:
@@ -399,7 +401,7 @@ def _frame(dtypes: Dtypes, rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def _setting(trial: TrialFolder, path: str) -> Any:
-    return trial.values[path] if path in trial.values else trial.params.get(path)
+    return values_read(trial)[path] if path in trial.values else trial.params.get(path)
 
 
 def _dtype(values: Iterable[Any]) -> str:

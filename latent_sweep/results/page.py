@@ -17,12 +17,12 @@ from latent_sweep.results.flips import Flip, flips
 from latent_sweep.results.interference_pictures import interference_pictures
 from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.router_pictures import router_pictures
-from latent_sweep.results.sections import Section, counts, sections, together
+from latent_sweep.results.sections import Section, counts, has_held_out, sections, together
 from latent_sweep.results.summaries import Configuration, Summary, summarise_all
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
 from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.sweep.plan import ROUTED
+from latent_sweep.sweep.plan import ROUTED, values_read
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,19 @@ def _worth_reading(sweep: SweepFolder, summary: Summary) -> list[tuple[str, Sequ
 
 _SHOWN = (
     *("method.name", "backbone.name", "backbone.dtype", "benchmark.name", "benchmark.order", "training.epochs"),
-    *("benchmark.tasks", "benchmark.train_per_task", "benchmark.test_per_task"),
+    *("benchmark.tasks", "benchmark.train_per_task", "benchmark.test_per_task", "benchmark.score_on"),
 )
 
 
 def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
     """What was run, what varies, and what it took."""
     trials = list(sweep)
-    values = {axis: dict.fromkeys(format_value(trial.values[axis]) for trial in trials) for axis in sweep.axes}
+    read = [values_read(trial) for trial in trials]
+    values = {axis: dict.fromkeys(format_value(each[axis]) for each in read) for axis in sweep.axes}
     varies = [f"{axis}: {', '.join(found)}" for axis, found in values.items()]
     told = [path for path in _SHOWN if path not in sweep.axes]
+    if has_held_out(summary):
+        told = [path for path in told if path != "benchmark.test_per_task"]  # no test row is read
     found = {path: dict.fromkeys(format_value(trial.params.get(path)) for trial in trials) for path in told}
     fixed = {path: next(iter(each)) for path, each in found.items() if len(each) == 1 and each.keys() != {"-"}}
     follows = [f"{path}: {', '.join(each)}" for path, each in found.items() if len(each) > 1]

@@ -23,6 +23,7 @@ from latent_sweep.results.sections import (
     Cell,
     Section,
     counts,
+    has_held_out,
     router_value,
     sections,
     tasks_of,
@@ -43,10 +44,12 @@ def records(summary: Summary) -> list[dict[str, Any]]:
     measures = ROUTER_MEASURES if any(configuration.router for configuration in summary.configurations) else ()
     return [
         {
-            **configuration.values,
+            **configuration.read,
+            **({"score_on": configuration.settings.get("benchmark.score_on")} if has_held_out(summary) else {}),
             "n_finished": configuration.n_finished,
             "n_trials": configuration.n_trials,
             "n_stopped": configuration.n_stopped,
+            "n_failed": configuration.n_failed,
             "AP_mean": _percent(configuration.average_performance, "mean"),
             "AP_std": _percent(configuration.average_performance, "std"),
             "LA_mean": _percent(configuration.learning_accuracy, "mean"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results.bootstrap import RESAMPLES
-from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference
+from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
 from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
@@ -77,8 +77,9 @@ def sections(summary: Summary) -> list[Section]:
 
 
 def together(summaries: Sequence[Summary]) -> Section:
-    """Return the configurations of several sweeps in one table, the highest AP first."""
+    """Return the configurations of several sweeps in one table: those tested on the same together, best AP first."""
     rows, apart = [], told_apart(summaries)
+    places: dict[tuple[str, ...], int] = {}
     for summary in summaries:
         steps, rates = (_protocol_cells(summary).get(name, []) for name in ("steps", "rate"))
         for row, one in enumerate(summary.configurations):
@@ -87,25 +88,58 @@ def together(summaries: Sequence[Summary]) -> Section:
             named = [Cell(summary.name), Cell(label(one.values) or "-")]
             named += [Cell(format_value(one.settings.get(path, "-"))) for path in apart.values()]
             cells = [*named, count, *scores, rates[row], steps[row]]
-            rows.append((place_by_performance(one), cells))
+            rows.append(((places.setdefault(tested_on(one.settings), len(places)), *place_by_performance(one)), cells))
     rows.sort(key=lambda row: row[0])
     header = ["sweep", "configuration", *apart, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
-    notes = ["sweeps may differ in data, backbone and budget: compare rows of the same benchmark, backbone and steps"]
+    notes = [
+        f"rows that are {_TESTED_ALIKE} stand together, the highest AP first: compare no others, and these as far as "
+        "backbone, steps and what has a column here are the same"
+    ]
+    notes += [_HELD_OUT] * any(map(has_held_out, summaries))
     if any(map(_has_survivors, summaries)):
         notes.append(f"{_SURVIVORS}, and comes last")
+    notes += [_FAILED] * any(map(_has_failed, summaries))
+    notes += _not_in_turn(*summaries)
     notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
     return Section("together", f"{len(summaries)} sweeps compared", Table(header, [cells for _, cells in rows]), notes)
 
 
 def told_apart(summaries: Sequence[Summary]) -> dict[str, str]:
     """By heading, paths of the settings that several sweeps differ in, unless all of them have it among their axes."""
-    paths = {"benchmark": "benchmark.name", "backbone": "backbone.name"}
     settings = [one.settings for summary in summaries for one in summary.configurations]
+
+    def count(*paths: str) -> int:
+        return len({tuple(format_value(found.get(path)) for path in paths) for found in settings})
+
+    # an order tells its tasks
+    whole = count("benchmark.name", "benchmark.order") == count("benchmark.name", "benchmark.order", "benchmark.tasks")
     return {
         name: path
-        for name, path in paths.items()
-        if len({found.get(path) for found in settings}) > 1 and not all(name in summary.axes for summary in summaries)
+        for path, name in short_names(_TELL_APART).items()
+        if count(path) > 1
+        and not (path == "benchmark.tasks" and whole)
+        and not all(name in summary.axes for summary in summaries)
     }
+
+
+_TELL_APART = (
+    *("benchmark.name", "backbone.name", "benchmark.order", "benchmark.tasks", "benchmark.score_on"),
+    *("benchmark.train_per_task", "benchmark.test_per_task", "benchmark.max_source_length"),
+    *("benchmark.prompts.definition", "benchmark.classification_metric", "benchmark.references"),
+)
+"""Settings that scores of different sweeps may not compare for, and that no other column tells."""
+
+_TESTED_ALIKE = "of one benchmark, order and tasks, and scored on the same (score_on),"
+
+_HELD_OUT = (
+    "score_on validation: scores are of rows held out of the training rows, on which tuning chooses among its "
+    "candidates; they compare with none of test rows"
+)
+
+
+def has_held_out(summary: Summary) -> bool:
+    """Whether scores of it are of rows held out of the training rows."""
+    return any(one.settings.get("benchmark.score_on") == "validation" for one in summary.configurations)
 
 
 def place_by_performance(one: Configuration) -> tuple[bool, float]:
@@ -122,6 +156,27 @@ _SURVIVORS = (
 
 def _has_survivors(summary: Summary) -> bool:
     return any(one.n_stopped and one.n_finished for one in summary.configurations)
+
+
+_FAILED = (
+    "where some trials of a row have failed and others have finished, its means are those of the others: of a row some "
+    "of whose trials are no longer finite (non_finite), the better ones"
+)
+
+
+def _has_failed(summary: Summary) -> bool:
+    return any(one.n_failed and one.n_finished for one in summary.configurations)
+
+
+def _not_in_turn(*summaries: Summary) -> list[str]:
+    """Say of which configurations no measure of learning and forgetting tells, as all is learned first, or nothing."""
+    found = [one for summary in summaries for one in summary.configurations if not one.learns_in_turn]
+    names = ", ".join(dict.fromkeys(str(one.settings.get("method.name") or label(one.values)) for one in found))
+    note = (
+        f"{names}: not learned task after task (all at the first stage, or nothing), so LA, FM and BWT say nothing of "
+        "learning and forgetting there, and neither do differences of them"
+    )
+    return [note] * bool(found)
 
 
 def _same_order(*pair: Summary) -> Iterator[str]:
@@ -209,12 +264,13 @@ class _Axes:
 
     def cells(self, configuration: Configuration) -> list[Cell]:
         """The cells of a configuration's row."""
-        return [self._cell(name, configuration.values) for name in self.header]
+        return [self._cell(name, configuration) for name in self.header]
 
-    def _cell(self, column: str, values: Mapping[str, Any]) -> Cell:
+    def _cell(self, column: str, configuration: Configuration) -> Cell:
         if self._few and column == _FEW_HAVE:
-            return Cell(label({name: values[name] for name in self._few}) or "-")
-        return Cell(format_value(values[column]), values[column] if type(values[column]) in (int, float) else None)
+            return Cell(label({name: configuration.read[name] for name in self._few}) or "-")
+        value = configuration.read[column]
+        return Cell(format_value(value), value if type(value) in (int, float) else None)
 
 
 _FEW_HAVE = "its settings"
@@ -300,8 +356,13 @@ def _main_notes(summary: Summary) -> list[str]:
         "LA, learning accuracy: mean score of each task when it was new, right after it was learned",
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
     ]
+    notes += [_HELD_OUT] * has_held_out(summary)
+    if len({tested_on(one.settings) for one in summary.configurations}) > 1:
+        notes.append(f"the highest AP is marked among rows that are {_TESTED_ALIKE} for no others compare")
     if _has_survivors(summary):
         notes.append(f"{_SURVIVORS}, and it is never the best")
+    notes += [_FAILED] * _has_failed(summary)
+    notes += _not_in_turn(summary)
     if shared := _shared_trainings(summary):
         notes.append(f"{shared}: the deviation is not one of as many trainings")
     told = _protocol_beside_axes(summary)
@@ -394,6 +455,8 @@ def how_compared(summary: Summary) -> list[str]:
             "a scheduler has stopped some trials, the worse ones: a difference of what is left of a configuration to "
             "what is left of another says little"
         )
+    notes += [_FAILED] * _has_failed(summary)
+    notes += _not_in_turn(summary)
     if averaged := sorted({place for comparison in found for place in comparison.averaged}):
         names = " and ".join(summary.repeats[place] for place in averaged)
         notes.append(
@@ -404,10 +467,13 @@ def how_compared(summary: Summary) -> list[str]:
         notes.append(f"{shared}: pairs are fewer than they seem, and intervals too narrow")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")
-    if len(found) > 1:
+    intervals = sum(
+        difference.interval is not None for comparison in found for difference in comparison.differences.values()
+    )
+    if intervals > 1:
         notes.append(
-            f"{len(found)} comparisons, not corrected for their number: of those without a difference, one in twenty "
-            "seems to have one"
+            f"{intervals} intervals, not corrected for their number: of those without a true difference, at least one "
+            "in twenty excludes 0 by chance, and more with few pairs"
         )
     return notes
 

@@ -15,13 +15,13 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.bootstrap import ROUNDING
-from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines
+from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import told_matrix
-from latent_sweep.sweep.plan import ROUTED
+from latent_sweep.sweep.plan import is_read, values_read
 from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines
 
@@ -67,7 +67,9 @@ class Configuration:
     """One point of every axis but those that repeat it, over its finished trials."""
 
     values: Mapping[str, Any]
-    """Short name of each axis but those -> value."""
+    """Short name of each axis but those -> value; it is called by these."""
+    read: Mapping[str, Any]
+    """The same, also with what its entry of a list leaves out: see `values_read`."""
     trial_ids: tuple[str, ...]
     settings: Mapping[str, Any]
     """What is the same for all its trials, by dotted path."""
@@ -95,6 +97,9 @@ class Configuration:
     """Library, `device` or `dtype` -> every value that its stages were learned or scored with."""
     n_stopped: int = 0
     """How many of its trials a scheduler has stopped."""
+    n_failed: int = 0
+    learns_in_turn: bool = True
+    """Whether its trials learn something at every stage, as far as they tell: a reference run need not."""
     matrices: tuple[ScoreMatrix, ...] = ()
     """Of its finished trials."""
     comparison: Comparison | None = None
@@ -163,13 +168,22 @@ class Summary:
     """What is paid for, see `spending`."""
 
     @cached_property
-    def best_average_performance(self) -> float | None:
-        """The highest mean AP of any configuration none of whose trials was stopped; None where none has finished.
+    def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
+        """The highest mean AP of any configuration none of whose trials was stopped, by what it is tested on.
 
         What a scheduler has stopped was the worse part, so the mean of the rest compares with no other's.
         """
-        found = [c.average_performance for c in self.configurations if not c.n_stopped]
-        return max((statistic.mean for statistic in found if statistic is not None), default=None)
+        best: dict[tuple[str, ...], float] = {}
+        for one in self.configurations:
+            if one.average_performance is not None and not one.n_stopped:
+                place = tested_on(one.settings)
+                best[place] = max(best.get(place, 0.0), one.average_performance.mean)
+        return best
+
+    @property
+    def best_average_performance(self) -> float | None:
+        """The highest of them; None where none has finished."""
+        return max(self.best_average_performances.values(), default=None)
 
     @cached_property
     def is_compared(self) -> bool:
@@ -177,8 +191,9 @@ class Summary:
         return any(configuration.comparison is not None for configuration in self.configurations)
 
     def is_best(self, configuration: Configuration) -> bool:
-        """Whether no configuration has a higher mean AP, but for the rounding of sums."""
-        found, best = configuration.average_performance, self.best_average_performance
+        """Whether no configuration tested on the same has a higher mean AP, but for the rounding of sums."""
+        found = configuration.average_performance
+        best = self.best_average_performances.get(tested_on(configuration.settings))
         return found is not None and best is not None and not configuration.n_stopped and best - found.mean < ROUNDING
 
 
@@ -325,6 +340,8 @@ class _Told:
     computed_with: Mapping[str, tuple[str, ...]]
     latest: float
     """When its last event was written, in Unix seconds; 0 where there is none."""
+    learns_in_turn: bool
+    """Whether no stage has left behind the snapshot of the stage before it."""
     finish: float | None = None
     """When it finished, in Unix seconds; None, as all below, where it has not."""
     metrics: Mapping[str, float] | None = None
@@ -345,6 +362,7 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         _distinct(stage.get("steps") for stage in told),
         computed_with(events),
         events[-1]["time"] if events else 0.0,
+        all(a["lineage"] != b["lineage"] for a, b in itertools.pairwise(told)),
     )
     if known.status != "finished":
         return known
@@ -401,7 +419,8 @@ def _restart_line(events: Sequence[Event]) -> str:
 
 
 def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Configuration:
-    first, finished = members[0].trial, [each for each in members if each.status == "finished"]
+    first, read = members[0].trial, values_read(members[0].trial)
+    finished = [each for each in members if each.status == "finished"]
     matrices = tuple(each.matrix for each in finished if each.matrix is not None)
     final_metrics = [each.metrics for each in finished if each.metrics is not None]
     final_scores = [dict(zip(matrix.tasks, matrix.rows[-1], strict=True)) for matrix in matrices]
@@ -409,6 +428,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
     per_task = {task: Statistic.of([scores[task] for scores in final_scores if task in scores]) for task in tasks}
     return Configuration(
         values={name: first.values[axis] for axis, name in shown.items()},
+        read={name: read[axis] for axis, name in shown.items()},
         trial_ids=tuple(each.trial.trial_id for each in members),
         settings={
             path: value
@@ -431,6 +451,8 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
             ((name, value) for name, values in each.computed_with.items() for value in values) for each in members
         ),
         n_stopped=sum(each.status == "stopped" for each in members),
+        n_failed=sum(each.status == "failed" for each in members),
+        learns_in_turn=all(each.learns_in_turn for each in members),
         matrices=matrices,
     )
 
@@ -477,8 +499,8 @@ def _compared(
 ) -> tuple[Configuration, ...]:
     """The configurations, compared with their baselines over what repeats them."""
     paths = {name: axis for axis, name in shown.items()}
-    positions = find_baselines([configuration.values for configuration in configurations], paths, baseline)
     labels = [label(configuration.values) for configuration in configurations]
+    positions = find_baselines([configuration.read for configuration in configurations], labels, paths, baseline)
     found = compare([_outcomes(members, repeats) for members in groups], positions, labels)
     return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
 
@@ -496,8 +518,7 @@ def _repeat(trial: TrialFolder, axis: str) -> str | None:
 
     A setting that is null, as `training.max_steps` may be, has a value like any other.
     """
-    unrouted = trial.params.get("router.mode") not in ROUTED
-    if axis not in trial.params or (unrouted and axis.startswith("router.") and axis != "router.mode"):
+    if axis not in trial.params or not is_read(axis, trial.params.get("router.mode")):
         return None
     resolved = trial.params[axis]
     value = trial.values.get(axis, resolved)

@@ -21,6 +21,7 @@ from latent_sweep.store.answers import answers_file, is_kept
 from latent_sweep.store.folders import SETTINGS, SweepFolder, TrialFolder
 from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
 from latent_sweep.store.trial_files import PREDICTIONS
+from latent_sweep.sweep.plan import values_read
 from latent_sweep.sweep.tuning import TUNING
 
 Kind = Literal["sweep", "trial", "summary"]
@@ -172,6 +173,8 @@ def configuration_content(
 ) -> RunContent:
     """The summary run of a configuration with a finished trial: params, and mean, spread and count over seeds.
 
+    Its tags say how many trials there are, and how many of them no mean is of.
+
     Args:
         member: one of its trials.
     """
@@ -194,7 +197,9 @@ def configuration_content(
         status="FINISHED",
         end=end,
         params=_texts({k: v for k, v in _params(member).items() if k != seed_name}, _LONGEST_PARAM),
-        tags={},
+        tags=_texts(
+            {name: getattr(configuration, name) for name in ("n_trials", "n_stopped", "n_failed")}, _LONGEST_TAG
+        ),
         mark={"sweep_id": sweep.sweep_id},
         history=_summary_points(values, configuration.n_finished, end),
         artifacts={},
@@ -252,7 +257,7 @@ def sweep_tags(sweep: SweepFolder) -> dict[str, str]:
 
 
 def _params(trial: TrialFolder) -> dict[str, Any]:
-    shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | dict(trial.values)
+    shown = {path: trial.params[path] for path in _CONTEXT if path in trial.params} | values_read(trial)
     names = short_names(shown)
     return {names[path]: value for path, value in shown.items()}
 

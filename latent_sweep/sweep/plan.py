@@ -59,7 +59,7 @@ from latent_sweep.settings import (
 )
 from latent_sweep.store import versions
 from latent_sweep.store.failures import Phase
-from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.folders import SweepFolder, TrialFolder
 from latent_sweep.store.trial_files import TrialFiles
 from latent_sweep.sweep.config import Sweep, fault_report, trial_settings
 from latent_sweep.sweep.groups import TrainingSettings, TrialSettings, WrittenTrial
@@ -539,10 +539,9 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
             "evaluation": once("inference", (s.evaluation,), lambda: canonical_json(s.evaluation.identity())),
         }
     )
-    unread = s.router.mode not in ROUTED
     # the values as resolved; what the router would not read says nothing about the trial
     told = [*point, *(path for path in elsewhere if has_setting(s, path) and setting(s, path) is not None)]
-    read = [path for path in told if not (unread and path.startswith("router.") and path != "router.mode")]
+    read = [path for path in told if is_read(path, s.router.mode)]
     return Trial(
         trial_id=text_hash(json_list([training, inference])),
         training_id=text_hash(training),
@@ -591,6 +590,25 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
         training=canonical_json(settings.training_identity() | named),
         inference=canonical_json(settings.identity() | named | scored),
     )
+
+
+def is_read(path: str, mode: str | None) -> bool:
+    """Whether a trial whose snapshots answer by this mode reads a setting: of a router nothing else without one."""
+    return mode in ROUTED or not path.startswith("router.") or path == "router.mode"
+
+
+def values_read(trial: TrialFolder) -> dict[str, Any]:
+    """What a trial has of the settings that vary, by dotted path, also where its entry of a list leaves them out.
+
+    None is what it does not read, and what is null. A number that it reads has stood there since it was planned.
+    """
+    mode, found = trial.params.get("router.mode"), dict(trial.values)
+    for path, value in trial.values.items():
+        resolved = trial.params.get(path)
+        # tasks that are null, all of the order, are not called by their names
+        if value is None and type(resolved) not in (int, float) and path != "benchmark.tasks" and is_read(path, mode):
+            found[path] = resolved
+    return found
 
 
 def has_setting(settings: TrialSettings, path: str) -> bool:

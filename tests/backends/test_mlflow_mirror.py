@@ -680,6 +680,25 @@ def test_a_mean_of_fewer_trials_than_before_is_shown(uri, sweep, client, plain_p
     assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
 
 
+def test_a_mean_says_how_many_trials_it_is_not_of(uri, sweep, client, plain_pictures):
+    first, second, third, fourth = sweep
+    for trial in (first, second, third):
+        run_to_end(trial, 0.5, 0.0)
+    MlflowMirror(uri, sweep).close()
+
+    def told():
+        tags = [run.data.tags for run in runs_of(client, sweep, "summary")]
+        return sorted((each["n_trials"], each["n_stopped"], each["n_failed"]) for each in tags)
+
+    assert told() == [("2", "0", "0"), ("2", "0", "0")]
+    start(fourth)
+    journal_of(fourth).append("stopped", tasks_seen=1, reason="below the median")
+    assert "tag n_stopped: found '0'; expected '1'" in verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    MlflowMirror(uri, sweep).close()
+    assert told() == [("2", "0", "0"), ("2", "1", "0")]
+    assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
+
+
 def test_a_mean_of_no_trial_any_more_is_shown_nowhere(uri, sweep, client, plain_pictures):
     """Neither in a run of its configuration nor as the best of the sweep, which has fewer finished trials then."""
     for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):

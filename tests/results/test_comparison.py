@@ -15,6 +15,8 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label
 from latent_sweep.results import report, summaries
 from latent_sweep.results.comparison import Difference
+from latent_sweep.results.frames import SweepResults
+from latent_sweep.results.tracked import trial_content
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
 
@@ -155,6 +157,17 @@ def test_before_anything_has_finished_there_is_nothing_to_compare(tmp_path):
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.differences == {}
     assert all(report.render(summary, format) for format in report.FORMATS)
+
+
+def test_intervals_that_are_there_are_counted(tmp_path):
+    """At most four of each comparison; none of what has no pair."""
+    sweep = write_sweep(tmp_path, {"method.rank": [4, 8, 16], "seed": [0, 1]})
+    for trial in sweep:
+        if trial.values["method.rank"] < 16:
+            run_with_rows(trial, rows_of(0.5, trial.values["method.rank"]))
+    text = report.render(summaries.summarise(sweep, baseline=["rank=4"]))
+    assert text.count("[") == 3, "LA has the same difference in both pairs"
+    assert "3 intervals, not corrected for their number: of those without a true difference, at least one in" in text
 
 
 def test_what_is_equal_has_equal_intervals(tmp_path):
@@ -454,6 +467,41 @@ def test_a_setting_that_a_point_leaves_out_is_not_one_that_is_null(tmp_path):
     assert (found.n, found.differences["AP"].mean) == (2, pytest.approx(0.2))
 
 
+def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
+    """In tables, data frames, a tracker and for `--baseline`; only what a trial does not read is nothing."""
+    axes = {"router.mode": [None, "oracle"], "router.scope": [None, "prompt"], "benchmark.tasks": [None], "seed": [0]}
+    sweep = resolved(
+        write_sweep(tmp_path, axes),
+        lambda values: {
+            "router.mode": values["router.mode"] or "soft",
+            "router.scope": values["router.scope"] or "input_only",
+            "benchmark.tasks": "sentiment summary intent",
+        },
+        lambda values: values["router.mode"] is None or values["router.scope"] is None,
+    )
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    told = [("soft", "input_only", None), ("soft", "prompt", None), ("oracle", None, None)]
+    summary = summaries.summarise(sweep, baseline=["mode=soft", "router.scope=prompt"])
+    records = report.records(summary)
+    assert [(row["mode"], row["scope"], row["tasks"]) for row in records] == told
+    assert [row["baseline"] for row in records] == ["scope=prompt", None, "scope=prompt"]
+    assert report.render(summary).splitlines()[4].split()[:2] == ["mode=soft", "scope=input_only"]
+    frame = SweepResults(sweep).trials()
+    assert list(zip(*(frame[name].replace({np.nan: None}) for name in ("mode", "scope", "tasks")), strict=True)) == told
+    params = [trial_content(sweep, trial, trial.events()).params for trial in sweep]
+    assert [(each["mode"], each["scope"]) for each in params] == [told[0][:2], told[1][:2], ("oracle", "-")]
+
+
+@pytest.mark.parametrize("null", ["max_steps=null", "max_steps=-", "method=seq_lora max_steps=-"])
+def test_a_baseline_with_a_setting_that_is_null_is_named_by_it(tmp_path, null):
+    """What leaves it open fits both, whatever the label of one of them is."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora"], "training.max_steps": [None, 8], "seed": [0]})
+    with pytest.raises(ConfigError, match=r"fits several .*\n  method=seq_lora max_steps=-\n  method=seq_lora max_st"):
+        compared(sweep, "method=seq_lora")
+    assert compared(sweep, null)["method=seq_lora max_steps=8"].baseline == "method=seq_lora"
+
+
 def test_null_is_a_value_that_repeats_like_any_other(tmp_path):
     """Not the sign of a setting that a trial does not read: then trials of all steps would be averaged."""
     axes = {"method.name": ["seq_lora", "o_lora"], "training.max_steps": [None, 8], "seed": [0, 1]}
@@ -535,14 +583,6 @@ def test_the_tables_of_all_formats(sweep):
 def test_without_a_baseline_nothing_is_said_of_differences(sweep):
     summary = summaries.summarise(sweep)
     assert not any("ifference" in report.render(summary, format) for format in report.FORMATS)
-
-
-def test_several_comparisons_carry_a_warning(tmp_path):
-    sweep = write_sweep(tmp_path, {"method.rank": [4, 8, 16], "seed": [0, 1]})
-    for number, trial in enumerate(sweep):
-        run_to_end(trial, 0.1 * number, 0.0)
-    text = report.render(summaries.summarise(sweep, baseline=["rank=4"]))
-    assert "2 comparisons, not corrected for their number" in text
 
 
 def test_the_command_compares(sweep, capsys):

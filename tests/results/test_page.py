@@ -122,14 +122,14 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
     text = capsys.readouterr().out
     if format == "csv":
         assert text.startswith("sweep,lambda,n_finished")
-        assert "\nother,,1,1,0,48.0000," in text
+        assert "\nother,,1,1,0,0,48.0000," in text
     else:
         assert text.index("2 sweeps compared") < text.index("48.00")
         assert "soft" in text
 
 
 def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
-    """Their rows stand in one table, the highest AP first; an axis of only one of them tells nothing of the other."""
+    """In one table, rows of one benchmark together; an axis of only one of them tells nothing of the other."""
     other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, name="other", sweep_id="0ther0ther0ther0")
     content = read_sealed_json(other.path / "sweep.json")
     content["trials"][0]["params"]["benchmark.name"] = "own"
@@ -141,8 +141,8 @@ def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
     assert table.header[:5] == ["sweep", "configuration", "benchmark", "backbone", "n"]
     assert [[cell.text for cell in row[:4]] for row in table.rows] == [
         ["lambda", "lambda=0.1", "superni", "t5-large"],
-        ["other", "backbone=tiny-llama", "own", "tiny-llama"],
         ["lambda", "lambda=0.0", "superni", "t5-large"],
+        ["other", "backbone=tiny-llama", "own", "tiny-llama"],
     ]
     rows = list(csv.DictReader(io.StringIO(report.render_all(found, "csv"))))
     assert [(row["benchmark"], row["backbone"]) for row in rows] == [("superni", "t5-large")] * 2 + [
@@ -152,6 +152,40 @@ def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
     assert "benchmark" not in together([found[0], found[0]]).table.header
     axes_alone = together([found[1], found[1]]).table.header
     assert "backbone" not in axes_alone
+
+
+def test_sweeps_scored_on_other_rows_or_otherwise_say_so(sweep, tmp_path):
+    """Scores of rows held out stand behind those of test rows, however high they are; what differs has a column."""
+    changed = {"score_on": "validation", "test_per_task": 4, "prompts.definition": "none", "tasks": "sentiment"}
+    for setting, value in changed.items():
+        path = f"benchmark.{setting}"
+        (trial,) = other = write_sweep(tmp_path, {path: [value]}, name=setting)
+        run_to_end(trial, 0.9, 0.0)
+        section = together([summaries.summarise(one) for one in (sweep, other)])
+        column = section.table.header[2]
+        assert path.endswith(column)
+        assert {row[2].text for row in section.table.rows} == {"-", str(value)}
+        first = section.table.rows[0][0].text
+        assert first == ("lambda" if setting in ("score_on", "tasks") else setting)
+        assert ("rows held out of the training rows" in " ".join(section.notes)) == (setting == "score_on")
+    (trial,) = other = write_sweep(tmp_path, {"benchmark.order": [2]}, name="order")
+    assert together([summaries.summarise(one) for one in (sweep, other)]).table.header[2:4] == ["order", "n"]
+
+
+def test_a_report_of_candidates_says_what_they_are_scored_on(tmp_path):
+    """In every form: test rows are none of theirs."""
+    (trial,) = sweep = write_sweep(tmp_path, {"benchmark.score_on": ["validation"], "benchmark.test_per_task": [9]})
+    run_to_end(trial, 0.9, 0.0)
+    content = read_sealed_json(sweep.path / "sweep.json")
+    content["axes"] = content["trials"][0]["values"] = {}
+    write_sealed_json(sweep.path / "sweep.json", content)
+    sweep = open_sweep(sweep.path)
+    found = summaries.summarise(sweep)
+    for format in ("text", "markdown", "latex"):
+        assert "scores are of rows held out of the training rows" in report.render(found, format)
+    assert [row["score_on"] for row in report.records(found)] == ["validation"]
+    same = dict(_facts(sweep, found))["the same for all"]
+    assert "benchmark.score_on validation" in same and "test_per_task" not in same
 
 
 def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):

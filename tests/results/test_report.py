@@ -15,6 +15,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results import report, summaries
 from latent_sweep.results.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
+from latent_sweep.results.sections import together
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
 
@@ -74,6 +75,23 @@ def test_numbers_worked_by_hand(summary):
     assert [summary.is_best(one) for one in summary.configurations] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [("benchmark.tasks", [["sentiment"], None]), ("benchmark.order", [1, 2]), ("benchmark.score_on", ["test", None])],
+)
+def test_the_highest_is_marked_among_what_is_tested_on_the_same(tmp_path, path, values):
+    sweep = write_sweep(tmp_path, {path: values, "method.rank": [4, 8], "seed": [0]})
+    for trial, average in zip(sweep, (0.9, 0.8, 0.2, 0.3), strict=True):
+        run_to_end(trial, average, 0.0)
+    summary = summaries.summarise(sweep)
+    assert [summary.is_best(one) for one in summary.configurations] == [True, False, False, True]
+    assert summary.best_average_performance == 0.9
+    assert "the highest AP is marked among rows that are of one benchmark" in report.render(summary)
+    over = summaries.summarise(sweep, over=[path])
+    assert [over.is_best(one) for one in over.configurations] == [True, True], "0.55 both"
+    assert "the highest AP is marked among" not in report.render(over)
+
+
 def test_the_text_table(summary):
     lines = report.render(summary).splitlines()
     assert lines[0] == "sweep lambda: 6 trials (4 finished, 1 failed, 1 stopped)"
@@ -81,6 +99,7 @@ def test_the_text_table(summary):
     assert lines[4].split() == ["0.0", "3", "42.00", "±", "2.65", "*", "42.00", "±", "2.65", "12.00", "±", "2.00"]
     assert lines[5].split() == ["0.1", "1/3", "50.00", "50.00", "2.00"]
     assert any("a scheduler has stopped some trials of a row" in line for line in lines)
+    assert any("where some trials of a row have failed and others have finished" in line for line in lines)
     assert "n: finished trials, one for each seed; mean ± sample standard deviation over them" in lines
     assert "the same in all rows: trained 147,456, rate 0.0003, steps 24" in lines
     assert "lambda=0.1 seed=1 failed: non_finite at task summary, step 120: the loss is nan" in lines
@@ -110,6 +129,7 @@ def test_the_csv_table(summary):
         "n_finished": "3",
         "n_trials": "3",
         "n_stopped": "0",
+        "n_failed": "0",
         "AP_mean": "42.0000",
         "AP_std": "2.6458",
         "LA_mean": "42.0000",
@@ -351,6 +371,39 @@ def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
     means, stds = curves.series["mode=hard"]
     np.testing.assert_allclose(means, [np.nan, 70.0])
     assert np.isnan(stds).all()
+
+
+def test_a_row_of_which_seeds_have_failed_says_that_its_means_are_of_the_others(tmp_path):
+    """Whose learning diverged: it may have the highest AP, of the seeds that did not."""
+    sweep = write_sweep(tmp_path, {"method.rank": [4, 8], "seed": [0, 1]})
+    *trials, last = sweep
+    for trial, average in zip(trials, (0.3, 0.4, 0.5), strict=True):
+        run_to_end(trial, average, 0.0)
+    note = "where some trials of a row have failed and others have finished"
+    assert note not in report.render(summaries.summarise(sweep))
+    journal_of(last).append("failed", kind="non_finite", message="the loss is nan", task="summary", step=120)
+    summary = summaries.summarise(sweep, baseline=["rank=4"])
+    assert report.render(summary).count(note) == 2, "under the table, and under that of differences"
+    assert note in " ".join(together([summary, summary]).notes)
+    assert [row["n_failed"] for row in report.records(summary)] == [0, 1]
+
+
+def test_what_is_not_learned_task_after_task_is_named(tmp_path):
+    """A stage that learns nothing leaves behind the snapshot of the one before it, whatever the method is called."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "all_first"], "seed": [0]})
+    first, second = sweep
+    run_to_end(first, 0.5, 0.1)
+    note = "all_first: not learned task after task (all at the first stage, or nothing), so LA, FM and BWT say nothing"
+    assert note not in report.render(summaries.summarise(sweep))
+    start(second)
+    for seen in (1, 2, 3):
+        metrics = {"AP": 0.5, "FM": 0.0}
+        scores = dict.fromkeys(TASKS[:seen], 0.5)
+        second.journal.append("stage", tasks_seen=seen, task="x", lineage="first", scores=scores, metrics=metrics)
+    second.journal.append("finished", metrics=metrics, files={})
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    assert report.render(summary).count(note) == 2, "under the table, and under that of differences"
+    assert note in " ".join(together([summary, summary]).notes)
 
 
 def test_curves_leave_out_means_of_what_a_scheduler_has_left(tmp_path):

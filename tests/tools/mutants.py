@@ -240,8 +240,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "results/summaries.py",
         "what is left of stopped trials may be the best",
-        "for c in self.configurations if not c.n_stopped]",
-        "for c in self.configurations]",
+        "one.average_performance is not None and not one.n_stopped:\n                place",
+        "one.average_performance is not None:\n                place",
         "report::test_numbers_worked_by_hand",
     ),
     _mutant(
@@ -317,8 +317,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "results/comparison.py",
         "an order is compared with another",
-        '"benchmark.order", "benchmark.tasks")',
-        '"benchmark.tasks")',
+        '"benchmark.order", "benchmark.tasks", ',
+        '"benchmark.tasks", ',
         "comparison::test_each_configuration_is_compared_on_what_it_is_tested_on",
     ),
     _mutant(
