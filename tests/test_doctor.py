@@ -411,10 +411,20 @@ def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
 
 
 def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("latent_sweep.doctor.subject.memory", lambda: (1000, 2000))
+    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 2 << 30))  # the libraries alone take more
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 0
-    assert "warning  first step: not taken: tiny-llama is forecast to need" in printed
+    assert "warning  first step: not taken: tiny-llama is forecast to need 1.5" in printed
+
+
+def test_a_backbone_larger_than_the_limit_of_a_container_is_not_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{2 << 30}\n")
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 0
+    assert "a cgroup allows 3.0 GiB, of which 1.0 GiB are free" in printed
+    assert "warning  first step: not taken: tiny-llama is forecast to need 1.5" in printed
 
 
 @pytest.mark.parametrize(("capability", "mark"), [("AVX2", "warning"), ("AVX512", "ok")])

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from latent_sweep.doctor.findings import Finding, fault, ok, warning
-from latent_sweep.doctor.machine import memory
+from latent_sweep.doctor.machine import free_memory
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import Sweep
-from latent_sweep.sweep.memory import GIB, RESERVE, predict
+from latent_sweep.sweep.memory import GIB, HOST_RESERVE, RESERVE, predict
 from latent_sweep.sweep.plan import Member, Trial
 
 if TYPE_CHECKING:
@@ -56,9 +56,10 @@ def look_at_first_step(subject: Subject, device: str) -> Iterator[Finding]:
         yield warning(
             "first step", said, advice="run the same on a machine with such a GPU; here only the CPU was tried"
         )
-    forecast, ram = predict(trial, subject.sweep.run), memory()
-    if device == "cpu" and forecast is not None and ram is not None and forecast.learning > ram[0]:
-        said = f"not taken: {name} is forecast to need {_gib(forecast.learning)}, and {_gib(ram[0])} of RAM are free"
+    forecast, free = predict(trial, subject.sweep.run), free_memory()
+    if device == "cpu" and forecast is not None and free is not None and forecast.learning + HOST_RESERVE > free:
+        needed = _gib(forecast.learning + HOST_RESERVE)
+        said = f"not taken: {name} is forecast to need {needed}, and {_gib(free)} of RAM are free"
         yield warning("first step", said, advice="run the same on a machine that has the memory")
         return
     yield from _step(_on(trial, device), subject, device)
