@@ -521,7 +521,8 @@ def _memory_text(memory: Memory) -> str:
         "adapter and optimizer": memory.adapter + memory.optimizer,
     }
     learning = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    measuring = f"{_gib(memory.measuring)} to measure its inputs, " if memory.moments else ""
+    measured = "its inputs" if memory.moments else "its Fisher information"
+    measuring = f"{_gib(memory.measuring)} to measure {measured}, " if memory.measuring else ""
     answering = f"{measuring}{_gib(memory.answering)} to answer"
     return f"up to {_gib(memory.learning)} GiB a worker to learn ({learning}), {answering}"
 

@@ -11,6 +11,8 @@ the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n
     history      (4 + b) P for each task, where earlier branches stay active or answer together
     moments      InfLoRA and GainLoRA, before a task and after it: 8 n^2 for each input that projections read, and
                  64 n^2 where the directions of one are found, or 16 n for each token of a batch
+    fisher       EWC, after a task: a pass of as many rows as a step's, at most 8, and 8 P for each: its own pair and
+                 the gradient
     logits       b V B L, and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
@@ -28,7 +30,7 @@ above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
 Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
-(EWC's Fisher pass, a gate, the SVD, loading); and LwF's teacher. Blocks of other families differ in their norms alone,
+(a gate, the SVD, loading); and LwF's teacher. Blocks of other families differ in their norms alone,
 each of which keeps 4 (k + 1) for the k numbers that it reads; of a family that no table describes nothing is predicted.
 """
 
@@ -110,6 +112,8 @@ class Memory:
     """Moments."""
     moments: int
     """Second moments of inputs before and after a task, where a method reads them, with what measures them."""
+    fisher: int
+    """The pass that measures gradients of single rows after a task, where a method does, as EWC."""
     cache: int
     """Keys and values while answers are generated."""
     reading: int
@@ -131,9 +135,9 @@ class Memory:
 
     @property
     def measuring(self) -> int:
-        """Return the peak while second moments are measured, in bytes; 0 where a method reads none."""
-        beside = self.weights + self.gathered + self.factors + self.history + self.adapter // 2
-        return beside + self.moments if self.moments else 0
+        """Return the peak while second moments or Fisher information are measured, in bytes; 0 without either."""
+        beside, measured = self.weights + self.gathered + self.factors + self.history, max(self.moments, self.fisher)
+        return beside + self.adapter // 2 + measured if measured else 0
 
     @property
     def peak(self) -> int:
@@ -158,10 +162,11 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     if shape is None:
         return None
     trained = members * method.parameter_count(shape.targets, shape.width)
-    adapters = _adapters(trial, shape, trained, members)
     tasks = len(trial.tasks)
     learns = any(tasks_learned(method, position, tasks) for position in range(tasks))
-    step = _step(trial, shape, adapters, run.resources, members) if learns else _Moment(0, 0, 0)
+    rows = _rows_at_once(trial, run.resources)
+    adapters = _adapters(trial, shape, trained, members)
+    step = _step(trial, shape, adapters, run.resources, members * rows) if learns else _Moment(0, 0, 0)
     answer = _answer(trial, shape)
     weights = _weights(shape, run)
     sides = sum(m + n for m, n in shape.targets.values())
@@ -177,6 +182,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
         adapter=8 * trained,
         optimizer=_moments(trial, trained),
         moments=_second_moments(trial, shape),
+        fisher=_fisher(trial, shape, trained // members, run.resources, rows) if learns else 0,
         cache=answer.cache,
         reading=answer.reading,
         host=weights.waiting,
@@ -484,11 +490,16 @@ class _Moment:
         return self.activations + self.working + self.logits
 
 
-def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, members: int) -> _Moment:
-    """Find the fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
+def _rows_at_once(trial: Trial, resources: ResourceSettings) -> int:
+    """Return the rows of a member's forward pass at most."""
     training = trial.settings.training
     share = _share(training.batch_size, resources.workers)
-    rows = members * min(share, training.micro_batch_size or share)
+    return min(share, training.micro_batch_size or share)
+
+
+def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, rows: int) -> _Moment:
+    """Find the fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
+    training = trial.settings.training
     prompt, target = _longest(trial)
     on_cpu = not resources.gpus
     noise = (shape.bytes if on_cpu else 1) if training.backbone_dropout else 0
@@ -515,7 +526,16 @@ def _longest(trial: Trial) -> tuple[int, int]:
     return limits.max_source_length + len(prompt_read(trial.method(), ())), limits.max_target_length
 
 
-# --- second moments --------------------------------------------------------------------------------------------------
+# --- what is measured beside steps -----------------------------------------------------------------------------------
+
+
+def _fisher(trial: Trial, shape: Shape, trained: int, resources: ResourceSettings, rows: int) -> int:
+    """Return bytes of the pass that measures gradients of single rows, each of which has its own pair; 0 without."""
+    rows = min(trial.method().gradient_rows, rows)
+    if not rows:
+        return 0
+    adapters = _adapters(trial, shape, rows * trained, 1)
+    return _step(trial, shape, adapters, resources, rows).total + 8 * rows * trained
 
 
 def _second_moments(trial: Trial, shape: Shape) -> int:
