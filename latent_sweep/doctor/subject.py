@@ -30,11 +30,12 @@ class Subject:
 
 def look_at_sweep(subject: Subject) -> Iterator[Finding]:
     """Do what `run` does before it starts anything: engine, pinned backbones, data, tokens, steps."""
-    from latent_sweep.backends.driver import check_engine, check_pinned
+    from latent_sweep.backends.driver import check_devices, check_engine, check_pinned
     from latent_sweep.sweep.checks import check_sweep
 
     sweep, trials = subject.sweep, subject.trials
     check_engine(sweep.run.engine)
+    check_devices(sweep, trials)
     check_pinned(sweep, trials)
     for remark in check_sweep(sweep, trials):
         kind, _, said = remark.partition(": ")
