@@ -404,6 +404,36 @@ def test_a_backbone_that_is_not_there_is_a_fault_with_advice(tmp_path, capsys, m
     assert "hf auth login" in printed
 
 
+TWO_BENCHMARKS = [
+    {"name": "builtin", "tasks": ["mood"], "train_per_task": 8, "test_per_task": 4},
+    {"name": "superni", "tasks": ["task591", "task1510"], "train_per_task": 8, "test_per_task": 4},
+]
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_data_that_is_not_here_is_told(cluster, tmp_path, capsys, monkeypatch):
+    """Also of a benchmark that the first trial does not read."""
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+    monkeypatch.setattr(examination, "look_at_nodes", lambda *given: [])
+    if cluster:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, printed = examine(capsys, sweep(tmp_path, search={"benchmark": TWO_BENCHMARKS}))
+    assert code == (not cluster)
+    mark = "warning" if cluster else "fault  "
+    assert f"{mark}  data: 2 tasks have rows that are not here: superni task1510, superni task591. " in printed
+    assert "LATENT_SWEEP_DATA" in printed
+    assert "2 trials, engine and backbones as `run` wants them" in printed
+
+
+def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+    monkeypatch.setattr(examination, "look_at_nodes", lambda *given: [])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, printed = examine(capsys, sweep(tmp_path, trial__benchmark=TWO_BENCHMARKS[1]))
+    assert code == 0
+    assert "warning  first step: not taken: " in printed
+
+
 def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, run__resources={"gpus": 1}))
     assert code == 0

@@ -74,15 +74,6 @@ def test_in_this_process_a_gpu_is_there_without_being_asked_for(tmp_path, capsys
     assert "a worker sees no GPU" not in capsys.readouterr().err
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
-    def interrupted(*given):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("latent_sweep.backends.driver.run_sweep", interrupted)
-    assert main(["run", write(tmp_path, tiny())]) == 130
-    assert "run the same command again to go on from here" in capsys.readouterr().err
-
-
 # --- what a run leaves -----------------------------------------------------------------------------------------------
 
 
