@@ -18,7 +18,7 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from latent_sweep.backends.ray_nodes import Answer, Node
+from latent_sweep.backends.ray_nodes import Answer, Node, resources_here
 from latent_sweep.cli import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
 from latent_sweep.doctor.findings import examined, ok
@@ -30,6 +30,7 @@ from latent_sweep.methods.protocol import Learner
 from latent_sweep.store import objects
 from latent_sweep.store.objects import Bucket
 from latent_sweep.store.storage import open_storage
+from latent_sweep.sweep.groups import ResourceSettings
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -436,8 +437,36 @@ def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, m
 
 def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, run__resources={"gpus": 1}))
-    assert code == 0
+    assert code == 1
+    assert (
+        "fault    resources: run.resources: a trial asks for 1 CPU and 1 GPU on one node; this machine has" in printed
+    )
     assert "warning  first step: the sweep asks for 1 GPU, and this was looked at on the CPU" in printed
+    assert "first step: 4 rows of mood on cpu" in printed
+
+
+@pytest.mark.parametrize(
+    ("asked", "mark", "said"),
+    [
+        ({"cpus": 64}, "fault", "a trial asks for 64 CPU and 0 GPU on one node"),
+        ({"workers": 3}, "fault", "a trial asks for 3 workers at once, each with 1 CPU and 0 GPU"),
+        ({"gpus": 1, "accelerator": "H100"}, "fault", "a trial asks for 1 CPU and 1 GPU (H100) on one node"),
+        ({"workers": 2}, "ok", "a trial asks for 2 workers at once, each with 1 CPU and 0 GPU"),
+        ({"gpus": 0.5}, "ok", "a trial asks for 1 CPU and 0.5 GPU on one node"),
+    ],
+)
+def test_what_a_trial_asks_for_is_held_against_this_machine(asked, mark, said, monkeypatch):
+    here = {"CPU": 2, "GPU": 1, "accelerator_type:A100": 1}
+    monkeypatch.setattr(nodes, "resources_here", lambda: here)
+    (found,) = nodes.look_at_room(ResourceSettings(**asked))
+    assert found.mark == mark
+    assert found.found == f"run.resources: {said}; this machine has 2 CPU, 1 GPU, A100"
+
+
+def test_what_ray_takes_this_machine_to_have():
+    here = resources_here()
+    assert 1 <= here["CPU"] <= os.cpu_count()
+    assert here["GPU"] == torch.cuda.device_count()
 
 
 def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypatch):
@@ -512,7 +541,7 @@ def test_every_node_of_a_cluster_is_examined(tmp_path):
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
     path = [str(tmp_path / "site"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    command = [sys.executable, "-m", "latent_sweep.cli", "doctor", sweep(tmp_path)]
+    command = [sys.executable, "-m", "latent_sweep.cli", "doctor", sweep(tmp_path, run__resources={"cpus": 64})]
     with cluster_of(1, 2) as (cluster, environment):
         cluster.add_node(env_vars={"PYTHONPATH": os.pathsep.join(path)}, **node(3))
         cluster.wait_for_nodes()
@@ -526,6 +555,7 @@ def test_every_node_of_a_cluster_is_examined(tmp_path):
     assert "transformers: 4.0.0; expected" in wrong[0]
     assert "versions: transformers 4.0.0 there" in wrong[1]
     assert done.stdout.count("node: ") == 2
+    assert "warning  resources: run.resources: a trial asks for 64 CPU and 0 GPU on one node; no such" in done.stdout
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from functools import partial
 from latent_sweep.doctor.findings import Check, Finding, counted, examined, fault
 from latent_sweep.doctor.machine import chosen_device, has_device, look_at_cpu, look_at_disk, look_at_gpus
 from latent_sweep.doctor.methods import method_checks
-from latent_sweep.doctor.nodes import look_at_nodes
+from latent_sweep.doctor.nodes import look_at_nodes, look_at_room
 from latent_sweep.doctor.packages import look_at_imports, look_at_packages
 from latent_sweep.doctor.storage import hostname, look_at_caches, look_at_storage
 from latent_sweep.doctor.subject import Subject, look_at_first_step, look_at_sweep
@@ -80,10 +80,13 @@ def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[P
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     yield Part("packages", _packages(needed))
     device, storage = _device(asked), _opened(run.storage)
-    yield Part(f"this machine (device {device})", _machine(device, storage))
+    alone = read is not None and not os.environ.get("RAY_ADDRESS")  # then `run` has this machine, and no other
+    room = [("resources", partial(look_at_room, run.resources))] if alone else []
+    yield Part(f"this machine (device {device})", [*_machine(device, storage), *room])
     yield Part("storage", [("storage", partial(_storage, run.storage)), ("caches", look_at_caches)])
     if storage is not None and os.environ.get("RAY_ADDRESS"):
-        yield Part("cluster", [("cluster", partial(look_at_nodes, storage, needed, run.allow_insecure))])
+        asked_for = (storage, needed, run.allow_insecure, run.resources)
+        yield Part("cluster", [("cluster", partial(look_at_nodes, *asked_for))])
     yield Part("tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure))])
     yield Part(f"methods, on {device}", _methods(device))
     if read is not None and storage is not None:
