@@ -21,7 +21,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from latent_sweep.backends.ray_nodes import Answer, Node, resources_here
 from latent_sweep.cli import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
-from latent_sweep.doctor.findings import examined, ok
+from latent_sweep.doctor.findings import examined, fault, ok
 from latent_sweep.doctor.methods import ABSOLUTE, Outcome
 from latent_sweep.doctor.storage import look_at_storage
 from latent_sweep.learn import evaluation
@@ -296,6 +296,12 @@ def test_a_tracker_that_refuses_is_a_fault_and_no_secret_is_told(tmp_path, capsy
     assert f"fault    tracker: http://***@127.0.0.1:{port}: " in printed
     assert "MLFLOW_TRACKING_TOKEN" in printed
     assert "geheim77" not in printed
+
+
+@pytest.mark.parametrize("said", ["401", "certificate", "out of date", "no route to host"])
+def test_what_to_do_about_a_tracker_is_no_secret(said):
+    advice = tracker.advice_for(said)
+    assert advice in fault("tracker", said, advice=advice).text()
 
 
 def test_a_database_that_is_not_there_is_tried_and_not_made(tmp_path):
