@@ -224,7 +224,7 @@ def test_a_storage_that_cannot_be_written_is_a_fault(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, run__storage="/proc/doctor/runs"))
     assert code == 1
     assert "fault    storage: /proc/doctor/runs" in printed
-    assert "cannot be written" in printed
+    assert "cannot be written" in printed and "what was committed" not in printed
     assert "ok       seq_lora" in printed
 
 
@@ -439,6 +439,16 @@ def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, m
     code, printed = examine(capsys, sweep(tmp_path, trial__benchmark=TWO_BENCHMARKS[1]))
     assert code == 0
     assert "warning  first step: not taken: " in printed
+
+
+def test_a_fault_of_the_sweep_is_not_found_again_by_the_first_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, printed = examine(
+        capsys, sweep(tmp_path, trial__backbone__name="nobody/nothing", trial__backbone__revision="main")
+    )
+    assert code == 1
+    assert "fault    sweep: " in printed
+    assert "\n1 fault, " in printed and "first step" not in printed
 
 
 def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):

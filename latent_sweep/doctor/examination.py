@@ -32,6 +32,8 @@ class Part:
     title: str
     checks: Sequence[tuple[str, Check]]
     """Each with a word for what it looks at."""
+    in_turn: bool = False
+    """Whether each needs those before it: a fault ends them, as it would be found again."""
 
 
 def examine(
@@ -64,6 +66,8 @@ def examine(
             found += findings
             if findings:
                 tell("\n".join(finding.text() for finding in findings))
+            if part.in_turn and any(finding.mark == "fault" for finding in findings):
+                break
     tell(f"\n{counted(found)} ({time.monotonic() - began:.0f} s)")
     return found
 
@@ -90,7 +94,7 @@ def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[P
     yield Part("tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure))])
     yield Part(f"methods, on {device}", _methods(device))
     if read is not None and storage is not None:
-        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked))
+        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked), in_turn=True)
 
 
 def _opened(place: str) -> Storage | None:
