@@ -13,7 +13,7 @@ from latent_sweep.doctor.machine import free_memory
 from latent_sweep.errors import MissingData
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import Sweep
-from latent_sweep.sweep.memory import GIB, HOST_RESERVE, RESERVE, predict
+from latent_sweep.sweep.memory import GIB, RESERVE, predict
 from latent_sweep.sweep.plan import Member, Trial
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def look_at_first_step(subject: Subject, device: str) -> Iterator[Finding]:
             "first step", said, advice="run the same on a machine with such a GPU; here only the CPU was tried"
         )
     forecast, free = predict(trial, subject.sweep.run), free_memory()
-    if device == "cpu" and forecast is not None and free is not None and forecast.learning + HOST_RESERVE > free:
-        needed = _gib(forecast.learning + HOST_RESERVE)
+    if device == "cpu" and forecast is not None and free is not None and forecast.learning + forecast.besides > free:
+        needed = _gib(forecast.learning + forecast.besides)
         said = f"not taken: {name} is forecast to need {needed}, and {_gib(free)} of RAM are free"
         yield warning("first step", said, advice="run the same on a machine that has the memory")
         return

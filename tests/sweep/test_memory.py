@@ -394,6 +394,18 @@ def test_fisher_information_takes_what_was_predicted(name, dtype, rows, tmp_path
     assert predict(trial, RunSettings(), 3).fisher == found.fisher, "members are measured in turn"
 
 
+@pytest.mark.parametrize(
+    ("method", "rows", "prompt", "resident"), [("latent_lora", 12, 512, 9.68), ("seq_lora", 1, 32, 0)]
+)
+def test_a_process_on_a_cpu_takes_what_was_measured(method, rows, prompt, resident):
+    """GiB of a process that took a step of SmolLM2, most of it in a C heap; a small step takes the libraries' alone."""
+    trial = trial_of("smollm2-135m", "float32", method, prompt, 50, trial__training__batch_size=rows)
+    found = predict(trial, RunSettings())
+    assert found.besides == 1.5 * GIB if not resident else found.besides > 3 * GIB
+    if resident:
+        assert (found.learning + found.besides) / GIB == pytest.approx(resident, rel=0.03)
+
+
 def test_what_measures_nothing_counts_nothing():
     found = predict(trial_of(method="o_lora"), RunSettings())
     assert (found.moments, found.fisher, found.measuring) == (0, 0, 0)
