@@ -81,7 +81,7 @@ def carry_out(command: Callable[[argparse.Namespace], int], options: argparse.Na
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell reports for it
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on from here", file=sys.stderr)
+        print(f"interrupted{'; run the same command again to go on from here' * (command is run)}", file=sys.stderr)
         return 130
     except Exception:  # a fault of ours; its traceback may quote an address or a token
         print(printable(traceback.format_exc()), end="", file=sys.stderr)

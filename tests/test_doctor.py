@@ -18,10 +18,10 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from latent_sweep.backends.ray_nodes import Answer, Node
+from latent_sweep.backends.ray_nodes import Answer, Node, resources_here
 from latent_sweep.cli import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
-from latent_sweep.doctor.findings import examined, ok
+from latent_sweep.doctor.findings import examined, fault, ok
 from latent_sweep.doctor.methods import ABSOLUTE, Outcome
 from latent_sweep.doctor.storage import look_at_storage
 from latent_sweep.learn import evaluation
@@ -30,6 +30,7 @@ from latent_sweep.methods.protocol import Learner
 from latent_sweep.store import objects
 from latent_sweep.store.objects import Bucket
 from latent_sweep.store.storage import open_storage
+from latent_sweep.sweep.groups import ResourceSettings
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -223,7 +224,7 @@ def test_a_storage_that_cannot_be_written_is_a_fault(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, run__storage="/proc/doctor/runs"))
     assert code == 1
     assert "fault    storage: /proc/doctor/runs" in printed
-    assert "cannot be written" in printed
+    assert "cannot be written" in printed and "what was committed" not in printed
     assert "ok       seq_lora" in printed
 
 
@@ -295,6 +296,12 @@ def test_a_tracker_that_refuses_is_a_fault_and_no_secret_is_told(tmp_path, capsy
     assert f"fault    tracker: http://***@127.0.0.1:{port}: " in printed
     assert "MLFLOW_TRACKING_TOKEN" in printed
     assert "geheim77" not in printed
+
+
+@pytest.mark.parametrize("said", ["401", "certificate", "out of date", "no route to host"])
+def test_what_to_do_about_a_tracker_is_no_secret(said):
+    advice = tracker.advice_for(said)
+    assert advice in fault("tracker", said, advice=advice).text()
 
 
 def test_a_database_that_is_not_there_is_tried_and_not_made(tmp_path):
@@ -404,10 +411,78 @@ def test_a_backbone_that_is_not_there_is_a_fault_with_advice(tmp_path, capsys, m
     assert "hf auth login" in printed
 
 
+TWO_BENCHMARKS = [
+    {"name": "builtin", "tasks": ["mood"], "train_per_task": 8, "test_per_task": 4},
+    {"name": "superni", "tasks": ["task591", "task1510"], "train_per_task": 8, "test_per_task": 4},
+]
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_data_that_is_not_here_is_told(cluster, tmp_path, capsys, monkeypatch):
+    """Also of a benchmark that the first trial does not read."""
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+    monkeypatch.setattr(examination, "look_at_nodes", lambda *given: [])
+    if cluster:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, printed = examine(capsys, sweep(tmp_path, search={"benchmark": TWO_BENCHMARKS}))
+    assert code == (not cluster)
+    mark = "warning" if cluster else "fault  "
+    assert f"{mark}  data: 2 tasks have rows that are not here: superni task1510, superni task591. " in printed
+    assert "LATENT_SWEEP_DATA" in printed
+    assert "2 trials, engine and backbones as `run` wants them" in printed
+
+
+def test_a_step_on_rows_that_only_a_cluster_has_is_not_taken(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+    monkeypatch.setattr(examination, "look_at_nodes", lambda *given: [])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, printed = examine(capsys, sweep(tmp_path, trial__benchmark=TWO_BENCHMARKS[1]))
+    assert code == 0
+    assert "warning  first step: not taken: " in printed
+
+
+def test_a_fault_of_the_sweep_is_not_found_again_by_the_first_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, printed = examine(
+        capsys, sweep(tmp_path, trial__backbone__name="nobody/nothing", trial__backbone__revision="main")
+    )
+    assert code == 1
+    assert "fault    sweep: " in printed
+    assert "\n1 fault, " in printed and "first step" not in printed
+
+
 def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
     code, printed = examine(capsys, sweep(tmp_path, run__resources={"gpus": 1}))
-    assert code == 0
+    assert code == 1
+    assert (
+        "fault    resources: run.resources: a trial asks for 1 CPU and 1 GPU on one node; this machine has" in printed
+    )
     assert "warning  first step: the sweep asks for 1 GPU, and this was looked at on the CPU" in printed
+    assert "first step: 4 rows of mood on cpu" in printed
+
+
+@pytest.mark.parametrize(
+    ("asked", "mark", "said"),
+    [
+        ({"cpus": 64}, "fault", "a trial asks for 64 CPU and 0 GPU on one node"),
+        ({"workers": 3}, "fault", "a trial asks for 3 workers at once, each with 1 CPU and 0 GPU"),
+        ({"gpus": 1, "accelerator": "H100"}, "fault", "a trial asks for 1 CPU and 1 GPU (H100) on one node"),
+        ({"workers": 2}, "ok", "a trial asks for 2 workers at once, each with 1 CPU and 0 GPU"),
+        ({"gpus": 0.5}, "ok", "a trial asks for 1 CPU and 0.5 GPU on one node"),
+    ],
+)
+def test_what_a_trial_asks_for_is_held_against_this_machine(asked, mark, said, monkeypatch):
+    here = {"CPU": 2, "GPU": 1, "accelerator_type:A100": 1}
+    monkeypatch.setattr(nodes, "resources_here", lambda: here)
+    (found,) = nodes.look_at_room(ResourceSettings(**asked))
+    assert found.mark == mark
+    assert found.found == f"run.resources: {said}; this machine has 2 CPU, 1 GPU, A100"
+
+
+def test_what_ray_takes_this_machine_to_have():
+    here = resources_here()
+    assert 1 <= here["CPU"] <= os.cpu_count()
+    assert here["GPU"] == torch.cuda.device_count()
 
 
 def test_what_is_decided_when_a_pack_runs_is_decided_for_the_first_step(tmp_path, capsys):
@@ -417,10 +492,20 @@ def test_what_is_decided_when_a_pack_runs_is_decided_for_the_first_step(tmp_path
 
 
 def test_a_backbone_larger_than_memory_is_not_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("latent_sweep.doctor.subject.memory", lambda: (1000, 2000))
+    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 2 << 30))  # the libraries alone take more
     code, printed = examine(capsys, sweep(tmp_path))
     assert code == 0
-    assert "warning  first step: not taken: tiny-llama is forecast to need" in printed
+    assert "warning  first step: not taken: tiny-llama is forecast to need 1.5" in printed
+
+
+def test_a_backbone_larger_than_the_limit_of_a_container_is_not_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{2 << 30}\n")
+    code, printed = examine(capsys, sweep(tmp_path))
+    assert code == 0
+    assert "a cgroup allows 3.0 GiB, of which 1.0 GiB are free" in printed
+    assert "warning  first step: not taken: tiny-llama is forecast to need 1.5" in printed
 
 
 @pytest.mark.parametrize(("capability", "mark"), [("AVX2", "warning"), ("AVX512", "ok")])
@@ -478,7 +563,7 @@ def test_every_node_of_a_cluster_is_examined(tmp_path):
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
     path = [str(tmp_path / "site"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    command = [sys.executable, "-m", "latent_sweep.cli", "doctor", sweep(tmp_path)]
+    command = [sys.executable, "-m", "latent_sweep.cli", "doctor", sweep(tmp_path, run__resources={"cpus": 64})]
     with cluster_of(1, 2) as (cluster, environment):
         cluster.add_node(env_vars={"PYTHONPATH": os.pathsep.join(path)}, **node(3))
         cluster.wait_for_nodes()
@@ -492,6 +577,7 @@ def test_every_node_of_a_cluster_is_examined(tmp_path):
     assert "transformers: 4.0.0; expected" in wrong[0]
     assert "versions: transformers 4.0.0 there" in wrong[1]
     assert done.stdout.count("node: ") == 2
+    assert "warning  resources: run.resources: a trial asks for 64 CPU and 0 GPU on one node; no such" in done.stdout
 
 
 @pytest.mark.slow

@@ -56,6 +56,24 @@ def modified(folder):
     return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("command", [["run"], ["plan"], ["doctor", "--device", "cpu"]])
+def test_a_gpu_that_no_worker_would_see_is_refused(command, tmp_path, capsys, monkeypatch):
+    """Before anything is started: every trial would fail."""
+    monkeypatch.setattr("latent_sweep.doctor.examination.method_checks", lambda device: [])
+    path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
+    assert main([*command, path]) == (1 if command[0] == "doctor" else 2)
+    told = capsys.readouterr()
+    assert "backbone.device: found cuda, but with run.resources.gpus: 0 a worker sees no GPU" in told.out + told.err
+    assert not (tmp_path / "runs" / "tiny").exists()
+    assert main(["plan", path, "--set", "run.resources.gpus=1"]) == 0
+
+
+def test_in_this_process_a_gpu_is_there_without_being_asked_for(tmp_path, capsys):
+    path = write(tmp_path, tiny(trial__backbone={"name": "tiny-llama", "dtype": "float32", "device": "cuda"}))
+    main(["run", path, "--local"])  # which finds out whether there is one
+    assert "a worker sees no GPU" not in capsys.readouterr().err
+
+
 # --- what a run leaves -----------------------------------------------------------------------------------------------
 
 

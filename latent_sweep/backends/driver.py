@@ -80,6 +80,8 @@ def run_sweep(
     check_engine(sweep.run.engine)
     due = choices(sweep)
     trials = expand(sweep, chosen_for(sweep, stand_ins(due)))  # checked before anything is chosen
+    if not local:  # this process sees its machine's GPUs
+        check_devices(sweep, trials)
     check_pinned(sweep, [*trials, *candidate_trials(due)])
     storage = open_storage(sweep.run.storage)
     storage.make()
@@ -254,6 +256,19 @@ def check_engine(settings: EngineSettings) -> None:
         from latent_sweep.backends.deepspeed_engine import deepspeed_config
 
         deepspeed_config(settings)
+
+
+def check_devices(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Refuse trials that want a GPU of which their workers are to have none: on Ray such a worker sees none.
+
+    Raises:
+        ConfigError: `backbone.device: cuda` without GPUs.
+    """
+    if not sweep.run.resources.gpus and any(trial.settings.backbone.device == "cuda" for trial in trials):
+        raise ConfigError(
+            f"{sweep.source}: backbone.device: found cuda, but with run.resources.gpus: 0 a worker sees no GPU. Ask "
+            "for one, --set run.resources.gpus=1, or take backbone.device: auto"
+        )
 
 
 def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:

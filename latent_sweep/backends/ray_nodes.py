@@ -129,3 +129,22 @@ def disconnect() -> None:
     import ray
 
     ray.shutdown()
+
+
+def resources_here() -> dict[str, float]:
+    """Return what Ray takes this machine to have, by its names."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+    from ray._private.utils import get_num_cpus
+
+    gpus = get_accelerator_manager_for_resource("GPU")
+    found = {"CPU": get_num_cpus(override_docker_cpu_warning=True), "GPU": _visible(gpus)}
+    if kind := gpus.get_current_node_accelerator_type():
+        found[f"accelerator_type:{kind}"] = 1
+    return found
+
+
+def _visible(gpus: Any) -> int:
+    """Count the GPUs that this process may see."""
+    seen = gpus.get_current_process_visible_accelerator_ids()
+    there: int = gpus.get_current_node_num_accelerators()
+    return there if seen is None else min(there, len(seen))

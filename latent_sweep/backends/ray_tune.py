@@ -442,7 +442,7 @@ def _check_fits(resources: ResourceSettings, started_here: bool) -> None:
     """Say at once that a trial cannot be placed here, or, on a cluster that may grow, what it is waiting for."""
     if _fits(resources):
         return
-    message = f"{_wanted_text(resources)}; {_have_text()}"
+    message = f"{wanted_text(resources)}; {_have_text()}"
     if started_here:
         raise ConfigError(
             f"{message}. Ask for less, e.g. --set run.resources.gpus=0, or submit to a cluster that has them"
@@ -454,7 +454,11 @@ def _fits(resources: ResourceSettings) -> bool:
     """Whether the cluster as it is could hold a trial, if nothing else ran."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return has_room([node["Resources"] for node in ray.nodes() if node["Alive"]], resources)
+
+
+def has_room(nodes: Sequence[Mapping[str, float]], resources: ResourceSettings) -> bool:
+    """Whether empty nodes that have these resources, by Ray's names, could hold a trial."""
     return sum(_workers_on(node, resources) for node in nodes) >= resources.workers
 
 
@@ -468,7 +472,8 @@ def _workers_on(node: Mapping[str, float], resources: ResourceSettings) -> int:
     return int(min(rooms))
 
 
-def _wanted_text(resources: ResourceSettings) -> str:
+def wanted_text(resources: ResourceSettings) -> str:
+    """Say what a trial asks for."""
     each = f"{resources.cpus:g} CPU and {resources.gpus:g} GPU"
     each += f" ({resources.accelerator})" if resources.accelerator else ""
     if resources.workers == 1:
@@ -503,12 +508,12 @@ def _placement_watch(resources: ResourceSettings) -> Any:
             self.hopeless = self.hopeless + 1 if _can_never_come(resources) else 0
             if self.hopeless == 2:
                 raise ConfigError(
-                    f"{_wanted_text(resources)}; {_have_text()}, and its autoscaler has no node type that could add "
+                    f"{wanted_text(resources)}; {_have_text()}, and its autoscaler has no node type that could add "
                     "it. Ask for less, or add such a node type to the cluster's configuration"
                 )
             if now - self.told > TELL_SECONDS and not _fits(resources):
                 self.told = now
-                log.warning("%s; %s. Still waiting for nodes", _wanted_text(resources), _have_text())
+                log.warning("%s; %s. Still waiting for nodes", wanted_text(resources), _have_text())
 
     return PlacementWatch()
 

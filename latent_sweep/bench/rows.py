@@ -104,6 +104,10 @@ class Report:
     versions: Mapping[str, str]
     hardware: Mapping[str, Any]
     tables: Sequence[Table]
+    quick: bool = False
+    """Whether little of everything was measured, which shows that it runs, and no more."""
+    interrupted: bool = False
+    """Whether the user ended it before its last part."""
 
     def text(self) -> str:
         """Write the report as a table for people."""
@@ -111,6 +115,7 @@ class Report:
         versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"{self.backbone} on {self.device}, {self.benchmark} rows, {self.measured_at}",
+            *(["quick: little of everything was measured, which shows that it runs, and no more"] * self.quick),
             *([self.benchmark_note] if self.benchmark_note else []),
             machine,
             versions,
@@ -119,6 +124,7 @@ class Report:
             lines += ["", f"{table.part} ({table.dtype}): {table.what}"]
             lines += [line_of(row) for row in table.rows]
             lines += [f"  FAILED: {table.failure}"] * bool(table.failure)
+        lines += ["", "interrupted: the parts behind these were not measured"] * self.interrupted
         return "\n".join(lines)
 
     def json(self) -> str:

@@ -24,12 +24,12 @@ from latent_sweep.bench.store import store
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
-from latent_sweep.errors import ConfigError, MissingData
+from latent_sweep.errors import ConfigError, MissingData, StoreError
 from latent_sweep.learn.context import hardware
 from latent_sweep.security import printable, traceback_text
 from latent_sweep.settings import as_written
 from latent_sweep.store.failures import let_go
-from latent_sweep.store.storage import Storage
+from latent_sweep.store.storage import Storage, question
 from latent_sweep.store.versions import installed
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
 
@@ -52,6 +52,9 @@ ON_REQUEST: Mapping[str, Callable[[Workbench], list[Reading]]] = {"tasks": tasks
 WITH_PEFT = ("step", "generate", "sweep", "tasks")
 """Parts that compare with the usual way."""
 
+PROFILED = ("step", "generate")
+"""Parts that measure what a profile says, in their order."""
+
 
 def run_bench(
     backbone: str,
@@ -62,18 +65,22 @@ def run_bench(
     storage: Storage,
     tell: Callable[[str], None],
 ) -> Report:
-    """Measure, and write the profile that `latent-sweep plan` reads.
+    """Measure, and write the profile that `latent-sweep plan` reads as soon as its rates are known.
 
     Args:
         device: `cpu`, `cuda`, or None for the GPU where there is one.
         dtypes: every part runs with the first, `step` with each; none is the device's usual type.
         only: names of parts; none is all of `PARTS`.
-        quick: little of everything: shows that it runs, measures nothing well.
+        quick: little of everything: shows that it runs, measures nothing well, and writes no profile.
         storage: where the profile lies; `store` measures it.
         tell: told what is being measured.
 
+    Returns:
+        What was measured, also where the user has interrupted it.
+
     Raises:
         ConfigError: an unknown part, a missing package, or a device that is not there.
+        StoreError: the storage cannot be written, and a part or the profile needs it.
     """
     names = _chosen(only)
     if set(names) & set(WITH_PEFT) and importlib.util.find_spec("peft") is None:
@@ -86,37 +93,51 @@ def run_bench(
     dtypes = dtypes or ["bfloat16" if device == "cuda" else "float32"]
     benchmark, note = benchmark_for(backbone)
     measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    tables = []
-    for dtype in dtypes:
-        with TemporaryDirectory(prefix="latent-sweep-bench-") as folder:
-            bench = Workbench(Subject(backbone, dtype, device, benchmark, folder, quick, storage.place))
-            for name in names if dtype == dtypes[0] else [name for name in names if name == "step"]:
-                measure = {**PARTS, **ON_REQUEST}[name]
-                what = (measure.__doc__ or "").strip()
-                tell(f"{name} ({dtype}): {what}")
-                rows: list[Reading] = []
-                failure = ""
-                try:
-                    with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
-                        rows = measure(bench)
-                except ConfigError:  # of what was asked for, which the other parts have in common
-                    raise
-                except Exception as error:  # the other parts have taken, or will take, their minutes
-                    tell(traceback_text(error))
-                    failure = printable(f"{type(error).__name__}: {error}")
-                    let_go(error)
-                    bench.free()
-                tables.append(Table(name, dtype, what, rows, failure))
-                # at once: a machine may be taken away before the last part ends
-                tell("\n".join([*map(line_of, rows), *([f"  FAILED: {failure}"] if failure else [])]))
-            bench.free()  # for the next type
-    report = Report(backbone, device, benchmark, note, measured_at, _versions(), hardware(), tables)
-    if profile := _profile(report, dtypes[0]):
+    keeps = not quick and set(PROFILED) <= set(names)
+    if keeps or "store" in names:
         storage.make()
-        path = profile_path(storage.folder, backbone, dtypes[0], device)
-        write_profile(path, profile)
-        tell(f"profile for `latent-sweep plan`: {path}")
-    return report
+        with question(storage):  # before minutes are spent: what cannot be written says so
+            pass
+    tables: list[Table] = []
+
+    def report(interrupted: bool = False) -> Report:
+        facts = (backbone, device, benchmark, note, measured_at, _versions(), hardware())
+        return Report(*facts, list(tables), quick, interrupted)
+
+    try:
+        for dtype in dtypes:
+            with TemporaryDirectory(prefix="latent-sweep-bench-") as folder:
+                bench = Workbench(Subject(backbone, dtype, device, benchmark, folder, quick, storage.place))
+                for name in names if dtype == dtypes[0] else [name for name in names if name == "step"]:
+                    tables.append(_table(bench, name, dtype, tell))
+                    if keeps and dtype == dtypes[0] and name == PROFILED[-1]:
+                        _keep_profile(report(), dtype, storage, tell)
+                bench.free()  # for the next type
+    except KeyboardInterrupt:
+        return report(interrupted=True)
+    return report()
+
+
+def _table(bench: Workbench, name: str, dtype: str, tell: Callable[[str], None]) -> Table:
+    """Measure one part; what goes wrong in it is told, and the others have taken, or will take, their minutes."""
+    measure = {**PARTS, **ON_REQUEST}[name]
+    what = (measure.__doc__ or "").strip()
+    tell(f"{name} ({dtype}): {what}")
+    rows: list[Reading] = []
+    failure = ""
+    try:
+        with redirect_stdout(sys.stderr):  # the Trainer prints what it measured
+            rows = measure(bench)
+    except ConfigError:  # of what was asked for, which the other parts have in common
+        raise
+    except Exception as error:
+        tell(traceback_text(error))
+        failure = printable(f"{type(error).__name__}: {error}")
+        let_go(error)
+        bench.free()
+    # at once: a machine may be taken away before the last part ends
+    tell("\n".join([*map(line_of, rows), *([f"  FAILED: {failure}"] if failure else [])]))
+    return Table(name, dtype, what, rows, failure)
 
 
 def _versions() -> dict[str, str]:
@@ -151,6 +172,20 @@ def benchmark_for(backbone: str) -> tuple[str, str]:
     except MissingData as error:
         return "builtin", f"SuperNI is not at hand, so the built-in benchmark stands in. {error}"
     return "superni", ""
+
+
+def _keep_profile(report: Report, dtype: str, storage: Storage, tell: Callable[[str], None]) -> None:
+    """Write the profile where there is one; that it cannot be written costs nothing of the report."""
+    profile = _profile(report, dtype)
+    if profile is None:
+        return
+    path = profile_path(storage.folder, report.backbone, dtype, report.device)
+    try:
+        write_profile(path, profile)
+    except StoreError as error:
+        tell(f"no profile for `latent-sweep plan`: {error}")
+    else:
+        tell(f"profile for `latent-sweep plan`: {path}")
 
 
 def _profile(report: Report, dtype: str) -> Profile | None:

@@ -51,7 +51,9 @@ def add(commands: Commands) -> None:
         help="measure only these: step packs history generate evaluate start threads memory sweep store; or tasks, "
         "methods and shards, which take several minutes to an hour and run only when named",
     )
-    bench.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, no more")
+    bench.add_argument(
+        "--quick", action="store_true", help="little of everything: shows that it runs, no more; writes no profile"
+    )
     add_json(bench)
     bench.add_argument(
         "--storage",
@@ -75,8 +77,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from latent_sweep.bench.run import run_bench
-    from latent_sweep.store.storage import open_storage
+    from latent_sweep.errors import ConfigError
+    from latent_sweep.store.storage import open_storage, place_faults
 
+    if faults := place_faults(options.storage):
+        raise ConfigError(f"--storage: {'; '.join(faults)}")
     report = run_bench(
         options.backbone,
         options.device,
@@ -87,4 +92,6 @@ def _bench(options: argparse.Namespace) -> int:
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(report.json() if options.json else report.text())
+    if report.interrupted:
+        raise KeyboardInterrupt
     return 1 if any(table.failure for table in report.tables) else 0

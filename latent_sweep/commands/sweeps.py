@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from latent_sweep.backends.driver import check_engine, choices_until_now, taken_name
+    from latent_sweep.backends.driver import check_devices, check_engine, choices_until_now, taken_name
     from latent_sweep.store.folders import SweepFolder
     from latent_sweep.store.snapshots import SnapshotStore
     from latent_sweep.store.storage import open_storage
@@ -86,6 +86,7 @@ def _plan(options: argparse.Namespace) -> int:
         storage.pull(SweepFolder(storage, name).path)
     chosen = choices_until_now(due, SweepFolder(storage, tuning.name)) if due else []
     trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
+    check_devices(sweep, trials)
     warnings, packs = check_sweep(sweep, trials), pack(trials, sweep.run.pack)
     if refusal := taken_name(sweep, trials, SweepFolder(storage, sweep.name)):
         warnings.append(f"`latent_sweep.run` will refuse this. {refusal}")

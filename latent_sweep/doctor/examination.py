@@ -11,7 +11,7 @@ from functools import partial
 from latent_sweep.doctor.findings import Check, Finding, counted, examined, fault
 from latent_sweep.doctor.machine import chosen_device, has_device, look_at_cpu, look_at_disk, look_at_gpus
 from latent_sweep.doctor.methods import method_checks
-from latent_sweep.doctor.nodes import look_at_nodes
+from latent_sweep.doctor.nodes import look_at_nodes, look_at_room
 from latent_sweep.doctor.packages import look_at_imports, look_at_packages
 from latent_sweep.doctor.storage import hostname, look_at_caches, look_at_storage
 from latent_sweep.doctor.subject import Subject, look_at_first_step, look_at_sweep
@@ -32,6 +32,8 @@ class Part:
     title: str
     checks: Sequence[tuple[str, Check]]
     """Each with a word for what it looks at."""
+    in_turn: bool = False
+    """Whether each needs those before it: a fault ends them, as it would be found again."""
 
 
 def examine(
@@ -64,6 +66,8 @@ def examine(
             found += findings
             if findings:
                 tell("\n".join(finding.text() for finding in findings))
+            if part.in_turn and any(finding.mark == "fault" for finding in findings):
+                break
     tell(f"\n{counted(found)} ({time.monotonic() - began:.0f} s)")
     return found
 
@@ -80,14 +84,17 @@ def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[P
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     yield Part("packages", _packages(needed))
     device, storage = _device(asked), _opened(run.storage)
-    yield Part(f"this machine (device {device})", _machine(device, storage))
+    alone = read is not None and not os.environ.get("RAY_ADDRESS")  # then `run` has this machine, and no other
+    room = [("resources", partial(look_at_room, run.resources))] if alone else []
+    yield Part(f"this machine (device {device})", [*_machine(device, storage), *room])
     yield Part("storage", [("storage", partial(_storage, run.storage)), ("caches", look_at_caches)])
     if storage is not None and os.environ.get("RAY_ADDRESS"):
-        yield Part("cluster", [("cluster", partial(look_at_nodes, storage, needed, run.allow_insecure))])
+        asked_for = (storage, needed, run.allow_insecure, run.resources)
+        yield Part("cluster", [("cluster", partial(look_at_nodes, *asked_for))])
     yield Part("tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure))])
     yield Part(f"methods, on {device}", _methods(device))
     if read is not None and storage is not None:
-        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked))
+        yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked), in_turn=True)
 
 
 def _opened(place: str) -> Storage | None:

@@ -164,17 +164,24 @@ def _ram() -> Finding:
     found = memory()
     if found is None:
         return warning("RAM", "not known: this system has no /proc/meminfo", advice="see that there are some GiB")
-    free, total = found
-    said = f"{_gib(free)} of {_gib(total)} free"
+    said = f"{_gib(found[0])} of {_gib(found[1])} free"
     room, used = cgroup_memory()
     if room is not None:
-        free = min(free, room - used)
         said += f", a cgroup allows {_gib(room)}, of which {_gib(room - used)} are free"
-    if free < LEAST_RAM:
+    free = free_ram()
+    if free is not None and free < LEAST_RAM:
         return warning(
             "RAM", said, f"{_gib(LEAST_RAM)} free", "end what else runs here, or raise the container's limit"
         )
     return ok("RAM", said)
+
+
+def free_ram() -> int | None:
+    """Return the bytes of RAM that may still be taken, of the machine or of a container's share; None if not known."""
+    found, (room, used) = memory(), cgroup_memory()
+    if found is None:
+        return None
+    return found[0] if room is None else min(found[0], room - used)
 
 
 def memory() -> tuple[int, int] | None:

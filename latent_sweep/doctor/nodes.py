@@ -10,13 +10,15 @@ from itertools import chain
 from typing import Any
 
 from latent_sweep.backends.addresses import check_ray_address
-from latent_sweep.backends.ray_nodes import Answer, Node, alive_nodes, ask, connect, disconnect
-from latent_sweep.doctor.findings import Finding, examined, fault, ok
+from latent_sweep.backends.ray_nodes import Answer, Node, alive_nodes, ask, connect, disconnect, resources_here
+from latent_sweep.backends.ray_tune import has_room, wanted_text
+from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
 from latent_sweep.doctor.machine import look_at_cpu, look_at_disk, look_at_gpus
 from latent_sweep.doctor.packages import look_at_imports, look_at_packages, versions
 from latent_sweep.doctor.storage import look_at_caches, look_at_storage, missing_folders, remove_empty
 from latent_sweep.security import log_without_secrets, redact
 from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
+from latent_sweep.sweep.groups import ResourceSettings
 
 KNOCK_SECONDS = 10.0
 
@@ -34,8 +36,25 @@ class NodeReport:
     """Whether it sees what was written where it was asked."""
 
 
-def look_at_nodes(storage: Storage, needed: Sequence[str], allow_insecure: bool) -> Iterator[Finding]:
-    """Have every node of the cluster examine itself, and compare them with this machine."""
+def look_at_room(resources: ResourceSettings) -> Iterator[Finding]:
+    """Hold what a trial asks for against this machine, where `run` starts a cluster of it alone."""
+    here = resources_here()
+    if has_room([here], resources):
+        yield ok("resources", f"{wanted_text(resources)}; this machine has {shape_of(here)}")
+        return
+    advice = "ask for less, or run it on a machine or cluster that has them; `run --local` asks for nothing"
+    yield fault("resources", f"{wanted_text(resources)}; this machine has {shape_of(here)}", advice=advice)
+
+
+def look_at_nodes(
+    storage: Storage, needed: Sequence[str], allow_insecure: bool, resources: ResourceSettings
+) -> Iterator[Finding]:
+    """Have every node of the cluster examine itself, compare them with this machine, and a trial with what they have.
+
+    Args:
+        needed: packages that the sweep cannot do without.
+        resources: what a trial asks for.
+    """
     check_ray_address(allow_insecure)
     address = os.environ.get("RAY_ADDRESS", "")
     try:
@@ -60,6 +79,9 @@ def look_at_nodes(storage: Storage, needed: Sequence[str], allow_insecure: bool)
                 )
                 shapes.add(shape)
             yield ok("cluster", f"{len(nodes)} nodes of {len(shapes)} shapes: {'; '.join(sorted(shapes))}")
+            if not has_room([node.resources for node in nodes], resources):
+                advice = "ask for less, or add such nodes; `run` waits for them"
+                yield warning("resources", f"{wanted_text(resources)}; no such room is on these nodes", advice=advice)
     finally:
         disconnect()
         if made:
@@ -148,4 +170,5 @@ def shape_of(resources: Mapping[str, float]) -> str:
     """Name what nodes of one type have in common: CPUs, GPUs, the accelerator, and RAM in whole GiB."""
     parts = [f"{resources.get('CPU', 0):g} CPU", f"{resources.get('GPU', 0):g} GPU"]
     parts += sorted(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:"))
-    return ", ".join([*parts, f"{resources.get('memory', 0) / 2**30:.0f} GiB for tasks"])
+    parts += [f"{resources['memory'] / 2**30:.0f} GiB for tasks"] if "memory" in resources else []
+    return ", ".join(parts)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from latent_sweep.doctor.findings import Finding, fault, ok, warning
-from latent_sweep.doctor.machine import memory
+from latent_sweep.doctor.machine import free_ram
+from latent_sweep.errors import MissingData
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.memory import GIB, RESERVE, decided, predict
@@ -29,17 +31,28 @@ class Subject:
 
 
 def look_at_sweep(subject: Subject) -> Iterator[Finding]:
-    """Do what `run` does before it starts anything: engine, pinned backbones, data, tokens, steps."""
-    from latent_sweep.backends.driver import check_engine, check_pinned
-    from latent_sweep.sweep.checks import check_sweep
+    """Do what `run` does before it starts anything: engine, pinned backbones, data, tokens, steps.
+
+    That rows are not here is a fault; with a cluster, whose nodes may have them, a warning.
+    """
+    from latent_sweep.backends.driver import check_devices, check_engine, check_pinned
+    from latent_sweep.sweep.checks import check_sweep, missing_rows
 
     sweep, trials = subject.sweep, subject.trials
     check_engine(sweep.run.engine)
+    check_devices(sweep, trials)
     check_pinned(sweep, trials)
     for remark in check_sweep(sweep, trials):
         kind, _, said = remark.partition(": ")
         yield warning("sweep", said) if kind == "warning" else ok("sweep", said)
-    yield ok("sweep", f"{sweep.source}: {len(trials)} trials, engine, data and backbones as `run` wants them")
+    if missing := missing_rows(trials):
+        said = f"{len(missing)} tasks have rows that are not here: {', '.join(missing)}. {next(iter(missing.values()))}"
+        if os.environ.get("RAY_ADDRESS"):
+            yield warning("data", said, advice="see that every node of the cluster has them")
+        else:
+            yield fault("data", said)
+    looked_at = "engine and backbones" if missing else "engine, data and backbones"
+    yield ok("sweep", f"{sweep.source}: {len(trials)} trials, {looked_at} as `run` wants them")
 
 
 def look_at_first_step(subject: Subject, device: str) -> Iterator[Finding]:
@@ -56,12 +69,16 @@ def look_at_first_step(subject: Subject, device: str) -> Iterator[Finding]:
         yield warning(
             "first step", said, advice="run the same on a machine with such a GPU; here only the CPU was tried"
         )
-    forecast, ram = predict(trial, subject.sweep.run), memory()
-    if device == "cpu" and forecast is not None and ram is not None and forecast.learning > ram[0]:
-        said = f"not taken: {name} is forecast to need {_gib(forecast.learning)}, and {_gib(ram[0])} of RAM are free"
+    forecast, free = predict(trial, subject.sweep.run), free_ram()
+    if device == "cpu" and forecast is not None and free is not None and forecast.learning + forecast.besides > free:
+        needed = _gib(forecast.learning + forecast.besides)
+        said = f"not taken: {name} is forecast to need {needed}, and {_gib(free)} of RAM are free"
         yield warning("first step", said, advice="run the same on a machine that has the memory")
         return
-    yield from _step(_on(trial, device), subject, device)
+    try:
+        yield from _step(_on(trial, device), subject, device)
+    except MissingData as error:  # the check of the sweep has said whether it is one
+        yield warning("first step", f"not taken: {error}")
 
 
 def _on(trial: Trial, device: str) -> Trial:

@@ -48,7 +48,7 @@ def advice_for(said: str) -> str:
         return "the server's certificate is not trusted here: name its authority by MLFLOW_TRACKING_SERVER_CERT_PATH"
     if any(mark in lower for mark in ("401", "403", "unauthorized", "forbidden", "permission_denied")):
         return (
-            "it answers, but not to these credentials: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+            "it answers, but refuses who asks: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
             "MLFLOW_TRACKING_TOKEN, of somebody who may create experiments"
         )
     if "out of date" in lower or "upgrade" in lower or "revision" in lower:

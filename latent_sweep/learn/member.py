@@ -110,7 +110,9 @@ class MemberRun:
         def generator(purpose: str) -> torch.Generator:
             return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))
 
-        data = TaskData(task.name, position, len(self.tasks), rows("train"), generator)
+        share = context.engine.group.largest_share(s.training.batch_size)
+        at_once = min(share, s.training.micro_batch_size or share)
+        data = TaskData(task.name, position, len(self.tasks), rows("train"), generator, at_once)
         read = self.snapshots if self.method.reads_history(position) else []
         context.check(read)
         history = [snapshot.tensors for snapshot in read]

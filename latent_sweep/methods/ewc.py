@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.lora import Branch
 
 FISHER_BATCH = 8
-"""Rows per pass of the Fisher information; each needs a copy of the pair, and its gradient."""
+"""Rows per pass of the Fisher information, or as many as learning has in one, if fewer; each needs a copy of the pair,
+and its gradient."""
 
 
 class EwcSettings(LoraSettings):
@@ -63,6 +64,7 @@ class Ewc(LoraMethod):
     """
 
     settings_class = EwcSettings
+    gradient_rows = FISHER_BATCH
     settings: EwcSettings
 
     @classmethod
@@ -153,7 +155,8 @@ class EwcLearner(LoraLearner):
         s, task = self.settings, self._task
         chosen = torch.randperm(len(task.rows), generator=task.generator("fisher"))[: s.fisher_samples]
         sample = [task.rows[i] for i in chosen.tolist()]
-        F_A, F_B = diagonal_fisher((self.A, self.B), self.outputs, s.s, sample, self._context)
+        at_once = min(FISHER_BATCH, task.rows_at_once or FISHER_BATCH)
+        F_A, F_B = diagonal_fisher((self.A, self.B), self.outputs, s.s, sample, self._context, at_once)
         entries = torch.cat([F_A.flatten(), F_B.flatten()])
         if not bool(entries.isfinite().all()):
             raise NonFiniteLoss(
@@ -170,15 +173,40 @@ class EwcLearner(LoraLearner):
 
 
 def diagonal_fisher(
-    branch: Branch, outputs: Sequence[int], scale: float, rows: Sequence[Example], context: MethodContext
+    branch: Branch,
+    outputs: Sequence[int],
+    scale: float,
+    rows: Sequence[Example],
+    context: MethodContext,
+    batch_size: int = FISHER_BATCH,
 ) -> Branch:
     """Average over rows the squared gradient of each row's own loss, the mean over its target tokens.
 
     Every row of a batch meets its own copy of the pair, so one backward pass gives the gradient of every row.
 
+    Args:
+        batch_size: rows of a batch, where memory suffices for them.
+
     Returns:
         F of A (M, r, n) and of B (O, r).
     """
+    import torch
+
+    A, B = (tensor.detach() for tensor in branch)
+    sums = torch.zeros_like(A), torch.zeros_like(B)
+    by_length = sorted(rows, key=lambda row: len(row["prompt_ids"]))
+    at_once = context.rows_in_a_pass(batch_size)
+    for start in range(0, len(rows), at_once):
+        squares = _summed_squares((A, B), outputs, scale, by_length[start : start + at_once], context)
+        for total, of_batch in zip(sums, squares, strict=True):
+            total += of_batch
+    return sums[0] / len(rows), sums[1] / len(rows)
+
+
+def _summed_squares(
+    branch: Branch, outputs: Sequence[int], scale: float, batch: Sequence[Example], context: MethodContext
+) -> Branch:
+    """Sum over the rows of a batch the squared gradient of each; nothing of the pass stays for the next batch's."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -186,19 +214,11 @@ def diagonal_fisher(
     from latent_sweep.adapters.lora import LoraDeltas
     from latent_sweep.backbones.batches import forward
 
-    A, B = (tensor.detach() for tensor in branch)
-    sums = torch.zeros_like(A), torch.zeros_like(B)
-    by_length = sorted(rows, key=lambda row: len(row["prompt_ids"]))
-    at_once = context.rows_in_a_pass(FISHER_BATCH)
-    for start in range(0, len(rows), at_once):
-        batch = by_length[start : start + at_once]
-        own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in (A, B))
-        adaptation = Adaptation(LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch)))
-        with context.bank.active(adaptation):  # through backward: checkpointing runs the forward pass again there
-            found = forward(context.backbone, context.bank, batch, adaptation)
-            of_tokens = cross_entropy(found.logits.float(), found.labels, reduction="none")
-            of_rows = torch.stack([of_row.mean() for of_row in found.by_row(of_tokens)])
-            found_gradients = torch.autograd.grad(of_rows.sum(), (own_A, own_B))
-        for total, gradients in zip(sums, found_gradients, strict=True):
-            total += gradients.square().sum(1)
-    return sums[0] / len(rows), sums[1] / len(rows)
+    own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in branch)
+    adaptation = Adaptation(LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch)))
+    with context.bank.active(adaptation):  # through backward: checkpointing runs the forward pass again there
+        found = forward(context.backbone, context.bank, batch, adaptation)
+        of_tokens = cross_entropy(found.logits.float(), found.labels, reduction="none")
+        of_rows = torch.stack([of_row.mean() for of_row in found.by_row(of_tokens)])
+        of_A, of_B = torch.autograd.grad(of_rows.sum(), (own_A, own_B))
+    return of_A.square().sum(1), of_B.square().sum(1)

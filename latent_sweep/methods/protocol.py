@@ -73,6 +73,8 @@ class TaskData:
     """Tokenised training rows."""
     generator: Callable[[str], torch.Generator]
     """A source of random draws for a purpose, derived from seed, task and purpose."""
+    rows_at_once: int | None = None
+    """Rows of a forward pass of its training at most; None where it is not trained on."""
 
 
 class Method:
@@ -84,6 +86,7 @@ class Method:
         mixings: how its snapshots can answer together; the first is taken when the sweep file does not say.
         factored: whether its adapters lie in frozen truncated factors of the weights, which every member keeps.
         keeps_rows: whether its snapshots hold rows, for later tasks to train on.
+        gradient_rows: of how many rows it measures at once, after a task, the gradient of each at most; 0 does not.
     """
 
     settings_class: ClassVar[type[MethodSettings]]
@@ -91,6 +94,7 @@ class Method:
     mixings: ClassVar[tuple[Mixing, ...]] = ("last",)
     factored: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = False
+    gradient_rows: ClassVar[int] = 0
 
     def __init__(self, settings: Any, context: MethodContext | None = None):
         self.settings = settings

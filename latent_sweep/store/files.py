@@ -90,7 +90,7 @@ def committing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreError(
             f"{path}: cannot be written: {error.strerror or error}. Expected a folder that can be written, with free "
-            "space. Mend that and run the same command again: what was committed before is whole, and it resumes there."
+            "space. Mend that and run the same command again."
         ) from error
 
 

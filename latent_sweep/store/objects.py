@@ -170,7 +170,7 @@ class Bucket:
             raise StoreError(
                 f"object store, {self._path(key)}: {error}. Check that the bucket exists, that this node "
                 f"({socket.gethostname()}) can reach it, and that the credentials here may list, read, write and "
-                "delete. Then run the same command again: what was committed before is whole, and it resumes there."
+                "delete. Then run the same command again."
             ) from error
 
 

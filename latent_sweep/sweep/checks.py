@@ -171,6 +171,26 @@ def _note(keys: Iterable[str], folder: Path) -> None:
             write_file(path, b"")
 
 
+@one_look()
+def missing_rows(trials: Iterable[Trial]) -> dict[str, str]:
+    """Say, by benchmark and task, which rows are not on this machine, and where they were looked for.
+
+    Of published rows `check_sweep` says nothing: they may be there on the machines that run it.
+    """
+    found: dict[str, str] = {}
+    seen: dict[tuple[int, int], Trial] = {}
+    for trial in trials:
+        benchmark = trial.settings.benchmark
+        if seen.setdefault((id(benchmark), id(trial.tasks)), trial) is not trial:
+            continue
+        for task, split in itertools.product(trial.tasks, SPLITS):
+            try:
+                data_digest(trial.spec, task, split, benchmark)
+            except MissingData as error:
+                found.setdefault(f"{trial.spec.name} {task.name}", str(error))
+    return found
+
+
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from latent_sweep.store.trial_files import told_rows
 from latent_sweep.sweep.checks import Reader, reader_of
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.groups import RunSettings
-from latent_sweep.sweep.memory import GIB, HOST_RESERVE, RESERVE, Memory, cards, predict, shape_of, with_checkpointing
+from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, shape_of, with_checkpointing
 from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, router_identity
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
@@ -521,7 +521,8 @@ def _memory_text(memory: Memory) -> str:
         "adapter and optimizer": memory.adapter + memory.optimizer,
     }
     learning = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    measuring = f"{_gib(memory.measuring)} to measure its inputs, " if memory.moments else ""
+    measured = "its inputs" if memory.moments else "its Fisher information"
+    measuring = f"{_gib(memory.measuring)} to measure {measured}, " if memory.measuring else ""
     answering = f"{measuring}{_gib(memory.answering)} to answer"
     return f"up to {_gib(memory.learning)} GiB a worker to learn ({learning}), {answering}"
 
@@ -531,7 +532,9 @@ def _engine_text(memory: Memory, run: RunSettings) -> str:
     over = f" over {workers} workers" if workers > 1 else ""
     parts = [f"ZeRO-{run.engine.zero_stage}{over}"] if run.engine.name == "deepspeed" else []
     parts += [f"{_gib(memory.host)} GiB more in host memory"] if memory.host else []
-    parts += [] if run.resources.gpus else [f"on a CPU the process itself takes some {_gib(HOST_RESERVE)} GiB besides"]
+    parts += (
+        [] if run.resources.gpus else [f"on a CPU the process itself takes some {_gib(memory.besides)} GiB besides"]
+    )
     return "".join(f"; {part}" for part in parts)
 
 

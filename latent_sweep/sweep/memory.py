@@ -11,6 +11,8 @@ the MLP, r rank, V vocabulary, P trained numbers, M adapted projections of o x n
     history      (4 + b) P for each task, where earlier branches stay active or answer together
     moments      InfLoRA and GainLoRA, before a task and after it: 8 n^2 for each input that projections read, and
                  64 n^2 where the directions of one are found, or 16 n for each token of a batch
+    fisher       EWC, after a task: a pass of as many rows as a step's, at most 8, and 8 P for each: its own pair and
+                 the gradient
     logits       b V B L, and 12 V B L inside the cross-entropy: log-probabilities, and two gradients
     activations  what autograd keeps of every block, and one block's working set in the backward pass
 
@@ -27,9 +29,10 @@ twice as many). With gradient checkpointing only each block's input is kept, b h
 above.
 
 The longest batch that the settings allow is assumed: prompts and targets cut at their limits, with padding among them.
-Left out: a device's context and the allocator's unused rest (see `RESERVE`); what stands only between steps or tasks
-(EWC's Fisher pass, a gate, the SVD, loading); and LwF's teacher. Blocks of other families differ in their norms alone,
-each of which keeps 4 (k + 1) for the k numbers that it reads; of a family that no table describes nothing is predicted.
+Left out: a device's context and the allocator's unused rest (see `RESERVE`; of a CPU, `Memory.besides`); what stands
+only between steps or tasks (a gate, the SVD, loading); and LwF's teacher. Blocks of other families differ in their
+norms alone, each of which keeps 4 (k + 1) for the k numbers that it reads; of a family that no table describes nothing
+is predicted.
 """
 
 from __future__ import annotations
@@ -52,8 +55,10 @@ RESERVE = 3 * GIB // 2
 """What a GPU's own context, the libraries' workspaces and the allocator's unused rest take, roughly."""
 
 HOST_RESERVE = 3 * GIB // 2
-"""What a process takes besides that computes on a CPU: Python, the libraries, and what the allocator does not give back
-(SmolLM2 in float32, 8 rows of 434 tokens: 3.6 GiB predicted and counted, 5.2 resident)."""
+"""What a process takes besides, at least, that computes on a CPU: Python, the libraries, and what the C heap keeps."""
+LIBRARIES, HEAP_SHARE = GIB // 2, 0.45
+"""Python with the libraries, and what the C heap keeps of a pass besides what is in use, as a share of it. Measured:
+SmolLM2 in float32 with 12 rows of 562 tokens takes 6.5 GiB as predicted, and 9.7 resident."""
 
 ACCELERATORS: Mapping[str, Mapping[int, float]] = {
     "T4": {16: 14.6},
@@ -110,6 +115,8 @@ class Memory:
     """Moments."""
     moments: int
     """Second moments of inputs before and after a task, where a method reads them, with what measures them."""
+    fisher: int
+    """The pass that measures gradients of single rows after a task, where a method does, as EWC."""
     cache: int
     """Keys and values while answers are generated."""
     reading: int
@@ -131,9 +138,15 @@ class Memory:
 
     @property
     def measuring(self) -> int:
-        """Return the peak while second moments are measured, in bytes; 0 where a method reads none."""
-        beside = self.weights + self.gathered + self.factors + self.history + self.adapter // 2
-        return beside + self.moments if self.moments else 0
+        """Return the peak while second moments or Fisher information are measured, in bytes; 0 without either."""
+        beside, measured = self.weights + self.gathered + self.factors + self.history, max(self.moments, self.fisher)
+        return beside + self.adapter // 2 + measured if measured else 0
+
+    @property
+    def besides(self) -> int:
+        """Return what a process that computes on a CPU takes besides, in bytes; see `LIBRARIES`."""
+        passed = max(self.activations + self.working + self.logits, self.fisher)
+        return max(HOST_RESERVE, LIBRARIES + int(HEAP_SHARE * passed))
 
     @property
     def peak(self) -> int:
@@ -158,10 +171,11 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     if shape is None:
         return None
     trained = members * method.parameter_count(shape.targets, shape.width)
-    adapters = _adapters(trial, shape, trained, members)
     tasks = len(trial.tasks)
     learns = any(tasks_learned(method, position, tasks) for position in range(tasks))
-    step = _step(trial, shape, adapters, run.resources, members) if learns else _Moment(0, 0, 0)
+    rows = _rows_at_once(trial, run.resources)
+    adapters = _adapters(trial, shape, trained, members)
+    step = _step(trial, shape, adapters, run.resources, members * rows) if learns else _Moment(0, 0, 0)
     answer = _answer(trial, shape)
     weights = _weights(shape, run)
     sides = sum(m + n for m, n in shape.targets.values())
@@ -177,6 +191,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
         adapter=8 * trained,
         optimizer=_moments(trial, trained),
         moments=_second_moments(trial, shape),
+        fisher=_fisher(trial, shape, trained // members, run.resources, rows) if learns else 0,
         cache=answer.cache,
         reading=answer.reading,
         host=weights.waiting,
@@ -484,11 +499,16 @@ class _Moment:
         return self.activations + self.working + self.logits
 
 
-def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, members: int) -> _Moment:
-    """Find the fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
+def _rows_at_once(trial: Trial, resources: ResourceSettings) -> int:
+    """Return the rows of a member's forward pass at most."""
     training = trial.settings.training
     share = _share(training.batch_size, resources.workers)
-    rows = members * min(share, training.micro_batch_size or share)
+    return min(share, training.micro_batch_size or share)
+
+
+def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, rows: int) -> _Moment:
+    """Find the fullest moment: in the cross-entropy, or in the backward pass of the last block of a stack."""
+    training = trial.settings.training
     prompt, target = _longest(trial)
     on_cpu = not resources.gpus
     noise = (shape.bytes if on_cpu else 1) if training.backbone_dropout else 0
@@ -515,7 +535,16 @@ def _longest(trial: Trial) -> tuple[int, int]:
     return limits.max_source_length + len(prompt_read(trial.method(), ())), limits.max_target_length
 
 
-# --- second moments --------------------------------------------------------------------------------------------------
+# --- what is measured beside steps -----------------------------------------------------------------------------------
+
+
+def _fisher(trial: Trial, shape: Shape, trained: int, resources: ResourceSettings, rows: int) -> int:
+    """Return bytes of the pass that measures gradients of single rows, each of which has its own pair; 0 without."""
+    rows = min(trial.method().gradient_rows, rows)
+    if not rows:
+        return 0
+    adapters = _adapters(trial, shape, rows * trained, 1)
+    return _step(trial, shape, adapters, resources, rows).total + 8 * rows * trained
 
 
 def _second_moments(trial: Trial, shape: Shape) -> int:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from helpers.patience import PATIENCE
 
+from latent_sweep.bench import run as bench_run
+from latent_sweep.bench import workbench
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.schema import load_benchmark
@@ -32,9 +34,24 @@ def without_data(monkeypatch):
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
 
 
-def bench(capsys, folder, *arguments):
+@pytest.fixture
+def quickly(monkeypatch):
+    """Measure as little as `--quick` does, and keep what was measured."""
+    monkeypatch.setattr(workbench, "CPU", workbench.QUICK)
+
+
+RATES = {bench_run.TRAINING_RATE: "step", bench_run.GENERATION_RATE: "generate"}
+
+
+def measuring(monkeypatch, **others):
+    """Have the two parts that a profile needs measure nothing, and others be what they are here."""
+    parts = {part: lambda bench, name=name: [Reading(name, 7.0, "tokens/s")] for name, part in RATES.items()}
+    monkeypatch.setattr(bench_run, "PARTS", {"step": parts["step"]} | others | {"generate": parts["generate"]})
+
+
+def bench(capsys, folder, *arguments, quick=True):
     """The report of `latent-sweep bench --quick --json` on a tiny backbone, and what went to standard error."""
-    common = ["--backbone", "tiny-llama", "--device", "cpu", "--quick", "--json", "--storage", str(folder)]
+    common = ["--backbone", "tiny-llama", "--device", "cpu", *["--quick"] * quick, "--json", "--storage", str(folder)]
     assert main(["bench", *common, *arguments]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out), printed.err
@@ -78,22 +95,66 @@ def test_reading_a_profile_needs_no_torch():
 
 def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
     """The others have taken their minutes, and the profile needs two of them."""
-    from latent_sweep.bench import run as bench_run
-    from latent_sweep.bench.rows import Reading
 
     def fails(bench):
         """Fail."""
         raise RuntimeError("no port at https://bob:hunter22@host")
 
-    rates = {bench_run.TRAINING_RATE: "step", bench_run.GENERATION_RATE: "generate"}
-    parts = {part: lambda bench, name=name: [Reading(name, 7.0, "tokens/s")] for name, part in rates.items()}
-    monkeypatch.setattr(bench_run, "PARTS", {"step": parts["step"], "sweep": fails, "generate": parts["generate"]})
+    measuring(monkeypatch, sweep=fails)
     arguments = ["bench", "--backbone", "tiny-llama", "--only", "step", "sweep", "generate", "--storage", str(tmp_path)]
     assert main(arguments) == 1
     told = capsys.readouterr()
     assert "FAILED: RuntimeError: no port at https://***@host" in told.out and "hunter22" not in told.err
     assert [line.split()[-2] for line in told.out.splitlines() if "tokens/s" in line] == ["7", "7"]
     assert len(list((tmp_path / "profiles").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_quick_look_says_so_and_leaves_the_profile_alone(quick, tmp_path, monkeypatch, capsys):
+    measuring(monkeypatch)
+    write_profile(profile_path(tmp_path, "tiny-llama", "float32", "cpu"), PROFILE)
+    arguments = ["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(tmp_path)]
+    arguments += ["--quick"] * quick
+    assert main(arguments) == 0
+    assert ("quick: little of everything" in capsys.readouterr().out) is quick
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["quick"] is quick
+    profile = read_profile(profile_path(tmp_path, "tiny-llama", "float32", "cpu"))
+    assert profile.tokens_per_second_train == (PROFILE.tokens_per_second_train if quick else 7.0)
+
+
+def test_an_interrupted_measurement_leaves_what_it_has_found(tmp_path, monkeypatch, capsys):
+    def interrupted(bench):
+        """Be interrupted."""
+        raise KeyboardInterrupt
+
+    measuring(monkeypatch)
+    monkeypatch.setattr(bench_run, "PARTS", bench_run.PARTS | {"store": interrupted})
+    assert main(["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(tmp_path), "--json"]) == 130
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert report["interrupted"] and [table["part"] for table in report["tables"]] == ["step", "generate"]
+    assert told.err.endswith("interrupted\n"), "nothing goes on from here"
+    assert read_profile(profile_path(tmp_path, "tiny-llama", "float32", "cpu")).tokens_per_second_train == 7.0
+
+
+def test_a_storage_that_cannot_be_one_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    measured = []
+    measuring(monkeypatch, sweep=lambda bench: measured.append(bench) or [])
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below", "s3://"):
+        assert main(["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(place)]) == 2
+        assert "error: " in capsys.readouterr().err
+    assert not measured
+
+
+def test_a_profile_that_cannot_be_written_costs_nothing_of_the_report(tmp_path, monkeypatch, capsys):
+    measuring(monkeypatch)
+    (tmp_path / "profiles").touch()  # where its folder would be
+    assert main(["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("tokens/s") == 2
+    assert "no profile for `latent-sweep plan`: " in told.err
 
 
 def test_what_no_part_can_measure_is_refused_once(tmp_path, capsys):
@@ -199,8 +260,10 @@ def test_moving_every_weight_generates_everything():
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-def test_the_parts_of_one_process_run_and_leave_a_profile(tmp_path, capsys, without_data):
-    report, told = bench(capsys, tmp_path, "--only", "step", "packs", "history", "generate", "evaluate")
+@pytest.mark.usefixtures("quickly", "without_data")
+def test_the_parts_of_one_process_run_and_leave_a_profile(tmp_path, capsys):
+    parts = ["step", "packs", "history", "generate", "evaluate"]
+    report, told = bench(capsys, tmp_path, "--only", *parts, quick=False)
     assert [table["part"] for table in report["tables"]] == ["step", "packs", "history", "generate", "evaluate"]
     assert report["benchmark"] == "builtin" and "a token for every byte" in report["benchmark_note"]
     assert {"peft", "torch", "transformers"} <= set(report["versions"])

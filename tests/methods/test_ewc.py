@@ -77,7 +77,7 @@ def test_fisher_is_measured_with_the_checkpointing_of_training(backbone, bank, t
 def test_a_snapshot_is_made_as_checkpointing_says(tmp_path, monkeypatch):
     seen = []
 
-    def fisher(branch, outputs, scale, rows, context):
+    def fisher(branch, outputs, scale, rows, context, batch_size):
         seen.append(context.backbone.model.is_activation_checkpointing)
         return tuple(torch.ones_like(tensor) for tensor in branch)
 
@@ -89,6 +89,19 @@ def test_a_snapshot_is_made_as_checkpointing_says(tmp_path, monkeypatch):
         runs.run(runs.packs(**content))
     assert set(seen[: len(seen) // 2]) == {True}
     assert set(seen[len(seen) // 2 :]) == {False}
+
+
+@pytest.mark.parametrize(("micro_batch_size", "expected"), [(None, 4), (2, 2)])
+def test_fisher_is_measured_on_as_many_rows_at_once_as_learning_reads(
+    micro_batch_size, expected, tmp_path, monkeypatch
+):
+    measure, seen = ewc.diagonal_fisher, []
+    monkeypatch.setattr(ewc, "diagonal_fisher", lambda *given: seen.append(given[-1]) or measure(*given))
+    content = changes("ewc", "tiny-llama")
+    content["trial__training"] = content["trial__training"] | {"batch_size": 4, "micro_batch_size": micro_batch_size}
+    runs = Runs(tmp_path)
+    runs.run(runs.packs(**content))
+    assert set(seen) == {expected}
 
 
 def test_fisher_is_the_mean_of_squared_gradients_of_single_rows(backbone, bank, tmp_path):

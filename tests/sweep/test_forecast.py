@@ -367,10 +367,12 @@ def test_memory_is_told_with_its_parts():
     assert memory_of() == [
         "  up to 27.1 GiB a worker to learn (weights 24.2, factors 0.024, earlier adapters 0.00023, activations 2.8, "
         "logits 0.0029, adapter and optimizer 0.00031), 38.8 to answer with prompts of 1,024 tokens; on a CPU the "
-        "process itself takes some 1.5 GiB besides"
+        "process itself takes some 1.8 GiB besides"
     ]
     (line,) = memory_of(trial__method={"name": "inf_lora", "rank": 8})
     assert re.search(r"\), [\d.]+ to measure its inputs, 38\.8 to answer", line)
+    (line,) = memory_of(trial__method={"name": "ewc", "rank": 8})
+    assert re.search(r"\), [\d.]+ to measure its Fisher information, 38\.8 to answer", line)
 
 
 @pytest.mark.parametrize(("accelerator", "as_with"), [("A100-80G", False), ("A100-40G", True), (None, False)])

@@ -371,9 +371,45 @@ def test_second_moments_take_what_was_predicted(name, method, tmp_path):
     assert found.peak == max(found.learning, found.measuring, found.answering)
 
 
-def test_what_reads_no_second_moments_counts_none():
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows"),
+    [("small-llama", "float32", 2), ("small-llama", "bfloat16", 16), ("small-t5", "float32", 4)],
+)
+def test_fisher_information_takes_what_was_predicted(name, dtype, rows, tmp_path):
+    """Of as many rows at once as a step has, but no more than eight."""
+    from latent_sweep.methods import method_class
+    from latent_sweep.methods.protocol import MethodContext
+
+    trial = trial_of(name, dtype, "ewc", trial__training__micro_batch_size=rows, trial__training__batch_size=16)
+    s, backbone = trial.settings, backbone_of(name, dtype)
+    bank, data = bank_of(backbone), task_data(rows_of(16, *limits(trial)))
+    learner = method_class("ewc")(s.method, MethodContext(backbone, bank, tmp_path, 8)).begin_task(
+        replace(data, rows_at_once=rows), []
+    )
+    with live_bytes([*backbone.model.parameters(), *backbone.model.buffers(), learner.A, learner.B]) as live:
+        learner.finish()
+    bank.remove()
+    found = predict(trial, RunSettings())
+    assert found.fisher == pytest.approx(live.peak, rel=0.1)
+    assert found.measuring == found.weights + found.adapter // 2 + found.fisher
+    assert predict(trial, RunSettings(), 3).fisher == found.fisher, "members are measured in turn"
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "prompt", "resident"), [("latent_lora", 12, 512, 9.68), ("seq_lora", 1, 32, 0)]
+)
+def test_a_process_on_a_cpu_takes_what_was_measured(method, rows, prompt, resident):
+    """GiB of a process that took a step of SmolLM2, most of it in a C heap; a small step takes the libraries' alone."""
+    trial = trial_of("smollm2-135m", "float32", method, prompt, 50, trial__training__batch_size=rows)
+    found = predict(trial, RunSettings())
+    assert found.besides == 1.5 * GIB if not resident else found.besides > 3 * GIB
+    if resident:
+        assert (found.learning + found.besides) / GIB == pytest.approx(resident, rel=0.03)
+
+
+def test_what_measures_nothing_counts_nothing():
     found = predict(trial_of(method="o_lora"), RunSettings())
-    assert (found.moments, found.measuring) == (0, 0)
+    assert (found.moments, found.fisher, found.measuring) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
