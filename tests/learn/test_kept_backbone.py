@@ -98,6 +98,7 @@ def test_a_failed_one_is_gone_before_the_next_is_loaded(tmp_path, loaded, monkey
     diverging = {**SHORT, "trial__training__learning_rate": 1e30}
     runs = Runs(tmp_path)
     (pack,) = runs.packs(**diverging, search={"seed": [0]})
+    threads = torch.get_num_threads()  # a worker takes as many as it has CPUs
     gc.disable()  # what is found by chance is no promise
     try:
         with question(runs.sweep.storage) as asked:
@@ -105,6 +106,7 @@ def test_a_failed_one_is_gone_before_the_next_is_loaded(tmp_path, loaded, monkey
         assert [reference() for reference in loaded] == [None]
     finally:
         gc.enable()
+        torch.set_num_threads(threads)
 
 
 def test_after_a_failure_it_is_loaded_anew(tmp_path, loaded, monkeypatch):
