@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from latent_sweep.learn.worker_group import WorkerGroup
 from latent_sweep.security import redact
 from latent_sweep.store.failures import Phase
 from latent_sweep.store.folders import SweepFolder
@@ -110,8 +109,7 @@ def _with_half_the_rows(member: Member, workers: int) -> Member:
 
     def changed(trial: Trial) -> Trial:
         training = trial.settings.training
-        share = WorkerGroup(size=workers).largest_share(training.batch_size)
-        rows = min(share, training.micro_batch_size or share)
+        rows = training.rows_in_a_pass(workers)
         smaller = training.model_copy(update={"micro_batch_size": max(1, rows // 2)})
         return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))
 

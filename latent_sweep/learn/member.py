@@ -110,8 +110,7 @@ class MemberRun:
         def generator(purpose: str) -> torch.Generator:
             return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))
 
-        share = context.engine.group.largest_share(s.training.batch_size)
-        at_once = min(share, s.training.micro_batch_size or share)
+        at_once = s.training.rows_in_a_pass(context.engine.group.size)
         data = TaskData(task.name, position, len(self.tasks), rows("train"), generator, at_once)
         read = self.snapshots if self.method.reads_history(position) else []
         context.check(read)

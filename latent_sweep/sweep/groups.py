@@ -67,6 +67,11 @@ class TrainingSettings(Settings):
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
     """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
 
+    def rows_in_a_pass(self, workers: int) -> int:
+        """Rows of a forward pass of one of so many workers at most: its share of a batch, or a micro-batch of it."""
+        share = math.ceil(self.batch_size / workers)
+        return min(share, self.micro_batch_size or share)
+
     def step_count(self, rows: int, tasks: int = 1) -> int:
         """Optimizer steps for this many training rows, which so many tasks have together."""
         steps = self.epochs * math.ceil(rows / self.batch_size)

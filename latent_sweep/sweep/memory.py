@@ -173,7 +173,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
     trained = members * method.parameter_count(shape.targets, shape.width)
     tasks = len(trial.tasks)
     learns = any(tasks_learned(method, position, tasks) for position in range(tasks))
-    rows = _rows_at_once(trial, run.resources)
+    rows = trial.settings.training.rows_in_a_pass(run.resources.workers)
     adapters = _adapters(trial, shape, trained, members)
     step = _step(trial, shape, adapters, run.resources, members * rows) if learns else _Moment(0, 0, 0)
     answer = _answer(trial, shape)
@@ -497,13 +497,6 @@ class _Moment:
     @property
     def total(self) -> int:
         return self.activations + self.working + self.logits
-
-
-def _rows_at_once(trial: Trial, resources: ResourceSettings) -> int:
-    """Return the rows of a member's forward pass at most."""
-    training = trial.settings.training
-    share = _share(training.batch_size, resources.workers)
-    return min(share, training.micro_batch_size or share)
 
 
 def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSettings, rows: int) -> _Moment:
