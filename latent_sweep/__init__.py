@@ -27,10 +27,11 @@ def open_sweep(place: str | Path) -> SweepResults:
     """Return the results of a sweep as data frames, also while it runs: `open_sweep("runs/lambda").trials()`.
 
     Args:
-        place: its folder `<storage>/<sweep name>`, as a path or as the URI of an object store.
+        place: its folder `<storage>/<sweep name>`, as a path or as the URI of an object store. Its name alone is
+            looked for in `LATENT_SWEEP_STORAGE`, else in `runs`.
 
     Raises:
-        ConfigError: no folder can have this path.
+        ConfigError: no folder can have this path, or there are two such sweeps.
         StoreError: there is no sweep, or the object store cannot be reached or refuses.
     """
     from latent_sweep.results.frames import SweepResults  # pandas: whoever only imports this package does not wait

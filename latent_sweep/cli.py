@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from latent_sweep import __version__
 from latent_sweep.commands import benchmarks, completion, machine, models, results, starting, storage, sweeps, tracking
-from latent_sweep.run import carry_out
+from latent_sweep.run import carry_out, print_any_text
 
 CHAPTERS = (starting, benchmarks, sweeps, results, models, storage, machine, tracking)
 
@@ -19,8 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 if all went well, 1 if a trial failed, `doctor` or `benchmark check` found a fault, `rescore` a score that is
         not that of its answers or cannot be computed again, or `verify` a difference (with `--repair`: one that is
-        left, for the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted.
+        left, for the next run to mend), 2 if the command could not be carried out, 130 if it was interrupted, 143 if
+        SIGTERM has ended it, 141 if the reader of its output has gone.
     """
+    print_any_text()
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.carry_out
     return carry_out(command, options)

@@ -33,3 +33,7 @@ class DeviceLost(LatentSweepError):
 
 class TrackingError(LatentSweepError):
     """The tracking server could not be reached or refused a write; nothing on disk is lost."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come: everything ends as after Ctrl-C, with another exit code."""

@@ -6,17 +6,23 @@ Reads the sweep, runs what is missing, mirrors it into MLflow, prints the compar
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
-from latent_sweep.errors import LatentSweepError
+from latent_sweep.errors import LatentSweepError, Terminated
 from latent_sweep.security import log_without_secrets, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the job; the same as `latent-sweep run`, see `cli.main` for what it returns."""
+    print_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m latent_sweep.run", description=(__doc__ or "").partition("\n\n")[2]
     )
@@ -69,23 +75,53 @@ def run(options: argparse.Namespace) -> int:
     return 1 if unfinished else 0
 
 
+def print_any_text() -> None:
+    """Have standard output replace the characters that its encoding does not have, e.g. by `?`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def carry_out(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command and return its exit code; what goes wrong is said on standard error, without secrets."""
     log_without_secrets()
+    with _ending_on_sigterm():
+        try:
+            code = command(options)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
+        except LatentSweepError as error:
+            print(printable(f"error: {error}"), file=sys.stderr)
+            return 2
+        except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141  # what a shell reports for it
+        except KeyboardInterrupt as error:
+            word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
+            print(f"{word}{'; run the same command again to go on from here' * (command is run)}", file=sys.stderr)
+            return code
+        except Exception:  # a fault of ours; its traceback may quote an address or a token
+            print(printable(traceback.format_exc()), end="", file=sys.stderr)
+            return 2
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM end the block as Ctrl-C does, and a second one end the process at once."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # whoever has set a handler, or ignores the signal, decides
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
-        return command(options)
-    except LatentSweepError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what a shell reports for it
-    except KeyboardInterrupt:
-        print(f"interrupted{'; run the same command again to go on from here' * (command is run)}", file=sys.stderr)
-        return 130
-    except Exception:  # a fault of ours; its traceback may quote an address or a token
-        print(printable(traceback.format_exc()), end="", file=sys.stderr)
-        return 2
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,25 @@ from __future__ import annotations
 import configparser
 import ipaddress
 import os
+import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import redact
+
+KNOCK_SECONDS = 4.0
+"""Seconds for a Ray cluster's head to accept a connection."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a client of gRPC sends first, with empty settings."""
+
+
+def ray_address() -> str | None:
+    """Return the Ray cluster that RAY_ADDRESS names; None if `run` starts one for itself."""
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    return None if address in ("", "local") else address
 
 
 def check_ray_address(allow_insecure: bool) -> None:
@@ -22,8 +36,8 @@ def check_ray_address(allow_insecure: bool) -> None:
     Raises:
         ConfigError: RAY_ADDRESS names another machine, and RAY_AUTH_MODE is not `token`.
     """
-    address = os.environ.get("RAY_ADDRESS", "")
-    if allow_insecure or address in ("", "auto", "local") or _is_here(_split(address).hostname):
+    address = ray_address()
+    if allow_insecure or address is None or address == "auto" or _is_here(_split(address).hostname):
         return
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode.lower() != "token":
@@ -33,6 +47,49 @@ def check_ray_address(allow_insecure: bool) -> None:
             f"RAY_AUTH_TOKEN or ~/.ray/auth_token. On a network that nobody else can enter: "
             f"--set run.allow_insecure=true"
         )
+
+
+def check_listens(address: str) -> None:
+    """Open a connection to a Ray cluster's head: Ray itself would wait for it for minutes.
+
+    Raises:
+        ConfigError: the address has no port, or no Ray cluster listens there.
+    """
+    host, port = _host_and_port(address)
+    found: list[str] = []
+    # to look up a name can take longer than any timeout of the connection
+    thread = threading.Thread(target=lambda: found.append(_knock(host, port)), daemon=True)
+    thread.start()
+    thread.join(KNOCK_SECONDS)
+    if fault := found[0] if found else f"no answer in {KNOCK_SECONDS:g} seconds":
+        raise ConfigError(
+            f"RAY_ADDRESS: found {redact(address)}, where no Ray cluster listens: {fault}. Start the cluster, correct "
+            "the address, or unset RAY_ADDRESS to run on this machine alone"
+        )
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = _split(address)
+    with suppress(ValueError):  # of a port that is none
+        if parts.hostname and parts.port and parts.scheme in ("", "ray"):
+            return parts.hostname, parts.port
+    raise ConfigError(
+        f"RAY_ADDRESS: found {redact(address)}; expected HOST:PORT of a cluster's head, whose port is 6379 unless `ray "
+        "start` says otherwise. Correct it, or unset it to run on this machine alone"
+    )
+
+
+def _knock(host: str, port: int) -> str:
+    """Return why no Ray cluster listens at a port; an empty text if one may."""
+    try:
+        with socket.create_connection((host, port), timeout=KNOCK_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):
+                return ""  # it waits for another greeting
+            connection.sendall(HTTP2_PREFACE)
+            answer = connection.recv(5)
+    except OSError as error:
+        return str(error.strerror or error)
+    return "it is a web server, e.g. the cluster's dashboard" if answer == b"HTTP/" else ""
 
 
 def check_tracking_address(uri: str, allow_insecure: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
 from latent_sweep.backends.addresses import check_ray_address
+from latent_sweep.backends.ray_nodes import check_cluster_answers
 from latent_sweep.benchmarks.loaders import one_look
 from latent_sweep.errors import ConfigError, MissingData, StoreError
 from latent_sweep.learn.heap import loading_modules
@@ -77,6 +78,7 @@ def run_sweep(
     _tell(f"checking {sweep.source}, its data and its backbone")
     if not local:
         check_ray_address(sweep.run.allow_insecure)
+        check_cluster_answers()
     check_engine(sweep.run.engine)
     due = choices(sweep)
     trials = expand(sweep, chosen_for(sweep, stand_ins(due)))  # checked before anything is chosen

@@ -26,7 +26,6 @@ import base64
 import json
 import logging
 import os
-import re
 import shlex
 import tempfile
 import threading
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from latent_sweep.backends.addresses import check_tracking_address
-from latent_sweep.errors import LatentSweepError, StoreError, TrackingError
+from latent_sweep.errors import ConfigError, LatentSweepError, StoreError, TrackingError
 from latent_sweep.labels import short_names
 from latent_sweep.results import summaries
 from latent_sweep.results.tracked import (
@@ -66,8 +65,8 @@ from latent_sweep.security import has_credentials, redact
 from latent_sweep.store.files import FileState, private_file, private_folder, state_of
 from latent_sweep.store.folders import LOCKS, SweepFolder, TrialFolder
 from latent_sweep.store.leases import FileLease, held
+from latent_sweep.sweep.trackers import DEFAULT_URI, TRACKING_VARIABLE, address_faults, place_faults, sqlite_file
 
-DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
 """Folder beside a local database."""
 
@@ -146,7 +145,7 @@ class MlflowMirror:
 
     def __init__(self, uri: str | None, sweep: SweepFolder, allow_insecure: bool = False):
         """Take the tracker's address; None means the environment's MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`."""
-        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+        self.uri = tracking_uri(uri)
         self.sweep = sweep
         self.allow_insecure = allow_insecure
         self._id = uuid.uuid4().hex
@@ -623,15 +622,23 @@ class NullMirror:
         return ""
 
 
+def tracking_uri(uri: str | None) -> str:
+    """Return the address that a sweep file's `tracking: {uri: ...}` means in this process."""
+    return uri or os.environ.get(TRACKING_VARIABLE) or DEFAULT_URI
+
+
 def mirror_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False) -> MlflowMirror | NullMirror:
     """The mirror that the sweep file's `tracking: {uri: ...}` asks for; `none` asks for no tracking.
 
     Raises:
-        ConfigError: the server is on another machine, and TLS or credentials are missing.
+        ConfigError: MLflow takes no such address, or the server is on another machine, and TLS or credentials are
+            missing.
     """
     if uri == "none":
         return NullMirror()
     mirror = MlflowMirror(uri, sweep, allow_insecure)
+    if faults := address_faults(mirror.uri) or place_faults(mirror.uri):
+        raise ConfigError(f"tracker: {'; '.join(faults)}")
     check_tracking_address(mirror.uri, allow_insecure)
     return mirror
 
@@ -861,20 +868,6 @@ def _all_artifacts(repository: Any, folder: str | None = None) -> Iterator[tuple
             yield from _all_artifacts(repository, entry.path)
         else:
             yield entry.path, entry.file_size
-
-
-def sqlite_file(uri: str) -> Path | None:
-    """Return the file of a local database; None where the address is of something else."""
-    match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
-    return Path(match[1]).absolute() if match else None
-
-
-def relative_place(uri: str) -> Path | None:
-    """Return the database or the folder that a relative address means; None where the address is of something else."""
-    if uri.startswith("databricks"):
-        return None
-    match = re.fullmatch(r"(?:sqlite(?:\+\w+)?:///|file:)?([^/:?][^:?]*)(?:\?.*)?", uri)
-    return Path(match[1]) if match else None
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:

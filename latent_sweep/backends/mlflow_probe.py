@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import uuid
@@ -11,10 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from latent_sweep.backends.mlflow_mirror import DEFAULT_URI, quiet_client, sqlite_file
+from latent_sweep.backends.mlflow_mirror import quiet_client
 from latent_sweep.errors import TrackingError
 from latent_sweep.security import redact
 from latent_sweep.store.files import committing
+from latent_sweep.sweep.trackers import sqlite_file
 
 EXPERIMENT = "latent-sweep-doctor"
 
@@ -29,11 +29,6 @@ class Probe:
     """Version of MLflow here."""
     server: str | None
     """Version of MLflow there; None where it is a database, or does not say."""
-
-
-def tracking_uri(uri: str | None) -> str:
-    """Return the address that a sweep file's `tracking: {uri: ...}` means here."""
-    return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def probe_tracker(uri: str) -> Probe:

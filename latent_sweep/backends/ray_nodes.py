@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from latent_sweep.errors import ConfigError
+from latent_sweep.backends.addresses import check_listens, ray_address
+from latent_sweep.errors import ConfigError, Terminated
+from latent_sweep.security import redact
 from latent_sweep.store.storage import Storage, has_answer, sees, unseen_message
 
 log = logging.getLogger(__name__)
@@ -39,10 +44,37 @@ class Answer:
     """Whether that is because the node has left the cluster."""
 
 
+def check_cluster_answers() -> None:
+    """Check that the cluster that RAY_ADDRESS names is there, before Ray waits for it for minutes.
+
+    Raises:
+        ConfigError: it has no port, no Ray cluster listens there, or `auto` finds none or several on this machine.
+    """
+    if (address := ray_address()) is not None:
+        check_listens(_found_here() if address == "auto" else address)
+
+
+def _found_here() -> str:
+    """Return the address of the cluster on this machine that `RAY_ADDRESS=auto` means."""
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    try:
+        return str(canonicalize_bootstrap_address_or_die("auto"))
+    except ConnectionError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS: found auto, the cluster that runs on this machine. {error} Start one, name its HOST:PORT, "
+            "or unset RAY_ADDRESS to run without"
+        ) from error
+
+
 def connect() -> bool:
     """Join the cluster that RAY_ADDRESS names (a job inherits it), or start one; return whether it was started here.
 
     A cluster of our own listens on the loopback interface only and asks for a token that this process made up.
+
+    Raises:
+        ConfigError: that cluster cannot be joined.
+        Terminated: SIGTERM has come in the meantime.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Tune's own result files and tables say nothing that the journal does not
@@ -50,7 +82,7 @@ def connect() -> bool:
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     # Tune would catch Ctrl-C and return as if all had ended, and an interrupted trial would look stopped early
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    here = "RAY_ADDRESS" not in os.environ
+    here = ray_address() is None
     if here:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on Linux too: every socket on 127.0.0.1
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -63,13 +95,39 @@ def connect() -> bool:
 
         if ray.is_initialized():
             return False
-        ray.init(
-            address="local" if here else None,
-            include_dashboard=False if here else None,
-            logging_level=logging.ERROR,
-            log_to_driver=True,
-        )
+        try:
+            with _keeping_sigterm():
+                ray.init(
+                    address="local" if here else None,
+                    include_dashboard=False if here else None,
+                    logging_level=logging.ERROR,
+                    log_to_driver=True,
+                )
+        except Exception as error:  # Ray raises one of many
+            if here:
+                raise
+            raise ConfigError(
+                f"RAY_ADDRESS: {redact(ray_address() or '')} cannot be joined: {type(error).__name__}: "
+                f"{redact(str(error).strip()[-1000:])}\nCheck the address, its token (RAY_AUTH_TOKEN or "
+                "~/.ray/auth_token), and that Python and Ray are the same there"
+            ) from None
     return here
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Put back the handler of SIGTERM that Ray replaces while it starts.
+
+    Ray's own handlers end the processes that it has started, and then raise SystemExit.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as ended:
+        raise Terminated from ended
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def alive_nodes(without: Collection[str] = ()) -> list[Node]:

@@ -108,6 +108,8 @@ class Report:
     """Whether little of everything was measured, which shows that it runs, and no more."""
     interrupted: bool = False
     """Whether the user ended it before its last part."""
+    terminated: bool = False
+    """Whether SIGTERM did that."""
 
     def text(self) -> str:
         """Write the report as a table for people."""

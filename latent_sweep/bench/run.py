@@ -24,7 +24,7 @@ from latent_sweep.bench.store import store
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.loaders import data_digest
 from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
-from latent_sweep.errors import ConfigError, MissingData, StoreError
+from latent_sweep.errors import ConfigError, MissingData, StoreError, Terminated
 from latent_sweep.learn.context import hardware
 from latent_sweep.security import printable, traceback_text
 from latent_sweep.settings import as_written
@@ -100,9 +100,9 @@ def run_bench(
             pass
     tables: list[Table] = []
 
-    def report(interrupted: bool = False) -> Report:
+    def report(interrupted: bool = False, terminated: bool = False) -> Report:
         facts = (backbone, device, benchmark, note, measured_at, _versions(), hardware())
-        return Report(*facts, list(tables), quick, interrupted)
+        return Report(*facts, list(tables), quick, interrupted, terminated)
 
     try:
         for dtype in dtypes:
@@ -113,8 +113,8 @@ def run_bench(
                     if keeps and dtype == dtypes[0] and name == PROFILED[-1]:
                         _keep_profile(report(), dtype, storage, tell)
                 bench.free()  # for the next type
-    except KeyboardInterrupt:
-        return report(interrupted=True)
+    except KeyboardInterrupt as ended:
+        return report(interrupted=True, terminated=isinstance(ended, Terminated))
     return report()
 
 

@@ -12,6 +12,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 Parser = argparse.ArgumentParser
 
+SWEEP_HELP = "its folder or URI, e.g. runs/lambda; a name alone is looked for in LATENT_SWEEP_STORAGE, else in runs"
+
 CarryOut = Callable[[argparse.Namespace], int]
 """Carries a command out, and returns its exit code."""
 
@@ -34,7 +36,7 @@ def add_command(
 
 def add_sweep_folder(parser: Parser) -> None:
     """Add the argument that names a sweep that has run, or is running."""
-    parser.add_argument("folder", help="the sweep's folder or its URI, e.g. runs/lambda")
+    parser.add_argument("folder", help=SWEEP_HELP)
 
 
 def add_tracker(parser: Parser) -> None:

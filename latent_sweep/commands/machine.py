@@ -57,8 +57,8 @@ def add(commands: Commands) -> None:
     add_json(bench)
     bench.add_argument(
         "--storage",
-        default="runs",
-        help="for the profile that `plan` reads, and for what `store` measures; default: runs",
+        help="for the profile that `plan` reads, and for what `store` measures; default: that of LATENT_SWEEP_STORAGE, "
+        "else runs",
     )
 
 
@@ -77,10 +77,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     from latent_sweep.bench.run import run_bench
-    from latent_sweep.errors import ConfigError
-    from latent_sweep.store.storage import open_storage, place_faults
+    from latent_sweep.errors import ConfigError, Terminated
+    from latent_sweep.store.storage import default_place, open_storage, place_faults
 
-    if faults := place_faults(options.storage):
+    place = options.storage or default_place()
+    if faults := place_faults(place):
         raise ConfigError(f"--storage: {'; '.join(faults)}")
     report = run_bench(
         options.backbone,
@@ -88,10 +89,10 @@ def _bench(options: argparse.Namespace) -> int:
         options.dtype,
         options.only,
         options.quick,
-        open_storage(options.storage),
+        open_storage(place),
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(report.json() if options.json else report.text())
     if report.interrupted:
-        raise KeyboardInterrupt
+        raise Terminated if report.terminated else KeyboardInterrupt
     return 1 if any(table.failure for table in report.tables) else 0

@@ -95,7 +95,9 @@ def add(commands: Commands) -> None:
 
 
 def _add_storage(parser: Parser) -> None:
-    parser.add_argument("storage", nargs="?", default="runs", help="a folder or a URI; default: %(default)s")
+    parser.add_argument(
+        "storage", nargs="?", help="a folder or a URI; default: that of LATENT_SWEEP_STORAGE, else runs"
+    )
 
 
 def _days(text: str) -> float:
@@ -116,12 +118,13 @@ def bytes_text(size: int) -> str:
     return f"{amount:.0f} {units[0]}" if units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
-def _inventory(place: str) -> Inventory:
+def _inventory(place: str | None) -> Inventory:
+    """Open the storage that a command names, or the default one."""
     from latent_sweep.errors import ConfigError
     from latent_sweep.store.inventory import Inventory
-    from latent_sweep.store.storage import open_storage
+    from latent_sweep.store.storage import default_place, open_storage
 
-    storage = open_storage(place)
+    storage = open_storage(place or default_place())
     if not storage.is_remote and not storage.folder.is_dir():
         raise ConfigError(f"{storage.place}: found no such folder; expected a storage, as `run.storage` names it")
     return Inventory(storage)

@@ -123,7 +123,7 @@ def _check_place(uri: str) -> None:
     Raises:
         ConfigError: there is no such database or folder.
     """
-    from latent_sweep.backends.mlflow_mirror import relative_place
+    from latent_sweep.sweep.trackers import relative_place
 
     place = relative_place(uri)
     if place is not None and not place.exists():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from latent_sweep.backends.addresses import ray_address
 from latent_sweep.doctor.findings import Check, Finding, counted, examined, fault
 from latent_sweep.doctor.machine import chosen_device, has_device, look_at_cpu, look_at_disk, look_at_gpus
 from latent_sweep.doctor.methods import method_checks
@@ -18,7 +19,7 @@ from latent_sweep.doctor.subject import Subject, look_at_first_step, look_at_swe
 from latent_sweep.doctor.tracker import look_at_tracker
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.store.files import cache_folder
-from latent_sweep.store.storage import Storage, open_storage
+from latent_sweep.store.storage import Storage, default_place, open_storage
 from latent_sweep.sweep.config import Sweep, load_sweep
 from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.plan import Trial, expand
@@ -52,7 +53,7 @@ def examine(
         All findings.
 
     Raises:
-        ConfigError: the sweep file is not valid.
+        ConfigError: the sweep file is not valid, or LATENT_SWEEP_STORAGE can name no storage.
     """
     began, read = time.monotonic(), _read(path, overrides)
     if address is not None:
@@ -80,15 +81,15 @@ def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[T
 
 
 def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[Part]:
-    run = read[0].run if read else RunSettings()
+    run = read[0].run if read else RunSettings(storage=default_place())
     needed = ["deepspeed"] if run.engine.name == "deepspeed" else []
     yield Part("packages", _packages(needed))
     device, storage = _device(asked), _opened(run.storage)
-    alone = read is not None and not os.environ.get("RAY_ADDRESS")  # then `run` has this machine, and no other
+    alone = read is not None and ray_address() is None  # then `run` has this machine, and no other
     room = [("resources", partial(look_at_room, run.resources))] if alone else []
     yield Part(f"this machine (device {device})", [*_machine(device, storage), *room])
     yield Part("storage", [("storage", partial(_storage, run.storage)), ("caches", look_at_caches)])
-    if storage is not None and os.environ.get("RAY_ADDRESS"):
+    if storage is not None and ray_address() is not None:
         asked_for = (storage, needed, run.allow_insecure, run.resources)
         yield Part("cluster", [("cluster", partial(look_at_nodes, *asked_for))])
     yield Part("tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure))])

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from latent_sweep.backends.addresses import check_ray_address
-from latent_sweep.backends.ray_nodes import Answer, Node, alive_nodes, ask, connect, disconnect, resources_here
+from latent_sweep.backends.ray_nodes import (
+    Answer,
+    Node,
+    alive_nodes,
+    ask,
+    check_cluster_answers,
+    connect,
+    disconnect,
+    resources_here,
+)
 from latent_sweep.backends.ray_tune import has_room, wanted_text
 from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
 from latent_sweep.doctor.machine import look_at_cpu, look_at_disk, look_at_gpus
@@ -19,8 +26,6 @@ from latent_sweep.doctor.storage import look_at_caches, look_at_storage, missing
 from latent_sweep.security import log_without_secrets, redact
 from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
 from latent_sweep.sweep.groups import ResourceSettings
-
-KNOCK_SECONDS = 10.0
 
 SHOWN = ("driver", "CPU", "RAM", "storage")
 """What is told of the first node of each shape though nothing is wrong with it; and its GPUs."""
@@ -54,17 +59,13 @@ def look_at_nodes(
     Args:
         needed: packages that the sweep cannot do without.
         resources: what a trial asks for.
+
+    Raises:
+        ConfigError: the cluster cannot be joined, or may not be.
     """
     check_ray_address(allow_insecure)
-    address = os.environ.get("RAY_ADDRESS", "")
-    try:
-        _knock(address)
-        connect()
-    except Exception as error:  # Ray raises one of many
-        said = f"{address} cannot be joined: {type(error).__name__}: {str(error).strip()[-1000:]}"
-        advice = "check the address (RAY_ADDRESS, --address), its token (RAY_AUTH_TOKEN or ~/.ray/auth_token), and "
-        yield fault("cluster", said, advice=f"{advice}that Python and Ray are the same there")
-        return
+    check_cluster_answers()
+    connect()
     made = missing_folders(storage.folder)
     try:
         with question(storage) as asked:
@@ -86,13 +87,6 @@ def look_at_nodes(
         disconnect()
         if made:
             remove_empty([storage.folder / ".preflight", *made])
-
-
-def _knock(address: str) -> None:
-    """Open a connection to a cluster's head, where the address names it: Ray itself waits for it for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def examine_node(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from latent_sweep.backends.addresses import ray_address
 from latent_sweep.doctor.findings import Finding, fault, ok, warning
 from latent_sweep.doctor.machine import free_ram
 from latent_sweep.errors import MissingData
@@ -47,7 +47,7 @@ def look_at_sweep(subject: Subject) -> Iterator[Finding]:
         yield warning("sweep", said) if kind == "warning" else ok("sweep", said)
     if missing := missing_rows(trials):
         said = f"{len(missing)} tasks have rows that are not here: {', '.join(missing)}. {next(iter(missing.values()))}"
-        if os.environ.get("RAY_ADDRESS"):
+        if ray_address() is not None:
             yield warning("data", said, advice="see that every node of the cluster has them")
         else:
             yield fault("data", said)

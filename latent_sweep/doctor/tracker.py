@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from latent_sweep.backends.addresses import check_tracking_address
-from latent_sweep.backends.mlflow_probe import Probe, probe_tracker, tracking_uri
+from latent_sweep.backends.mlflow_mirror import tracking_uri
+from latent_sweep.backends.mlflow_probe import Probe, probe_tracker
 from latent_sweep.doctor.findings import Finding, fault, ok, warning
 from latent_sweep.errors import ConfigError, TrackingError
+from latent_sweep.sweep.trackers import address_faults, place_faults
 
 WHERE = "run.tracking.uri, or MLFLOW_TRACKING_URI"
 
@@ -22,6 +24,9 @@ def look_at_tracker(uri: str | None, allow_insecure: bool) -> Iterator[Finding]:
     address = tracking_uri(uri)
     if uri == "none":
         yield ok("tracker", "none: this sweep is not tracked")
+        return
+    if faults := address_faults(address) or place_faults(address):
+        yield fault("tracker", "; ".join(faults), f"an MLflow that takes runs ({WHERE})")
         return
     try:
         check_tracking_address(address, allow_insecure=False)

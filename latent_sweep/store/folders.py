@@ -15,13 +15,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.settings import flatten, local_path, read_yaml
 from latent_sweep.store.journal import Event, Journal
 from latent_sweep.store.leases import Lease, held
 from latent_sweep.store.sealed import is_sealed
 from latent_sweep.store.snapshots import SnapshotStore
-from latent_sweep.store.storage import JOURNAL, Storage, open_storage, storage_in
+from latent_sweep.store.storage import (
+    DEFAULT_PLACE,
+    JOURNAL,
+    STORAGE_VARIABLE,
+    Storage,
+    default_place,
+    open_storage,
+    storage_in,
+)
 
 log = logging.getLogger(__name__)
 
@@ -198,20 +206,52 @@ def tuning_name(name: str) -> str:
 
 
 def open_sweep(place: str | Path) -> SweepFolder:
-    """The sweep in a folder `<storage>/<sweep name>`, given by its path or its URI; from a URI it is brought here.
+    """Open the sweep in a folder `<storage>/<sweep name>`; from an object store it is brought here.
+
+    Args:
+        place: the folder's path or URI. `NAME` and `runs/NAME` also name a sweep of the default storage,
+            `LATENT_SWEEP_STORAGE`, if the working directory has no such sweep.
 
     Raises:
-        ConfigError: no folder can have this path.
+        ConfigError: no folder can have this path, or the working directory and the default storage both have such
+            a sweep.
         StoreError: the object store cannot be reached or refuses.
     """
-    if "://" not in str(place):
-        path = local_path(place).resolve()
-        return SweepFolder(storage_in(path.parent), path.name)
-    address, question, options = str(place).partition("?")
+    text = str(place)
+    if "://" not in text:
+        path, name = local_path(text).resolve(), _name_in_default_storage(text)
+        here = SweepFolder(storage_in(path.parent), path.name)
+        if name is None:
+            return here
+        there = SweepFolder(open_storage(default_place()), name)
+        if there.storage.folder == path.parent or (_is_stored(here) and not _is_stored(there)):
+            return here
+        if _is_stored(here):
+            raise ConfigError(
+                f"{text}: found this sweep in {path.parent} and in {STORAGE_VARIABLE}, {there.storage.place}. "
+                f"Write {path} for the first, or the second's whole address"
+            )
+        there.storage.pull(there.path)
+        return there
+    address, question, options = text.partition("?")
     parent, _, name = address.rstrip("/").rpartition("/")
     sweep = SweepFolder(open_storage(parent + question + options), name)
     sweep.storage.pull(sweep.path)
     return sweep
+
+
+def _name_in_default_storage(text: str) -> str | None:
+    """Return the name of the sweep that a path as typed names in the default storage; None for any other path."""
+    if text.startswith((".", "/", "~")):
+        return None
+    parts = Path(text).parts
+    return parts[-1] if len(parts) == 1 or (len(parts) == 2 and parts[0] == DEFAULT_PLACE) else None
+
+
+def _is_stored(sweep: SweepFolder) -> bool:
+    """Return whether a sweep or its tuning trials have been written, here or in the object store."""
+    names = (sweep.name, tuning_name(sweep.name))
+    return any(sweep.storage.holds(sweep.storage.folder / name / SWEEP_FILE) for name in names)
 
 
 def driving(sweep: SweepFolder, on_wait: Callable[[str], None]) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ PROBES = ".preflight"
 DEFAULT_PLACE = "runs"
 """Where a sweep's files lie if it does not say so. Nobody has chosen who may read this folder, so its owner alone may;
 that of a folder with another name is the umask's and its administrator's."""
+STORAGE_VARIABLE = "LATENT_SWEEP_STORAGE"
+"""Environment variable with the storage of commands and sweep files that do not name one by an absolute path."""
 
 CONNECTIONS = 16
 """Requests to an object store at the same time."""
@@ -425,6 +428,23 @@ def place_faults(place: str) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def default_place() -> str:
+    """Return the storage of a command that names none: that of `LATENT_SWEEP_STORAGE`, else `runs`.
+
+    Raises:
+        ConfigError: the variable's value can name no storage.
+    """
+    place = os.environ.get(STORAGE_VARIABLE) or DEFAULT_PLACE
+    if faults := place_faults(place):
+        raise ConfigError(f"{STORAGE_VARIABLE}: {'; '.join(faults)}")
+    return place
+
+
+def in_job_package(path: Path) -> bool:
+    """Return whether a path is inside Ray's copy of a job's working directory, which later jobs do not see."""
+    return ("runtime_resources", "working_dir_files") in pairwise(path.resolve().parts)
 
 
 def _working_folders(cache: Path) -> Path:

@@ -30,6 +30,7 @@ from latent_sweep.security import quoted
 from latent_sweep.settings import Settings, as_written, flatten, local_path, parse_yaml, read_yaml
 from latent_sweep.store.storage import NODE_LOCAL
 from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial
+from latent_sweep.sweep.places import placed
 
 MOST_TRIALS = 10_000
 """Most points of a search: planning them takes five to ten seconds, and nobody compares more."""
@@ -78,12 +79,19 @@ class Sweep(Settings):
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
-    """Read a sweep file and apply `--set path=value` overrides.
+    """Read a sweep file, apply `--set path=value` overrides, and find its storage and tracker (`places.py`).
 
     Raises:
         ConfigError: listing every fault found, each with file, path, what was found and what is allowed.
     """
-    return parse_sweep(read_yaml(local_path(path)), str(path), overrides)
+    sweep = parse_sweep(read_yaml(local_path(path)), str(path), overrides)
+    given: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(given, override)
+    run, faults = placed(sweep.run, _mapping(given, "run")[0])
+    if faults:
+        raise fault_report(sweep.source, faults)
+    return sweep.model_copy(update={"run": run})
 
 
 @one_look()
@@ -121,7 +129,6 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     if isinstance(run, RunSettings):
         faults += _size_faults(grid, run.num_samples if draws else 1)
         faults += _sample_faults(search, run.num_samples)
-        faults += _storage_faults(local_path(run.storage))
         if isinstance(run.pack, tuple):
             faults += [fault for axis in run.pack for fault in _pack_axis(axis, [*grid, *draws])]
     if faults:
@@ -140,17 +147,6 @@ def _name_faults(name: Any) -> list[str]:
     if name.lower() in STORAGE_FOLDERS:
         return [f"name: found {name!r}, the name of a folder that all sweeps of a storage share; choose another"]
     return []
-
-
-def _storage_faults(storage: Path) -> list[str]:
-    """List what stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
-    try:
-        nearest = next(path for path in (storage, *storage.parents) if path.exists())
-    except OSError as error:
-        return [f"run.storage: found {quoted(str(storage))}; no folder can have this path: {error.strerror}"]
-    if nearest.is_dir():
-        return []
-    return [f"run.storage: found {str(storage)!r}; expected a folder, but {nearest} is a file. Name another folder"]
 
 
 def _size_faults(grid: Mapping[str, Sequence[Any]], samples: int) -> list[str]:

@@ -18,6 +18,7 @@ from latent_sweep.security import has_credentials
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, Settings, as_written, group_of, yaml_text
 from latent_sweep.store.answers import KeepAnswers
 from latent_sweep.store.storage import DEFAULT_PLACE, place_faults
+from latent_sweep.sweep.trackers import address_faults
 
 
 class TrainingSettings(Settings):
@@ -160,7 +161,8 @@ class TrackingSettings(Settings):
     """The tracker's settings: where runs are compared."""
 
     uri: str | None = None
-    """MLflow tracking URI; None is MLFLOW_TRACKING_URI, else sqlite:///mlflow.db. `none` does without MLflow."""
+    """MLflow tracking URI: a server, or a database such as sqlite:///mlflow.db, the default. If MLFLOW_TRACKING_URI is
+    set, it replaces the default and a relative path. `none` does without MLflow."""
 
     @field_validator("uri")
     @classmethod
@@ -171,6 +173,13 @@ class TrackingSettings(Settings):
                 "expected an address without. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
                 "MLFLOW_TRACKING_TOKEN, or the whole address as MLFLOW_TRACKING_URI, in the environment"
             )
+        return uri
+
+    @field_validator("uri")
+    @classmethod
+    def _is_taken_by_mlflow(cls, uri: str | None) -> str | None:
+        if uri is not None and (faults := address_faults(uri)):
+            raise ValueError("; ".join(faults))
         return uri
 
 
@@ -197,7 +206,8 @@ class RunSettings(Settings):
 
     storage: str = Field(DEFAULT_PLACE, min_length=1)
     """Where everything that is computed lies, shared by all sweeps that name it: a folder, which all nodes must see, or
-    an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials."""
+    an object store, `s3://bucket/prefix` or `gs://bucket/prefix` as pyarrow reads it, without credentials. If
+    LATENT_SWEEP_STORAGE is set, it replaces the default and a relative path."""
     resources: ResourceSettings = ResourceSettings()
     """What each trial asks for."""
     engine: EngineSettings = EngineSettings()

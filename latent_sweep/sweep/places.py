@@ -1,0 +1,86 @@
+"""Where a sweep keeps its results and its tracker: the command line, the sweep file and the environment name it.
+
+The first of these decides: the command line; an absolute path or a URI in the sweep file; the environment
+(`LATENT_SWEEP_STORAGE`, `MLFLOW_TRACKING_URI`); a relative path in the file, or the default. So the environment takes
+the place of a relative path: with LATENT_SWEEP_STORAGE=/data/sweeps, `storage: runs` means /data/sweeps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.security import quoted
+from latent_sweep.settings import local_path
+from latent_sweep.store.storage import STORAGE_VARIABLE, default_place, in_job_package
+from latent_sweep.sweep.groups import RunSettings, TrackingSettings
+from latent_sweep.sweep.trackers import (
+    DEFAULT_URI,
+    TRACKING_VARIABLE,
+    address_faults,
+    place_faults,
+    relative_place,
+)
+
+
+def placed(run: RunSettings, given: Mapping[str, Any]) -> tuple[RunSettings, list[str]]:
+    """Return the settings with the storage and the tracker of this process, and what is wrong with these two.
+
+    A tracker of the environment stays there (`tracking.uri` is None): its address may hold a password.
+
+    Args:
+        run: as the sweep file and the command line say.
+        given: the part of `run` that the command line says.
+    """
+    storage, faults = _storage(run.storage, "storage" in given)
+    tracking = given.get("tracking")
+    uri, more = _tracker(run.tracking.uri, isinstance(tracking, Mapping) and "uri" in tracking)
+    changed = {"storage": storage, "tracking": TrackingSettings(uri=uri)}
+    return run.model_copy(update=changed), faults + more
+
+
+def _storage(place: str, given: bool) -> tuple[str, list[str]]:
+    where = "run.storage"
+    if not given and os.environ.get(STORAGE_VARIABLE) and not _is_absolute(place):
+        try:
+            place, where = default_place(), STORAGE_VARIABLE
+        except ConfigError as error:
+            return place, [str(error)]
+    return place, [f"{where}: {fault}" for fault in _folder_faults(place)]
+
+
+def _is_absolute(place: str) -> bool:
+    return "://" in place or local_path(place).is_absolute()
+
+
+def _folder_faults(place: str) -> list[str]:
+    """List what stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
+    if "://" in place:
+        return []
+    folder = local_path(place)
+    if in_job_package(folder):
+        return [
+            f"found {quoted(place)}, a folder in Ray's copy of this job's working directory, where later jobs do not "
+            f"find it. Set {STORAGE_VARIABLE} where the cluster starts, or add --set run.storage= with an absolute "
+            "path that all nodes see, or s3://BUCKET/PREFIX"
+        ]
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:
+        return [f"found {quoted(place)}; no folder can have this path: {error.strerror}"]
+    if nearest.is_dir():
+        return []
+    return [f"found {quoted(place)}; expected a folder, but {nearest} is a file. Name another folder"]
+
+
+def _tracker(uri: str | None, given: bool) -> tuple[str | None, list[str]]:
+    if not given and os.environ.get(TRACKING_VARIABLE) and (uri is None or relative_place(uri) is not None):
+        uri = None
+    if uri == "none":
+        return uri, []
+    variable = os.environ.get(TRACKING_VARIABLE) if uri is None else None
+    where, address = (TRACKING_VARIABLE, variable) if variable else ("run.tracking.uri", uri or DEFAULT_URI)
+    text_faults = address_faults(address) if variable else []  # those of a setting are known when it is read
+    return uri, [f"{where}: {fault}" for fault in text_faults or place_faults(address)]
