@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.outside import outside_module
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.metrics import (
@@ -16,19 +20,24 @@ from latent_sweep.metrics import (
     Metric,
     RefsPolicy,
     ScoreMatrix,
+    ambiguous_numbers,
     bleu,
     chrf,
+    cut_answer,
     edit_similarity,
     exact_match,
+    is_unread,
     metric_source,
     normalise_answer,
     number_match,
     reads_input,
     rouge_1,
     rouge_l,
+    rouge_l_char,
     sari,
     score_rows,
     token_f1,
+    token_f1_char,
 )
 
 MATRIX = ScoreMatrix(tasks=("a", "b", "c"), rows=((0.9,), (0.5, 0.8), (0.7, 0.9, 0.6)))
@@ -60,7 +69,11 @@ def test_normalise_answer(text: str, expected: str) -> None:
         ("very  Negative", ["very negative"], 1.0),
         ("the cat", ["cat"], 0.0),  # articles count
         ("yes", ["no", "Yes!"], 1.0),
-        ("", ["-"], 1.0),  # a bare hyphen is an empty answer
+        ("", ["-"], 0.0),  # what has no letter or digit is compared as it is written
+        ("-", ["-"], 1.0),
+        ("-", ["!"], 0.0),
+        ("", ["", "x"], 1.0),
+        (" .", [""], 0.0),
         ("no", ["not"], 0.0),
     ],
 )
@@ -223,6 +236,23 @@ def squad_f1(gold: str, predicted: str) -> float:
     return (2 * precision * recall) / (precision + recall)
 
 
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        ("", "A", 0.0),
+        ("the", "A", 0.0),
+        ("a.", "A", 1.0),
+        ("B", "A", 0.0),
+        ("It is A", "A", 1 / 2),  # as `It is B` scores for B
+        ("!", "!", 1.0),
+        ("", "!", 0.0),
+        ("cat", "the", 0.0),
+    ],
+)
+def test_token_f1_keeps_an_article_that_is_the_answer(prediction: str, reference: str, expected: float) -> None:
+    assert token_f1(prediction, [reference]) == pytest.approx(expected)
+
+
 def test_token_f1_is_that_of_squad() -> None:
     for prediction, reference in PAIRS:
         assert token_f1(prediction, [reference]) == pytest.approx(squad_f1(reference, prediction))
@@ -282,9 +312,12 @@ def test_sari_gives_the_published_numbers() -> None:
         ("The answer is 1,234.50.", "1234.5", 1.0),
         ("first 3, then 72", "#### 72", 1.0),
         ("-3", "3", 0.0),
-        ("5-3", "3", 1.0),
+        ("5-3", "3", 0.0),  # a range, a date or a difference is compared whole
+        ("5 - 3", "3", 1.0),
+        ("5-3", "5\u20133", 1.0),
         ("= \u22123", "-3", 1.0),
-        ("1,2,3", "3", 1.0),
+        ("1,2,3", "3", 0.0),
+        ("1, 2, 3", "3", 1.0),
         ("1,2345", "12345", 0.0),
         ("0.50", ".5", 1.0),
         ("10%", "10", 1.0),
@@ -295,10 +328,159 @@ def test_sari_gives_the_published_numbers() -> None:
         ("none", "none", 0.0),
         ("", "0", 0.0),
         ("1" * 40, "1" * 39 + "2", 0.0),
+        ("The answer is 42.", "#### 42", 1.0),
+        ("#### 1,234", "$1,234.00", 1.0),
+        ("-7", "\u22127", 1.0),
+        ("-$7", "-7", 1.0),
+        ("50%", "50", 1.0),
+        ("10,\\!080", "10080", 1.0),
+        ("99e-3", "1e-3", 0.0),
+        ("0.001", "1e-3", 1.0),
+        ("1.5 x 10^3", "1500", 1.0),
+        ("3 \\times 10^{-2}", "0.03", 1.0),
+        ("2\u00d710\u00b3", "2000", 1.0),
+        ("2^10", "3^10", 0.0),
+        ("no idea 99 km2", "25 km2", 0.0),
+        ("25", "25 km2", 1.0),
+        ("25km\u00b2", "25 m2", 1.0),
+        ("CO2", "H2", 0.0),
+        ("2", "CO2", 0.0),
+        ("99/4", "3/4", 0.0),
+        ("0.75", "3/4", 1.0),
+        ("\\frac{3}{4}", "\u00be", 1.0),
+        ("1/2", "1 1/2", 0.0),
+        ("1.5", "1\u00bd", 1.0),
+        ("3/0", "5/0", 0.0),
+        ("23:30", "12:30", 0.0),
+        ("07:05:00", "7:05", 1.0),
+        ("0,50", "12,50", 0.0),
+        ("0.5", "0,50", 1.0),
+        ("1.234,50", "1,234.50", 1.0),
+        ("1'234", "1234", 1.0),
+        ("12\u202f345", "12345", 1.0),
+        ("0,123", "0.123", 1.0),
+        ("1,234", "1.234", 0.0),
+        ("2024-01-05", "1999-01-05", 0.0),
+        ("v1.2", "v3.2", 0.0),
+        ("0x1F", "0x2F", 0.0),
+        ("1e999999999", "1", 0.0),
+        ("\u7b54\u6848\u662f42", "42", 1.0),
     ],
 )
 def test_number_match(prediction: str, reference: str, expected: float) -> None:
     assert number_match(prediction, [reference]) == expected
+
+
+def test_numbers_that_others_give_reason_to_doubt() -> None:
+    assert ambiguous_numbers(["1,234", "5"]) == []
+    assert ambiguous_numbers(["1,234", "0,50", "5"]) == ["1,234"]
+    assert ambiguous_numbers(["1.234", "3.14"]) == []
+    assert ambiguous_numbers(["1.234", "1.234.567", "3.14"]) == ["1.234"]
+    assert ambiguous_numbers(["-1.234", "9.876,50"]) == ["-1.234"]
+    assert ambiguous_numbers(["12 345 km", "in 2023 100"]) == ["12 345 km"]
+    assert [text for text in ("2^10", "1,2,3", "2024-01-05", "7:05", "1/3", "x") if is_unread(text)] == [
+        "2^10",
+        "1,2,3",
+        "2024-01-05",
+    ]
+
+
+class ByCharacter:
+    """A tokenizer of `rouge_score` that has every letter and digit apart."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return [each for each in text.lower() if each.isalnum()]
+
+
+CHINESE = [
+    "\u7b2c3\u7c7b:\u65b0\u95fb",
+    "\u7b2c3\u7c7b",
+    "\u65b0\u95fb\u62a5\u9053",
+    "3",
+    "iPhone 3 \u624b\u673a",
+    "\u624b\u673a, iphone",
+]
+
+
+def test_rouge_by_character_is_that_of_rouge_score() -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL", "rouge1"], tokenizer=ByCharacter())
+    for prediction, reference in itertools.product(CHINESE, CHINESE):
+        expected = scorer.score(target=reference, prediction=prediction)
+        assert rouge_l_char(prediction, [reference]) == expected["rougeL"].fmeasure
+        assert token_f1_char(prediction, [reference]) == expected["rouge1"].fmeasure
+    assert rouge_l("3", [CHINESE[0]]) == 1.0  # which reads the digit alone
+    assert rouge_l_char("3", [CHINESE[0]]) == pytest.approx(2 * (1 / 5) / (1 + 1 / 5))
+    assert rouge_l_char("\u0e01\u0e34", ["\u0e01\u0e35"]) < 1  # marks count
+
+
+def test_rouge_is_to_the_bit_that_of_rouge_score() -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL", "rouge1"], use_stemmer=True)
+    for prediction, reference in PAIRS:
+        expected = scorer.score(target=reference, prediction=prediction)
+        assert rouge_l(prediction, [reference]) == expected["rougeL"].fmeasure
+        assert rouge_1(prediction, [reference]) == expected["rouge1"].fmeasure
+
+
+def test_quick_rouge_is_that_of_words_that_are_not_stemmed() -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL", "rouge1"], use_stemmer=False)
+    predictions, references = ([pair[i] for pair in PAIRS] for i in (0, 1))
+    for metric, name in (("rouge_l", "rougeL"), ("rouge_1", "rouge1")):
+        found = score_rows(metric, predictions, [[each] for each in references], "single_first", quick=True)
+        expected = [scorer.score(target=r, prediction=p)[name].fmeasure for p, r in PAIRS]
+        assert found.tolist() == expected
+
+
+def test_blanks_count_alike_on_both_sides() -> None:
+    """What is generated for code keeps its blanks, and its reference does."""
+    indented = "    return x"
+    assert edit_similarity(indented, [indented + "\n"]) == 1.0
+    assert edit_similarity("\n" + indented, [indented]) == 1.0
+    assert edit_similarity("return x", [indented]) == pytest.approx(1 - 4 / 20)
+    for metric in (*set(METRICS) - {"edit_similarity", "sari", "number_match"},):
+        assert score_rows(metric, ["return x"], [[" \n  return x \n"]], "single_first").item() == 1.0, metric
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("  red \n blue", (), "  red \n blue"),
+        ("  red \n blue", ("\n",), "  red"),
+        ("\n\n  red\nblue", ("\n",), "  red"),
+        ("red; blue\ngreen", ("\n", ";"), "red"),
+        (" \n ", ("\n",), ""),
+    ],
+)
+def test_what_counts_of_a_generated_text(text: str, stop: tuple[str, ...], expected: str) -> None:
+    assert cut_answer(text, stop) == expected
+
+
+WRITTEN = st.text(st.sampled_from("aBc the 0 1 , . ! - \u00e9 e\u0301 \ud55c\uad6d \u7b2c \n"), max_size=12)
+LENIENT = {"sari": 0.0, "number_match": 0.0, "rouge_l": 0.0, "rouge_1": 0.0}
+"""What an equal answer may score at least, of metrics that do not read all texts or count parts that are absent."""
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@given(answer=WRITTEN, reference=WRITTEN)
+@settings(max_examples=60, derandomize=True, database=None, deadline=None)
+def test_what_holds_for_every_metric(metric: str, answer: str, reference: str) -> None:
+    def score(prediction: str, expected: str) -> float:
+        inputs = [f"keep {reference} now"]
+        return float(score_rows(metric, [prediction], [[expected]], "single_first", inputs, quick=True).item())
+
+    found = score(answer, reference)
+    assert 0 <= found <= 1
+    assert score(reference, reference) >= (LENIENT.get(metric, 1 - 1e-12) if reference.strip() else 1)
+    for empty in ("", " \n"):
+        assert score(empty, reference) == float(not reference.strip())
+    for form in ("NFC", "NFD"):
+        assert score(unicodedata.normalize(form, answer), unicodedata.normalize(form, reference)) == found
+        assert score(answer, unicodedata.normalize(form, reference)) == found
 
 
 def test_every_metric_is_a_fraction_and_one_where_all_is_right() -> None:
@@ -327,6 +509,9 @@ def broken(prediction, references):
 def one(prediction):
     return 1.0
 
+def same(prediction, references):
+    return float(prediction == references[0])
+
 def optional(prediction, references, text=None):
     return float(text is not None)
 
@@ -348,6 +533,7 @@ def test_a_metric_from_outside(outside: str, tmp_path: Path) -> None:
     assert found.tolist() == [1.0, 0.0]
     assert score_rows(f"{outside}:grew", ["ab", "c"], [["x"], ["x"]], "single_first", ["a", "b"]).tolist() == [1.0, 0.0]
     assert score_rows(f"{outside}:keyword", ["a"], [["x"]], "single_first").tolist() == [1.0]
+    assert score_rows(f"{outside}:same", ["cafe\u0301"], [[" caf\u00e9\n"]], "single_first").tolist() == [1.0]
     assert metric_source("accuracy") is None
     digest = metric_source(f"{outside}:contains")
     (tmp_path / f"{outside}.py").write_text(OUTSIDE + "# changed\n")

@@ -24,6 +24,7 @@ from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, placed, positions
 from latent_sweep.backbones.layouts import ALIGNED
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.metrics import cut_answer
 
 WORTHWHILE_TOKENS = 64
 """What prompts share is read once where that saves so many tokens: on CPU a pass more costs as much as 20 to 50."""
@@ -152,11 +153,8 @@ def shared_tokens(prompts: Sequence[Sequence[int]], together: int) -> int:
 
 
 def answer_text(backbone: Backbone, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-    """The answer as text, cut at the first stop string, without surrounding blanks."""
-    text = backbone.tokenizer.decode(list(ids), skip_special_tokens=True).lstrip()
-    for mark in stop:
-        text = text.partition(mark)[0]
-    return text.strip()
+    """The answer as text, cut at the first stop string; blanks before its first line stay, see `cut_answer`."""
+    return cut_answer(backbone.tokenizer.decode(list(ids), skip_special_tokens=True), stop)
 
 
 def _has_stopped(backbone: Backbone, ids: Sequence[int], stop: Sequence[str]) -> bool:

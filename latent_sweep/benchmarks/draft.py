@@ -22,7 +22,7 @@ from latent_sweep.benchmarks.records import SUFFIXES, read_json, read_records
 from latent_sweep.benchmarks.rows import Row, row_of
 from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import counted_alike
+from latent_sweep.metrics import first_alike
 from latent_sweep.settings import parse_yaml, yaml_text
 
 MOST_LABELS = 20
@@ -314,7 +314,7 @@ def _seen(task: _Found, home: Path) -> _Seen:
         raise DataError(f"Task {task.name!r}: found no {missing[0]} rows; expected at least one.")
     count = rows.total()
     labels = sorted(answers) if _are_labels(answers, count) else None
-    alike = bool(counted_alike(labels or ()))
+    alike = first_alike(labels or ()) is not None
     if labels is not None and not alike:
         metric = "accuracy"
     elif numbers >= SHARE * count:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_va
 from latent_sweep.benchmarks.hub import pinned
 from latent_sweep.benchmarks.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
-from latent_sweep.metrics import check_metric, counted_alike
+from latent_sweep.metrics import check_metric, first_alike
 from latent_sweep.security import quoted
 from latent_sweep.settings import (
     FROM_PRESET,
@@ -33,9 +33,18 @@ from latent_sweep.store.files import FileState, state_of
 Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
 
-Allowance = Literal["stopped_targets", "long_targets", "empty_answers", "shared_inputs"]
+Allowance = Literal[
+    "stopped_targets",
+    "long_targets",
+    "empty_answers",
+    "shared_inputs",
+    "alike_answers",
+    "unreachable_answers",
+    "untrained_answers",
+]
 """What would spoil scores without a word, and may be meant: targets that hold a stop string, or are too long to be
-answered, answers without a letter or digit, and test inputs that are training inputs too."""
+answered, empty answers, test inputs that are training inputs too, answers that the metric does not tell apart, that no
+model can write, and test answers that no training row has."""
 
 Truncation = Literal["keep_cue", "keep_ends", "official"]
 
@@ -70,7 +79,8 @@ class TaskSpec(Settings):
     """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
     allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
     """What is a warning in this task and would be a fault: `stopped_targets`, `long_targets`, `empty_answers`,
-    `shared_inputs`; for whoever knows of it and means it."""
+    `shared_inputs`, `alike_answers`, `unreachable_answers`, `untrained_answers`; for whoever knows of it and means
+    it."""
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
     train_rows: int | None = Field(None, ge=1)
@@ -87,7 +97,7 @@ class TaskSpec(Settings):
 
     @model_validator(mode="after")
     def _check_labels(self) -> TaskSpec:
-        if self.metric == "accuracy" and (alike := counted_alike(self.labels or ())):
+        if self.metric == "accuracy" and (alike := first_alike(self.labels or ())):
             raise ValueError(
                 f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
                 f"{' and '.join(map(quoted, alike))} would count as equal; leave `labels` out if that is meant, give "

@@ -209,7 +209,7 @@ class ContinualModel:
         answers, _ = self._evaluator.answers(snapshots, weights, ids["prompt_ids"])
         distances = [None] * len(texts) if router is None else router.distances(rows.embeddings())
         return [
-            self._answered(text, mix, None if distance is None else float(distance))
+            self._answered(text.strip(), mix, None if distance is None else float(distance))
             for text, mix, distance in zip(answers, weights, distances, strict=True)
         ]
 

@@ -31,7 +31,7 @@ from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.mixing import Array
 from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method
-from latent_sweep.metrics import Metric, RefsPolicy, score_rows
+from latent_sweep.metrics import Metric, RefsPolicy, score_rows, trimmed
 from latent_sweep.settings import content_hash
 from latent_sweep.store import versions
 from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
@@ -226,6 +226,7 @@ class Evaluator:
             recent: the answers of the stage before, which need not be looked for; those of this one take their place.
         """
         answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent)
+        answers = [trimmed(metric, text) for text in answers]
         references = rows["references"]
         scores = score_rows(metric, answers, references, self.references, inputs)
         predictions = [

@@ -27,9 +27,9 @@ POOLING = 1
 """Of how token embeddings become one embedding per input: part of routed rows and of the cache's name."""
 RECORDS = 1
 """Of how a task's components, scatter and n-grams are fitted: part of routed rows and of the records' names."""
-DECODING = 4
+DECODING = 5
 """Of how prompts, snapshots and weights become answers: part of rows and of the names of known answers."""
-SCORING = 3
+SCORING = 4
 """Of how snapshots are weighed, and answers scored: part of rows."""
 
 OURS = "latent-sweep"

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +31,10 @@ from latent_sweep.benchmarks.prompts import (
 from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
 from latent_sweep.errors import ConfigError, DataError, MissingData
-from latent_sweep.metrics import counted_alike, metric_source, normalise_answer, number_match, score_rows
+from latent_sweep.metrics import cut_answer, metric_source, normalise_answer
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
+from latent_sweep.sweep.answer_checks import SPOILED_SHARE, AnswerReport, TaskAnswers, examine_answers, problems
 from latent_sweep.sweep.config import Sweep, fault_report
 from latent_sweep.sweep.plan import ROUTED, SPLITS, Pack, Trial
 
@@ -43,27 +43,7 @@ log = logging.getLogger(__name__)
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
 
-UNCOUNTED: Mapping[str, tuple[Callable[[str], bool], str]] = {
-    **dict.fromkeys(
-        ("rouge_l", "rouge_1"), (lambda text: not re.search("[a-z0-9]", text.lower()), "a to z or a digit")
-    ),
-    "number_match": (lambda text: not number_match(text, [text]), "number"),
-}
-"""Metric -> whether even an equal answer scores 0, and what of an answer it counts."""
-
-COUNT_MARKS = ("edit_similarity", "bleu", "chrf", "sari")
-"""Metrics that compare punctuation, too, as those from outside may."""
-
-MOST_LABELS = 20
-"""Different answers up to which those that count as equal are told: more are no labels."""
-
-TRIED = 3
-"""Test rows of a task that a metric from outside scores on trial: it may be slow."""
-
-SPOILED_SHARE = 0.05
-"""More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
-
-CHECKS_VERSION = 5
+CHECKS_VERSION = 6
 """Raised when `check_pack` would find something else in the same rows."""
 
 
@@ -149,8 +129,7 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
         if not _marker(case.key, folder).exists():
             _check_targets(case, found)
             _check_empty(case, found)
-            _check_uncounted(case, found)
-            _check_scorer(case, found)
+            _check_answers(case, found)
             _check_room(case, found)
             counted.append(case.key)
     for warning in found.warnings:
@@ -300,6 +279,15 @@ class Reader:
             return str(self.tokenizer.decode(ids, skip_special_tokens=True)).lstrip()
         return " ".join(text.split()) if FRAMES[self.family].one_space else text.lstrip()
 
+    def written(self, text: str, tokens: int, stop: Sequence[str]) -> str:
+        """Return what a model that repeats `text` can answer: as its tokenizer writes it, up to the limits."""
+        if self.tokenizer is not None:
+            ids = self(text, add_special_tokens=False)["input_ids"][:tokens]
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        elif FRAMES[self.family].one_space:
+            text = " ".join(text.split())
+        return cut_answer(text, stop)
+
     def is_cut(self, text: str, stop: Sequence[str]) -> bool:
         """Whether generation would end before an answer that repeats `text` does, so that its score suffers."""
         if not any(mark in form for mark in stop for form in (text, " ".join(text.split()))):
@@ -356,6 +344,26 @@ class Case:
         if split == "train":
             return (row.target,)
         return row.references[:1] if self.settings.references == "single_first" else row.references
+
+    @cached_property
+    def answer_report(self) -> AnswerReport:
+        """What answers score whose scores are known beforehand.
+
+        Raises:
+            ConfigError: as `examine_answers`.
+        """
+        tests, b = self.rows["test"], self.settings
+        return examine_answers(
+            TaskAnswers(
+                metric=scoring_metric(b, self.task),
+                policy=b.references,
+                labels=self.task.labels,
+                train=[self.answers(row, "train")[0] for row in self.rows["train"]],
+                references=[self.answers(row, "test") for row in tests],
+                inputs=[row.input for row in tests],
+                written=lambda text: self.reader.written(text, self.target_room("test"), self.spec.stop),
+            )
+        )
 
     @property
     def prompt_room(self) -> int:
@@ -438,8 +446,8 @@ def check_rows(case: Case, found: Findings) -> bool:
     _check_definition(case, found)
     _check_targets(case, found)
     _check_empty(case, found)
-    _check_uncounted(case, found)
-    _check_scorer(case, found)
+    _check_labels(case, found)
+    _check_answers(case, found)
     _check_references(case, found)
     if case.reader.tokenizer is None:
         return False
@@ -508,17 +516,30 @@ def _check_targets(case: Case, found: Findings) -> None:
 
 
 def _check_empty(case: Case, found: Findings) -> None:
-    """Find answers of which nothing is compared: an empty prediction is equal to them."""
-    metric = scoring_metric(case.settings, case.task)
-    counts_marks = metric in COUNT_MARKS or ":" in metric
-    what, compared = ("text", str.strip) if counts_marks else ("letter or digit", normalise_answer)
+    """Find empty answers: an empty prediction is equal to them."""
     for split in SPLITS:
-        spoiled = _spoiled(case, case.rows[split], split, lambda text: not compared(text))
+        spoiled = _spoiled(case, case.rows[split], split, lambda text: not text.strip())
         advice = f"give them an answer, or leave the rows out{_place(case)}"
         if case.task.metric == "accuracy" and split == "test":
             advice = f"leave them out by benchmark.drop_unlabelled: true, or {advice}"
-        problem = f"hold no {what}, so that an empty answer counts as equal"
+        problem = "are empty, so that an empty answer is right"
         _tell(case.name, case, split, problem, spoiled, advice, "empty_answers", found)
+
+
+def _check_labels(case: Case, found: Findings) -> None:
+    """Find answers outside of `labels`; those without a letter or digit can be read, for they may be left out."""
+    labels = case.task.labels
+    if labels is None or not _is_own(case):
+        return
+    for split in SPLITS:
+        rows = case.rows[split]
+        outside = [text for row in rows for text in row.references if text not in labels]
+        if outside and "empty_answers" not in case.task.allow:
+            advice = _permission(case, f"add it, or leave the rows out{_place(case)}", "empty_answers")
+            found.fault(
+                f"{case.name}, task {case.task.name}: {len(outside):,} {case.kind(split)} answers are none of "
+                f"`labels`, e.g. {outside[0]!r:.60}; {advice}"
+            )
 
 
 def _check_inputs(case: Case, found: Findings) -> None:
@@ -536,49 +557,21 @@ def _check_inputs(case: Case, found: Findings) -> None:
             )
 
 
-def _check_uncounted(case: Case, found: Findings) -> None:
-    """Find answers that their metric gives 0 whatever is answered; `_check_empty` finds those that hold nothing."""
-    metric = scoring_metric(case.settings, case.task)
-    if metric == "accuracy":
-        _check_read_alike(case, found)
-    answers = dict.fromkeys(text for row in case.rows["test"] for text in case.answers(row, "test"))
-    if len(answers) <= MOST_LABELS and (alike := counted_alike(answers, metric)):
-        topic = f"{case.name}: {metric} ignores punctuation, so answers count as equal"
-        found.warn(topic, case.task.name, " and ".join(map(repr, alike)))
-    if metric not in UNCOUNTED:
-        return
-    lacks, what = UNCOUNTED[metric]
-    spoiled = _spoiled(case, case.rows["test"], "test", lambda text: bool(normalise_answer(text)) and lacks(text))
-    problem = f"hold no {what}, which is all that {metric} counts: it gives 0 to an equal answer"
-    advice = "score the task by another metric, e.g. edit_similarity or chrf"
-    _tell(case.name, case, "test", problem, spoiled, advice, "empty_answers", found)
-
-
-def _check_scorer(case: Case, found: Findings) -> None:
-    """Let a metric from outside score a few test rows as a trial would: an answer equal to each, and an empty one."""
-    metric, rows = scoring_metric(case.settings, case.task), case.rows["test"][:TRIED]
-    if ":" not in metric:
-        return
-    answers = [row.references[0] for row in rows]
+def _check_answers(case: Case, found: Findings) -> None:
+    """Find answers whose scores say nothing: that are not told apart, cannot be written, or were never trained."""
     try:
-        metric_source(metric)
-        right, empty = (
-            score_rows(
-                metric,
-                texts,
-                [row.references for row in rows],
-                case.settings.references,
-                [row.input for row in rows],
-            )
-            for texts in (answers, [""] * len(rows))
-        )
-    except ConfigError as error:
+        report = case.answer_report
+    except ConfigError as error:  # of a metric from outside
         found.fault(f"{case.name}, task {case.task.name}: {error}")
         return
-    alike = [answer for answer, more in zip(answers, right > empty, strict=True) if answer.strip() and not more]
-    if alike:
-        topic = f"{case.name}: {metric} gives an answer that equals its reference no more than an empty one"
-        found.warn(topic, case.task.name, f"{len(alike)} of {len(rows)} rows tried", f"{alike[0]!r:.60}")
+    for problem in problems(report):
+        name = case.name_read if problem.of_tokenizer else case.name
+        if problem.is_fault and problem.allowance not in case.task.allow:
+            example = f", e.g. {problem.example}" * bool(problem.example)
+            advice = _permission(case, problem.advice, problem.allowance)
+            found.fault(f"{name}, task {case.task.name}: {problem.topic}: {problem.count}{example}; {advice}")
+        else:
+            found.warn(f"{name}: {problem.topic}", case.task.name, problem.count, problem.example)
 
 
 def _check_references(case: Case, found: Findings) -> None:
@@ -590,31 +583,6 @@ def _check_references(case: Case, found: Findings) -> None:
         topic = f"{case.name}: rows have several answers, of which the first alone counts"
         advice = "benchmark.references: max_over_refs counts them all"
         found.warn(f"{topic} ({advice})", case.task.name, f"{several:,} of {len(rows):,} {case.kind('test')}")
-
-
-def _check_read_alike(case: Case, found: Findings) -> None:
-    """Find answers that an equal one is not equal to, once a tokenizer has read it."""
-    reader = case.reader
-    if reader.tokenizer is None:
-        return
-
-    def is_spoiled(text: str, unknown: bool) -> bool:
-        if text.isascii():  # tokens that are unknown are told elsewhere
-            return False
-        holds = reader.unknown_id in reader(text, add_special_tokens=False)["input_ids"]
-        return holds == unknown and normalise_answer(reader.seen(text)) != normalise_answer(text)
-
-    for unknown, have, advice in (
-        (
-            True,
-            "does not know",
-            f"write the answers without them{_place(case)}, or take a backbone whose tokenizer knows them",
-        ),
-        (False, "writes otherwise (NFKC)", f"write them as the tokenizer does{_place(case)}"),
-    ):
-        spoiled = _spoiled(case, case.rows["test"], "test", partial(is_spoiled, unknown=unknown))
-        problem = f"have characters that the tokenizer {have}: accuracy gives 0 to an equal answer"
-        _tell(case.name_read, case, "test", problem, spoiled, advice, "empty_answers", found)
 
 
 class _Spoiled(NamedTuple):
@@ -663,9 +631,10 @@ def _is_fault(case: Case, rows: int, of: int, allowance: Allowance) -> bool:
     return rows > most and allowance not in case.task.allow
 
 
-def _permission(case: Case, advice: str, allowance: Allowance) -> str:
+def _permission(case: Case, advice: str, allowance: Allowance | None) -> str:
     """Add to an advice, for a benchmark of one's own, how to say that what was found is meant."""
-    return f"{advice}; or, if it is meant, add `allow: [{allowance}]` to the task" if _is_own(case) else advice
+    permits = _is_own(case) and allowance is not None
+    return f"{advice}; or, if it is meant, add `allow: [{allowance}]` to the task" if permits else advice
 
 
 def _is_own(case: Case) -> bool:

@@ -18,8 +18,9 @@ import numpy as np
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
 from latent_sweep.benchmarks.prompts import LOST, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, load_benchmark
-from latent_sweep.errors import DataError
+from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import normalise_answer
+from latent_sweep.sweep.answer_checks import AnswerReport, other_form
 from latent_sweep.sweep.checks import Case, Findings, check_rows, reader_of
 from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
 
@@ -89,6 +90,10 @@ class TaskReport:
     """Test rows whose input is a training input."""
     alike: int
     """Test rows whose input is nearly a training input."""
+    other_form: int
+    """Test rows in another Unicode normalization form than most training rows, see `other_form`."""
+    scores: AnswerReport | None
+    """What answers score whose scores are known beforehand; None where the metric cannot be tried."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class BenchmarkReport:
     max_target_length: int
     loses: str
     """What prompts lose that are too long."""
+    reads_tokens: bool
+    """Whether the backbone's tokenizer is on this machine."""
     tasks: tuple[TaskReport, ...]
     faults: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -117,12 +124,24 @@ class BenchmarkReport:
             lines += ["", f"{task.task} ({task.metric})"]
             for name, split in task.splits.items():
                 lines += [f"  {name:<6}{text}" for text in self._split_lines(split)]
-            lines += _counted({"test inputs that are trained on": task.shared, "nearly so": task.alike}, "  test  ")
+            counts = {"test inputs that are trained on": task.shared, "nearly so": task.alike}
+            counts["rows in another Unicode form than training rows"] = task.other_form
+            lines += _counted(counts, "  test  ")
+            lines += [] if task.scores is None else [f"  score {self._score_line(task.scores)}"]
         lines.append("")
         lines += [f"fault: {fault}" for fault in self.faults] + list(self.warnings)
         counts = {"fault": len(self.faults), "warning": len(self.warnings)}
         lines.append(", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items()))
         return lines
+
+    def _score_line(self, scores: AnswerReport) -> str:
+        best = f"the best that can be written {scores.attainable:.1%}" if self.reads_tokens else "not checked by tokens"
+        found = scores.confusion
+        return (
+            f"of {scores.tried:,} test rows: equal answers {scores.equal:.1%}, {best}, the most frequent training "
+            f"answer {scores.most_frequent[:40]!r} {scores.constant:.1%}, a copy of the input {scores.copied:.1%}, an "
+            f"empty answer {scores.empty:.1%}; an answer to other rows is right in {found.rows:,} of {found.of:,}"
+        )
 
     def _split_lines(self, split: SplitReport) -> Iterable[str]:
         yield f"{split.rows:,} rows, {split.answers:,} different answers"
@@ -184,6 +203,7 @@ def examine_benchmark(name: str, backbone: str = EMBEDDED) -> BenchmarkReport:
         max_source_length=settings.max_source_length,
         max_target_length=settings.max_target_length,
         loses=f"they lose {LOST[settings.truncation]}",
+        reads_tokens=reader.tokenizer is not None,
         tasks=tuple(tasks),
         faults=tuple(found.faults),
         warnings=tuple(found.warnings),
@@ -202,7 +222,12 @@ def _task_report(case: Case, found: Findings) -> TaskReport:
         "test": _split_report(case, "test", len(of_test)),
     }
     nearly = sum(not shared[j] for j in across)
-    report = TaskReport(case.task.name, case.task.metric, reports, sum(shared), nearly)
+    try:
+        scores = case.answer_report
+    except ConfigError:  # a fault that `check_rows` has noted
+        scores = None
+    form = other_form(train, test)
+    report = TaskReport(case.task.name, case.task.metric, reports, sum(shared), nearly, form, scores)
     _warn(case, report, found)
     return report
 
@@ -276,6 +301,9 @@ def _warn(case: Case, report: TaskReport, found: Findings) -> None:
         if of.characters_per_token is not None and of.characters_per_token < FEW_CHARACTERS:
             topic = f"{case.name_read}: prompts have few characters a token, so that texts take many tokens"
             found.warn(topic, task, f"{of.characters_per_token:.1f} in {kind}")
+    if report.other_form:
+        topic = f"{name}: test rows are in another Unicode normalization form than training rows"
+        found.warn(topic, task, f"{report.other_form:,} of {report.splits['test'].rows:,}")
     if report.alike:
         found.warn(
             f"{name}: test inputs are nearly training inputs",

@@ -451,8 +451,10 @@ def up_to_a_stop(backbone, answer, mark):
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
-        ("  red \n blue", (), "red \n blue"),
-        ("  red \n blue", ("\n",), "red"),
+        ("  red \n blue", (), "  red \n blue"),  # code may begin with blanks
+        ("  red \n blue", ("\n",), "  red"),
+        (" \n \n  red\nblue", ("\n",), "  red"),
+        (" \n ", ("\n",), ""),
         ("\n\nred\nblue", ("\n",), "red"),  # blanks before the answer are no answer
         ("red; blue\ngreen", ("\n", ";"), "red"),
         ("", ("\n",), ""),

@@ -11,10 +11,10 @@ def test_every_mutant_still_fits_the_code():
 
 
 def test_a_mutant_that_does_not_fit_is_named():
-    absent = mutants.Mutant("something", "metrics.py", "no such text", "", ("metrics::test_csv",))
-    several = mutants.Mutant("something", "metrics.py", "return", "", ("metrics::test_csv",))
+    absent = mutants.Mutant("something", "metrics/answers.py", "no such text", "", ("metrics::test_csv",))
+    several = mutants.Mutant("something", "metrics/answers.py", "return", "", ("metrics::test_csv",))
     faults = mutants.misfits([absent, several])
-    assert "metrics.py, 'something': found 'no such text' 0 times; expected it once" in faults
+    assert "metrics/answers.py, 'something': found 'no such text' 0 times; expected it once" in faults
     assert len(faults) == 2
 
 

@@ -1,33 +1,72 @@
-"""Scores of single answers, and what the matrix of scores says about learning and forgetting.
+"""Scores of single answers.
 
-Scores are fractions in [0, 1]; tables multiply by 100. Everything here is pure. A task's score is the mean over its
-rows, also of BLEU, chrF and SARI: it is not the score of a corpus, whose counts are summed before they are divided.
+Every metric compares texts in the normalization form NFC, trimmed alike on both sides, and gives an empty answer 1 for
+an empty reference alone. A task's score is the mean over its rows, also of BLEU, chrF and SARI: it is not the score of
+a corpus, whose counts are summed before they are divided.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.errors import ConfigError
+from latent_sweep.metrics.numerals import last_number
 from latent_sweep.outside import code_digest, imported
 
 Metric = str
 """A name in `METRICS`, or `package.module:function` from outside."""
 RefsPolicy = Literal["single_first", "max_over_refs"]
 
+_KEEPS_INDENT = ("edit_similarity",)
+"""Metrics of code: blanks before an answer count."""
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def composed(text: str) -> str:
+    """Return `text` in the Unicode normalization form NFC, in which all answers and references are compared.
+
+    NFC only unites spellings that look the same (a letter with its accent as one character or as two). NFKC, which
+    T5's tokenizers write, would also unite `x²` with `x2`; then a score would depend on the backbone that reads it.
+    """
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def trimmed(metric: Metric, text: str) -> str:
+    """Return `text` as a metric compares it: without the blanks around it.
+
+    `edit_similarity`, which scores code, keeps the blanks at the beginning of the first line that holds text.
+    """
+    if metric not in _KEEPS_INDENT:
+        return text.strip()
+    return without_blank_lines(text)
+
+
+def without_blank_lines(text: str) -> str:
+    """Return `text` without the blank lines before it and the blanks after it."""
+    body = text.lstrip()
+    before = text[: len(text) - len(body)]
+    return (before[before.rfind("\n") + 1 :] + body).rstrip()
+
+
+def cut_answer(text: str, stop: Sequence[str]) -> str:
+    """Return what counts of a generated text: up to the first stop string behind some text, without blank lines."""
+    body = text.lstrip()
+    before = text[: len(text) - len(body)]
+    for mark in stop:
+        body = body.partition(mark)[0]
+    return without_blank_lines(before + body)
 
 
 def normalise_answer(text: str) -> str:
@@ -35,69 +74,84 @@ def normalise_answer(text: str) -> str:
     return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
 
 
-def counted_alike(answers: Iterable[str], metric: Metric = "accuracy") -> list[str]:
-    """Return the first answers that differ in more than case and that a metric takes for equal.
+def _metric(score: Callable[..., float]) -> Callable[..., float]:
+    """Give a function the texts as they are compared: composed and trimmed; an empty answer is right for itself alone.
 
-    Empty where it tells all apart; also for a metric other than accuracy and Rouge, which is not asked. Of words with
-    one stem, which Rouge takes for equal, nothing is said.
+    Raises:
+        ValueError: there is no reference.
     """
-    if metric not in _COUNTED:
-        return []
-    groups: dict[Any, dict[str, str]] = {}
-    for answer in answers:
-        groups.setdefault(_COUNTED[metric](answer), {}).setdefault(" ".join(answer.lower().split()), answer)
-    return next((list(group.values()) for group in groups.values() if len(group) > 1), [])
+
+    @wraps(score)
+    def scored(prediction: str, references: Sequence[str], *text: str) -> float:
+        _check_references(references)
+        answer, *accepted = (trimmed(score.__name__, composed(each)) for each in (prediction, *references))
+        return score(answer, accepted, *map(composed, text)) if answer else float("" in accepted)
+
+    return scored
 
 
-def _rouge_words(text: str) -> list[str]:
-    """The words that Rouge counts, not stemmed: that takes seconds to import."""
-    return re.findall("[a-z0-9]+", text.lower())
-
-
-_COUNTED: Mapping[Metric, Callable[[str], Any]] = {
-    "accuracy": normalise_answer,
-    "rouge_l": lambda text: tuple(_rouge_words(text)),
-    "rouge_1": lambda text: tuple(sorted(_rouge_words(text))),
-}
-"""What of an answer these metrics compare."""
-
-
+@_metric
 def exact_match(prediction: str, references: Sequence[str]) -> float:
-    """1.0 where the normalised prediction equals a normalised reference, else 0.0."""
-    _check_references(references)
-    answer = normalise_answer(prediction)
-    return float(any(answer == normalise_answer(reference) for reference in references))
+    """1.0 where the normalised prediction equals a normalised reference, else 0.0.
+
+    Texts of which normalising leaves nothing, such as `-`, are compared as they are written.
+    """
+    answer = _normalised_or_whole(prediction)
+    return float(any(answer == _normalised_or_whole(reference) for reference in references))
 
 
+@_metric
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
-    """Largest Rouge-L F-measure over the references, with stemming.
+    """Largest Rouge-L F-measure over the references, with stemming, as `rouge_score` has it.
 
     With LCS the longest common subsequence of the stemmed words: P = LCS / words of the prediction, R = LCS / words of
-    the reference, F = 2PR / (P + R).
+    the reference, F = 2PR / (P + R). A word is a run of a to z and digits; without any, also an equal answer scores 0.
     """
     return _rouge("rougeL", prediction, references)
 
 
+@_metric
 def rouge_1(prediction: str, references: Sequence[str]) -> float:
-    """Largest Rouge-1 F-measure over the references, with stemming.
+    """Largest Rouge-1 F-measure over the references, with stemming, as `rouge_score` has it.
 
     With C the words in common, counted with repetition: P = C / words of the prediction, R = C / words of the
-    reference, F = 2PR / (P + R).
+    reference, F = 2PR / (P + R). Words are those of `rouge_l`.
     """
     return _rouge("rouge1", prediction, references)
 
 
+@_metric
+def rouge_l_char(prediction: str, references: Sequence[str]) -> float:
+    """Largest Rouge-L F-measure of characters over the references: for writing without blanks, such as Chinese.
+
+    As `rouge_l`, with `_characters` in place of stemmed words.
+    """
+    answer = _characters(prediction)
+    return max(_lcs_f(answer, _characters(reference)) for reference in references)
+
+
+@_metric
 def token_f1(prediction: str, references: Sequence[str]) -> float:
     """Largest F-measure of words over the references, as SQuAD has it: without case, punctuation and articles.
 
     With C the words in common, counted with repetition: P = C / words of the prediction, R = C / words of the
-    reference, F = 2PR / (P + R). Where either has no word, 1 if both have none, else 0.
+    reference, F = 2PR / (P + R). Articles count where a reference has no other word; of a text without words all is
+    one word.
     """
-    _check_references(references)
-    answer = _squad_words(prediction)
-    return max(_token_f1(answer, _squad_words(reference)) for reference in references)
+    return max(_counted_f(*_squad_words(prediction, reference)) for reference in references)
 
 
+@_metric
+def token_f1_char(prediction: str, references: Sequence[str]) -> float:
+    """Largest F-measure of characters over the references: for writing without blanks, such as Chinese.
+
+    As `token_f1`, with `_characters` in place of words.
+    """
+    answer = _characters(prediction)
+    return max(_counted_f(answer, _characters(reference)) for reference in references)
+
+
+@_metric
 def edit_similarity(prediction: str, references: Sequence[str]) -> float:
     """Largest normalised edit similarity over the references: `fuzz.ratio` / 100, as TRACE scores code.
 
@@ -105,56 +159,56 @@ def edit_similarity(prediction: str, references: Sequence[str]) -> float:
     """
     from rapidfuzz import fuzz
 
-    _check_references(references)
     return max(fuzz.ratio(prediction, reference) for reference in references) / 100
 
 
+@_metric
 def bleu(prediction: str, references: Sequence[str]) -> float:
     """BLEU of one answer against all its references, with sacreBLEU's `13a` tokens and effective order.
 
     The effective order leaves n-grams out that a short answer cannot have.
     """
-    _check_references(references)
     return min(1.0, _sentence_scorer("bleu").sentence_score(prediction, list(references)).score / 100)
 
 
+@_metric
 def chrf(prediction: str, references: Sequence[str]) -> float:
     """ChrF of one answer, of characters up to six and beta 2, as sacreBLEU has it; the best over the references."""
-    _check_references(references)
     return min(1.0, _sentence_scorer("chrf").sentence_score(prediction, list(references)).score / 100)
 
 
+@_metric
 def sari(prediction: str, references: Sequence[str], text: str) -> float:
     """SARI of one simplification against all its references (Xu et al. 2016), of words in lower case.
 
     The mean over n-grams of one to four words of (F of what is kept + P of what is deleted + F of what is added) / 3,
-    as in the authors' SARI.py; also as there, a part of which there is nothing counts 0. Words end at blanks, so
-    punctuation counts apart only where it stands apart.
+    as in the authors' SARI.py; also as there, a part of which there is nothing counts 0, so that an answer equal to
+    its reference need not score 1. Words end at blanks, so punctuation counts apart only where it stands apart.
 
     Args:
         text: what was to be simplified, the row's input.
     """
-    _check_references(references)
     words = [sentence.lower().split() for sentence in (text, prediction, *references)]
     return float(np.mean([_sari_of(n, words[0], words[1], words[2:]) for n in range(1, 5)]))
 
 
+@_metric
 def number_match(prediction: str, references: Sequence[str]) -> float:
     """1.0 where the last number of the answer is the last one of a reference, else 0.0.
 
-    `1,234.50` is 1234.5; a comma stands before three digits, a point before decimals, unless a word or another point
-    stands before it (`is...42`). Without a number in both: 0.0.
+    Numbers are read by the rules of `numerals.py`. Without a number in both: 0.0.
     """
-    _check_references(references)
-    found = _last_number(prediction)
-    return float(found is not None and any(found == _last_number(reference) for reference in references))
+    found = last_number(prediction)
+    return float(found is not None and any(found == last_number(reference) for reference in references))
 
 
 METRICS: Mapping[str, Callable[..., float]] = {
     "accuracy": exact_match,
     "rouge_l": rouge_l,
     "rouge_1": rouge_1,
+    "rouge_l_char": rouge_l_char,
     "token_f1": token_f1,
+    "token_f1_char": token_f1_char,
     "edit_similarity": edit_similarity,
     "bleu": bleu,
     "chrf": chrf,
@@ -206,7 +260,7 @@ def metric_function(name: Metric) -> Callable[..., float]:
     return found
 
 
-REVISED: Mapping[str, str] = {"number_match": "2"}
+REVISED: Mapping[str, str] = {"number_match": "3"}
 """Metrics in `METRICS` that once gave other scores, and how they are told from what they were."""
 
 
@@ -255,6 +309,7 @@ def score_rows(
     references: Sequence[Sequence[str]],
     refs_policy: RefsPolicy,
     inputs: Sequence[str] | None = None,
+    quick: bool = False,
 ) -> npt.NDArray[np.float64]:
     """Score of each row as (n,) float64.
 
@@ -265,6 +320,7 @@ def score_rows(
         refs_policy: "single_first": against the first reference only, as the public scorer does; "max_over_refs":
             the score over all of them: the best one, and for BLEU and SARI what they make of several.
         inputs: n inputs, for a metric that reads them.
+        quick: Rouge does not stem words, for checks: importing `rouge_score` and its stemmer takes seconds.
 
     Raises:
         ValueError: the lengths differ, a row has no reference, or the inputs are missing that the metric reads.
@@ -272,7 +328,7 @@ def score_rows(
     """
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions but {len(references)} lists of references, expected as many")
-    score = metric_function(metric)
+    score = _UNSTEMMED[metric] if quick and metric in _UNSTEMMED else metric_function(metric)
     last = 1 if refs_policy == "single_first" else None
     asked: list[tuple[Any, ...]] = [
         (answer, accepted[:last]) for answer, accepted in zip(predictions, references, strict=True)
@@ -285,8 +341,28 @@ def score_rows(
     return np.array(scores, dtype=np.float64)
 
 
+def first_alike(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[str, str] | None:
+    """Return the first two different answers of which one scores 1 as an answer to the other; None if there are none.
+
+    Words of one stem, which Rouge takes for equal, are passed over.
+
+    Raises:
+        ConfigError: as `score_rows`.
+    """
+    for pair in itertools.permutations(dict.fromkeys(answers), 2):
+        if score_rows(metric, pair[:1], [pair[1:]], "single_first", pair[1:], quick=True).item() == 1:
+            return pair
+    return None
+
+
 def _checked(metric: Metric, score: Callable[..., float], row: tuple[Any, ...]) -> float:
-    """Score a row by a function from outside, and hold what it gives against what a score is."""
+    """Score a row by a function from outside, and hold what it gives against what a score is.
+
+    It gets texts as ours do, composed and trimmed; what an empty answer is worth is for it to say.
+    """
+    answer, accepted, *text = row
+    _check_references(accepted)
+    row = (composed(answer).strip(), [composed(each).strip() for each in accepted], *map(composed, text))
     try:
         found = float(score(*row))
     except Exception as error:  # whatever it does
@@ -300,106 +376,47 @@ def _checked(metric: Metric, score: Callable[..., float], row: tuple[Any, ...]) 
     return found
 
 
-@dataclass(frozen=True)
-class ScoreMatrix:
-    """a[i, j], the score on task j after learning task i, for the rows known so far.
-
-    T below is the number of rows, a[T, .] the last row: before the last task is learned, every measure speaks of the
-    tasks learned so far.
-
-    Raises:
-        ValueError: more rows than tasks, a task named twice, row i without exactly i + 1 scores, or a score that is
-            not a number in [0, 1].
-    """
-
-    tasks: tuple[str, ...]
-    """Names of the tasks in the order of learning, those not yet learned included."""
-    rows: tuple[tuple[float, ...], ...]
-    """Row i holds the i + 1 scores of tasks 0..i after learning task i."""
-
-    def __post_init__(self) -> None:
-        if len(set(self.tasks)) != len(self.tasks):
-            raise ValueError(f"score matrix: a task is named twice in {self.tasks}")
-        if len(self.rows) > len(self.tasks):
-            raise ValueError(f"score matrix: {len(self.rows)} rows for {len(self.tasks)} tasks")
-        for i, row in enumerate(self.rows):
-            if len(row) != i + 1:
-                raise ValueError(f"score matrix: row {i} has {len(row)} scores, expected {i + 1}")
-            for task, score in zip(self.tasks, row, strict=False):
-                if not (isinstance(score, float | int) and 0 <= score <= 1):  # false for NaN too
-                    raise ValueError(f"score matrix: row {i}, task {task}: {score!r} is not a fraction in [0, 1]")
-
-    def average_performance(self) -> float:
-        """AP = mean over j of a[T, j] (Eq. 16)."""
-        return float(self._lower()[-1].mean())
-
-    def forgetting(self) -> float:
-        """FM = mean over j < T of (max over i >= j of a[i, j]) - a[T, j] (Eq. 17).
-
-        The maximum includes the final row, so FM is never negative. One task forgets nothing: 0.
-        """
-        lower = self._lower()
-        return _mean_of_earlier(lower.max(axis=0) - lower[-1])
-
-    def forgetting_scorer(self) -> float:
-        """Forgetting as the public scorer has it: mean over j < T of (max over i < T of a[i, j]) - a[T, j].
-
-        The maximum leaves the final row out and counts unseen entries as 0, so it is negative where a task ends better
-        than ever before; it is never above `forgetting`. One task: 0.
-        """
-        lower = self._lower()
-        return _mean_of_earlier(lower[:-1].max(axis=0, initial=0.0) - lower[-1])
-
-    def backward_transfer(self) -> float:
-        """BWT = mean over j < T of a[T, j] - a[j, j]; one task: 0. (The public scorer divides the same sum by T.)"""
-        lower = self._lower()
-        return _mean_of_earlier(lower[-1] - lower.diagonal())
-
-    def mean_diagonal(self) -> float:
-        """Mean over j of a[j, j], the score of each task just after it was learned."""
-        return float(self._lower().diagonal().mean())
-
-    def measures(self) -> dict[str, float]:
-        """The measures of the rows so far, by the names they have everywhere."""
-        return {
-            "AP": self.average_performance(),
-            "FM": self.forgetting(),
-            "FM_scorer": self.forgetting_scorer(),
-            "BWT": self.backward_transfer(),
-        }
-
-    def _lower(self) -> npt.NDArray[np.float64]:
-        """(T, T) scores with zeros above the diagonal."""
-        if not self.rows:
-            raise ValueError("score matrix: it has no rows yet; learn and score a task first")
-        lower = np.zeros((len(self.rows), len(self.rows)))
-        for i, row in enumerate(self.rows):
-            lower[i, : i + 1] = row
-        return lower
-
-
-def _mean_of_earlier(values: npt.NDArray[np.float64]) -> float:
-    """Mean over all tasks but the last one; 0 where there is no other."""
-    return float(values[:-1].mean()) if len(values) > 1 else 0.0
-
-
 def _check_references(references: Sequence[str]) -> None:
     if isinstance(references, str) or not references:
         raise ValueError(f"references are {references!r}, expected a list of one or more accepted answers")
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
 
 
-def _squad_words(text: str) -> list[str]:
-    return _ARTICLES.sub(" ", normalise_answer(text)).split()
+def _normalised_or_whole(text: str) -> str:
+    return normalise_answer(text) or text
 
 
-def _token_f1(answer: list[str], reference: list[str]) -> float:
+def _squad_words(prediction: str, reference: str) -> tuple[list[str], list[str]]:
+    """Return the words of an answer and of its reference; without articles, unless the reference has no other word."""
+    texts = _normalised_or_whole(prediction), _normalised_or_whole(reference)
+    answer, accepted = (_ARTICLES.sub(" ", text).split() for text in texts)
+    return (answer, accepted) if accepted else (texts[0].split(), texts[1].split())
+
+
+def _characters(text: str) -> list[str]:
+    """Return the letters, digits and combining marks of a text in lower case; if it has none, all its characters."""
+    lowered = text.lower()
+    found = [each for each in lowered if each.isalnum() or unicodedata.category(each).startswith("M")]
+    return found or [each for each in lowered if not each.isspace()]
+
+
+def _counted_f(answer: list[str], reference: list[str]) -> float:
+    """Return the F-measure of what two lists have in common, counted with repetition."""
     if not answer or not reference:
         return float(answer == reference)
     common = (Counter(answer) & Counter(reference)).total()
+    return _f_measure(common / len(answer), common / len(reference))
+
+
+def _lcs_f(answer: list[str], reference: list[str]) -> float:
+    """Return the F-measure of the longest common subsequence of two lists."""
+    from rapidfuzz.distance import LCSseq
+
+    if not answer or not reference:
+        return 0.0
+    common = LCSseq.similarity(answer, reference)
     return _f_measure(common / len(answer), common / len(reference))
 
 
@@ -431,11 +448,6 @@ def _mean_share(part: Counter[Any], whole: Counter[Any]) -> float:
     return sum(part[ngram] / count for ngram, count in whole.items()) / len(whole) if whole else 0.0
 
 
-def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
-
-
 @lru_cache
 def _sentence_scorer(kind: str) -> Any:
     from sacrebleu.metrics import BLEU, CHRF  # half a second to import
@@ -444,9 +456,10 @@ def _sentence_scorer(kind: str) -> Any:
 
 
 def _rouge(variant: str, prediction: str, references: Sequence[str]) -> float:
-    _check_references(references)
     scorer = _rouge_scorer(variant)
-    return max(scorer.score(target=reference, prediction=prediction)[variant].fmeasure for reference in references)
+    return float(
+        max(scorer.score(target=reference, prediction=prediction)[variant].fmeasure for reference in references)
+    )
 
 
 @lru_cache
@@ -454,3 +467,25 @@ def _rouge_scorer(variant: str) -> Any:
     from rouge_score.rouge_scorer import RougeScorer  # seconds to import
 
     return RougeScorer([variant], use_stemmer=True)
+
+
+def rouge_words(text: str) -> list[str]:
+    """Return the words that Rouge counts, not stemmed: runs of a to z and digits, in lower case."""
+    return re.findall("[a-z0-9]+", text.lower())
+
+
+@_metric
+def _unstemmed_l(prediction: str, references: Sequence[str]) -> float:
+    answer = rouge_words(prediction)
+    return max(_lcs_f(answer, rouge_words(reference)) for reference in references)
+
+
+@_metric
+def _unstemmed_1(prediction: str, references: Sequence[str]) -> float:
+    answer = rouge_words(prediction)
+    found = [rouge_words(reference) for reference in references]
+    return max(_counted_f(answer, words) if answer else 0.0 for words in found)
+
+
+_UNSTEMMED: Mapping[Metric, Callable[..., float]] = {"rouge_l": _unstemmed_l, "rouge_1": _unstemmed_1}
+"""Rouge without what takes seconds to import."""

@@ -1,0 +1,67 @@
+"""Scores of answers, and what the matrix of scores says about learning and forgetting.
+
+Scores are fractions in [0, 1]; tables multiply by 100. Everything here is pure.
+"""
+
+from latent_sweep.metrics.answers import (
+    KINDS,
+    METRICS,
+    REVISED,
+    Metric,
+    RefsPolicy,
+    bleu,
+    check_metric,
+    chrf,
+    composed,
+    cut_answer,
+    edit_similarity,
+    exact_match,
+    first_alike,
+    metric_function,
+    metric_source,
+    normalise_answer,
+    number_match,
+    reads_input,
+    rouge_1,
+    rouge_l,
+    rouge_l_char,
+    sari,
+    score_rows,
+    token_f1,
+    token_f1_char,
+    trimmed,
+)
+from latent_sweep.metrics.matrix import ScoreMatrix
+from latent_sweep.metrics.numerals import ambiguous_numbers, is_unread
+
+__all__ = [
+    "KINDS",
+    "METRICS",
+    "REVISED",
+    "Metric",
+    "RefsPolicy",
+    "ScoreMatrix",
+    "ambiguous_numbers",
+    "bleu",
+    "check_metric",
+    "chrf",
+    "composed",
+    "cut_answer",
+    "edit_similarity",
+    "exact_match",
+    "first_alike",
+    "is_unread",
+    "metric_function",
+    "metric_source",
+    "normalise_answer",
+    "number_match",
+    "reads_input",
+    "rouge_1",
+    "rouge_l",
+    "rouge_l_char",
+    "sari",
+    "score_rows",
+    "token_f1",
+    "token_f1_char",
+    "trimmed",
+]

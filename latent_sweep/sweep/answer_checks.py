@@ -1,0 +1,376 @@
+"""What the scores of a task can tell: are answers told apart, can they be written, and were they trained?
+
+Answers whose scores are known beforehand are scored by the task's own metric: an empty one, the most frequent training
+answer, a copy of the input, the references of other rows, and what is left of each reference after the backbone's
+tokenizer and the limits of an answer. Rows are sampled evenly, so the work per task is bounded.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from latent_sweep.benchmarks.rows import Row
+from latent_sweep.benchmarks.schema import Allowance
+from latent_sweep.metrics import (
+    Metric,
+    RefsPolicy,
+    ambiguous_numbers,
+    composed,
+    first_alike,
+    is_unread,
+    metric_source,
+    normalise_answer,
+    reads_input,
+    score_rows,
+)
+
+ROWS = 64
+"""Test rows whose own references are scored."""
+OTHERS = 32
+"""Test rows that answers of other rows are scored on, too."""
+ANSWERS = 8
+"""Such answers."""
+TRIED = 3
+"""Rows, and answers, for a metric from outside: it may be slow."""
+
+SPOILED_SHARE = 0.05
+"""More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
+LOWEST = 0.5
+"""A best attainable score below this is a fault, and an empty answer with this share of an equal one's score."""
+NEARLY_ALL = 0.9
+"""From this share on, test answers that were never trained are a fault."""
+MOST_UNREAD = 0.05
+"""A larger share of letters that Rouge does not read is a warning; more than `LOWEST` is a fault."""
+FEW_ANSWERS = 50
+"""Different training answers up to which a task without `labels` has labels: each, on average, in two rows or more."""
+SHOWN = 3
+"""Examples in a message."""
+
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")
+_PUNCTUATION = re.compile("[.,;:!?\"'\u2018-\u201d]+(?=\\s|$)|(?<!\\S)[\"'\u2018-\u201d]+")
+_OF_BLANKS = ("token_f1", "bleu", "sari")
+"""Metrics whose words end at blanks."""
+_OF_ROUGE = ("rouge_l", "rouge_1")
+
+
+@dataclass(frozen=True)
+class TaskAnswers:
+    """The answers of a task, as trials train and score them."""
+
+    metric: Metric
+    policy: RefsPolicy
+    labels: Sequence[str] | None
+    train: Sequence[str]
+    """A target per training row."""
+    references: Sequence[Sequence[str]]
+    """Those that score each test row."""
+    inputs: Sequence[str]
+    """Of each test row."""
+    written: Callable[[str], str]
+    """What a model writes that repeats a text."""
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How often one answer scores 1 on rows whose references differ from it."""
+
+    rows: int
+    of: int
+    answer: str = ""
+    reference: str = ""
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """Test rows of a task with labels whose answers no training row has."""
+
+    rows: int
+    of: int
+    answers: tuple[str, ...] = ()
+    """The first ones, with the reason where it is one that the eye does not see."""
+    too_few_trained: bool = False
+    """Whether the training rows are too few to hold all answers."""
+
+
+@dataclass(frozen=True)
+class AnswerReport:
+    """What the answers of a task score; scores are fractions, means over the rows tried."""
+
+    metric: Metric
+    tried: int
+    equal: float
+    """An answer equal to the reference."""
+    attainable: float
+    """The reference as the backbone can write it; as `equal` where its tokenizer is not at hand."""
+    unattainable: int
+    """Rows tried of which that scores 0."""
+    lost: tuple[str, str] | None
+    """The first reference that is written otherwise and scores less, and what is written."""
+    empty: float
+    """An empty answer, on rows whose references are not."""
+    most_frequent: str
+    """The most frequent training answer."""
+    constant: float
+    """The same as the answer to every row."""
+    copied: float
+    """The input as the answer."""
+    confusion: Confusion
+    labels_alike: tuple[str, str] | None
+    """Two of the task's `labels` that the metric takes for equal."""
+    letters_read: float
+    """Share of the references' letters and digits that the metric reads."""
+    unspaced: float
+    """Share of them in scripts that are written without blanks between words."""
+    numbers_as_written: Sequence[str]
+    """References whose number has no value, by `numerals.py`."""
+    ambiguous_numbers: Sequence[str]
+    untrained: Untrained | None
+    """None where the task has no labels."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What scores of a task cannot be trusted for."""
+
+    topic: str
+    count: str
+    example: str
+    advice: str
+    is_fault: bool
+    allowance: Allowance | None = None
+    """What makes a warning of the fault."""
+    of_tokenizer: bool = False
+    """Whether it depends on the backbone's tokenizer."""
+
+
+def examine_answers(task: TaskAnswers) -> AnswerReport:
+    """Score answers whose scores are known beforehand.
+
+    Raises:
+        ConfigError: a metric from outside cannot be imported, fails, or gives no fraction.
+    """
+    metric_source(task.metric)
+    outside = ":" in task.metric
+    rows = _spread(range(len(task.references)), TRIED if outside else ROWS)
+    references = [task.references[row] for row in rows]
+    equal = _scores(task, rows, [each[0] for each in references])
+    written = [task.written(each[0]) for each in references]
+    attained = _scores(task, rows, written)
+    lost = [(each[0], text) for each, text, a, b in zip(references, written, attained, equal, strict=True) if a < b]
+    lost += [(each[0], text) for each, text, a in zip(references, written, attained, strict=True) if not a]
+    filled = [row for row in rows if any(text.strip() for text in task.references[row])]
+    most_frequent = Counter(task.train).most_common(1)[0][0]
+    known = list(dict.fromkeys(text for each in task.references for text in each))
+    numbers = known if task.metric == "number_match" else []
+    letters = "".join(known)
+    return AnswerReport(
+        metric=task.metric,
+        tried=len(rows),
+        equal=_mean(equal),
+        attainable=_mean(attained),
+        unattainable=sum(
+            not score and any(text.strip() for text in each) for score, each in zip(attained, references, strict=True)
+        ),
+        lost=lost[0] if lost else None,
+        empty=_mean(_scores(task, filled, [""] * len(filled))),
+        most_frequent=most_frequent,
+        constant=_mean(_scores(task, rows, [most_frequent] * len(rows))),
+        copied=_mean(_scores(task, rows[::4], [task.inputs[row] for row in rows[::4]])),
+        confusion=_confusion(task, [most_frequent, *_spread(known, TRIED if outside else ANSWERS)]),
+        labels_alike=None if outside or reads_input(task.metric) else first_alike(task.labels or (), task.metric),
+        letters_read=_share(letters, str.isascii) if task.metric in _OF_ROUGE else 1.0,
+        unspaced=_share(letters, lambda each: _UNSPACED.match(each) is not None),
+        numbers_as_written=[text for text in numbers if is_unread(text)],
+        ambiguous_numbers=ambiguous_numbers(numbers),
+        untrained=_untrained(task),
+    )
+
+
+def problems(report: AnswerReport) -> Iterator[Problem]:
+    """Yield what a report shows to be wrong, with its numbers."""
+    metric = report.metric
+    if (found := report.confusion).rows:
+        yield Problem(
+            f"{metric} gives 1 to one answer where the reference is another",
+            f"{found.rows:,} of {found.of:,} test rows tried",
+            f"{_short(found.answer)} where it is {_short(found.reference)}",
+            "score the task by a metric that tells them apart, or write the answers otherwise",
+            found.rows > SPOILED_SHARE * found.of,
+            "alike_answers",
+        )
+    if report.labels_alike is not None:
+        yield Problem(
+            f"`labels` are equal under {metric}",
+            " and ".join(map(_short, report.labels_alike)),
+            "",
+            "correct them, or leave `labels` out if that is meant",
+            True,
+        )
+    if report.empty:
+        yield Problem(
+            f"{metric} gives an empty answer more than 0",
+            f"{report.empty:.2f}, and {report.equal:.2f} to an answer equal to its reference",
+            "",
+            "correct the metric, or take another",
+            report.empty >= LOWEST * report.equal,
+            "alike_answers",
+        )
+    yield from _unreachable(report)
+    yield from _unread(report)
+    if (untrained := report.untrained) is not None and untrained.rows:
+        yield Problem(
+            "test answers that no training row has",
+            f"{untrained.rows:,} of {untrained.of:,} test",
+            ", ".join(untrained.answers),
+            "write the answers of both splits alike, or train on all of them",
+            untrained.rows >= NEARLY_ALL * untrained.of and not untrained.too_few_trained,
+            "untrained_answers",
+        )
+
+
+def _unreachable(report: AnswerReport) -> Iterator[Problem]:
+    """Yield a problem where even a model that repeats each reference does not score 1."""
+    whole = report.equal if report.metric == "sari" else 1.0  # which gives an equal answer less by its definition
+    if report.attainable > whole - 0.0005:
+        return
+    example = f"{_short(report.lost[0])} is written {_short(report.lost[1])}" if report.lost else ""
+    yield Problem(
+        f"the best score that answers can reach with {report.metric} is below {whole:.3g}",
+        f"{report.attainable:.3f}, and 0 in {report.unattainable:,} of {report.tried:,} test rows tried",
+        example,
+        "see max_target_length, `stop` and the tokenizer, or score the task by another metric",
+        report.attainable < LOWEST * whole or report.unattainable > SPOILED_SHARE * report.tried,
+        "unreachable_answers",
+        of_tokenizer=True,
+    )
+
+
+def _unread(report: AnswerReport) -> Iterator[Problem]:
+    """Yield problems of references that the metric does not read as a person does."""
+    metric = report.metric
+    if report.letters_read < 1 - MOST_UNREAD:
+        yield Problem(
+            f"{metric} reads no letters but a to z and digits",
+            f"{report.letters_read:.0%} of the letters of test references",
+            "",
+            "score the task by rouge_l_char or chrf",
+            report.letters_read < LOWEST,
+            "unreachable_answers",
+        )
+    if metric in _OF_BLANKS and report.unspaced > LOWEST:
+        yield Problem(
+            f"words end at blanks for {metric}, and references are written without them",
+            f"{report.unspaced:.0%} of their letters",
+            "",
+            "score the task by token_f1_char, rouge_l_char or chrf",
+            False,
+        )
+    for numbers, topic in (
+        (report.numbers_as_written, "numbers without a value, compared as they are written"),
+        (report.ambiguous_numbers, "numbers that could be read in two ways"),
+    ):
+        if numbers:
+            count = f"{len(numbers):,} different references"
+            yield Problem(f"{metric}: {topic}", count, ", ".join(map(_short, numbers[:SHOWN])), "", False)
+
+
+def other_form(train: Sequence[Row], test: Sequence[Row]) -> int:
+    """Count the test rows whose Unicode normalization form is not the one that most training rows have.
+
+    Only rows tell that hold a letter which has two forms; without any in training, the form is NFC.
+    """
+    forms = Counter(form for row in train if (form := _form(row)) is not None)
+    usual = forms.most_common(1)[0][0] if forms else "NFC"
+    return sum(form not in (None, usual) for form in map(_form, test))
+
+
+def _form(row: Row) -> str | None:
+    text = "\n".join((row.input, *row.references))
+    if text.isascii() or unicodedata.normalize("NFD", text) == unicodedata.normalize("NFC", text):
+        return None
+    return "NFC" if composed(text) == text else "other"
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Return evenly spread items, or all of them where there are few."""
+    count = min(most, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def _scores(task: TaskAnswers, rows: Sequence[int], answers: Sequence[str]) -> list[float]:
+    references = [task.references[row] for row in rows]
+    inputs = [task.inputs[row] for row in rows]
+    return [float(x) for x in score_rows(task.metric, answers, references, task.policy, inputs, quick=True)]
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores) if scores else 0.0
+
+
+def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
+    """Find the answer that scores 1 on most rows whose references differ from it."""
+    rows = _spread(range(len(task.references)), TRIED if ":" in task.metric else OTHERS)
+    most = Confusion(0, len(rows))
+    for answer in dict.fromkeys(answers):
+        look = _as_seen(task.metric, answer)
+        others = [r for r in rows if all(_as_seen(task.metric, text) != look for text in task.references[r])]
+        scores = _scores(task, others, [answer] * len(others))
+        wrong = [row for row, score in zip(others, scores, strict=True) if score == 1]
+        if len(wrong) > most.rows:
+            most = Confusion(len(wrong), len(rows), answer, task.references[wrong[0]][0])
+    return most
+
+
+def _as_seen(metric: Metric, text: str) -> str:
+    """Return what tells answers apart for a reader: not case, blanks, or punctuation between words.
+
+    Of a number it is the last word with a digit: a metric of numbers is meant to pass over what else is written.
+    """
+    seen = " ".join(composed(text).casefold().split())
+    if metric == "number_match":
+        words = [word for word in seen.split() if re.search(r"(?<![^\W\d])\d", word)]
+        return words[-1].strip(string.punctuation.replace("-", "")).replace(",", "") if words else seen
+    return _PUNCTUATION.sub("", seen) or seen
+
+
+def _share(text: str, is_read: Callable[[str], bool]) -> float:
+    """Return the share of the letters and digits of a text that are read; 1 if it has none."""
+    letters = [each for each in text if each.isalnum()]
+    return sum(map(is_read, letters)) / len(letters) if letters else 1.0
+
+
+def _untrained(task: TaskAnswers) -> Untrained | None:
+    """Count the test rows none of whose answers was trained, for a task with labels."""
+    trained = {_normal(text): text for text in task.train}
+    if task.labels is None and (len(trained) > FEW_ANSWERS or 2 * len(trained) > len(task.train)):
+        return None
+    never = [each for each in task.references if not any(_normal(text) in trained for text in each)]
+    shown = {_normal(each[0]): each[0] for each in never}
+    looks = {_look(text): text for text in task.train}
+    answers = [
+        f"{_short(text)} (trained as {looks[_look(text)]!a:.40})" if _look(text) in looks else _short(text)
+        for text in list(shown.values())[:SHOWN]
+    ]
+    different = len({_normal(each[0]) for each in task.references})
+    return Untrained(len(never), len(task.references), tuple(answers), len(task.train) < 2 * different)
+
+
+def _normal(text: str) -> str:
+    text = composed(text).strip()
+    return normalise_answer(text) or text
+
+
+def _look(text: str) -> str:
+    """Return a text without what the eye does not see: invisible characters, and kinds of one character (NFKC)."""
+    visible = "".join(each for each in text if unicodedata.category(each) != "Cf")
+    return _normal(unicodedata.normalize("NFKC", visible))
+
+
+def _short(text: str) -> str:
+    return f"{text[:40]!r}{' ...' if len(text) > 40 else ''}"
