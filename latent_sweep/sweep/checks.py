@@ -257,6 +257,11 @@ class Reader:
     chat: Chat | None = None
     """The chat template that prompts stand in; only transformers' own tokenizers have one."""
 
+    @property
+    def backend_tokenizer(self) -> Any:
+        """Return the tokenizer, under the name that transformers gives it."""
+        return self.tokenizer
+
     eos_token_id = 0
     """Any: ids are only counted."""
 
