@@ -33,9 +33,12 @@ from latent_sweep.store.files import FileState, state_of
 Metric = Annotated[str, AfterValidator(check_metric)]
 Split = Literal["train", "validation", "test"]
 
-Allowance = Literal["stopped_targets", "long_targets", "empty_answers", "shared_inputs"]
+Allowance = Literal[
+    "stopped_targets", "long_targets", "empty_answers", "shared_inputs", "unknown_characters", "same_prompts"
+]
 """What would spoil scores without a word, and may be meant: targets that hold a stop string, or are too long to be
-answered, answers without a letter or digit, and test inputs that are training inputs too."""
+answered, answers without a letter or digit, test inputs that are training inputs too, characters that the tokenizer
+does not know, and training prompts that another task has, too."""
 
 Truncation = Literal["keep_cue", "keep_ends", "official"]
 
@@ -70,7 +73,7 @@ class TaskSpec(Settings):
     """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
     allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
     """What is a warning in this task and would be a fault: `stopped_targets`, `long_targets`, `empty_answers`,
-    `shared_inputs`; for whoever knows of it and means it."""
+    `shared_inputs`, `unknown_characters`, `same_prompts`; for whoever knows of it and means it."""
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
     train_rows: int | None = Field(None, ge=1)
