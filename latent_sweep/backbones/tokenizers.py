@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.backbones.files import checkpoint_file, embedded_folder, embedded_path
+from latent_sweep.backbones.embedded_tokenizer import embedded_tokenizer_file
+from latent_sweep.backbones.files import checkpoint_file, embedded_folder
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
@@ -79,7 +80,7 @@ def tokenizer_at_hand(settings: BackboneSettings) -> Tokenizer | None:
     if settings.tokenizer is not None:
         path = checkpoint_file(settings.tokenizer, TOKENIZER_FILE, settings.tokenizer_revision)
     elif settings.name == EMBEDDED:
-        path = embedded_path(settings.dtype) / TOKENIZER_FILE
+        path = embedded_tokenizer_file()
     else:
         path = checkpoint_file(known.source if known else settings.name, TOKENIZER_FILE, settings.revision)
     if path is None or not path.is_file():

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, Truncation
+from latent_sweep.benchmarks.text_tokens import TextIds, tokenize
 from latent_sweep.errors import DataError
 from latent_sweep.security import quoted
 
@@ -166,15 +167,13 @@ def encode_parts(
     of its beginning as of its end, or one more), or the last ones of the prompt (`official`). A token that reaches into
     the input from the head belongs to the input, one that reaches into the cue to the cue. Prompts begin with BOS where
     the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts end with EOS, Llama
-    prompts do not. Inside a chat template they have the special tokens that it writes, and no others.
+    prompts do not. Inside a chat template they have the special tokens that it writes, and no others. Text that spells
+    a special token stays text (`text_tokens.py`).
 
     Raises:
         DataError: Head and cue leave no room for the input (not under `official`).
     """
-    if chat is not None:
-        parts = in_chat(parts, chat)
-    encoding = tokenizer("".join(parts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+    parts, (ids, offsets) = _tokenized(parts, tokenizer, chat)
     input_start, input_end = len(parts.head), len(parts.head) + len(parts.input)
     n_head = sum(end <= input_start for _, end in offsets)
     n_cue = sum(end > input_end for _, end in offsets[n_head:])
@@ -213,10 +212,21 @@ def encode_target(
 
     As in the released code, a target that is too long keeps its EOS for T5 and loses it for Llama.
     """
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenize(tokenizer, text).ids
     room = max_target_length - 1 if FRAMES[family].keeps_eos else max_target_length
     end = tokenizer.eos_token_id if chat is None else chat.end
     return [*ids[:room], end][:max_target_length]
+
+
+def _tokenized(
+    parts: PromptParts, tokenizer: PreTrainedTokenizerBase, chat: Chat | None
+) -> tuple[PromptParts, TextIds]:
+    """Return a prompt's texts, inside the chat template if there is one, with their token ids."""
+    if chat is None:
+        return parts, tokenize(tokenizer, "".join(parts))
+    whole = in_chat(parts, chat)
+    message = "".join(whole)[len(chat.before) :].removesuffix(chat.after)
+    return whole, tokenize(tokenizer, message, (chat.before, chat.after))
 
 
 def _cut(ids: list[int], room: int, truncation: Truncation) -> list[int]:

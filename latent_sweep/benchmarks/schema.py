@@ -41,10 +41,13 @@ Allowance = Literal[
     "alike_answers",
     "unreachable_answers",
     "untrained_answers",
+    "unknown_characters",
+    "same_prompts",
 ]
 """What would spoil scores without a word, and may be meant: targets that hold a stop string, or are too long to be
 answered, empty answers, test inputs that are training inputs too, answers that the metric does not tell apart, that no
-model can write, and test answers that no training row has."""
+model can write, test answers that no training row has, characters that the tokenizer does not know, and training
+prompts that another task has, too."""
 
 Truncation = Literal["keep_cue", "keep_ends", "official"]
 
@@ -79,8 +82,8 @@ class TaskSpec(Settings):
     """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
     allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
     """What is a warning in this task and would be a fault: `stopped_targets`, `long_targets`, `empty_answers`,
-    `shared_inputs`, `alike_answers`, `unreachable_answers`, `untrained_answers`; for whoever knows of it and means
-    it."""
+    `shared_inputs`, `alike_answers`, `unreachable_answers`, `untrained_answers`, `unknown_characters`, `same_prompts`;
+    for whoever knows of it and means it."""
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
     train_rows: int | None = Field(None, ge=1)

@@ -30,6 +30,7 @@ from latent_sweep.benchmarks.prompts import (
 )
 from latent_sweep.benchmarks.rows import Row
 from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
+from latent_sweep.benchmarks.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.metrics import cut_answer, metric_source, normalise_answer
 from latent_sweep.settings import canonical_json, content_hash
@@ -37,11 +38,15 @@ from latent_sweep.store.files import write_file
 from latent_sweep.sweep.answer_checks import SPOILED_SHARE, AnswerReport, TaskAnswers, examine_answers, problems
 from latent_sweep.sweep.config import Sweep, fault_report
 from latent_sweep.sweep.plan import ROUTED, SPLITS, Pack, Trial
+from latent_sweep.sweep.readable import Alphabet, alike, ends
 
 log = logging.getLogger(__name__)
 
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
+
+UNKNOWN_SHARE = 0.2
+"""Share of the characters of a task's prompts, or of its targets, above which unknown ones are a fault."""
 
 CHECKS_VERSION = 6
 """Raised when `check_pack` would find something else in the same rows."""
@@ -131,6 +136,8 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
             _check_empty(case, found)
             _check_answers(case, found)
             _check_room(case, found)
+            _check_unknown(case, found)
+            _check_alike(case, found)
             counted.append(case.key)
     for warning in found.warnings:
         log.warning("%s", warning.removeprefix("warning: "))
@@ -236,6 +243,11 @@ class Reader:
     chat: Chat | None = None
     """The chat template that prompts stand in; only transformers' own tokenizers have one."""
 
+    @property
+    def backend_tokenizer(self) -> Any:
+        """Return the tokenizer, under the name that transformers gives it."""
+        return self.tokenizer
+
     eos_token_id = 0
     """Any: ids are only counted."""
 
@@ -243,7 +255,7 @@ class Reader:
     def bos_token_id(self) -> int | None:
         """Return the token that the tokenizer itself puts before a text, if it does."""
         encoding = self.tokenizer.encode("a")
-        return encoding.ids[0] if encoding.special_tokens_mask[0] else None
+        return encoding.ids[0] if encoding.ids and encoding.special_tokens_mask[0] else None
 
     def __call__(self, text: str, add_special_tokens: bool = True, **unused: Any) -> dict[str, Any]:
         """Tokenize a text: ids, and where in the text they stand."""
@@ -256,26 +268,25 @@ class Reader:
         return content_hash(self.tokenizer.to_str())
 
     @cached_property
-    def unknown_id(self) -> int | None:
-        """Return the token of whatever the tokenizer does not know, if it has one."""
-        found: int | None = self.tokenizer.token_to_id("<unk>")
-        return found
+    def alphabet(self) -> Alphabet:
+        """Return the characters that the tokenizer knows."""
+        return Alphabet(self)
 
     def longer(self, text: str, tokens: int) -> bool:
         """Whether a text has more than so many tokens."""
         if text.isascii() and len(text) < tokens:  # at least a character each, and one that stands before all
             return False
-        return len(self(text, add_special_tokens=False)["input_ids"]) > tokens
+        return len(tokenize(self, text).ids) > tokens
 
     def characters_per_token(self, texts: Sequence[str]) -> float:
         """Return the mean number of characters per token of some of these texts."""
         sample = _sample(texts)
-        return sum(map(len, sample)) / sum(len(self(text, add_special_tokens=False)["input_ids"]) for text in sample)
+        return sum(map(len, sample)) / max(1, sum(len(tokenize(self, text).ids) for text in sample))
 
     def seen(self, text: str) -> str:
         """Return what a model that repeats `text` writes: T5's tokenizers make one space of a line break."""
         if self.tokenizer is not None:
-            ids = self(text, add_special_tokens=False)["input_ids"]
+            ids = tokenize(self, text).ids
             return str(self.tokenizer.decode(ids, skip_special_tokens=True)).lstrip()
         return " ".join(text.split()) if FRAMES[self.family].one_space else text.lstrip()
 
@@ -453,6 +464,8 @@ def check_rows(case: Case, found: Findings) -> bool:
         return False
     _check_room(case, found)
     _check_prompts(case, found)
+    _check_unknown(case, found)
+    _check_alike(case, found)
     return True
 
 
@@ -712,10 +725,85 @@ def _check_prompts(case: Case, found: Findings) -> None:
             )
 
 
+def _check_unknown(case: Case, found: Findings) -> None:
+    """Find prompts and targets with characters that the tokenizer does not know: all of them are one token."""
+    alphabet = case.reader.alphabet
+    if alphabet.unknown_id is None:
+        return
+    for split in SPLITS:
+        kind, rows = case.kind(split), case.rows[split]
+        texts = {
+            "prompts": ["".join(parts) for parts in _prompts(case, split)],
+            "targets": [case.answers(row, split)[0] for row in rows],
+        }
+        for what, read in texts.items():
+            count = alphabet.count(read)
+            if not count.texts:
+                continue
+            share = f"{count.share:.2g} of their characters"
+            permitted = {"unknown_characters"} | ({"empty_answers"} if what == "targets" else set())
+            if count.share > UNKNOWN_SHARE and permitted.isdisjoint(case.task.allow):
+                advice = _permission(case, "take a backbone whose tokenizer knows the language", "unknown_characters")
+                found.fault(
+                    f"{case.name_read}, task {case.task.name}: the tokenizer does not know {count.share:.0%} of the "
+                    f"characters of the {kind} {what}, e.g. {count.example!r}; expected at most {UNKNOWN_SHARE:.0%}. "
+                    f"{advice[:1].upper()}{advice[1:]}"
+                )
+                continue
+            topic = f"{case.name_read}: {what} hold characters that the tokenizer does not know"
+            counted = f"{count.texts:,} of {len(rows):,} {kind} ({share})"
+            found.warn(topic, case.task.name, counted, repr(count.example))
+
+
+def _check_alike(case: Case, found: Findings) -> None:
+    """Find prompts that differ as texts and are the same tokens: cut behind what they share, or unknown."""
+    for split in SPLITS:
+        prompts = _prompts(case, split)
+        try:
+            groups = alike(prompts, _Kept(case), lambda parts: tuple(map(tuple, _encoded(case, parts))))
+        except DataError:  # no room for any input, which `_check_room` reports
+            return
+        count = sum(map(len, groups))
+        if not count:
+            continue
+        limit = f"benchmark.max_source_length = {case.settings.max_source_length:,} tokens"
+        if len(groups) == 1 and count == len(prompts):
+            found.fault(
+                f"{case.name_read}, task {case.task.name}: all {count:,} {case.kind(split)} prompts are the same "
+                f"tokens, though their texts differ, because {limit} or the tokenizer leaves nothing of the "
+                "differences. Raise it, put what all rows share into the task's `instruction`, or take a backbone "
+                "whose tokenizer knows the language"
+            )
+        else:
+            topic = f"{case.name_read}: prompts that differ are the same tokens, by {limit} or unknown characters"
+            found.warn(topic, case.task.name, f"{count:,} of {len(prompts):,} {case.kind(split)}")
+
+
+class _Kept:
+    """What surely decides the tokens of a prompt, as text: a key that needs no tokens of its own."""
+
+    def __init__(self, case: Case):
+        self._case = case
+        self._around: dict[tuple[str, str], int] = {}
+
+    def __call__(self, parts: PromptParts) -> tuple[str, str]:
+        """Return the prompt's head, and the part of its input that `truncation` surely keeps."""
+        case, around = self._case, (parts.head, parts.cue)
+        if around not in self._around:
+            self._around[around] = sum(map(len, _encoded(case, PromptParts(parts.head, "", parts.cue))))
+        room = case.settings.max_source_length - self._around[around]
+        both = case.settings.truncation == "keep_ends"
+        return parts.head, ends(case.reader.alphabet.squashed(parts.input), room - 2, both)
+
+
+def _prompts(case: Case, split: Split) -> list[PromptParts]:
+    return split_prompts(case.spec, case.task, split, case.settings, (row.input for row in case.rows[split]))
+
+
 def _long_prompts(case: Case, split: Split) -> Iterator[PromptParts]:
     """Yield the prompts that may not fit: a token has a byte at least."""
     chat = case.reader.chat
-    for parts in split_prompts(case.spec, case.task, split, case.settings, (row.input for row in case.rows[split])):
+    for parts in _prompts(case, split):
         whole = "".join(parts if chat is None else in_chat(parts, chat))
         if len(whole.encode()) >= case.prompt_room:
             yield parts

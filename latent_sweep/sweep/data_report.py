@@ -18,6 +18,7 @@ import numpy as np
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
 from latent_sweep.benchmarks.prompts import LOST, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, load_benchmark
+from latent_sweep.benchmarks.text_tokens import special_tokens
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import normalise_answer
 from latent_sweep.sweep.answer_checks import AnswerReport, other_form
@@ -76,6 +77,10 @@ class SplitReport:
     """Targets longer than `max_target_length`."""
     unknown: int | None = None
     """Targets with a character that the tokenizer does not know."""
+    unknown_prompts: int | None = None
+    """The same of prompts."""
+    spelled: int | None = None
+    """Rows whose prompt or target has the name of a special token in it."""
     characters_per_token: float | None = None
 
 
@@ -156,6 +161,8 @@ class BenchmarkReport:
             f"prompts are cut ({self.loses})": split.cut,
             "targets are cut": split.long,
             "targets have characters that the tokenizer does not know": split.unknown,
+            "prompts have characters that the tokenizer does not know": split.unknown_prompts,
+            "prompts or targets spell a special token, which is read as text": split.spelled,
             "inputs are those of earlier rows": split.repeated,
             "inputs are nearly so": split.alike,
             "answers have no letter or digit": split.empty,
@@ -262,7 +269,7 @@ def _lengths(case: Case, split: Split) -> dict[str, Any]:
     rows, settings, tokenizer = case.rows[split], case.settings, case.reader.tokenizer
     parts = split_prompts(case.spec, case.task, split, settings, (row.input for row in rows))
     texts = ["".join(part) for part in parts]
-    around = settings.max_source_length - case.prompt_room
+    around, special = settings.max_source_length - case.prompt_room, special_tokens(case.reader)
     prompts = [len(found.ids) + around for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
     answers = [case.answers(row, split)[0] for row in rows]
     targets = [found.ids for found in tokenizer.encode_batch(answers, add_special_tokens=False)]
@@ -271,7 +278,11 @@ def _lengths(case: Case, split: Split) -> dict[str, Any]:
         "targets": _spread([len(ids) for ids in targets]),
         "cut": sum(length > settings.max_source_length for length in prompts),
         "long": sum(len(ids) > case.target_room(split) for ids in targets),
-        "unknown": sum(case.reader.unknown_id in ids for ids in targets),
+        "unknown": case.reader.alphabet.count(answers).texts,
+        "unknown_prompts": case.reader.alphabet.count(texts).texts,
+        "spelled": sum(
+            special.spelled(f"{text}\n{answer}") is not None for text, answer in zip(texts, answers, strict=True)
+        ),
         "characters_per_token": sum(map(len, texts)) / max(1, sum(prompts)),
     }
 
@@ -295,9 +306,6 @@ def _warn(case: Case, report: TaskReport, found: Findings) -> None:
             found.warn(f"{name}: inputs are nearly those of other rows", task, f"{of.alike:,} of {of.rows:,} {kind}")
         if of.beside_labels:
             found.warn(f"{name}: answers are none of `labels`", task, f"{of.beside_labels:,} of {of.rows:,} {kind}")
-        if of.unknown:
-            topic = f"{case.name_read}: targets hold characters that the tokenizer does not know; no answer has them"
-            found.warn(topic, task, f"{of.unknown:,} of {of.rows:,} {kind}")
         if of.characters_per_token is not None and of.characters_per_token < FEW_CHARACTERS:
             topic = f"{case.name_read}: prompts have few characters a token, so that texts take many tokens"
             found.warn(topic, task, f"{of.characters_per_token:.1f} in {kind}")
