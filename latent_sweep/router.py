@@ -33,6 +33,9 @@ from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings, content
 from latent_sweep.store import versions
 from latent_sweep.store.sealed import intact, write_sealed
 
+NO_SCATTER = 1e-12
+"""A scatter within components that is this share of the whole, or less, is the rounding of a difference of two."""
+
 # scipy is imported where it is used: it takes half a second, and plans read the settings alone
 Array = npt.NDArray[np.float64]
 _Factor = tuple[npt.NDArray[np.floating[Any]], bool]
@@ -456,7 +459,7 @@ def pooled_covariance(pooled: PooledScatter, mixtures: Sequence[TaskMixture], se
         C in its upper triangle, columns contiguous; nobody may read what lies below.
 
     Raises:
-        RouterError: no tasks, or the denominator is not positive.
+        RouterError: no tasks, the denominator is not positive, or the scatter is zero and the ridge a share of it.
     """
     from scipy.linalg.blas import dsyrk
     from scipy.linalg.lapack import dtpttr
@@ -470,15 +473,31 @@ def pooled_covariance(pooled: PooledScatter, mixtures: Sequence[TaskMixture], se
         )
     d = (isqrt(8 * pooled.triangle.size + 1) - 1) // 2
     covariance, _ = dtpttr(d, pooled.triangle, uplo="U")
+    total = np.trace(covariance)
     if settings.cov.center == "component":
         between = np.concatenate([mixture.between() for mixture in mixtures])
         covariance = dsyrk(-1.0, between.T, beta=1.0, c=covariance, overwrite_c=True)
     covariance /= denominator
+    if (trace := np.trace(covariance)) * denominator <= NO_SCATTER * total:
+        covariance[:] = 0  # what is left is rounding
+        if settings.epsilon_mode == "relative":
+            raise RouterError(no_scatter(tasks, pooled.count, settings))
     ridge = settings.epsilon
     if settings.epsilon_mode == "relative":
-        ridge *= np.trace(covariance) / d
+        ridge *= trace / d
     covariance[np.diag_indices(d)] += ridge
     return covariance
+
+
+def no_scatter(tasks: int, embeddings: int, settings: RouterSettings) -> str:
+    """Say what helps where a relative ridge would be a share of nothing: nothing else does."""
+    about = "the mean of its task" if settings.cov.center == "task" else "the mean of its component (cov.center)"
+    return (
+        f"router.epsilon_mode: found relative, but every one of the {embeddings:,} training embeddings of "
+        f"{tasks} task{'s' * (tasks > 1)} is {about}, so the pooled covariance is zero, and so is any share of it. Use "
+        "router.epsilon_mode: absolute; or give the tasks several different prompts: benchmark.train_per_task, "
+        "benchmark.max_source_length"
+    )
 
 
 class GaussianRouter:
@@ -609,11 +628,11 @@ def _cholesky(covariance: npt.NDArray[np.floating[Any]], settings: RouterSetting
     except LinAlgError:
         singular = True
     if singular:
+        wider = " or use router.dtype: float64" if settings.epsilon and dtype == np.float32 else ""
         raise RouterError(
-            f"router: the pooled covariance ({d} x {d}) is not positive definite in {dtype}. Causes: fewer embeddings "
-            f"than dimensions, embeddings that are all alike, or a regularisation that is too small. Remedies: raise "
-            f"router.epsilon (now {settings.epsilon}, {settings.epsilon_mode}), use router.dtype: float64, or scale "
-            f"the embeddings with router.embed_norm: std."
+            f"router: the pooled covariance ({d} x {d}) is not positive definite in {dtype}: its ridge is too small "
+            f"beside its largest variance, {largest_variance:.2g}. Raise router.epsilon (now {settings.epsilon:g}, "
+            f"{settings.epsilon_mode}){wider}."
         )
     return U, lower
 

@@ -363,15 +363,44 @@ def test_the_covariance_may_be_that_of_other_tasks_than_the_candidates(tasks: in
     np.testing.assert_allclose(posterior, joint / joint.sum(axis=1, keepdims=True), rtol=1e-9, atol=1e-12)
 
 
-def test_singular_covariance_names_causes_and_remedies() -> None:
+def test_singular_covariance_is_refused_and_a_larger_epsilon_helps() -> None:
     settings = router_settings(epsilon=0.0)
     records = records_of([TASKS[0][:4]], settings)
-    with pytest.raises(RouterError, match="not positive definite in float64") as caught:
+    with pytest.raises(RouterError, match=r"router\.epsilon") as caught:
         router_of(records, settings)
-    for words in ("fewer embeddings than dimensions", "raise router.epsilon (now 0.0, relative)", "router.dtype"):
-        assert words in str(caught.value)
     assert isinstance(caught.value, LatentSweepError)
     router_of(records, router_settings())  # the remedy works
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    "changes", [{}, {"epsilon": 10.0}, {"dtype": "float32"}, {"embed_norm": "l2"}, {"cov": {"center": "component"}}]
+)
+def test_a_relative_ridge_of_no_scatter_is_refused_and_an_absolute_one_helps(
+    rows: int, changes: dict[str, Any]
+) -> None:
+    """Every embedding of a task is the same: a share of a covariance of zero is zero, whatever the share."""
+    tasks = [np.repeat(X[:1], rows, axis=0).astype(np.float32) for X in TASKS]
+    settings = router_settings(components=1, **changes)
+    with pytest.raises(RouterError, match=r"router\.epsilon_mode"):
+        router_of(records_of(tasks, settings), settings)
+    absolute = router_settings(components=1, **{"epsilon": 0.5, **changes, "epsilon_mode": "absolute"})
+    records = records_of(tasks, absolute)
+    covariance = covariance_of(records, absolute)
+    assert np.triu(covariance).tolist() == (absolute.epsilon * np.eye(len(covariance))).tolist()
+    posterior = router_of(records, absolute).posterior(np.concatenate([X[:1] for X in TASKS]))
+    assert posterior.argmax(axis=1).tolist() == list(range(len(TASKS))), "the nearest mean"
+
+
+def test_components_that_leave_no_scatter_count_as_none() -> None:
+    """A component for every embedding: what is left is the rounding of a difference, which no ridge is a share of."""
+    settings = router_settings(components=4, cov={"center": "component"})
+    tasks = [X[:4] for X in TASKS]
+    with pytest.raises(RouterError, match=r"router\.epsilon_mode"):
+        router_of(records_of(tasks, settings), settings)
+    absolute = settings.model_copy(update={"epsilon_mode": "absolute"})
+    covariance = covariance_of(records_of(tasks, absolute), absolute)
+    assert np.triu(covariance).tolist() == (absolute.epsilon * np.eye(len(covariance))).tolist()
 
 
 def test_covariance_singular_to_rounding_is_refused() -> None:
@@ -379,7 +408,7 @@ def test_covariance_singular_to_rounding_is_refused() -> None:
     C = np.array([[1.0, 1.0], [1.0, 1.0 + np.finfo(np.float64).eps]], order="F")
     np.linalg.cholesky(C)
     mixture = TaskMixture(np.zeros((1, 2)), np.ones(1), np.ones(1))
-    with pytest.raises(RouterError, match="not positive definite"):
+    with pytest.raises(RouterError, match=r"router\.epsilon"):
         GaussianRouter(router_settings(epsilon=0.0)).fit([mixture], C)
 
 

@@ -21,8 +21,9 @@ TOKENS = 2
 """Of how rows become token ids, and of the columns of their cache: part of lineages and of the cache's name."""
 FACTORS = 1
 """Of the truncated SVD and its conventions: part of the lineages of Latent-LoRA and of the cache's name."""
-RANDOMIZED = 2
-"""Of randomised factors, part of the lineages of Latent-LoRA with them: since 2 every rank has its own, no prefix."""
+RANDOMIZED = 3
+"""Of randomised factors: part of the lineages of Latent-LoRA with them and of the cache's name. Since 2 every rank has
+its own, no prefix; since 3 they are those of scikit-learn's TruncatedSVD, as in LoRA-XS."""
 POOLING = 1
 """Of how token embeddings become one embedding per input: part of routed rows and of the cache's name."""
 RECORDS = 1

@@ -14,15 +14,16 @@ from helpers.patience import PATIENCE
 from helpers.tiny import load_tiny
 from safetensors.torch import load_file
 from scipy.linalg import subspace_angles
+from sklearn.decomposition import TruncatedSVD
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from latent_sweep.adapters import factors
-from latent_sweep.adapters.factors import load_factors, stored_singular_values, truncated_svd
+from latent_sweep.adapters.factors import factors_name, load_factors, stored_singular_values, truncated_svd
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.stored import StoredProjection, stored_backbone
 from latent_sweep.errors import ConfigError
-from latent_sweep.store import sealed
+from latent_sweep.store import sealed, versions
 
 
 def weight(rows, columns, seed=0, spectrum=None):
@@ -113,19 +114,30 @@ def test_the_randomised_subspace_is_another_one():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_randomised_subspace_is_drawn_on_the_host_wherever_the_weight_lies(monkeypatch):
-    """A GPU draws others for the same seed, and the name of the factors says nothing of where they were made."""
-    W, real, places = weight(24, 64), torch.svd_lowrank, []
+def test_randomised_factors_are_those_of_lora_xs():
+    """Its code fits scikit-learn's TruncatedSVD, takes what it transforms the weight to, and its components."""
+    W = weight(96, 64).numpy()
+    theirs = TruncatedSVD(n_components=8, n_iter=10, random_state=42).fit(W)
+    ours = truncated_svd(torch.from_numpy(W), 8, "randomized")
+    signs = np.sign((ours.V.numpy() * theirs.components_.T).sum(axis=0))
+    np.testing.assert_allclose(ours.V.numpy() * signs, theirs.components_.T, atol=1e-5)
+    np.testing.assert_allclose((ours.U * ours.S).numpy() * signs, theirs.transform(W), atol=1e-4)
+    np.testing.assert_allclose(ours.S.numpy(), theirs.singular_values_, rtol=1e-6)
 
-    def lowrank(A, **options):
-        places.append(A.device.type)
-        return real(A, **options)
 
-    monkeypatch.setattr(torch, "svd_lowrank", lowrank)
+def test_randomised_factors_of_a_weight_of_small_rank_are_finite():
+    W = weight(24, 3) @ weight(3, 64)
+    found = truncated_svd(W, 8, "randomized")
+    assert all(bool(part.isfinite().all()) for part in (found.U, found.S, found.V))
+    torch.testing.assert_close((found.U * found.S) @ found.V.T, W, atol=1e-3, rtol=1e-3)
+
+
+def test_randomised_factors_are_computed_on_the_host_wherever_the_weight_lies():
+    """A GPU would draw others for the same seed, and the name of the factors does not say where they were made."""
+    W = weight(24, 64)
     with imitated_gpu():
         found = truncated_svd(W.to("cuda"), 8, "randomized")
         assert (found.U.device.type, found.S.device.type, found.V.device.type) == ("cuda",) * 3
-    assert places == ["cpu"]
     assert torch.equal(found.V, truncated_svd(W, 8, "randomized").V)
 
 
@@ -194,7 +206,7 @@ def test_other_weights_and_another_algorithm_have_files_of_their_own(targets, tm
         load_factors(targets, digest, 4, tmp_path, algorithm)
     assert files(tmp_path) == [
         "one-exact-v1-r4.safetensors",
-        "one-randomized-v1-r4.safetensors",
+        f"one-randomized-v1.{versions.RANDOMIZED}-r4.safetensors",
         "two-exact-v1-r4.safetensors",
     ]
 
@@ -204,7 +216,8 @@ def test_randomised_factors_are_those_of_their_rank_whatever_else_is_there(targe
     alone = parts(load_factors(targets, "digest", 4, tmp_path / "alone", "randomized"))
     load_factors(targets, "digest", 16, tmp_path / "both", "randomized")
     beside = parts(load_factors(targets, "digest", 4, tmp_path / "both", "randomized", compute_rank=16))
-    assert files(tmp_path / "both") == ["digest-randomized-v1-r16.safetensors", "digest-randomized-v1-r4.safetensors"]
+    stem = factors_name("digest", "randomized")
+    assert files(tmp_path / "both") == [f"{stem}-r16.safetensors", f"{stem}-r4.safetensors"]
     assert all(torch.equal(alone[name], tensor) for name, tensor in beside.items())
     values = stored_singular_values(["a"], "digest", 4, tmp_path / "both", "randomized")
     assert np.array_equal(values[0], alone["a.S"])
