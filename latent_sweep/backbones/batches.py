@@ -162,13 +162,26 @@ def read(
 
 
 def read_padded(
-    backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
+    backbone: Backbone,
+    rows: Sequence[Example],
+    adaptation: Adaptation,
+    bank: AdapterBank,
+    reading: Reading,
+    released: bool = False,
 ) -> None:
-    """Run it as trainers do that pad a causal model's rows in front, with padding counted as tokens."""
+    """Run it as trainers do that pad a causal model's rows in front, with padding counted as tokens.
+
+    Args:
+        released: pad with GainLoRA's tokens: a decoder behind an encoder reads EOS and then padding behind a short
+            target, since labels are shifted after they were padded; a causal model reads BOS, if its tokenizer has one.
+    """
     if backbone.traits.encoder_decoder:
         inputs = dict(collate([rows], backbone).inputs)
+        if released:
+            inputs |= {"decoder_input_ids": _shifted_after_padding(rows, backbone)}
     else:
-        ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone)
+        bos = backbone.tokenizer.bos_token_id if released else None
+        ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone, bos)
         inputs = {"input_ids": ids, "attention_mask": mask, **placed(backbone, positions(mask))}
     one = torch.zeros(1, dtype=torch.long, device=backbone.device)
     with reading(None, None), bank.active(adaptation), _keeping(backbone, one):
@@ -185,9 +198,23 @@ def _rectangle(sequences: Sequence[Sequence[int]], value: int, in_front: bool = 
     return ids, real
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], backbone: Backbone) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, (B, longest): padded on the left, or on the right where an encoder reads them."""
-    ids, real = _rectangle(prompts, backbone.pad_id, in_front=not backbone.traits.encoder_decoder)
+def _shifted_after_padding(rows: Sequence[Example], backbone: Backbone) -> Tensor:
+    """Return what a decoder reads, (B, longest target), whole targets with their EOS."""
+    longest, start = max(len(row["target_ids"]) for row in rows), backbone.model.config.decoder_start_token_id
+    ids, _ = _rectangle([[start, *row["target_ids"]][:longest] for row in rows], backbone.pad_id)
+    return moved(ids, backbone.device)
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], backbone: Backbone, padding: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, (B, longest): padded on the left, or on the right where an encoder reads them.
+
+    Args:
+        padding: token id to pad with; None is the backbone's.
+    """
+    padding = backbone.pad_id if padding is None else padding
+    ids, real = _rectangle(prompts, padding, in_front=not backbone.traits.encoder_decoder)
     return moved(ids, backbone.device), moved(real.astype(np.int64), backbone.device)
 
 
