@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.backbones.layouts import Indices, Padded, Shared, moved
+from latent_sweep.backbones.layouts import Indices, Padded, Shared, aligned, moved
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 
@@ -172,8 +172,9 @@ def read_padded(
     """Run it as trainers do that pad a causal model's rows in front, with padding counted as tokens.
 
     Args:
-        released: pad with GainLoRA's tokens: a decoder behind an encoder reads EOS and then padding behind a short
-            target, since labels are shifted after they were padded; a causal model reads BOS, if its tokenizer has one.
+        released: pad with GainLoRA's tokens, as transformers 4.30 does: a decoder behind an encoder reads EOS and then
+            padding behind a short target, since labels are shifted after they were padded; a causal model reads BOS, if
+            its tokenizer has one, and padding attends to all tokens of its row alike.
     """
     if backbone.traits.encoder_decoder:
         inputs = dict(collate([rows], backbone).inputs)
@@ -183,6 +184,8 @@ def read_padded(
         bos = backbone.tokenizer.bos_token_id if released else None
         ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone, bos)
         inputs = {"input_ids": ids, "attention_mask": mask, **placed(backbone, positions(mask))}
+        if released and backbone.lays_out(ids.shape[1]):
+            inputs |= {"attention_mask": _masked_by_a_minimum(mask, backbone.model.dtype)}
     one = torch.zeros(1, dtype=torch.long, device=backbone.device)
     with reading(None, None), bank.active(adaptation), _keeping(backbone, one):
         backbone.model(**inputs, use_cache=False)
@@ -203,6 +206,16 @@ def _shifted_after_padding(rows: Sequence[Example], backbone: Backbone) -> Tenso
     longest, start = max(len(row["target_ids"]) for row in rows), backbone.model.config.decoder_start_token_id
     ids, _ = _rectangle([[start, *row["target_ids"]][:longest] for row in rows], backbone.pad_id)
     return moved(ids, backbone.device)
+
+
+def _masked_by_a_minimum(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask, (B, 1, tokens, tokens), of a causal model whose rows have this mask of padding.
+
+    What is not attended to has the smallest finite number. Padding in front attends to nothing, so that all its scores
+    round to that number, and it reads the mean of its row.
+    """
+    seen = mask[:, None, None, :].bool() & torch.ones_like(mask[0]).bool().expand(mask.shape[1], -1).tril()
+    return aligned(torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min))
 
 
 def pad_prompts(
