@@ -20,6 +20,9 @@ Form = Literal["two_silu", "one_silu"]
 PADDED_TOGETHER = 32
 """Prompts that are pooled as one padded batch; training rows come in micro-batches, which are seldom larger."""
 
+KeyDesign = Literal["svd", "random_project", "random_direction"]
+"""How a key is made, see `new_key`."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -35,7 +38,7 @@ class Gate:
     key: Tensor
     """(d,)."""
     form: Form = "two_silu"
-    """`two_silu` as released for T5, `one_silu` as in a copy by others for Llama, where the first layer is linear."""
+    """`two_silu` as released for T5, `one_silu` as released for Llama, where the first layer is linear."""
 
     def inputs(self, p0_Bd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of G1, of G2 and of the key: p0 (B, d), p1 (B, w), p2 (B, d)."""
@@ -76,11 +79,11 @@ class Pooled:
         self._sums: dict[tuple[int, ...], Tensor] = {}
         self._lengths: dict[int, Tensor] = {}
 
-    def __call__(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Return p0 of every prompt, (B, d) float32."""
+    def __call__(self, prompts: Sequence[Sequence[int]], together: int = PADDED_TOGETHER) -> Tensor:
+        """Return p0 of every prompt, (B, d) float32; `together` prompts are one padded batch."""
         lengths = [len(prompt) for prompt in prompts]
         if self._padded:
-            batches = [lengths[i : i + PADDED_TOGETHER] for i in range(0, len(lengths), PADDED_TOGETHER)]
+            batches = [lengths[i : i + together] for i in range(0, len(lengths), together)]
             lengths = [max(batch) for batch in batches for _ in batch]
         sums = torch.stack([self._sum(tuple(prompt)) for prompt in prompts])
         return sums / torch.stack([self._length(length) for length in lengths]).unsqueeze(1)
@@ -97,19 +100,37 @@ class Pooled:
 
 
 def new_key(
-    p2_Bd: Tensor, M: Tensor, design: Literal["svd", "random_project"], energy: Energy, generator: torch.Generator
+    p2_Bd: Tensor, memory: Sequence[Tensor], design: KeyDesign, energy: Energy, generator: torch.Generator
 ) -> Tensor:
-    """A key (d,) outside of M (d, columns), as long as a random one with entries from U(-1, 1) is on average.
+    """A key (d,) outside of its memory, as long as a random one with entries from U(-1, 1) is on average.
 
-    `svd`: the leading direction there of what the key is to read, p2; `random_project`: such a random key, projected.
-    M must leave a direction.
+    `svd`: the leading direction there of what the key is to read, p2, in every stretch of its dimensions;
+    `random_project`: such a random key, projected; `random_direction`: any direction there, each as likely.
+
+    Args:
+        memory: M (k, columns) of each stretch of the key's d dimensions, in their order. One must leave a direction.
     """
+    lengths = [len(M) for M in memory]
     if design == "svd":
-        key = leading_directions(second_moment(p2_Bd), M, energy)[0][:, 0]
+        parts = [_leading(p2, M, energy) for p2, M in zip(p2_Bd.split(lengths, -1), memory, strict=True)]
     else:
-        Q = complement(M)
-        key = Q @ (Q.T @ (torch.rand(len(M), generator=generator).to(Q) * 2 - 1))
-    return (key * ((len(M) / 3) ** 0.5 / key.norm())).float()
+        d = sum(lengths)
+        uniform = design == "random_project"
+        key = torch.rand(d, generator=generator) * 2 - 1 if uniform else torch.randn(d, generator=generator)
+        parts = [_outside(part, M) for part, M in zip(key.split(lengths), memory, strict=True)]
+    key = torch.cat(parts)
+    return (key * ((len(key) / 3) ** 0.5 / key.norm())).float()
+
+
+def _leading(p2: Tensor, M: Tensor, energy: Energy) -> Tensor:
+    """Return the leading direction of p2 (B, k) outside of M, (k,); zero if none is left."""
+    directions, _ = leading_directions(second_moment(p2), M, energy)
+    return directions[:, :1].sum(1)
+
+
+def _outside(key: Tensor, M: Tensor) -> Tensor:
+    Q = complement(M)
+    return Q @ (Q.T @ key.to(Q))
 
 
 def new_maps(d: int, w: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

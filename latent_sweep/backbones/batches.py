@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.backbones.layouts import Indices, Padded, Shared, moved
+from latent_sweep.backbones.layouts import Indices, Padded, Shared, aligned, moved
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 
@@ -162,14 +162,30 @@ def read(
 
 
 def read_padded(
-    backbone: Backbone, rows: Sequence[Example], adaptation: Adaptation, bank: AdapterBank, reading: Reading
+    backbone: Backbone,
+    rows: Sequence[Example],
+    adaptation: Adaptation,
+    bank: AdapterBank,
+    reading: Reading,
+    released: bool = False,
 ) -> None:
-    """Run it as trainers do that pad a causal model's rows in front, with padding counted as tokens."""
+    """Run it as trainers do that pad a causal model's rows in front, with padding counted as tokens.
+
+    Args:
+        released: pad with GainLoRA's tokens, as transformers 4.30 does: a decoder behind an encoder reads EOS and then
+            padding behind a short target, since labels are shifted after they were padded; a causal model reads BOS, if
+            its tokenizer has one, and padding attends to all tokens of its row alike.
+    """
     if backbone.traits.encoder_decoder:
         inputs = dict(collate([rows], backbone).inputs)
+        if released:
+            inputs |= {"decoder_input_ids": _shifted_after_padding(rows, backbone)}
     else:
-        ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone)
+        bos = backbone.tokenizer.bos_token_id if released else None
+        ids, mask = pad_prompts([[*row["prompt_ids"], *row["target_ids"]] for row in rows], backbone, bos)
         inputs = {"input_ids": ids, "attention_mask": mask, **placed(backbone, positions(mask))}
+        if released and backbone.lays_out(ids.shape[1]):
+            inputs |= {"attention_mask": _masked_by_a_minimum(mask, backbone.model.dtype)}
     one = torch.zeros(1, dtype=torch.long, device=backbone.device)
     with reading(None, None), bank.active(adaptation), _keeping(backbone, one):
         backbone.model(**inputs, use_cache=False)
@@ -185,9 +201,33 @@ def _rectangle(sequences: Sequence[Sequence[int]], value: int, in_front: bool = 
     return ids, real
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], backbone: Backbone) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, (B, longest): padded on the left, or on the right where an encoder reads them."""
-    ids, real = _rectangle(prompts, backbone.pad_id, in_front=not backbone.traits.encoder_decoder)
+def _shifted_after_padding(rows: Sequence[Example], backbone: Backbone) -> Tensor:
+    """Return what a decoder reads, (B, longest target), whole targets with their EOS."""
+    longest, start = max(len(row["target_ids"]) for row in rows), backbone.model.config.decoder_start_token_id
+    ids, _ = _rectangle([[start, *row["target_ids"]][:longest] for row in rows], backbone.pad_id)
+    return moved(ids, backbone.device)
+
+
+def _masked_by_a_minimum(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask, (B, 1, tokens, tokens), of a causal model whose rows have this mask of padding.
+
+    What is not attended to has the smallest finite number. Padding in front attends to nothing, so that all its scores
+    round to that number, and it reads the mean of its row.
+    """
+    seen = mask[:, None, None, :].bool() & torch.ones_like(mask[0]).bool().expand(mask.shape[1], -1).tril()
+    return aligned(torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min))
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], backbone: Backbone, padding: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, (B, longest): padded on the left, or on the right where an encoder reads them.
+
+    Args:
+        padding: token id to pad with; None is the backbone's.
+    """
+    padding = backbone.pad_id if padding is None else padding
+    ids, real = _rectangle(prompts, padding, in_front=not backbone.traits.encoder_decoder)
     return moved(ids, backbone.device), moved(real.astype(np.int64), backbone.device)
 
 

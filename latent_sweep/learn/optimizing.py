@@ -112,7 +112,7 @@ class AdamW:
         """Clip and step all members."""
         gradient = self._matrix([[_gradient(p) for p in m.parameters.values()] for m in self._members])
         norms = torch.linalg.vector_norm(gradient, dim=1)
-        decay, size, root, limit = self._scalars(gradient.device)
+        decay, size, root, epsilon, limit = self._scalars(gradient.device)
         gradient *= (limit / (norms.unsqueeze(1) + 1e-6)).clamp_max(1.0)  # as torch clips
         for member, row in zip(self._members, gradient, strict=True):
             for parameter, view in zip(member.parameters.values(), _views(row, member), strict=True):
@@ -121,17 +121,23 @@ class AdamW:
         self._average.lerp_(gradient, 1 - BETAS[0])
         self._average_square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         self._numbers.mul_(decay)
-        self._numbers.addcdiv_(self._average * size, self._average_square.sqrt().div_(root).add_(EPSILON))
+        self._numbers.addcdiv_(self._average * size, self._average_square.sqrt().div_(root).add_(epsilon))
         return norms
 
     def _scalars(self, device: torch.device) -> Sequence[Tensor]:
-        """Return what a step multiplies by for each member, (P, 1) each: decay, size, root of the correction, limit."""
+        """Return each member's scalars of a step, (P, 1) each: decay, size, root of the correction, epsilon, limit.
+
+        `adam_eps: before_correction` divides by `(sqrt(v) + epsilon) / root` and decays after the step: the same
+        operations with `epsilon / root` and `size * decay`.
+        """
         rows = []
         for member in self._members:
             s, rate, step = member.settings, member.rate, member.taken + 1
             correction = 1 - BETAS[0] ** step, (1 - BETAS[1] ** step) ** 0.5
-            limit = s.gradient_clip or math.inf
-            rows.append([1 - rate * s.weight_decay, -rate / correction[0], correction[1], limit])
+            decay, size, epsilon = 1 - rate * s.weight_decay, -rate / correction[0], EPSILON
+            if s.adam_eps == "before_correction":
+                size, epsilon = size * decay, epsilon / correction[1]
+            rows.append([decay, size, correction[1], epsilon, s.gradient_clip or math.inf])
         found = torch.tensor(list(zip(*rows, strict=True)), dtype=self._numbers.dtype)
         if device.type == "cuda":
             found = found.pin_memory().to(device, non_blocking=True)

@@ -14,7 +14,7 @@ from pydantic import Field
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
 from latent_sweep.methods.protocol import MethodContext, TaskData
-from latent_sweep.settings import FROM_PRESET, Settings
+from latent_sweep.settings import FROM_PRESET, LEFT_OUT_AT_DEFAULT, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,12 @@ class GpmSettings(Settings):
     """Stretches of equal length that every input is split into, each with a memory of its own; None is the preset's."""
     mask_padding: bool = Field(True, json_schema_extra=FROM_PRESET)
     """Whether padding is left out of the inputs' statistics; None is the preset's."""
+    padding: Literal["own", "released"] = Field("own", json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
+    """Tokens of padding that counts (`mask_padding: false`): the tokenizer's padding token, or GainLoRA's, whose T5
+    decoder reads EOS first behind a short target, and whose Llama reads BOS. None is the preset's."""
+    group_by_length: bool = Field(True, json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT)
+    """Whether batches that statistics are read from hold rows of similar length, or shuffled rows as in GainLoRA's
+    release: that moves how much padding counts, and the lengths of `gate.pooling: padded`. None is the preset's."""
     cross_attention_v: Literal["own_input", "decoder_state"] = Field("own_input", json_schema_extra=FROM_PRESET)
     """What counts as the input of v in T5's cross-attention: what it reads, the encoder's output, or the decoder's
     state, which only q reads, as in GainLoRA's released code; None is the preset's."""
@@ -60,7 +66,32 @@ class GpmSettings(Settings):
 
 def released_gpm(family: str) -> dict[str, Any]:
     """Return what the preset `official` fills in: it has the released code's slips, and on Llama its four stretches."""
-    return {"chunks": {"t5": 1, "llama": 4}[family], "mask_padding": False, "cross_attention_v": "decoder_state"}
+    return {
+        "chunks": RELEASED_CHUNKS[family],
+        "mask_padding": False,
+        "padding": "released",
+        "group_by_length": False,
+        "cross_attention_v": "decoder_state",
+    }
+
+
+RELEASED_CHUNKS: Mapping[str, int] = {"t5": 1, "llama": 4}
+"""Stretches of every input, and of what gates read, by backbone family."""
+
+
+def gpm_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity of the memory without the tokens of padding, where no padding counts."""
+    unread = {"padding"} if settings["mask_padding"] else set()
+    return {name: value for name, value in settings.items() if name not in unread}
+
+
+def statistics_batches(gpm: GpmSettings, task: TaskData) -> list[list[int]]:
+    """Return the rows of every batch that a task's statistics are read from, the same whenever they are read."""
+    from latent_sweep.backbones.batches import epoch_batches
+
+    lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in task.rows]
+    batches = epoch_batches(lengths, gpm.batch_size, task.generator("memory"), gpm.group_by_length)
+    return batches[: gpm.max_batches]
 
 
 def columns(history: Snapshots, name: str, dimensions: int) -> Tensor:
@@ -165,19 +196,17 @@ class InputMemory:
         import torch
 
         from latent_sweep.adapters.gpm import adding_second_moments
-        from latent_sweep.backbones.batches import chunked, epoch_batches, read, read_padded
+        from latent_sweep.backbones.batches import chunked, read, read_padded
 
         backbone, bank, rows = self._context.backbone, self._context.bank, self._task.rows
-        lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in rows]
-        batches = epoch_batches(lengths, self._gpm.batch_size, self._task.generator("memory"), group_by_length=True)
         size = self._gpm.batch_size
         if self._gpm.mask_padding:  # otherwise padding counts, and how much of it there is hangs on the batch
             size = self._context.rows_in_a_pass(size)
         moments: dict[str, Tensor] = {}
         reading = partial(adding_second_moments, moments, self._blocks, backbone.targets)
-        run = read if self._gpm.mask_padding else read_padded
+        run = read if self._gpm.mask_padding else partial(read_padded, released=self._gpm.padding == "released")
         with torch.no_grad():
-            for indices in chunked(batches[: self._gpm.max_batches], size):
+            for indices in chunked(statistics_batches(self._gpm, self._task), size):
                 chosen = [rows[i] for i in indices]
                 run(backbone, chosen, adaptation(chosen), bank, reading)
         for name, moment in moments.items():

@@ -4,7 +4,9 @@ A task's gate reads the prompt's mean embedding, once, and weighs its pair in ev
 copy of the previous gate with a key of its own, outside of what earlier prompts give the key to read, so that it is
 closed for them; its updates are projected so that it stays closed. Departures from the released code, by default: the
 mean is over a prompt's own tokens instead of the padded batch's, and rows are not rescaled after the projection, which
-would open the gates again.
+would open the gates again. Departures under every preset: a new key has the mean length of a random one (theirs that of
+its own draw, and on Llama 64/sqrt(3) from the second task on); the second moment of p1 is the mean over rows (theirs
+weighs a smaller last batch differently).
 """
 
 from __future__ import annotations
@@ -16,12 +18,20 @@ from pydantic import Field, model_validator
 
 from latent_sweep.backbones.known import family_of
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_of
-from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, released_gpm
-from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
+from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_identity, gate_of
+from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm
+from latent_sweep.methods.lora import (
+    LATER,
+    BranchMethod,
+    BranchSettings,
+    LoraLearner,
+    Presets,
+    Scripts,
+    gain_lora_scripts,
+)
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
 from latent_sweep.methods.protocol import BRANCHES, Mixing, TaskData
-from latent_sweep.settings import FROM_PRESET
+from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +42,11 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.gate import Gate
     from latent_sweep.adapters.lora import Branch
 
-INPUTS_ONLY = ("chunks", "mask_padding", "cross_attention_v", "batch_size", "max_batches")
+INPUTS_ONLY = {"chunks", "mask_padding", "padding", "cross_attention_v"}
 """Settings of the memory that gates do not read."""
+
+BATCHES = {"batch_size", "max_batches", "group_by_length"}
+"""Settings of the memory that gates read only if they divide by padded lengths."""
 
 
 class GainLoraSettings(BranchSettings):
@@ -41,6 +54,10 @@ class GainLoraSettings(BranchSettings):
 
     name: Literal["gain_lora"] = "gain_lora"
     """Name of the method."""
+    preset: Presets = Field("unified", json_schema_extra=NOT_IDENTITY)  # type: ignore[assignment]
+    """Where left-out settings come from, those of `training` too: the paper's common protocol (`unified`), GainLoRA's
+    first release (`official`, May 2025, which has T5 alone: on Llama the later one), or the later release of November
+    2025, whose A is random and projected and whose keys are random from the second task on (`official-2025-11`)."""
     variant: Literal["inf_lora", "o_lora"] = "inf_lora"
     """How the pairs behind the gates are learned."""
     gate: GateSettings = GateSettings()
@@ -81,10 +98,17 @@ class GainLora(BranchMethod):
         return Scripts({**scripts.method, **released}, scripts.training)
 
     @classmethod
+    def later(cls, family: str, benchmark: str) -> Scripts:
+        """Return the values of the later release: on Llama they are those of `official`."""
+        scripts = cls.official(family, benchmark)
+        gate = scripts.method["gate"] | ({"key_design": "svd_then_random"} if family == "t5" else {})
+        return Scripts({**scripts.method, "gate": gate}, scripts.training)
+
+    @classmethod
     def defaults(cls, settings: GainLoraSettings, backbone: str, benchmark: str) -> Mapping[str, Any]:
         """Return the values that the preset says, as far as the variant reads them."""
-        released = {"t5": "svd", "llama": "random_project"}[family_of(backbone)]
-        design = {"design": released if settings.preset == "official" else "svd"}
+        projected = settings.preset == LATER or (settings.preset == "official" and family_of(backbone) == "llama")
+        design = {"design": "random_project" if projected else "svd"}
         variant = design if settings.variant == "inf_lora" else {"lambda_1": 0.5, "lambda_2": 0.0}
         return {**super().defaults(settings, backbone, benchmark), **variant}
 
@@ -100,14 +124,12 @@ class GainLora(BranchMethod):
     def stage_identity(self, position: int) -> dict[str, Any]:
         """Leave out what the variant does not read, and what matters from the second task on."""
         identity = super().stage_identity(position)
-        unread = set()
+        unread = {"ramp"} if position == 0 else set()
         if self.settings.variant == "o_lora":
-            unread |= set(INPUTS_ONLY)
+            unread |= INPUTS_ONLY | (set() if self.reads_padding else BATCHES)
             identity["lambda_1"], identity["lambda_2"] = self._o_lora().coefficients(position)
-        if position == 0:
-            unread.add("ramp")
-            del identity["gate"]["rescale_rows"]
-        identity["gpm"] = {name: value for name, value in identity["gpm"].items() if name not in unread}
+        identity["gate"] = gate_identity(identity["gate"], position)
+        identity["gpm"] = {k: value for k, value in gpm_identity(identity["gpm"]).items() if k not in unread}
         return identity
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:

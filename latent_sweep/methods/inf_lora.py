@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, released_gpm
+from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm
 from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 from latent_sweep.settings import FROM_PRESET
@@ -56,8 +56,9 @@ class InfLora(BranchMethod):
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Leave out the ramp at the first task, whose memory does not depend on it."""
+        """Leave out the ramp at the first task, whose memory does not depend on it, and tokens that do not count."""
         identity = super().stage_identity(position)
+        identity["gpm"] = gpm_identity(identity["gpm"])
         if position == 0:
             del identity["gpm"]["ramp"]
         return identity

@@ -104,7 +104,8 @@ class Lfpt5(Method):
         """
         scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
         if settings.preset == "official":
-            return {**scripts, "gradient_clip": None, "backbone_dropout": dropout_rate(backbone)}
+            own = {"gradient_clip": None, "group_by_length": False, "backbone_dropout": dropout_rate(backbone)}
+            return {**scripts, **own}
         return {"learning_rate": 0.3, "optimizer": "adafactor"} if backbone == EMBEDDED else {}
 
     def stage_identity(self, position: int) -> dict[str, Any]:

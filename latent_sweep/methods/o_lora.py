@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, o_lora_scripts
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods.lora import (
+    LATER,
+    BranchMethod,
+    BranchSettings,
+    LoraLearner,
+    Presets,
+    Scripts,
+    gain_lora_scripts,
+    o_lora_scripts,
+)
 from latent_sweep.methods.protocol import TaskData
-from latent_sweep.settings import FROM_PRESET
+from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,12 +50,19 @@ LONG_LAMBDA_1 = (0.0, *[0.5] * 8, 5.0)
 LONG_LAMBDA_2 = (0.0, 0.0, 0.0, 0.0, 0.1, 0.1, 0.3, 0.0, 0.1, 0.0, 0.0, 0.1, 0.0, 0.1, 0.3)
 """The released schedules for T5 on Long Sequence, order 4 (Yelp first); in another order they go by position too."""
 
+LATER_LAMBDA_1 = (0.5, 0.5, 0.02, 0.5)
+LATER_LAMBDA_2 = (0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.3, 0.0, 0.1, 0.1, 0.0, 0.1, 0.0, 0.1, 0.3)
+"""The schedules that GainLoRA's later release has for Llama on SuperNI, by position in both orders."""
+
 
 class OLoraSettings(BranchSettings):
     """The `method:` group of a sweep file for O-LoRA; the weights are the class defaults of the released code."""
 
     name: Literal["o_lora"] = "o_lora"
     """Name of the method."""
+    preset: Presets = Field("unified", json_schema_extra=NOT_IDENTITY)  # type: ignore[assignment]
+    """Where left-out settings come from, those of `training` too: the paper's common protocol (`unified`), O-LoRA's own
+    released scripts (`official`), or those of GainLoRA's later release, for Llama alone (`official-2025-11`)."""
     lambda_1: Coefficient = Field(0.5, json_schema_extra=FROM_PRESET)
     """Weight of the overlap with earlier tasks, a number or a list by task position; None is the preset's."""
     lambda_2: Coefficient = Field(0.0, json_schema_extra=FROM_PRESET)
@@ -67,6 +84,21 @@ class OLora(BranchMethod):
         scheduled = (family, benchmark) == ("t5", "long_sequence")
         schedules = {"lambda_1": LONG_LAMBDA_1, "lambda_2": LONG_LAMBDA_2} if scheduled else {}
         return Scripts({**scripts.method, **schedules}, scripts.training)
+
+    @classmethod
+    def later(cls, family: str, benchmark: str) -> Scripts:
+        """Return the values that GainLoRA's later release runs O-LoRA with.
+
+        Raises:
+            ConfigError: it has no such scripts for T5.
+        """
+        if family != "llama":
+            raise ConfigError(
+                f"method.preset: found {LATER!r}, but GainLoRA's later release runs O-LoRA on Llama alone; expected "
+                "'official', which is O-LoRA's own release, or 'unified'"
+            )
+        scripts = gain_lora_scripts(family, benchmark)
+        return Scripts({**scripts.method, "lambda_1": LATER_LAMBDA_1, "lambda_2": LATER_LAMBDA_2}, scripts.training)
 
     def reads_history(self, position: int) -> bool:
         """Whether the overlap, or earlier pairs that are active in training, read it."""

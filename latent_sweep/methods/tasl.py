@@ -48,7 +48,10 @@ class Tasl(LoraMethod):
         """Return the values of the released scripts, the same for every benchmark."""
         training: dict[str, Any] = {"learning_rate": 3e-4, "epochs": 5, "schedule": "linear"}
         training |= {"warmup_steps": 50, "warmup_start": "zero"}
-        own: dict[str, dict[str, Any]] = {"t5": {"batch_size": 8, "weight_decay": 0.01}, "llama": {"batch_size": 128}}
+        own: dict[str, dict[str, Any]] = {
+            "t5": {"batch_size": 8, "weight_decay": 0.01},
+            "llama": {"batch_size": 128, "group_by_length": True},
+        }
         return Scripts({"rank": 8, "alpha": 16.0, "dropout": 0.05}, training | own[family])
 
     def stage_identity(self, position: int) -> dict[str, Any]:

@@ -15,7 +15,16 @@ from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.router import RouterSettings
 from latent_sweep.security import has_credentials
-from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, NOT_IDENTITY, Settings, as_written, group_of, yaml_text
+from latent_sweep.settings import (
+    FROM_PRESET,
+    INFERENCE_ONLY,
+    LEFT_OUT_AT_DEFAULT,
+    NOT_IDENTITY,
+    Settings,
+    as_written,
+    group_of,
+    yaml_text,
+)
 from latent_sweep.store.answers import KeepAnswers
 from latent_sweep.store.storage import DEFAULT_PLACE, place_faults
 from latent_sweep.sweep.trackers import address_faults
@@ -34,6 +43,12 @@ class TrainingSettings(Settings):
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", json_schema_extra=FROM_PRESET)
     """AdamW, or Adafactor with the given rate, neither relative nor scaled by the parameter (LFPT5's). It sees whole
     tensors, which of adapters hold all projections: they are clipped together, and LoRA's outputs share moments."""
+    adam_eps: Literal["after_correction", "before_correction"] = Field(
+        "after_correction", json_schema_extra=FROM_PRESET | LEFT_OUT_AT_DEFAULT
+    )
+    """Where AdamW adds its epsilon of 1e-8: to the root of the bias-corrected second moment, as torch and DeepSpeed do,
+    or to the root before the correction, as the optimizer of transformers 4 does, which also applies weight decay after
+    the step. Early steps of small gradients are then shorter. None is the preset's."""
     batch_size: int = Field(ge=1, json_schema_extra=FROM_PRESET)
     """Rows per optimizer step, over all micro-batches (A29)."""
     micro_batch_size: int | None = Field(None, ge=1, json_schema_extra=NOT_IDENTITY)
@@ -60,13 +75,23 @@ class TrainingSettings(Settings):
     """Cross-entropy over a batch: mean over target tokens, mean over rows of their sums, or the sum (A5)."""
     select: Literal["last", "best_validation"] = "last"
     """Which parameters a task leaves behind; `best_validation` scores held-out training rows every epoch (A31)."""
-    group_by_length: bool = True
-    """Batches of rows of similar length: less padding, same rows per epoch."""
+    group_by_length: bool = Field(True, json_schema_extra=FROM_PRESET)
+    """Batches of rows of similar length: less padding, same rows per epoch. Otherwise rows are shuffled, as in most
+    released trainers. None is the preset's."""
     gradient_checkpointing: bool | Literal["auto"] = Field(False, json_schema_extra=NOT_IDENTITY)
     """Recompute activations in the backward pass: less memory, about a third more time. `auto` does so on a GPU
     where learning without is not predicted to leave 1.5 GiB free; a trial's journal says what was decided."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=NOT_IDENTITY)
     """Optimizer steps between checkpoints inside a task: what a killed worker loses at most."""
+
+    @model_validator(mode="after")
+    def _epsilon_of_adam(self) -> TrainingSettings:
+        if self.optimizer != "adamw" and self.adam_eps == "before_correction":
+            raise ValueError(
+                f"adam_eps = {self.adam_eps} has no effect with optimizer = {self.optimizer}; write adam_eps: "
+                "after_correction, or take optimizer: adamw"
+            )
+        return self
 
     def rows_in_a_pass(self, workers: int) -> int:
         """Rows of a forward pass of one of so many workers at most: its share of a batch, or a micro-batch of it."""

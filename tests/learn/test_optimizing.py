@@ -1,8 +1,10 @@
 """Stepping many members at once: each as torch's own optimizer would step it alone, in no more operations."""
 
+import numpy as np
 import pytest
 import torch
 from helpers.rounding import assert_same_to_rounding
+from pydantic import ValidationError
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_linear_schedule_with_warmup
 
@@ -74,6 +76,68 @@ def test_every_member_is_stepped_as_torch_would_alone():
         for name, parameter in expected.parameters.items():
             torch.testing.assert_close(found.parameters[name].detach(), parameter.detach(), rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(found.parameters[name].grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def transformers_steps(trained, seed):
+    """AdamW as transformers 4 has it, from its definition: epsilon inside of the correction, decay after the step."""
+    s, values, moments = trained.settings, {}, {}
+    for name, parameter in trained.parameters.items():
+        values[name] = parameter.detach().numpy().copy()
+        moments[name] = [np.zeros_like(values[name]) for _ in range(2)]
+    for step in range(STEPS):
+        give_gradients(trained, 10 * seed + step)
+        torch.nn.utils.clip_grad_norm_(trained.parameters.values(), s.gradient_clip or float("inf"))
+        rate, t = learning_rate(s, step, STEPS), step + 1
+        for name, parameter in trained.parameters.items():
+            g, (m, v) = parameter.grad.numpy(), moments[name]
+            m[...], v[...] = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            size = rate * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
+            values[name] -= size * m / (v**0.5 + 1e-8)
+            values[name] -= rate * s.weight_decay * values[name]
+    return values
+
+
+def test_epsilon_before_the_correction_is_transformers_optimizer_also_beside_members_that_have_it_after():
+    small = {"weight_decay": 0.5, "gradient_clip": 1e-7}  # gradients as small as epsilon
+    kinds = [{"adam_eps": "before_correction", **small}, small, {"adam_eps": "before_correction", "warmup_steps": 3}]
+    together, alone = (
+        [member(shape, seed, **kind) for seed, (shape, kind) in enumerate(zip(SHAPES, kinds, strict=True))]
+        for _ in range(2)
+    )
+    optimizer = AdamW(together)
+    for step in range(STEPS):
+        for seed, trained in enumerate(together):
+            give_gradients(trained, 10 * seed + step)
+        optimizer.step()
+    torch_steps(alone[1], 1)
+    after = {name: parameter.detach().numpy() for name, parameter in alone[1].parameters.items()}
+    alike = [transformers_steps(alone[0], 0), after, transformers_steps(alone[2], 2)]
+    for found, expected in zip(together, alike, strict=True):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found.parameters[name].detach().numpy(), values, rtol=1e-9, atol=1e-12)
+    start = member(SHAPES[0], 0).parameters["R"].detach().numpy()
+    torch_steps(other := member(SHAPES[0], 0, **small), 0)
+    ways = [(p["R"].detach().numpy() - start) for p in (together[0].parameters, other.parameters)]
+    assert np.abs(ways[0] / ways[1] - 1).max() > 0.01, "the other form would be seen"
+
+
+def test_epsilon_before_the_correction_gives_the_numbers_of_transformers_4():
+    """`transformers.optimization.AdamW` of transformers 4.30.2 gave them, in float64, with the epsilon of its Trainer, 1e-8."""
+    start = torch.tensor([0.5, -0.25, 1.0, 2.0], dtype=torch.float64)
+    settings = training(learning_rate=0.01, weight_decay=0.1, adam_eps="before_correction", gradient_clip=None)
+    trained = Trained({"w": start.requires_grad_(True)}, settings, 20)
+    optimizer, source = AdamW([trained]), np.random.RandomState(0)
+    for _ in range(20):
+        gradient = np.array([1.0, 1e-4, 1e-6, 1e-8]) * (1 + 0.5 * source.standard_normal(4))
+        trained.parameters["w"].grad = torch.tensor(gradient)
+        optimizer.step()
+    expected = [0.3250422670898927, -0.4202749327534618, 0.819475215865581, 1.9406628528528165]
+    assert trained.parameters["w"].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_epsilon_before_the_correction_is_refused_where_nothing_reads_it():
+    with pytest.raises(ValidationError):
+        training(optimizer="adafactor", adam_eps="before_correction")
 
 
 def test_a_member_whose_gradient_is_not_finite_spoils_no_other():

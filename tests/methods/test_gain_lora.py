@@ -31,6 +31,7 @@ GATE = {
     "pooling": "true_length",
     "key_design": "svd",
     "rescale_rows": False,
+    "chunks": 1,
 }
 INF = {"design": "svd", "old_branch_grad": "flow", "gpm": GPM, "gate": GATE}
 O_LORA = {"variant": "o_lora", "lambda_1": 0.5, "lambda_2": 0.1} | {k: v for k, v in INF.items() if k != "design"}
@@ -375,16 +376,26 @@ def test_presets():
     t5 = GainLora.resolve(GainLoraSettings(preset="official"), "t5-large", "long_sequence")
     assert (t5.rank, t5.alpha, t5.design, t5.old_branch_grad, t5.gpm.chunks) == (8, 32, "svd", "detach", 1)
     assert t5.gate.model_dump() == GATE | {"width": 100, "pooling": "padded", "rescale_rows": True}
+    assert (t5.gpm.padding, t5.gpm.group_by_length, t5.gpm.mask_padding) == ("released", False, False)
     llama = GainLora.resolve(GainLoraSettings(preset="official"), "llama-2-7b", "superni")
     assert (llama.rank, llama.design, llama.gpm.chunks) == (4, "random_project", 4)
-    assert llama.gate.model_dump() == GATE | {"width": 50, "form": "one_silu", "key_design": "random_project"}
+    released = {"width": 50, "form": "one_silu", "key_design": "random_project", "pooling": "padded", "chunks": 4}
+    assert llama.gate.model_dump() == GATE | released
+    later = GainLora.resolve(GainLoraSettings(preset="official-2025-11"), "t5-large", "long_sequence")
+    assert later.gate.model_dump() == t5.gate.model_dump() | {"key_design": "svd_then_random"}
+    assert later.model_dump(exclude={"preset", "gate", "design"}) == t5.model_dump(exclude={"preset", "gate", "design"})
+    assert later.design == "random_project"
+    same = GainLora.resolve(GainLoraSettings(preset="official-2025-11"), "llama-2-7b", "superni")
+    assert same.model_dump(exclude={"preset"}) == llama.model_dump(exclude={"preset"}), "the first release has no Llama"
     o_lora = GainLora.resolve(GainLoraSettings(variant="o_lora"), "t5-large", "superni")
     assert (o_lora.design, o_lora.lambda_1, o_lora.lambda_2) == (None, 0.5, 0.0)
-    for resolved in (unified, t5, llama, o_lora):
+    for resolved in (unified, t5, llama, later, o_lora):
         assert GainLoraSettings.model_validate(resolved.model_dump()) == resolved, "what is written can be read"
     assert GainLora.mixings[:2] == ("gates", "sum")
     assert GainLora.training_defaults(t5, "t5", "superni")["epochs"] == 100
-    assert TrainingSettings(**GainLora.training_defaults(llama, "llama", "superni")).learning_rate == 5e-5
+    training = TrainingSettings(**GainLora.training_defaults(llama, "llama", "superni"))
+    assert (training.learning_rate, training.adam_eps, training.group_by_length) == (5e-5, "before_correction", False)
+    assert GainLora.training_defaults(unified, "llama", "superni") == {}
 
 
 @pytest.mark.parametrize(("width", "gate"), [(100, 205_824), (50, 103_424)])

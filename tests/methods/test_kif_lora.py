@@ -186,7 +186,7 @@ def test_the_released_scripts():
     resolved = KifLora.resolve(settings, "tiny-t5", "superni")
     assert (resolved.rank, resolved.alpha, resolved.dropout) == (8, 16.0, 0.05)
     expected = {"learning_rate": 3e-4, "batch_size": 8, "epochs": 1, "schedule": "linear"}
-    expected |= {"warmup_steps": 50, "warmup_start": "zero"}
+    expected |= {"warmup_steps": 50, "warmup_start": "zero", "group_by_length": False}
     assert KifLora.training_defaults(settings, "t5", "superni") == expected | {"backbone_dropout": 0.1}
 
 

@@ -528,7 +528,7 @@ def test_presets():
     scripts = {"learning_rate": 0.5, "optimizer": "adafactor", "weight_decay": 1e-5, "batch_size": 8, "epochs": 10}
     for backbone, dropout in (("google/t5-large-lm-adapt", 0.1), ("tiny-llama", 0.0)):
         found = Lfpt5.training_defaults(official, backbone, "superni")
-        assert found == {**scripts, "gradient_clip": None, "backbone_dropout": dropout}
+        assert found == {**scripts, "gradient_clip": None, "backbone_dropout": dropout, "group_by_length": False}
     unified, official = (Lfpt5.resolve(settings, "t5", "superni") for settings in (unified, official))
     assert (unified.accumulation, official.accumulation) == (1, 4)
     written = Lfpt5Settings(preset="official", accumulation=2)

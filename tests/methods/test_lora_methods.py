@@ -14,6 +14,7 @@ from latent_sweep.adapters.lora import DeltaSum, new_branch, outputs_of
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
 from latent_sweep.backbones.known import KNOWN, target_shapes
 from latent_sweep.benchmarks.schema import load_benchmark
+from latent_sweep.errors import ConfigError
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.training import TaskTraining, derived_seed, train_pack
 from latent_sweep.methods import method_class
@@ -117,7 +118,7 @@ def test_the_official_preset_is_o_loras_release(name):
     for backbone, rate, dropout in (("t5-large", 1e-3, 0.1), ("llama-2-7b", 1e-4, 0.0)):
         found = method_class(name).training_defaults(settings, backbone, "superni")
         expected = {"learning_rate": rate, "batch_size": 64, "epochs": 1, "backbone_dropout": dropout}
-        assert found == expected, "trainers call model.train()"
+        assert found == expected | {"group_by_length": False}, "trainers call model.train()"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,8 @@ def test_the_gain_lora_lineage_depends_on_backbone_and_benchmark(backbone, bench
     family = "t5" if "t5" in backbone.lower() else "llama"
     found = Lineage.training_defaults(settings, family, benchmark)
     expected = dict(zip(("learning_rate", "batch_size", "epochs"), training, strict=True))
-    assert found == expected | {"backbone_dropout": 0.1 if family == "t5" else 0.0}
+    expected |= {"backbone_dropout": 0.1 if family == "t5" else 0.0}
+    assert found == expected | {"group_by_length": False, "adam_eps": "before_correction"}
 
 
 def test_what_is_written_stays_whatever_the_preset():
@@ -251,6 +253,28 @@ def test_the_official_schedules_of_long_sequence():
     for backbone, benchmark in (("t5-large", "superni"), ("llama-2-7b", "long_sequence")):
         other = planned("o_lora", preset="official", backbone=backbone, benchmark=benchmark)
         assert other.coefficients(9) == (0.5, 0.0)
+
+
+def test_o_lora_in_gain_loras_later_release():
+    method = planned("o_lora", preset="official-2025-11", backbone="llama-2-7b", benchmark="superni")
+    found = [method.coefficients(position) for position in range(15)]
+    assert [first for first, _ in found] == [0, 0.5, 0.02] + [0.5] * 12
+    assert {i: second for i, (_, second) in enumerate(found) if second} == {
+        **dict.fromkeys((3, 8, 9, 11, 13), 0.1),
+        **dict.fromkeys((6, 14), 0.3),
+    }
+    s = method.settings
+    assert (s.rank, s.alpha, s.dropout, s.old_branch_grad) == (4, 32.0, 0.0, "detach")
+    training = type(method).training_defaults(s, "llama-2-7b", "superni")
+    assert (training["learning_rate"], training["epochs"], training["batch_size"]) == (5e-5, 50, 32)
+    with pytest.raises(ConfigError):
+        planned("o_lora", preset="official-2025-11", backbone="t5-large", benchmark="superni")
+
+
+@pytest.mark.parametrize("name", ["seq_lora", "inc_lora", "inf_lora", "tasl", "lfpt5"])
+def test_only_what_was_released_twice_has_the_later_preset(name):
+    with pytest.raises(ValidationError):
+        method_class(name).settings_class(preset="official-2025-11")
 
 
 # --- SeqLoRA ---------------------------------------------------------------------------------------------------------

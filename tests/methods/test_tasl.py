@@ -230,8 +230,8 @@ def test_the_released_scripts():
     assert (resolved.rank, resolved.alpha, resolved.dropout) == (8, 16.0, 0.05)
     t5, llama = (Tasl.training_defaults(settings, family, "superni") for family in ("t5", "llama"))
     common = {"learning_rate": 3e-4, "epochs": 5, "warmup_steps": 50, "warmup_start": "zero", "schedule": "linear"}
-    assert t5 == common | {"batch_size": 8, "weight_decay": 0.01, "backbone_dropout": 0.1}
-    assert llama == common | {"batch_size": 128, "backbone_dropout": 0.0}
+    assert t5 == common | {"batch_size": 8, "weight_decay": 0.01, "backbone_dropout": 0.1, "group_by_length": False}
+    assert llama == common | {"batch_size": 128, "backbone_dropout": 0.0, "group_by_length": True}
     assert Tasl.training_defaults(TaslSettings(), "t5", "superni") == {}
 
 

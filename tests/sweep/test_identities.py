@@ -125,6 +125,7 @@ SETTINGS = {
     "training.learning_rate": (0.2, TRAINED),
     "training.schedule": ("linear", TRAINED),
     "training.optimizer": ("adafactor", TRAINED),
+    "training.adam_eps": ("before_correction", TRAINED),
     "training.batch_size": (3, TRAINED),
     "training.micro_batch_size": (1, NOTHING),
     "training.epochs": (3, TRAINED),
@@ -154,8 +155,8 @@ METHOD_SETTINGS = {
         *("tries", "top_k", "repetition_penalty", "accumulation"),
         *("lambda_1", "lambda_2", "penalty"),
         *("design", "gpm.batch_size", "gpm.chunks", "gpm.cross_attention_v", "gpm.energy", "gpm.eps_0"),
-        *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp"),
-        *("variant", "gate.form", "gate.key_design", "gate.pooling", "gate.rescale_rows", "gate.width"),
+        *("gpm.mask_padding", "gpm.max_batches", "gpm.ramp", "gpm.padding", "gpm.group_by_length"),
+        *("variant", "gate.chunks", "gate.form", "gate.key_design", "gate.pooling", "gate.rescale_rows", "gate.width"),
     },
 }
 """Settings of the other methods; which stages read them is what `test_declared.py` learns them for."""

@@ -11,8 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import Settings, as_written, yaml_text
 from latent_sweep.sweep.groups import describe_settings
@@ -24,24 +25,30 @@ BENCHMARKS = {"SuperNI": "superni", "Long Sequence": "long_sequence"}
 
 
 def describe_presets() -> str:
-    """What `preset: official` fills in, as Markdown, a row for each difference by method, family or benchmark."""
+    """What presets of released code fill in, as Markdown, a row for each difference by method, family or benchmark."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in METHODS:
-        if "preset" in method_class(name).settings_class.model_fields:
-            cells = [f"{where} | {method} | {training} |" for (method, training), where in _official(name).items()]
+        field = method_class(name).settings_class.model_fields.get("preset")
+        for preset in get_args(field.annotation)[1:] if field else ():
+            filled_in = _filled_in(name, preset).items()
+            cells = [f"`{preset}` | {where} | {method} | {training} |" for (method, training), where in filled_in]
             alike.setdefault(tuple(cells), []).append(f"`{name}`")
     rows = [f"| {', '.join(names)} | {cells}" for filled, names in alike.items() for cells in filled]
-    return "\n".join(["| method | on | `trial.method` | `trial.training` |", "|---|---|---|---|", *rows])
+    return "\n".join(["| method | preset | on | `trial.method` | `trial.training` |", "|---|---|---|---|---|", *rows])
 
 
-def _official(name: str) -> Mapping[tuple[str, str], str]:
+def _filled_in(name: str, preset: str) -> Mapping[tuple[str, str], str]:
     """What is filled in, and for which families and benchmarks: none is named where it is the same for all."""
     kind = method_class(name)
-    written = as_written(kind.settings_class).model_validate({"name": name, "preset": "official"})
+    written = as_written(kind.settings_class).model_validate({"name": name, "preset": preset})
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for family, backbone in FAMILIES.items():
         for title, benchmark in BENCHMARKS.items():
-            before, after = _leaves(written), _leaves(kind.resolve(written, backbone, benchmark))
+            try:
+                after = _leaves(kind.resolve(written, backbone, benchmark))
+            except ConfigError:  # nothing was released for this family
+                continue
+            before = _leaves(written)
             method = {path: value for path, value in after.items() if value != before[path]}
             training = kind.training_defaults(written, backbone, benchmark)
             found.setdefault((_listed(method), _listed(training)), []).append((family, title))

@@ -1,0 +1,273 @@
+"""GainLoRA against numbers that its released trainers gave for the same weights, rows and draws.
+
+`released/gain_lora.json` was made with the code of github.com/liangyanshuo/gainlora at commit a47edf4 (`t5 official`)
+and of its later commit ba16e1f of November 2025, which github.com/2unju/gainlora keeps (the other two), under
+transformers 4.30.2. Nothing of it is here. For each of two tasks in turn it ran `GainLoRA_InfLoRA_Trainer`:
+`get_reg_matrix`, `train` (its own loop and default optimizer) and `get_repsentation`, on models as small as these.
+Weights, rows and the order of rows are those that the functions of this file draw, without dropout and in float32. Four
+things were arranged so that numbers can be compared: CUDA and CuPy were replaced by the CPU and NumPy; a new key was
+given the mean length that ours has (theirs has the length of its own draw, and on Llama that of 4,096 dimensions); on
+Llama the optimizer stepped in `training_step`, as DeepSpeed has it; and all batches have four rows, as their mean for
+the second map's memory weighs a smaller last batch differently.
+
+Large matrices are stored as their products with a fixed random one, memories as projections of it.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny import bank_of, learn, load_tiny, task_data
+
+from latent_sweep.adapters import gate as gate_formulas
+from latent_sweep.adapters import lora as lora_formulas
+from latent_sweep.backbones.architectures import random_model
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.tokenizers import byte_tokenizer
+from latent_sweep.learn import training as training_loop
+from latent_sweep.methods import _gate, _gpm
+from latent_sweep.methods.gain_lora import GainLora, GainLoraSettings
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.sweep.groups import TrainingSettings
+
+FIXTURE = json.loads((Path(__file__).parent / "released" / "gain_lora.json").read_text())
+RANK, WIDTH, ROWS, BATCH = 4, 20, 8, 4
+EOS = 2
+CLOSE = {"rtol": 2e-3, "atol": 5e-4}
+"""Theirs is float32 throughout, and memories end where a share of energy does."""
+
+
+# --- what both were given --------------------------------------------------------------------------------------------
+
+
+def draws(name):
+    return np.random.RandomState(zlib.crc32(name.encode()))
+
+
+def normal(name, shape, scale=1.0):
+    return torch.tensor(scale * draws(name).standard_normal(tuple(shape)), dtype=torch.float32)
+
+
+def uniform(name, shape, scale):
+    return torch.tensor(scale * draws(name).uniform(-1, 1, tuple(shape)), dtype=torch.float32)
+
+
+def rows_of(task, prompt_end):
+    source, rows = np.random.RandomState(100 + task), []
+    for _ in range(ROWS):
+        prompt = source.randint(3 + task * 60, 60 + task * 60, source.randint(3, 10)).tolist()
+        target = source.randint(3 + task * 40, 40 + task * 40, source.randint(1, 6)).tolist()
+        rows.append({"prompt_ids": [*prompt, *prompt_end], "input_ids": prompt, "target_ids": [*target, EOS]})
+    return rows
+
+
+def batches(task, use):
+    """Rows of each batch: of the memory (use 0) and of the epochs."""
+    order = np.random.RandomState(1000 * task + use).permutation(ROWS).tolist()
+    return [order[i : i + BATCH] for i in range(0, ROWS, BATCH)]
+
+
+@torch.no_grad()
+def give_weights(model):
+    for name, parameter in model.named_parameters():
+        norm = "norm" in name
+        parameter.copy_(normal(name, parameter.shape, 0.1) + 1 if norm else normal(name, parameter.shape, 0.2))
+
+
+def t5_backbone(folder):
+    return load_tiny("tiny-t5")
+
+
+def llama_backbone(folder):
+    """As wide in keys and values as in queries: their model knows no other."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 260}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
+    random_model("llama", shape | heads | ids, torch.float32, 0).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return load_backbone(BackboneSettings(name=str(folder), dtype="float32", device="cpu"))
+
+
+# --- the same two tasks, learned here --------------------------------------------------------------------------------
+
+
+class Run:
+    """Both tasks under a preset, with draws and orders that stand above in place of those of the package."""
+
+    def __init__(self, case, folder, monkeypatch, **changes):
+        family, preset = case.split()
+        self.expected = FIXTURE[case]
+        self.backbone = {"t5": t5_backbone, "llama": llama_backbone}[family](folder)
+        give_weights(self.backbone.model)
+        known = {"t5": "t5-large", "llama": "llama-2-7b"}[family]
+        gate = {"width": WIDTH} | changes.pop("gate", {})
+        written = GainLoraSettings(preset=preset, rank=RANK, gate=gate, **changes)
+        settings = GainLora.resolve(written, known, "superni")
+        own = {"learning_rate": 0.01, "batch_size": BATCH, "epochs": 2, "backbone_dropout": 0.0}
+        self.training = TrainingSettings(**GainLora.training_defaults(settings, known, "superni") | own)
+        self.bank = bank_of(self.backbone)
+        self.method = GainLora(settings, MethodContext(self.backbone, self.bank, Path("unused"), RANK))
+        self.rows = [rows_of(task, [EOS] if family == "t5" else []) for task in range(2)]
+        self.folder, self.patch = folder, monkeypatch
+        self.history, self.starts = [], []
+
+    def learn(self, task):
+        d, names = self.backbone.embedding_table.shape[1], list(self.backbone.targets)
+        A = torch.stack([uniform(f"{task}.{place}.{what[0]}", (RANK, d), d**-0.5) for place, what in map(split, names)])
+        B = torch.zeros(sum(self.method.outputs), RANK)
+        maps = uniform("G1", (WIDTH, d), d**-0.5), uniform("G2", (d, WIDTH), WIDTH**-0.5)
+        epochs = iter([batches(task, 1), batches(task, 2)])
+        with self.patch.context() as patch:
+            patch.setattr(lora_formulas, "new_branch", lambda *_: (A, B))
+            patch.setattr(gate_formulas, "new_maps", lambda *_: maps)
+            patch.setattr(torch, "rand", lambda *_, **__: (uniform(f"key{task}", (d,), 1) + 1) / 2)
+            # of a random direction theirs is given: it lies outside of the memory, or ours would move it
+            patch.setattr(torch, "randn", lambda *_, **__: torch.tensor(self.expected["tasks"][task]["start_key"]))
+            for module in (_gpm, _gate):
+                patch.setattr(module, "statistics_batches", lambda *_: batches(task, 0))
+            patch.setattr(training_loop, "epoch_batches", lambda *_: next(epochs))
+            earlier = list(self.history) if task else []
+            learner = self.method.begin_task(task_data(self.rows[task], position=task), earlier)
+            self.starts.append((learner.A.detach().clone(), learner._gate.gate.key.detach().clone()))
+            checkpoint = self.folder / f"{task}.safetensors"
+            learn(learner, self.rows[task], self.backbone, self.bank, self.training, checkpoint)
+            self.history.append(learner.finish())
+
+    def losses(self):
+        """Mean loss of every row's target with both pairs behind their gates, four rows at once; and the gates."""
+        from latent_sweep.backbones.batches import forward
+
+        losses, gates = [], []
+        for rows in (self.rows[task][i : i + BATCH] for task in range(2) for i in range(0, ROWS, BATCH)):
+            weights = self.method.gates(self.history, [row["prompt_ids"] for row in rows])
+            gates.append(weights)
+            with torch.no_grad():
+                adaptation = self.method.blend(self.history, torch.from_numpy(weights).float())
+                outputs = forward(self.backbone, self.bank, rows, adaptation)
+            tokens = torch.nn.functional.cross_entropy(outputs.logits, outputs.labels, reduction="none")
+            losses += [float(part.mean()) for part in outputs.by_row(tokens)]
+        return losses, np.concatenate(gates)
+
+
+def split(name):
+    place, _, what = name.rpartition(".")
+    return place, what
+
+
+def close(found, expected):
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), **CLOSE)
+
+
+def close_but_for_sign(found, expected):
+    expected = np.asarray(expected)
+    close(np.asarray(found) * np.sign((np.asarray(found) * expected).sum()), expected)
+
+
+def memory_of(history, name):
+    return torch.cat([snapshot[f"memory.{name}"] for snapshot in history], 1)
+
+
+@pytest.fixture(scope="module", params=FIXTURE)
+def run(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run = Run(request.param, tmp_path_factory.mktemp("released"), monkeypatch)
+        for task in range(2):
+            run.learn(task)
+    yield run
+    run.bank.remove()
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_a_task_begins_as_released(run, task):
+    expected, (A, key) = run.expected["tasks"][task], run.starts[task]
+    close_but_for_sign(key, expected["start_key"])
+    probe = normal("probe", (A.shape[2], 2))
+    found = (A @ probe).reshape(-1, 2, RANK, 2)  # q and v of each attention
+    order = list(dict.fromkeys(split(name)[0] for name in run.backbone.targets))
+    given = dict(zip(expected["BA"], torch.tensor(expected["start_A"]).flatten(0, 1), strict=True))
+    for place, pair in zip(order, found, strict=True):
+        for what, own in zip("qv", pair, strict=True):
+            # singular vectors have either sign
+            close(own.abs(), given[f"{place}.{what}"].abs())
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_a_task_is_learned_as_released(run, task):
+    expected, snapshot = run.expected["tasks"][task], run.history[task]
+    d = run.backbone.embedding_table.shape[1]
+    close_but_for_sign(snapshot["gate.key"], expected["key"])
+    close(snapshot["gate.G1"] @ normal("probe", (d, 2)), expected["G1"])
+    close(snapshot["gate.G2"] @ normal("probe_w", (WIDTH, 2)), expected["G2"])
+    pairs = run.method.low_rank_pairs(snapshot)
+    for name, A, B in zip(run.backbone.targets, pairs.A, pairs.B, strict=True):
+        place, what = split(name)
+        close(pairs.scale * B @ (A @ normal("probe", (d, 2))), expected["BA"][f"{place}.{what[0]}"])
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_memories_grow_as_released(run, task):
+    expected, history = run.expected["tasks"][task], run.history[: task + 1]
+    settings, names = run.method.settings, list(run.backbone.targets)
+    d = run.backbone.embedding_table.shape[1]
+    probe, probe_w = normal("probe", (d, 2)), normal("probe_w", (WIDTH, 2))
+    blocks = _gpm.InputMemory(settings.gpm, "random_project", run.method.context, task_data(run.rows[0]), [])._blocks
+    projected = {}
+    for block in blocks:
+        M, place = memory_of(history, block.name), split(names[block.projections[0]])[0]
+        counts = np.ravel(expected["columns"][place])
+        assert M.shape[1] == counts[block.dimensions.start // block.length], block.name
+        projected.setdefault(place, []).append(M @ (M.T @ probe[block.dimensions]))
+    for place, parts in projected.items():
+        close(torch.cat(parts), expected["inputs"][place])
+    for part, given, counts in zip(_gate.PARTS, expected["gates"], expected["gate_columns"], strict=True):
+        found = []
+        own = [s for s in _gate.stretches(d, WIDTH, settings.gate.chunks) if s.part == part]
+        for s, count in zip(own, np.ravel(counts), strict=True):
+            M = memory_of(history, s.name)
+            assert M.shape[1] == count, s.name
+            found.append(M @ (M.T @ (probe_w if part == "G2" else probe[s.dimensions])))
+        close(torch.cat(found), given)
+
+
+def test_it_answers_as_released(run):
+    losses, gates = run.losses()
+    close(losses, run.expected["losses"])
+    close(gates, np.concatenate([task["answer_gates"] for task in run.expected["tasks"]]))
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("t5 official", {"gpm": {"padding": "own"}}),
+        ("t5 official", {"gpm": {"mask_padding": True}}),
+        ("t5 official", {"gpm": {"cross_attention_v": "own_input"}}),
+        ("t5 official", {"gate": {"pooling": "true_length"}}),
+        ("t5 official", {"gate": {"rescale_rows": False}}),
+        ("t5 official", {"gate": {"key_design": "random_project"}}),
+        ("t5 official", {"design": "random_project"}),
+        ("t5 official", {"old_branch_grad": "flow"}),
+        ("t5 official-2025-11", {"gate": {"key_design": "svd"}}),
+        ("t5 official-2025-11", {"design": "svd"}),
+        ("llama official", {"gpm": {"padding": "own"}}),
+        ("llama official", {"gpm": {"chunks": 1}}),
+        ("llama official", {"gate": {"chunks": 1}}),
+        ("llama official", {"gate": {"pooling": "true_length"}}),
+        ("llama official", {"gate": {"form": "two_silu"}}),
+    ],
+    ids=str,
+)
+@pytest.mark.one_machine
+def test_what_the_preset_fills_in_is_needed(case, change, tmp_path, monkeypatch):
+    run = Run(case, tmp_path, monkeypatch, **change)
+    for task in range(2):
+        run.learn(task)
+    losses, _ = run.losses()
+    run.bank.remove()
+    first_map = run.history[1]["gate.G1"] @ normal("probe", (run.backbone.embedding_table.shape[1], 2))
+    expected = [*run.expected["losses"], *np.ravel(run.expected["tasks"][1]["G1"])]
+    with pytest.raises(AssertionError):
+        close([*losses, *first_map.flatten()], expected)
