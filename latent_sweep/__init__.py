@@ -23,18 +23,21 @@ def __getattr__(name: str) -> type[ContinualModel]:
     return ContinualModel
 
 
-def open_sweep(place: str | Path) -> SweepResults:
+def open_sweep(*places: str | Path) -> SweepResults:
     """Return the results of a sweep as data frames, also while it runs: `open_sweep("runs/lambda").trials()`.
 
+    Several sweeps are put together: `open_sweep("runs/a", "runs/b")` has a column for every setting in which they
+    differ.
+
     Args:
-        place: its folder `<storage>/<sweep name>`, as a path or as the URI of an object store. Its name alone is
-            looked for in `LATENT_SWEEP_STORAGE`, else in `runs`.
+        places: the sweep's folder `<storage>/<sweep name>`, as a path or as the URI of an object store, or several. A
+            name alone is looked for in `LATENT_SWEEP_STORAGE`, else in `runs`.
 
     Raises:
-        ConfigError: no folder can have this path, or there are two such sweeps.
+        ConfigError: no folder can have this path, there are two such sweeps, none is named, or one is named twice.
         StoreError: there is no sweep, or the object store cannot be reached or refuses.
     """
     from latent_sweep.results.frames import SweepResults  # pandas: whoever only imports this package does not wait
     from latent_sweep.store import folders
 
-    return SweepResults(folders.open_sweep(place))
+    return SweepResults(*map(folders.open_sweep, places))

@@ -87,6 +87,11 @@ def _names(kind: type[Settings], dropped: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name, field in kind.model_fields.items() if not dropped & _marks(field))
 
 
+def identity_fields(kind: type[Settings]) -> frozenset[str]:
+    """Return the names of the fields of a group that can change a result."""
+    return frozenset(_names(kind, frozenset(NOT_IDENTITY)))
+
+
 @cache
 def _optional(kind: type[Settings]) -> dict[str, Any]:
     """Return the defaults of the fields that identities hold only where they have another value."""

@@ -17,7 +17,8 @@ from latent_sweep.results.bootstrap import (
     percentile_interval,
     student_interval,
 )
-from latent_sweep.results.outcomes import MEASURES, Measure, Outcome, mean_outcome, row_ids
+from latent_sweep.results.definition import MEASURES, Measure
+from latent_sweep.results.outcomes import Outcome, mean_outcome, row_ids
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Comparison:
 
 
 Outcomes = Mapping[Measure, Outcome] | None
-"""Of one trial; None for one that has not finished."""
+"""Of one trial, without the measures that are not defined for it; None for one that has not finished."""
 Repeat = tuple[str | None, ...]
 """What tells a repetition from others: the settings that repeat a configuration; None for one that is not read."""
 Pair = tuple[Outcome, Outcome]
@@ -117,7 +118,7 @@ def _at(
     for key, measured in found.items():
         together.setdefault(tuple(key[place] for place in places), []).append(measured)
     for key, each in together.items():
-        finished = [measured[measure] for measured in each if measured is not None]
+        finished = [measured[measure] for measured in each if measured is not None and measure in measured]
         if len(finished) == len(each):
             yield key, finished
 
@@ -157,15 +158,20 @@ def tested_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_baselines(
-    configurations: Sequence[Mapping[str, Any]], labels: Sequence[str], paths: Mapping[str, str], wanted: Sequence[str]
+    configurations: Sequence[Mapping[str, Any]],
+    labels: Sequence[str],
+    paths: Mapping[str, str],
+    wanted: Sequence[str],
+    sweeps: Sequence[str],
 ) -> list[int]:
-    """The position of each configuration's baseline: tested on the same tasks, and of several, with its backbone.
+    """The position of each configuration's baseline: tested on the same tasks; of several, of its backbone and sweep.
 
     Args:
         configurations: short name of each axis -> value.
         labels: what each is called.
         paths: short name -> path.
         wanted: settings of the baseline as `name=value`, by short name or path; or its whole label.
+        sweeps: the sweep of each configuration.
 
     Raises:
         ConfigError: not exactly one configuration fits.
@@ -175,17 +181,20 @@ def find_baselines(
     by_label = [i for i, values in enumerate(configurations) if list(wanted) in ([labels[i]], [_whole(values)])]
     by_terms = [i for i, values in enumerate(configurations) if all(_fits(term, values, paths) for term in wanted)]
     baselines = []
-    for values in configurations:
+    for values, sweep in zip(configurations, sweeps, strict=True):
         fitting = [i for i in by_terms or by_label if _agree(configurations[i], values, tested_on)]
         if len(fitting) > 1:
             fitting = [i for i in fitting if _agree(configurations[i], values, backbone)]
+        if len(fitting) > 1:
+            fitting = [i for i in fitting if sweeps[i] == sweep] or fitting
         if len(fitting) != 1:
-            listed = [_whole(configurations[i]) for i in fitting] or labels
+            listed = [_whole(configurations[i]) for i in fitting] or list(dict.fromkeys(filter(None, labels)))
             problem = "fits several configurations" if fitting else "fits no configuration"
             place = _place(values, tested_on) if by_terms or by_label else ""
+            choices = "".join(f"\n  {text}" for text in listed) or " none, for no setting varies"
             raise ConfigError(
                 f"report --baseline: {' '.join(wanted)!r} {problem}{place}; expected settings of "
-                f"exactly one of:{''.join(f'{chr(10)}  {text}' for text in listed)}\nGive --baseline name=value, again "
+                f"exactly one of:{choices}\nGive --baseline name=value, again "
                 "for each setting that it takes to tell them apart, or a whole line of these."
             )
         baselines.append(fitting[0])

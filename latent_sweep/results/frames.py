@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.labels import short_names
+from latent_sweep.results.columns import differing, value_read
+from latent_sweep.results.definition import defined_measures, defined_metrics
+from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.summaries import ROUTER_MEASURES, end_reason
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import quoted
@@ -30,7 +33,8 @@ from latent_sweep.store.trial_files import PREDICTIONS, SCORES, checked_answers,
 from latent_sweep.sweep.plan import values_read
 
 _TIME = "datetime64[ns, UTC]"
-_TRIAL = {"trial_id": "string", "training_id": "string", "name": "string", "status": "string"}
+_KEY = {"sweep": "string", "trial_id": "string"}
+_TRIAL = {**_KEY, "training_id": "string", "name": "string", "status": "string"}
 _PROGRESS = {
     **{"n_tasks": "Int64", "tasks_seen": "Int64"},
     **dict.fromkeys(("AP", "FM", "LA", "BWT", "seconds_train", "seconds_eval"), "float64"),
@@ -44,8 +48,8 @@ _LEARNED = {
 }
 _SCORE = {"task": "string", "position": "Int64", "metric": "string", "score": "float64", "is_new": "bool"}
 _ANSWER = {
-    **{"trial_id": "string", **_STAGE, "task": "string", "row": "Int64", "row_id": "string", "prediction": "string"},
-    **{"references": "object", "score": "float64", "weights": "object"},
+    **{**_KEY, **_STAGE, "task": "string", "row": "Int64", "row_id": "string", "input": "string"},
+    **{"prediction": "string", "references": "object", "score": "float64", "weights": "object"},
 }
 _TAKEN = {*_TRIAL, *_PROGRESS, *_STAGE, *_LEARNED, *_SCORE, *_ANSWER}
 """Columns that are there in every sweep; a setting of such a short name keeps its path."""
@@ -57,38 +61,57 @@ WhichTrial = str | Mapping[str, Any]
 
 
 class SweepResults:
-    """One sweep as data frames. Every call reads anew what it is asked for, and nothing is changed.
+    """One sweep, or several together, as data frames. Every call reads anew what it is asked for; nothing is changed.
 
     A sweep in an object store is brought here when it is opened: open it again for what has come since.
 
     Args:
-        folder: the sweep's.
+        folders: the sweep's, or several.
 
     Raises:
-        StoreError: there is no sweep in it, or its `sweep.json` is damaged.
+        ConfigError: no folder is named, or one is named twice.
+        StoreError: there is no sweep in one, or its `sweep.json` is damaged.
     """
 
-    def __init__(self, folder: SweepFolder):
-        self._folder = folder
-        self.axes: dict[str, str] = _columns(folder.axes, _TAKEN)
-        """The settings that vary, those that tuning has chosen among them: path -> column, the short name of tables."""
-        self.configuration: list[str] = [name for path, name in self.axes.items() if path != folder.seed_axis]
-        """The columns of all axes but the seed: what tells configurations apart, for `groupby`."""
+    def __init__(self, *folders: SweepFolder):
+        if len({folder.path.resolve() for folder in folders}) < max(1, len(folders)):
+            raise ConfigError(
+                f"found {len(folders)} sweep folders, none or one of them twice; expected different ones."
+            )
+        self._folders = folders
+        several, seeds = len(folders) > 1, [folder.seed_axis for folder in folders]
+        paths = dict.fromkeys(path for folder in folders for path in folder.axes)
+        if several:
+            settings = [[trial.params for trial in folder] for folder in folders]
+            paths |= dict.fromkeys(differing(settings, [folder.axes for folder in folders]))
+        self.axes: dict[str, str] = _columns(paths, _TAKEN)
+        """The settings that vary, those that tuning has chosen among them, and of several sweeps those in which they
+        differ: path -> column, the short name of tables."""
+        names = [name for path, name in self.axes.items() if path not in seeds]
+        self.configuration: list[str] = ["sweep", *names] if several or not names else names
+        """The columns that tell configurations apart, for `groupby`: all axes but the seed; `sweep` where there is no
+        such axis, and of several sweeps."""
 
     @property
     def name(self) -> str:
-        """The sweep's."""
-        return self._folder.name
+        """The sweep's; of several, all of them."""
+        return ", ".join(folder.name for folder in self._folders)
 
     def __repr__(self) -> str:
-        return f"<SweepResults {self._folder.path}: {sum(1 for _ in self._folder)} trials>"
+        paths = ", ".join(str(folder.path) for folder in self._folders)
+        return f"<SweepResults {paths}: {len(self._trials())} trials>"
+
+    def _trials(self) -> list[_Placed]:
+        """Every trial, with its sweep."""
+        return [_Placed(folder, trial) for folder in self._folders for trial in folder]
 
     def trials(self) -> pd.DataFrame:
         """Return one row for each trial, started or not, in the order of the sweep.
 
         Columns, of which those of `axes` stand behind `status`:
 
-            trial_id (string): names the trial and its folder
+            sweep (string): the sweep's name
+            trial_id (string): names the trial and its folder; trials of several sweeps may have it in common
             training_id (string): trials that have it in common share what they learn
             name (string): its settings that vary, as `lambda=0.1 seed=0`
             status (string): pending, running, finished, failed or stopped
@@ -98,6 +121,8 @@ class SweepResults:
             FM (float64): forgetting measure, over the tasks seen
             LA (float64): learning accuracy, the mean score of each task when it was new
             BWT (float64): backward transfer, over the tasks seen
+                FM, LA and BWT are NaN where they are not defined: of trials that do not learn task after task (joint
+                training, zero-shot), and FM and BWT of those of one task
             seconds_train (float64): of learning, without what was learned elsewhere or earlier
             seconds_eval (float64): of scoring
             attempts (Int64): how often a worker took it up
@@ -110,13 +135,14 @@ class SweepResults:
             StoreError: a journal is damaged.
         """
         dtypes = _TRIAL | self._setting_dtypes() | _PROGRESS
-        return _frame(dtypes, [self._trial_row(trial) for trial in self._folder])
+        return _frame(dtypes, [self._trial_row(placed) for placed in self._trials()])
 
     def stages(self) -> pd.DataFrame:
         """Return one row for each stage of each trial: what its journal tells of learning a task and scoring after it.
 
         Columns, of which those of `axes` stand behind `trial_id`:
 
+            sweep (string): the sweep's name
             trial_id (string): names the trial
             tasks_seen (Int64): from 1
             after_task (string): the task that was learned
@@ -129,6 +155,7 @@ class SweepResults:
             FM (float64): forgetting measure, over the tasks seen
             FM_scorer (float64): forgetting as the public scorer has it
             BWT (float64): backward transfer, over the tasks seen
+                these three are NaN where they are not defined, as in `trials`
             train_loss (float64): the task's own, mean over the last tenth of the steps
             seconds_train (float64): of learning, missing where it was reused
             seconds_eval (float64): of scoring
@@ -145,19 +172,20 @@ class SweepResults:
         Raises:
             StoreError: a journal is damaged.
         """
-        told = [(trial, event) for trial in self._folder for event in stages(trial.events())]
-        before = {"trial_id": "string"} | self._setting_dtypes() | _STAGE
+        told = [(placed, told, event) for placed in self._trials() for told in [placed.stages()] for event in told]
+        before = _KEY | self._setting_dtypes() | _STAGE
         names = {name: name for name, dtype in _LEARNED.items() if dtype == "float64"}
-        others = dict.fromkeys(name for _, event in told for name in event["metrics"] if name not in names)
+        others = dict.fromkeys(name for *_, event in told for name in event["metrics"] if name not in names)
         names |= {name: f"metrics.{name}" if name in {*before, *_LEARNED} else name for name in others}
         dtypes = before | _LEARNED | {names[name]: "float64" for name in others}
-        return _frame(dtypes, [self._stage_row(trial, event, names) for trial, event in told])
+        return _frame(dtypes, [self._stage_row(*each, names) for each in told])
 
     def scores(self) -> pd.DataFrame:
         """Return one row for each entry of each trial's score matrix, in the order of learning.
 
         Columns, of which those of `axes` stand behind `trial_id`:
 
+            sweep (string): the sweep's name
             trial_id (string): names the trial
             tasks_seen (Int64): from 1
             after_task (string): the task learned last
@@ -170,9 +198,9 @@ class SweepResults:
         Raises:
             StoreError: a journal is damaged.
         """
-        dtypes = {"trial_id": "string"} | self._setting_dtypes() | _STAGE | _SCORE
-        found = ((trial, event) for trial in self._folder for event in stages(trial.events()))
-        return _frame(dtypes, [row for trial, event in found for row in self._score_rows(trial, event)])
+        dtypes = _KEY | self._setting_dtypes() | _STAGE | _SCORE
+        found = ((placed, event) for placed in self._trials() for event in placed.stages())
+        return _frame(dtypes, [row for placed, event in found for row in self._score_rows(placed, event)])
 
     def matrix(self, trial: WhichTrial) -> pd.DataFrame:
         """Return a trial's score matrix: float64, a row for each task learned so far and a column for each scored.
@@ -180,31 +208,38 @@ class SweepResults:
         The index is called `after_task`, the columns `task`; above the diagonal stands NaN.
 
         Args:
-            trial: its id, the beginning of it, or settings that it alone has: `{"lambda": 0.1, "seed": 0}`.
+            trial: its id, the beginning of it, or settings that it alone has: `{"lambda": 0.1, "seed": 0}`; of several
+                sweeps, `sweep` may be among them.
 
         Raises:
             ConfigError: no trial fits, or several do.
             StoreError: the journal is damaged.
         """
-        matrix = told_matrix(stages(self._find(trial).events()))
+        matrix = told_matrix(self._find(trial).stages())
         index, columns = pd.Index(matrix.tasks, name="after_task"), pd.Index(matrix.tasks, name="task")
         rows = [[*row, *[float("nan")] * (len(matrix.tasks) - len(row))] for row in matrix.rows]
         return pd.DataFrame(rows, index=index, columns=columns, dtype="float64")
 
     def answers(
-        self, task: str | None = None, trial: WhichTrial | None = None, tasks_seen: int | None = None
+        self,
+        task: str | None = None,
+        trial: WhichTrial | None = None,
+        tasks_seen: int | None = None,
+        inputs: bool = False,
     ) -> pd.DataFrame:
         """Return one row for each answer that is kept, in the order of trials, stages, tasks and rows.
 
-        Settings stand in `trials()`, to be merged on `trial_id`: there may be millions of answers. Files are read of
-        the trials asked for, and one trial's stage at a time is held beside the rows asked for.
+        Settings stand in `trials()`, to be merged on `sweep` and `trial_id`: there may be millions of answers. Files
+        are read of the trials asked for, and one trial's stage at a time is held beside the rows asked for.
 
+            sweep (string): the sweep's name
             trial_id (string): names the trial
             tasks_seen (Int64): after how many tasks it was given
             after_task (string): the task learned last
             task (string): the task scored
             row (Int64): of the task's test rows, from 0
             row_id (string): names the row in the benchmark's data, which holds its prompt
+            input (string): the row's text, without the instruction before it in a prompt; missing without `inputs`
             prediction (string): what was generated
             references (object): a list of the accepted answers
             score (float64): a fraction
@@ -217,48 +252,55 @@ class SweepResults:
             task: one task; None is all.
             trial: one trial, as in `matrix`; None is all.
             tasks_seen: one stage, from 1; None is all.
+            inputs: read the text of each row from the benchmark's data, which must be the data that was answered:
+                LATENT_SWEEP_DATA or the trial's `benchmark.data_dir` says where it is.
 
         Raises:
             ConfigError: no trial has such a task, or not exactly one trial fits.
+            DataError: with `inputs`, the benchmark's data is not at hand, or has other rows than those answered.
             StoreError: a journal or a file that holds answers is damaged.
         """
-        trials = list(self._folder) if trial is None else [self._find(trial)]
-        told = [(found, found.events()) for found in trials]
+        trials = self._trials() if trial is None else [self._find(trial)]
+        told = [(found, found.trial.events()) for found in trials]
         if task is not None:
             _check_task(task, told)
         parts = (
-            _frame(_ANSWER, rows) for found, events in told for rows in _answer_rows(found, events, task, tasks_seen)
+            _frame(_ANSWER, rows)
+            for found, events in told
+            for rows in _answer_rows(found, events, task, tasks_seen, InputTexts(found.trial) if inputs else None)
         )
         return pd.concat([_frame(_ANSWER, []), *parts], ignore_index=True)
 
     def _setting_dtypes(self) -> Dtypes:
-        return {name: _dtype(values_read(trial)[path] for trial in self._folder) for path, name in self.axes.items()}
+        trials = [placed.trial for placed in self._trials()]
+        return {name: _dtype(_setting(trial, path) for trial in trials) for path, name in self.axes.items()}
 
     def _settings(self, trial: TrialFolder) -> Row:
-        read = values_read(trial)
-        values = ((name, read[path]) for path, name in self.axes.items())
+        values = ((name, _setting(trial, path)) for path, name in self.axes.items())
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
 
-    def _trial_row(self, trial: TrialFolder) -> Row:
+    def _trial_row(self, placed: _Placed) -> Row:
+        trial = placed.trial
         events = trial.events()
         told, state, starts = stages(events), status(events), attempts(events)
         metrics: Mapping[str, float] = {}
         if told:
-            metrics = (events[-1] if state == "finished" else told[-1])["metrics"]
+            metrics = defined_metrics(trial, told, (events[-1] if state == "finished" else told[-1])["metrics"])
         seconds = {
             name: sum(event["metrics"].get(name, 0.0) for event in told) if told else None
             for name in ("seconds_train", "seconds_eval")
         }
         return {
+            "sweep": placed.sweep.name,
             "trial_id": trial.trial_id,
             "training_id": trial.training_id,
-            "name": trial_name(self._folder, trial),
+            "name": trial_name(placed.sweep, trial),
             "status": state,
             **self._settings(trial),
             "n_tasks": trial.n_tasks,
             "tasks_seen": len(told),
             **{name: metrics.get(name) for name in ("AP", "FM", "BWT")},
-            "LA": told_matrix(told).mean_diagonal() if told else None,
+            "LA": told_matrix(told).mean_diagonal() if told and "LA" in defined_measures(trial, told) else None,
             **seconds,
             "attempts": len(starts),
             "node": starts[-1]["node"] if starts else None,
@@ -267,36 +309,39 @@ class SweepResults:
             "reason": end_reason(events) or None,
         }
 
-    def _stage_row(self, trial: TrialFolder, event: Event, names: Mapping[str, str]) -> Row:
+    def _stage_row(self, placed: _Placed, told: Sequence[Event], event: Event, names: Mapping[str, str]) -> Row:
         return {
-            **self._stage_key(trial, event),
+            **self._stage_key(placed, event),
             "time": _time(event),
             **{name: event.get(name) for name in ("reused", "steps", "trained_numbers", "lineage")},
-            **{names[name]: value for name, value in event["metrics"].items()},
+            **{names[name]: value for name, value in defined_metrics(placed.trial, told, event["metrics"]).items()},
         }
 
-    def _score_rows(self, trial: TrialFolder, event: Event) -> Iterator[Row]:
+    def _score_rows(self, placed: _Placed, event: Event) -> Iterator[Row]:
         for position, (task, score) in enumerate(event["scores"].items(), start=1):
             metric = (event.get("scored_by") or {}).get(task)
             scored = {"task": task, "position": position, "metric": metric, "score": score}
-            yield self._stage_key(trial, event) | scored | {"is_new": task == event["task"]}
+            yield self._stage_key(placed, event) | scored | {"is_new": task == event["task"]}
 
-    def _stage_key(self, trial: TrialFolder, event: Event) -> Row:
-        return {"trial_id": trial.trial_id, **self._settings(trial), **_stage_cells(event)}
+    def _stage_key(self, placed: _Placed, event: Event) -> Row:
+        return {**placed.key(), **self._settings(placed.trial), **_stage_cells(event)}
 
-    def _find(self, wanted: WhichTrial) -> TrialFolder:
+    def _find(self, wanted: WhichTrial) -> _Placed:
         """The one trial that is meant."""
-        trials = list(self._folder)
+        trials = self._trials()
         if isinstance(wanted, str):
-            same = [trial for trial in trials if trial.trial_id == wanted]
-            found = same or [trial for trial in trials if trial.trial_id.startswith(wanted)]
+            same = [placed for placed in trials if placed.trial.trial_id == wanted]
+            found = same or [placed for placed in trials if placed.trial.trial_id.startswith(wanted)]
         else:
-            settings = {self._path(name): _plain(value) for name, value in wanted.items()}
-            found = [t for t in trials if all(_is(_setting(t, path), value) for path, value in settings.items())]
+            named = dict(wanted)
+            sweep = named.pop("sweep", None)
+            found = [placed for placed in trials if sweep in (None, placed.sweep.name)]
+            settings = {self._path(name): _plain(value) for name, value in named.items()}
+            found = [p for p in found if all(_is(_setting(p.trial, path), value) for path, value in settings.items())]
         if len(found) == 1:
             return found[0]
         problem = f"fits {len(found)} trials" if found else "fits no trial"
-        listed = [f"\n  {trial.trial_id}  {trial_name(self._folder, trial)}" for trial in found or trials]
+        listed = [f"\n  {p.trial.trial_id}  {trial_name(p.sweep, p.trial)}" for p in found or trials]
         more = f"\n  ... and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         raise ConfigError(
             f"sweep {self.name}: found trial {quoted(wanted)}, which {problem}; expected an id, the beginning of one, "
@@ -306,8 +351,8 @@ class SweepResults:
 
     def _path(self, name: str) -> str:
         """The path of a setting that is named by its column, its short name or itself."""
-        known = {path for trial in self._folder for path in trial.params}
-        called = (*short_names(known).items(), *short_names(self._folder.axes).items(), *self.axes.items())
+        known = {path for placed in self._trials() for path in placed.trial.params}
+        called = (*short_names(known).items(), *short_names(self.axes).items(), *self.axes.items())
         path = {called_so: path for path, called_so in called}.get(name, name)
         if path not in known and path not in self.axes:
             raise ConfigError(
@@ -321,11 +366,26 @@ _LISTED = 8
 """Trials that an error lists, at most."""
 
 
+class _Placed(NamedTuple):
+    """A trial with its sweep."""
+
+    sweep: SweepFolder
+    trial: TrialFolder
+
+    def key(self) -> Row:
+        """What names it in a frame."""
+        return {"sweep": self.sweep.name, "trial_id": self.trial.trial_id}
+
+    def stages(self) -> list[Event]:
+        """The stages of its journal."""
+        return stages(self.trial.events())
+
+
 def _answer_rows(
-    trial: TrialFolder, events: Sequence[Event], wanted: str | None, tasks_seen: int | None
+    placed: _Placed, events: Sequence[Event], wanted: str | None, tasks_seen: int | None, texts: InputTexts | None
 ) -> Iterator[list[Row]]:
-    """Yield the rows of one trial's answers, stage by stage."""
-    told = stages(events)
+    """Yield the rows of one trial's answers, stage by stage; with their inputs where `texts` reads them."""
+    trial, told = placed.trial, stages(events)
     if not told:
         return
     tasks = [task for task in told[-1]["scores"] if wanted in (None, task)]
@@ -346,10 +406,16 @@ def _answer_rows(
     last = told if tasks_seen is None else told[:tasks_seen]
     for event, answers in chain(checked_answers(trial.path, last), unkept):
         if tasks_seen in (None, event["tasks_seen"]):
-            key = {"trial_id": trial.trial_id, **_stage_cells(event)}
+            key = {**placed.key(), **_stage_cells(event)}
+            inputs = {task: texts.of(task, lines[task]) for task in tasks if task in answers} if texts else {}
             weighed = list(event["scores"]) if event is told[-1] else []
             yield [
-                {**key, "task": task, "row": row, **answer._asdict(), **_cells_beside(line, weighed)}
+                {
+                    **key,
+                    **{"task": task, "row": row, "input": inputs[task][row] if texts else None},
+                    **answer._asdict(),
+                    **_cells_beside(line, weighed),
+                }
                 for task in tasks
                 for row, (answer, line) in enumerate(_with_lines(answers.get(task, ()), lines[task]))
             ]
@@ -377,10 +443,10 @@ def _stage_cells(event: Event) -> Row:
     return {"tasks_seen": event["tasks_seen"], "after_task": event["task"]}
 
 
-def _check_task(task: str, told: Iterable[tuple[TrialFolder, Sequence[Event]]]) -> None:
+def _check_task(task: str, told: Iterable[tuple[_Placed, Sequence[Event]]]) -> None:
     """Refuse a task that no trial has. One that is yet to be learned stands in the score matrix's file."""
     known: dict[str, None] = {}
-    for trial, events in told:
+    for (_, trial), events in told:
         if newest := stages(events)[-1:]:
             known |= dict.fromkeys((trial.read_json(SCORES) or {}).get("tasks", ()))
             known |= dict.fromkeys(newest[0]["scores"])
@@ -401,7 +467,8 @@ def _frame(dtypes: Dtypes, rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def _setting(trial: TrialFolder, path: str) -> Any:
-    return values_read(trial)[path] if path in trial.values else trial.params.get(path)
+    """A setting as the trial reads it."""
+    return values_read(trial)[path] if path in trial.values else value_read(trial.params, path)
 
 
 def _dtype(values: Iterable[Any]) -> str:

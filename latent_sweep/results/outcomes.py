@@ -5,20 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from latent_sweep.errors import StoreError
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.results.definition import Measure, defined_measures
 from latent_sweep.store.folders import TrialFolder
 from latent_sweep.store.journal import Event, stages
 from latent_sweep.store.trial_files import RowScores, checked_answers, row_scores, told_matrix
-
-Measure = Literal["AP", "LA", "BWT", "FM"]
-"""Average performance, learning accuracy, backward transfer and forgetting."""
-MEASURES: tuple[Measure, ...] = ("AP", "LA", "BWT", "FM")
 
 Scores = npt.NDArray[np.float64]
 """Of the rows of one task, (rows,)."""
@@ -52,7 +48,7 @@ def row_ids(rows: Mapping[str, RowScores]) -> dict[str, tuple[str, ...]]:
 
 
 def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:
-    """Return the measures of a finished trial.
+    """Return the measures of a finished trial that are defined for it.
 
     AP has the scores that rows end with, and LA those that they had when their task was new. Of all tasks but the last,
     BWT has the last scores less those when new, and FM the scores at the stage at which their task's score was best,
@@ -79,7 +75,8 @@ def outcomes(trial: TrialFolder) -> dict[Measure, Outcome]:
             best = {task: by_stage[seen, task] for task, seen in _best_stages(matrix).items()}
             rows["BWT"] = {task: rows["AP"][task] - rows["LA"][task] for task in best}
             rows["FM"] = {task: best[task] - rows["AP"][task] for task in best}
-    return {measure: Outcome(values[measure], _with_ids(rows.get(measure), last)) for measure in MEASURES}
+    defined = defined_measures(trial, told)
+    return {measure: Outcome(values[measure], _with_ids(rows.get(measure), last)) for measure in defined}
 
 
 def _by_stage(

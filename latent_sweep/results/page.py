@@ -17,7 +17,7 @@ from latent_sweep.results.flips import Flip, flips
 from latent_sweep.results.interference_pictures import interference_pictures
 from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.router_pictures import router_pictures
-from latent_sweep.results.sections import Section, counts, has_held_out, sections, together
+from latent_sweep.results.sections import Section, counts, has_held_out, joint_sections, sections
 from latent_sweep.results.summaries import Configuration, Summary, summarise_all
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
@@ -58,7 +58,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
     parts = [_part(sweep, summary) for sweep, summary in zip(sweeps, summaries, strict=True)]
     source = resources.files("latent_sweep.results").joinpath("page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    compared = together(summaries) if len(summaries) > 1 else None
+    compared = joint_sections(summaries) if len(summaries) > 1 else []
     return printable(template.render(parts=parts, compared=compared))
 
 

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 from latent_sweep.labels import format_value, label
 from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.figures import Picture, scale_x, shortened
-from latent_sweep.results.outcomes import MEASURES
 from latent_sweep.results.panels import (
     COLOURS,
     COLUMN,
@@ -305,7 +305,7 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
     rest = f"; the {len(shown)} with the highest AP of {len(compared)}" if len(shown) < len(compared) else ""
     caption = (
         "means of the pairs, with intervals of 95 %; grey and hollow where 0 lies in the interval, or there is none"
-        f"{rest}; {'; '.join(how_compared(summary))}"
+        f"{rest}; {'; '.join(how_compared([summary]))}"
     )
     return [Picture("differences", "Differences from the baseline", caption, figure)]
 

@@ -18,18 +18,18 @@ from typing import Any
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value
 from latent_sweep.results.comparison import Comparison, Difference
-from latent_sweep.results.outcomes import MEASURES, Measure
+from latent_sweep.results.definition import MEASURES, Measure
 from latent_sweep.results.sections import (
     Cell,
     Section,
     counts,
     has_held_out,
+    joint_sections,
     router_value,
     sections,
     tasks_of,
-    together,
-    told_apart,
     value_range,
+    without_comparison,
 )
 from latent_sweep.results.summaries import ROUTER_MEASURES, Statistic, Summary, protocol
 from latent_sweep.security import printable, spelled_out
@@ -133,7 +133,7 @@ def _inert(cell: Any) -> Any:
 
 
 def render(summary: Summary, format: str = "text") -> str:
-    """The summary as a table in one of `FORMATS`, the highest AP marked, trials that ended early beneath.
+    """The summary as a table in one of `FORMATS`, the highest AP marked, trials that ended early below.
 
     Names, values and reasons come from elsewhere: they hold no secrets here, steer no terminal, and are neither
     Markdown, HTML, LaTeX nor a spreadsheet's formula.
@@ -157,15 +157,10 @@ def render_all(summaries: Sequence[Summary], format: str = "text") -> str:
     if len(summaries) == 1:
         return render(summaries[0], format)
     if format == "csv":
-        paths = told_apart(summaries)
-        rows = [
-            {"sweep": summary.name, **{name: one.settings.get(path) for name, path in paths.items()}, **row}
-            for summary in summaries
-            for one, row in zip(summary.configurations, records(summary), strict=True)
-        ]
+        rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary)]
         return printable(_csv_table(rows))
-    apart = [render(summary, format) for summary in summaries]
-    return printable(_LISTED[format]([together(summaries)])) + "\n" + "\n".join(apart)
+    apart = [render(without_comparison(summary), format) for summary in summaries]
+    return printable(_LISTED[format](joint_sections(summaries))) + "\n" + "\n".join(apart)
 
 
 def _render_csv(summary: Summary) -> str:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, scoring_metric
+from latent_sweep.benchmarks.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, reads_input, score_rows
+from latent_sweep.results.inputs import benchmark_rows
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.store.answers import Answer, Answers, kept_answers
 from latent_sweep.store.folders import SweepFolder, TrialFolder
@@ -238,7 +237,7 @@ class _Rescoring:
         Raises:
             ConfigError, DataError: the benchmark's data is not at hand, or has other rows.
         """
-        rows = _benchmark_rows(self.settings, task)
+        rows = benchmark_rows(self.settings, task)
         if rows.ids != self.ids[task]:
             raise DataError(f"task {task}: its metric reads inputs, and the benchmark's data has other rows")
         return rows.inputs
@@ -282,7 +281,7 @@ class _Rescoring:
         metrics = self.told[-1].get("scored_by") or {}
         for task in self.tasks:
             try:
-                ids, _, references, metric = _benchmark_rows(self.settings, task)
+                ids, _, references, metric = benchmark_rows(self.settings, task)
             except (ConfigError, DataError) as error:
                 self.notes.append(f"references of {task} were not held against the benchmark's data: {error}")
                 continue
@@ -292,34 +291,6 @@ class _Rescoring:
                 yield f"task {task}: the rows are not those of the benchmark's data, by their ids"
             elif other := sum(map(list.__ne__, self.references[task], references)):
                 yield f"task {task}: {other} of {len(ids)} rows have other references than in the benchmark's data"
-
-
-class _BenchmarkRows(NamedTuple):
-    ids: list[str]
-    inputs: list[str]
-    references: list[list[str]]
-    metric: Metric
-
-
-@lru_cache
-def _benchmark_rows(settings: BenchmarkSettings, task: str) -> _BenchmarkRows:
-    """A task's test rows, and its metric, as the benchmark has them on this machine.
-
-    Raises:
-        ConfigError: the benchmark, or a task of this name, is not there.
-        DataError: the data is missing or malformed.
-    """
-    spec = load_benchmark(settings.name)
-    found = next((known for known in spec.tasks if known.name == task), None)
-    if found is None:
-        raise ConfigError(f"benchmark {spec.name} has no task {task}")
-    rows = load_rows(spec, found, "test", settings)
-    return _BenchmarkRows(
-        [row.id for row in rows],
-        [row.input for row in rows],
-        [list(row.references) for row in rows],
-        scoring_metric(settings, found),
-    )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

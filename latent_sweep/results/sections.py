@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results.bootstrap import RESAMPLES
 from latent_sweep.results.comparison import TESTED_ON, Comparison, Difference, tested_on
-from latent_sweep.results.outcomes import MEASURES
+from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.published import content, find_published
 from latent_sweep.results.summaries import ROUTER_MEASURES, Configuration, RouterMeasure, Statistic, Summary, protocol
 from latent_sweep.results.trial_states import counts_text
@@ -58,9 +58,7 @@ def sections(summary: Summary) -> list[Section]:
     """Return the sections for which there is something to tell; the first one is that of the main table."""
     found = [
         Section("main", f"sweep {summary.name}: {counts(summary)}", _main(summary), _main_notes(summary)),
-        Section(
-            "compared", "Differences from the baseline (percentage points)", _compared(summary), how_compared(summary)
-        ),
+        Section("compared", _DIFFERENCES, _compared([summary]), how_compared([summary])),
         Section("published", "Beside the paper's numbers", _published(summary), _published_notes()),
         Section("tasks", "Final scores by task (%)", _by_task(summary), _task_names(summary)),
         Section("router", "Router", _router(summary), (_ROUTER_NOTE,)),
@@ -76,21 +74,39 @@ def sections(summary: Summary) -> list[Section]:
     return [section for section in found if section.table is not None] + told
 
 
+def joint_sections(summaries: Sequence[Summary]) -> list[Section]:
+    """Return the sections that compare several sweeps: all configurations, and their differences from baselines."""
+    differences = Section("compared", _DIFFERENCES, _compared(summaries), how_compared(summaries))
+    return [together(summaries), *([differences] if differences.table else [])]
+
+
 def together(summaries: Sequence[Summary]) -> Section:
     """Return the configurations of several sweeps in one table: those tested on the same together, best AP first."""
-    rows, apart = [], told_apart(summaries)
+    title = f"{len(summaries)} sweeps compared"
+    return Section("together", title, _all_configurations(summaries), _all_notes(summaries))
+
+
+def without_comparison(summary: Summary) -> Summary:
+    """Return a summary without the differences from a baseline, which are shown for several sweeps together."""
+    configurations = tuple(replace(one, comparison=None) for one in summary.configurations)
+    return replace(summary, configurations=configurations)
+
+
+def _all_configurations(summaries: Sequence[Summary]) -> Table:
+    names, rows = _Names(summaries), []
     places: dict[tuple[str, ...], int] = {}
     for summary in summaries:
         steps, rates = (_protocol_cells(summary).get(name, []) for name in ("steps", "rate"))
         for row, one in enumerate(summary.configurations):
             count = Cell(f"{one.n_finished}/{one.n_trials}", one.n_finished)
             scores = [_score(found) for found in (one.average_performance, one.learning_accuracy, one.forgetting)]
-            named = [Cell(summary.name), Cell(label(one.values) or "-")]
-            named += [Cell(format_value(one.settings.get(path, "-"))) for path in apart.values()]
-            cells = [*named, count, *scores, rates[row], steps[row]]
+            cells = [*names.cells(summary, one), count, *scores, rates[row], steps[row]]
             rows.append(((places.setdefault(tested_on(one.settings), len(places)), *place_by_performance(one)), cells))
     rows.sort(key=lambda row: row[0])
-    header = ["sweep", "configuration", *apart, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
+    return Table([*names.header, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"], [cells for _, cells in rows])
+
+
+def _all_notes(summaries: Sequence[Summary]) -> list[str]:
     notes = [
         f"rows that are {_TESTED_ALIKE} stand together, the highest AP first: compare no others, and these as far as "
         "backbone, steps and what has a column here are the same"
@@ -101,33 +117,8 @@ def together(summaries: Sequence[Summary]) -> Section:
     notes += [_FAILED] * any(map(_has_failed, summaries))
     notes += _not_in_turn(*summaries)
     notes += [note for pair in itertools.combinations(summaries, 2) for note in _same_order(*pair)]
-    return Section("together", f"{len(summaries)} sweeps compared", Table(header, [cells for _, cells in rows]), notes)
+    return notes
 
-
-def told_apart(summaries: Sequence[Summary]) -> dict[str, str]:
-    """By heading, paths of the settings that several sweeps differ in, unless all of them have it among their axes."""
-    settings = [one.settings for summary in summaries for one in summary.configurations]
-
-    def count(*paths: str) -> int:
-        return len({tuple(format_value(found.get(path)) for path in paths) for found in settings})
-
-    # an order tells its tasks
-    whole = count("benchmark.name", "benchmark.order") == count("benchmark.name", "benchmark.order", "benchmark.tasks")
-    return {
-        name: path
-        for path, name in short_names(_TELL_APART).items()
-        if count(path) > 1
-        and not (path == "benchmark.tasks" and whole)
-        and not all(name in summary.axes for summary in summaries)
-    }
-
-
-_TELL_APART = (
-    *("benchmark.name", "backbone.name", "benchmark.order", "benchmark.tasks", "benchmark.score_on"),
-    *("benchmark.train_per_task", "benchmark.test_per_task", "benchmark.max_source_length"),
-    *("benchmark.prompts.definition", "benchmark.classification_metric", "benchmark.references"),
-)
-"""Settings that scores of different sweeps may not compare for, and that no other column tells."""
 
 _TESTED_ALIKE = "of one benchmark, order and tasks, and scored on the same (score_on),"
 
@@ -154,6 +145,12 @@ _SURVIVORS = (
 )
 
 
+_NOTHING_LEARNED = (
+    "every AP is 0: nothing was learned that scores. Take a larger training.learning_rate, more steps, or a backbone "
+    "with trained weights; a tiny one with random weights only shows that a sweep runs"
+)
+
+
 def _has_survivors(summary: Summary) -> bool:
     return any(one.n_stopped and one.n_finished for one in summary.configurations)
 
@@ -169,14 +166,18 @@ def _has_failed(summary: Summary) -> bool:
 
 
 def _not_in_turn(*summaries: Summary) -> list[str]:
-    """Say of which configurations no measure of learning and forgetting tells, as all is learned first, or nothing."""
-    found = [one for summary in summaries for one in summary.configurations if not one.learns_in_turn]
-    names = ", ".join(dict.fromkeys(str(one.settings.get("method.name") or label(one.values)) for one in found))
-    note = (
-        f"{names}: not learned task after task (all at the first stage, or nothing), so LA, FM and BWT say nothing of "
-        "learning and forgetting there, and neither do differences of them"
-    )
-    return [note] * bool(found)
+    """Name the configurations (joint training, zero-shot) for which LA, FM and BWT are not defined."""
+    found = [one for summary in summaries for one in summary.configurations]
+    names = [str(one.settings.get("method.name") or label(one.values)) for one in found if not one.learns_in_turn]
+    notes = []
+    if names:
+        listed = ", ".join(dict.fromkeys(names))
+        notes.append(
+            f"{listed}: everything is learned at the first stage, or nothing at all, so LA, FM and BWT are not defined"
+        )
+    if any(one.n_tasks == 1 and one.n_finished for one in found):
+        notes.append("FM and BWT are means over the earlier tasks: they are not defined for a stream of one task")
+    return notes
 
 
 def _same_order(*pair: Summary) -> Iterator[str]:
@@ -228,10 +229,13 @@ def _by_label(summary: Summary, chosen: Set[str]) -> dict[str, Configuration]:
     found: dict[str, list[Configuration]] = {}
     for one in summary.configurations:
         if one.average_performance is not None and not one.n_stopped:
-            name = label({name: value for name, value in one.values.items() if name not in chosen})
+            left_out = chosen | summary.beside
+            name = label({name: value for name, value in one.values.items() if name not in left_out})
             found.setdefault(name, []).append(one)
     return {name: alike[0] for name, alike in found.items() if len(alike) == 1}
 
+
+_DIFFERENCES = "Differences from the baseline (percentage points)"
 
 NOT_ALIKE = "Not all trials were computed alike"
 
@@ -269,8 +273,34 @@ class _Axes:
     def _cell(self, column: str, configuration: Configuration) -> Cell:
         if self._few and column == _FEW_HAVE:
             return Cell(label({name: configuration.read[name] for name in self._few}) or "-")
-        value = configuration.read[column]
-        return Cell(format_value(value), value if type(value) in (int, float) else None)
+        return _setting(configuration.read[column])
+
+
+class _Names:
+    """The columns that tell configurations apart: of one sweep its axes, of several its name, label and differences."""
+
+    def __init__(self, summaries: Sequence[Summary]):
+        self._axes = _Axes(summaries[0]) if len(summaries) == 1 else None
+        self._labels = {id(one): _own_label(summary, one) for summary in summaries for one in summary.configurations}
+        self._apart = list(dict.fromkeys(name for summary in summaries for name in summary.apart))
+        labels = ["configuration"] * any(self._labels.values())
+        self.header = self._axes.header if self._axes else ["sweep", *labels, *self._apart]
+
+    def cells(self, summary: Summary, configuration: Configuration) -> list[Cell]:
+        """The cells of a configuration's row."""
+        if self._axes:
+            return self._axes.cells(configuration)
+        labels = [Cell(self._labels[id(configuration)] or "-")] * ("configuration" in self.header)
+        return [Cell(summary.name), *labels, *(_setting(configuration.read.get(name)) for name in self._apart)]
+
+
+def _own_label(summary: Summary, configuration: Configuration) -> str:
+    """The settings of a configuration that have no column of their own in a table of several sweeps."""
+    return label({name: value for name, value in configuration.values.items() if name not in summary.apart})
+
+
+def _setting(value: Any) -> Cell:
+    return Cell(format_value(value), value if type(value) in (int, float) else None)
 
 
 _FEW_HAVE = "its settings"
@@ -297,7 +327,7 @@ def _main(summary: Summary) -> Table:
             [
                 *axes.cells(configuration),
                 Cell(str(of) if finished == of else f"{finished}/{of}", finished),
-                _score(configuration.average_performance, summary.is_best(configuration)),
+                _score(configuration.average_performance, summary.is_marked(configuration)),
                 _score(configuration.learning_accuracy),
                 _score(configuration.forgetting),
                 *(cells[row] for cells in columns.values()),
@@ -357,6 +387,7 @@ def _main_notes(summary: Summary) -> list[str]:
         "FM, forgetting measure: mean over the earlier tasks of the best score ever minus the last one",
     ]
     notes += [_HELD_OUT] * has_held_out(summary)
+    notes += [_NOTHING_LEARNED] * summary.nothing_learned
     if len({tested_on(one.settings) for one in summary.configurations}) > 1:
         notes.append(f"the highest AP is marked among rows that are {_TESTED_ALIKE} for no others compare")
     if _has_survivors(summary):
@@ -377,9 +408,10 @@ def _main_notes(summary: Summary) -> list[str]:
     return notes + ([f"the same in all rows: {found}"] if alike else [])
 
 
-def _shared_trainings(summary: Summary) -> str:
+def _shared_trainings(*summaries: Summary) -> str:
     """Say that n counts trials of one training more than once; empty where it does not."""
-    shared = [one for one in summary.configurations if one.n_trainings < one.n_finished]
+    configurations = [one for summary in summaries for one in summary.configurations]
+    shared = [one for one in configurations if one.n_trainings < one.n_finished]
     counts = dict.fromkeys(f"{one.n_trainings} of n {one.n_finished}" for one in shared)
     return f"trials of a row have trainings in common ({', '.join(counts)})" if shared else ""
 
@@ -387,15 +419,26 @@ def _shared_trainings(summary: Summary) -> str:
 # --- against a baseline
 
 
-def _compared(summary: Summary) -> Table | None:
-    axes, rows = _Axes(summary), []
-    for configuration in summary.configurations:
-        if (found := configuration.comparison) is not None:
-            differences = [_difference(found.differences.get(measure)) for measure in MEASURES]
-            rows.append(
-                [*axes.cells(configuration), Cell(str(found.n), found.n), *differences, Cell(_resampled(found))]
-            )
-    return Table([*axes.header, "n", *MEASURES, "resampled"], rows) if summary.is_compared else None
+def _compared(summaries: Sequence[Summary]) -> Table | None:
+    """A row for each configuration that was compared; the intervals' source has a column where it differs."""
+    names, rows, sources = _Names(summaries), [], []
+    for summary, found in _comparisons(summaries):
+        comparison = found.comparison
+        assert comparison is not None
+        differences = [_difference(comparison.differences.get(measure)) for measure in MEASURES]
+        rows.append([*names.cells(summary, found), Cell(str(comparison.n), comparison.n), *differences])
+        sources.append(_resampled(comparison))
+    header = [*names.header, "n", *MEASURES]
+    if len(set(sources)) > 1:
+        header.append("resampled")
+        rows = [[*row, Cell(source)] for row, source in zip(rows, sources, strict=True)]
+    return Table(header, rows) if rows else None
+
+
+def _comparisons(summaries: Sequence[Summary]) -> list[tuple[Summary, Configuration]]:
+    """The configurations that were compared, each with its sweep."""
+    found = [(summary, one) for summary in summaries for one in summary.configurations]
+    return [(summary, one) for summary, one in found if one.comparison is not None]
 
 
 def _resampled(comparison: Comparison) -> str:
@@ -413,7 +456,7 @@ def _difference(difference: Difference | None) -> Cell:
         return Cell("-")
     if difference.interval is None:
         return Cell(points(difference.mean), difference.mean)
-    verdict = "" if difference.told_apart else ", cannot be told apart"
+    verdict = "" if difference.told_apart else " n.s."
     return Cell(f"{points(difference.mean)} [{', '.join(map(points, difference.interval))}]{verdict}", difference.mean)
 
 
@@ -422,21 +465,24 @@ def points(fraction: float) -> str:
     return f"{round(100 * fraction, 2) + 0.0:+.2f}"  # no -0.00
 
 
-def how_compared(summary: Summary) -> list[str]:
+def how_compared(summaries: Sequence[Summary]) -> list[str]:
     """Say what the differences of a comparison are, and how far they can be trusted."""
-    found = [configuration.comparison for configuration in summary.configurations if configuration.comparison]
+    found = [one.comparison for _, one in _comparisons(summaries) if one.comparison]
     if not found:
         return []
+    repeats = summaries[0].repeats
     pairs = sorted({comparison.n for comparison in found})
     notes = [
         f"baseline: {'; '.join(dict.fromkeys(comparison.baseline for comparison in found))}",
-        f"n: pairs of finished trials with the same {' and '.join(summary.repeats)}, {value_range(pairs, str)}; in "
+        f"n: pairs of finished trials with the same {' and '.join(repeats)}, {value_range(pairs, str)}; in "
         "brackets 95 % intervals",
         "BWT, backward transfer: mean over the earlier tasks of the last score minus that when new",
         "FM counts from the best stage, so answers that change without a trend have some: beside a baseline whose "
         "answers never change, a small difference of FM is no evidence of forgetting where BWT has none",
-        "cannot be told apart: 0 lies in the interval",
+        "n.s., not significant: 0 lies in the interval",
     ]
+    if len(kinds := {_resampled(comparison) for comparison in found}) == 1:
+        notes.append(f"intervals are from {kinds.pop()}")
     sources = [
         (difference.resampled, comparison.n) for comparison in found for difference in comparison.differences.values()
     ]
@@ -450,20 +496,20 @@ def how_compared(summary: Summary) -> list[str]:
         notes.append("without brackets: all pairs have the same difference, which does not say how far it varies")
     if any(source == "repetitions and rows" and n < _FEW for source, n in sources):
         notes.append("two to four pairs: too narrow an interval from rows where seeds matter far more than test rows")
-    if _has_survivors(summary):
+    if any(map(_has_survivors, summaries)):
         notes.append(
             "a scheduler has stopped some trials, the worse ones: a difference of what is left of a configuration to "
             "what is left of another says little"
         )
-    notes += [_FAILED] * _has_failed(summary)
-    notes += _not_in_turn(summary)
+    notes += [_FAILED] * any(map(_has_failed, summaries))
+    notes += _not_in_turn(*summaries)
     if averaged := sorted({place for comparison in found for place in comparison.averaged}):
-        names = " and ".join(summary.repeats[place] for place in averaged)
+        names = " and ".join(repeats[place] for place in averaged)
         notes.append(
             f"where only one of the two reads {names}, the trials of the other are averaged over it, if all of them "
             "have finished"
         )
-    if shared := _shared_trainings(summary):
+    if shared := _shared_trainings(*summaries):
         notes.append(f"{shared}: pairs are fewer than they seem, and intervals too narrow")
     if any(comparison.n == 1 for comparison in found):
         notes.append("with one pair, an interval tells of other test rows, and nothing of another seed")

@@ -15,7 +15,9 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.bootstrap import ROUNDING
+from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
+from latent_sweep.results.definition import Measure, defined_measures, learns_in_turn
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.results.spending import AtWork, held_at_work, spent
 from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since
@@ -145,7 +147,9 @@ class Summary:
 
     name: str
     axes: tuple[str, ...]
-    """Short names of all axes but those that repeat a configuration."""
+    """Columns of its configurations: short names of all axes but those that repeat a configuration, and of `beside`."""
+    paths: Mapping[str, str]
+    """Of each of these, the dotted path."""
     repeats: tuple[str, ...]
     """Short names of those: the seed first."""
     configurations: tuple[Configuration, ...]
@@ -166,6 +170,10 @@ class Summary:
     cost: Cost
     spent: tuple[Item, ...]
     """What is paid for, see `spending`."""
+    apart: tuple[str, ...] = ()
+    """Those of `axes` in which it differs from the sweeps that it is compared with."""
+    beside: frozenset[str] = frozenset()
+    """Those of `apart` that are no axis of this sweep: all of its configurations have the same."""
 
     @cached_property
     def best_average_performances(self) -> Mapping[tuple[str, ...], float]:
@@ -179,6 +187,12 @@ class Summary:
                 place = tested_on(one.settings)
                 best[place] = max(best.get(place, 0.0), one.average_performance.mean)
         return best
+
+    @cached_property
+    def nothing_learned(self) -> bool:
+        """Whether trials have finished, and every AP is 0."""
+        found = [one.average_performance for one in self.configurations if one.average_performance is not None]
+        return bool(found) and all(statistic.mean < ROUNDING for statistic in found)
 
     @property
     def best_average_performance(self) -> float | None:
@@ -194,7 +208,15 @@ class Summary:
         """Whether no configuration tested on the same has a higher mean AP, but for the rounding of sums."""
         found = configuration.average_performance
         best = self.best_average_performances.get(tested_on(configuration.settings))
-        return found is not None and best is not None and not configuration.n_stopped and best - found.mean < ROUNDING
+        if found is None or best is None or configuration.n_stopped or best < ROUNDING:
+            return False
+        return best - found.mean < ROUNDING
+
+    def is_marked(self, configuration: Configuration) -> bool:
+        """Whether tables mark it as the best one: not where all that is tested on the same has an equal AP."""
+        place = tested_on(configuration.settings)
+        rivals = [one for one in self.configurations if tested_on(one.settings) == place and one.average_performance]
+        return self.is_best(configuration) and not all(map(self.is_best, rivals))
 
 
 @dataclass(frozen=True)
@@ -230,6 +252,11 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         ConfigError: the sweep has no such axis, or not exactly one such configuration.
         StoreError: `sweep.json` is missing, or it or a journal is damaged.
     """
+    return summarise_all([sweep], over, baseline)[0]
+
+
+def _summarise(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[list[_Told]], tuple[str, ...]]:
+    """Summarise a sweep without a baseline; return also the trials of its configurations, and what repeats these."""
     names = short_names(sweep.axes)
     repeats = (sweep.seed_axis, *(_axis(name, names) for name in over))
     shown = {axis: name for axis, name in names.items() if axis not in repeats}
@@ -244,14 +271,12 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
     told = {each.trial.trial_id: each for each in trials}
     tuning = read_tuning(sweep) or []
     groups = [[told[trial.trial_id] for trial in members] for members in _groups(sweep, shown)]
-    configurations = tuple(_configuration(members, shown) for members in groups)
-    if baseline:
-        configurations = _compared(configurations, groups, shown, repeats, baseline)
-    return Summary(
+    summary = Summary(
         name=sweep.name,
         axes=tuple(shown.values()),
+        paths={name: axis for axis, name in shown.items()},
         repeats=tuple(names.get(axis, axis) for axis in repeats),
-        configurations=configurations,
+        configurations=tuple(_configuration(members, shown) for members in groups),
         ended_early=tuple(
             Ended({names[axis]: each.trial.values[axis] for axis in sweep.axes}, each.status, each.reason)
             for each in trials
@@ -267,12 +292,16 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         cost=costs.total(),
         spent=spent(sweep, at_work),
     )
+    return summary, groups, repeats
 
 
 def summarise_all(
     sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()
 ) -> list[Summary]:
-    """Summarise several sweeps as `summarise` does each; those of one name are called by their folders.
+    """Summarise several sweeps, with a column for every setting in which they differ.
+
+    Those of one name are called by their folders. Each configuration is compared with the baseline of its own sweep,
+    or else with that of another one.
 
     Raises:
         ConfigError: a sweep is there twice, lacks such an axis, or has not exactly one such configuration.
@@ -282,10 +311,53 @@ def summarise_all(
     if twice := [str(path) for path, count in times.items() if count > 1]:
         raise ConfigError(f"report: {', '.join(twice)} is named more than once; name each sweep once.")
     names = Counter(sweep.name for sweep in sweeps)
+    read = [_summarise(sweep, over) for sweep in sweeps]
+    axes = [path for sweep in sweeps for path in sweep.axes]
+    summaries = _told_apart([summary for summary, *_ in read], axes, [path for *_, paths in read for path in paths])
+    if baseline:
+        outcomes = [[_outcomes(members, repeats) for members in groups] for _, groups, repeats in read]
+        summaries = _compared(summaries, outcomes, baseline)
     return [
         replace(found, name=str(sweep.path)) if names[sweep.name] > 1 else found
-        for sweep, found in ((sweep, summarise(sweep, over, baseline)) for sweep in sweeps)
+        for sweep, found in zip(sweeps, summaries, strict=True)
     ]
+
+
+def _told_apart(summaries: Sequence[Summary], axes: Sequence[str], repeats: Sequence[str]) -> list[Summary]:
+    """Give all configurations a column for each setting in which the sweeps differ, but for what repeats them.
+
+    Args:
+        axes: paths of all axes of all sweeps.
+        repeats: paths of those that repeat a configuration.
+    """
+    settings = [[one.settings for one in summary.configurations] for summary in summaries]
+    found = differing(settings, [summary.paths.values() for summary in summaries])
+    apart = [path for path in found if path not in repeats]
+    names = short_names(dict.fromkeys([*axes, *apart]))
+    return [_with_columns(summary, names, apart) for summary in summaries]
+
+
+def _with_columns(summary: Summary, names: Mapping[str, str], apart: Sequence[str]) -> Summary:
+    """Add columns for these paths to those of a sweep's own axes, and call all of them by these names."""
+    own = {path: name for name, path in summary.paths.items()}
+    beside = [path for path in apart if path not in own]
+
+    def columns(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+        found = {names[path]: values[name] for path, name in own.items()}
+        return found | {names[path]: value_read(settings, path) for path in beside}
+
+    return replace(
+        summary,
+        axes=tuple(names[path] for path in (*own, *beside)),
+        paths={names[path]: path for path in (*own, *beside)},
+        chosen=frozenset(names[summary.paths[name]] for name in summary.chosen),
+        apart=tuple(names[path] for path in apart),
+        beside=frozenset(names[path] for path in beside),
+        configurations=tuple(
+            replace(one, values=columns(one.values, one.settings), read=columns(one.read, one.settings))
+            for one in summary.configurations
+        ),
+    )
 
 
 def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
@@ -341,13 +413,22 @@ class _Told:
     latest: float
     """When its last event was written, in Unix seconds; 0 where there is none."""
     learns_in_turn: bool
-    """Whether no stage has left behind the snapshot of the stage before it."""
+    measures: tuple[Measure, ...]
+    """Those that are defined for it."""
     finish: float | None = None
     """When it finished, in Unix seconds; None, as all below, where it has not."""
     metrics: Mapping[str, float] | None = None
     matrix: ScoreMatrix | None = None
     router: Mapping[str, float] | None = None
     """By `ROUTER_MEASURES`."""
+
+    def values(self, measure: Measure) -> list[float]:
+        """Return its value of a measure in a list, which is empty if it has not finished or has no such measure."""
+        if self.metrics is None or self.matrix is None or measure not in self.measures:
+            return []
+        if measure == "LA":
+            return [self.matrix.mean_diagonal()]
+        return [self.metrics[measure]] if measure in self.metrics else []
 
 
 def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
@@ -362,7 +443,8 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         _distinct(stage.get("steps") for stage in told),
         computed_with(events),
         events[-1]["time"] if events else 0.0,
-        all(a["lineage"] != b["lineage"] for a, b in itertools.pairwise(told)),
+        learns_in_turn(trial, told),
+        defined_measures(trial, told),
     )
     if known.status != "finished":
         return known
@@ -422,7 +504,6 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
     first, read = members[0].trial, values_read(members[0].trial)
     finished = [each for each in members if each.status == "finished"]
     matrices = tuple(each.matrix for each in finished if each.matrix is not None)
-    final_metrics = [each.metrics for each in finished if each.metrics is not None]
     final_scores = [dict(zip(matrix.tasks, matrix.rows[-1], strict=True)) for matrix in matrices]
     tasks = dict.fromkeys(task for scores in final_scores for task in scores)
     per_task = {task: Statistic.of([scores[task] for scores in final_scores if task in scores]) for task in tasks}
@@ -439,9 +520,9 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
         finished_ids=tuple(each.trial.trial_id for each in finished),
         n_trainings=len({each.trial.training_id for each in finished}),
         last_finish=max((each.finish for each in finished if each.finish is not None), default=None),
-        average_performance=Statistic.of([metrics["AP"] for metrics in final_metrics if "AP" in metrics]),
-        learning_accuracy=Statistic.of([matrix.mean_diagonal() for matrix in matrices]),
-        forgetting=Statistic.of([metrics["FM"] for metrics in final_metrics if "FM" in metrics]),
+        average_performance=Statistic.of([value for each in finished for value in each.values("AP")]),
+        learning_accuracy=Statistic.of([value for each in finished for value in each.values("LA")]),
+        forgetting=Statistic.of([value for each in finished for value in each.values("FM")]),
         trained_numbers=_distinct(number for each in members for number in each.trained_numbers),
         learning_rates=_distinct(each.trial.params.get("training.learning_rate") for each in members),
         steps=_distinct(number for each in members for number in each.steps),
@@ -491,18 +572,28 @@ class _Costs:
 
 
 def _compared(
-    configurations: Sequence[Configuration],
-    groups: Sequence[Sequence[_Told]],
-    shown: Mapping[str, str],
-    repeats: Sequence[str],
-    baseline: Sequence[str],
-) -> tuple[Configuration, ...]:
-    """The configurations, compared with their baselines over what repeats them."""
-    paths = {name: axis for axis, name in shown.items()}
-    labels = [label(configuration.values) for configuration in configurations]
-    positions = find_baselines([configuration.read for configuration in configurations], labels, paths, baseline)
-    found = compare([_outcomes(members, repeats) for members in groups], positions, labels)
-    return tuple(replace(one, comparison=comparison) for one, comparison in zip(configurations, found, strict=True))
+    summaries: Sequence[Summary], outcomes: Sequence[Sequence[Mapping[Repeat, Outcomes]]], baseline: Sequence[str]
+) -> list[Summary]:
+    """Compare the configurations of all sweeps with their baselines.
+
+    Args:
+        outcomes: of each sweep, what the trials of each of its configurations have come to.
+    """
+    paths = {name: path for summary in summaries for name, path in summary.paths.items()}
+    all_of = [(summary, one) for summary in summaries for one in summary.configurations]
+    values = [{name: one.read.get(name) for name in paths} for _, one in all_of]
+    sweeps = [summary.name for summary, _ in all_of]
+    labels = [label(one.values) for _, one in all_of]
+    if len(summaries) > 1:
+        values = [{"sweep": sweep} | each for sweep, each in zip(sweeps, values, strict=True)]
+    positions = find_baselines(values, labels, paths, baseline, sweeps)
+    if len(summaries) > 1:
+        labels = [f"{sweep}: {text}".removesuffix(": ") for sweep, text in zip(sweeps, labels, strict=True)]
+    found = iter(compare([each for sweep in outcomes for each in sweep], positions, labels))
+    return [
+        replace(summary, configurations=tuple(replace(one, comparison=next(found)) for one in summary.configurations))
+        for summary in summaries
+    ]
 
 
 def _outcomes(members: Sequence[_Told], repeats: Sequence[str]) -> dict[Repeat, Outcomes]:

@@ -218,7 +218,7 @@ def longer(prediction, references, text):
 
 def test_metrics_that_read_inputs_or_come_from_outside(tmp_path, monkeypatch, capsys):
     """The inputs are looked up in the benchmark's data; without it, or the metric, nothing is said to be equal."""
-    from latent_sweep.results.rescore import _benchmark_rows
+    from latent_sweep.results.inputs import benchmark_rows
 
     module = f"metric_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{module}.py").write_text(METRIC)
@@ -235,7 +235,7 @@ def test_metrics_that_read_inputs_or_come_from_outside(tmp_path, monkeypatch, ca
     assert any(0 < cell.recomputed < 1 for cell in found.cells)
 
     def look_again():
-        _benchmark_rows.cache_clear()
+        benchmark_rows.cache_clear()
         (again,) = rescore(folder)
         return again
 
@@ -264,9 +264,9 @@ def test_rouge_over_several_references_and_data_that_is_away(tmp_path, capsys):
     assert found.equal
     assert any(0 < cell.recomputed < 1 for cell in found.cells), "scores of zero and one would show little"
     shutil.rmtree(own)
-    from latent_sweep.results.rescore import _benchmark_rows
+    from latent_sweep.results.inputs import benchmark_rows
 
-    _benchmark_rows.cache_clear()
+    benchmark_rows.cache_clear()
     capsys.readouterr()
     assert main(["rescore", str(folder.path)]) == 0
     assert "note: references of left were not held against the benchmark's data: " in capsys.readouterr().out

@@ -1,0 +1,59 @@
+"""Columns for the settings in which compared sweeps differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from latent_sweep.labels import format_value
+from latent_sweep.settings import identity_fields
+from latent_sweep.sweep.groups import GROUPS
+from latent_sweep.sweep.plan import is_read
+
+_LOCATION_AND_SPEED = frozenset(
+    f"{group}.{name}" for group, kind in GROUPS.items() for name in kind.model_fields.keys() - identity_fields(kind)
+)
+"""Settings that change no result."""
+_ORDER = ("benchmark.name", "benchmark.order")
+"""Settings from which the tasks follow, where nobody names them."""
+
+
+def differing(sweeps: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[Iterable[str]]) -> list[str]:
+    """Return the paths of the settings in which several sweeps differ, in the order of their groups.
+
+    That is a setting whose values in one sweep are not those in another, or that varies in some sweeps and is fixed in
+    the others. A setting that only some methods have is compared between those.
+
+    Args:
+        sweeps: of each sweep, the settings by path of each of its configurations or trials.
+        axes: of each sweep, the paths that it varies.
+    """
+    varied = [set(paths) for paths in axes]
+    settings = [one for sweep in sweeps for one in sweep]
+    found = []
+    for path in dict.fromkeys(path for one in settings for path in one):
+        values = [{format_value(one.get(path)) for one in sweep if _has(one, path)} for sweep in sweeps]
+        present = [each for each in values if each]
+        differ = any(each != present[0] for each in present) or 0 < sum(path in each for each in varied) < len(varied)
+        several = len(set().union(*values)) > 1
+        if several and differ and path not in _LOCATION_AND_SPEED and not all(path in each for each in varied):
+            found.append(path)
+    if "benchmark.tasks" in found and _count(settings, *_ORDER) == _count(settings, *_ORDER, "benchmark.tasks"):
+        found.remove("benchmark.tasks")
+    return found
+
+
+def value_read(settings: Mapping[str, Any], path: str) -> Any:
+    """Return a setting of a trial or a configuration; None if it has no such setting or does not read it."""
+    return settings.get(path) if is_read(path, settings.get("router.mode")) else None
+
+
+def _has(settings: Mapping[str, Any], path: str) -> bool:
+    """Whether a value, also a missing one, counts: other methods have other settings."""
+    if path.startswith("method.") and path not in settings:
+        return False
+    return is_read(path, settings.get("router.mode"))
+
+
+def _count(settings: Iterable[Mapping[str, Any]], *paths: str) -> int:
+    return len({tuple(format_value(one.get(path)) for path in paths) for one in settings})
