@@ -274,6 +274,18 @@ _BOOLEAN = "tag:yaml.org,2002:bool"
 _TRUTH = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 """As in YAML 1.2: `on`, `off`, `yes` and `no` are words; `tune.on` is a key, and `bos: off` a value."""
 
+_INTEGER = "tag:yaml.org,2002:int"
+_WHOLE = re.compile("^[-+]?(?:0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
+_FRACTION = (
+    re.compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*)?\.[0-9_]+(?:[eE][-+][0-9]+)?|[-+]?[0-9][0-9_]*\.(?:[eE][-+][0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+"""As in YAML 1.2: `12:30` is text, and no number of base 60."""
+_OCTAL = re.compile("[-+]?0[0-9_]+$")
+
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
 """What no file name and no UTF-8 text can hold, and only an escape can bring in."""
 
@@ -321,7 +333,8 @@ class _StrictLoader(yaml.SafeLoader):
             if isinstance(key, (dict, list)):
                 raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key_node.start_mark)
             if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} appears twice", problem_mark=key_node.start_mark)
+                problem = f"key {key!r} appears twice; leave one of the two out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -335,6 +348,12 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_whole_number(self, node: yaml.ScalarNode) -> int:
         # the length first: what is refused here would take a minute to convert
+        if _OCTAL.match(node.value):
+            raise yaml.MarkedYAMLError(
+                problem=f"found {node.value[:20]}, which YAML reads as an octal number; write it without the leading "
+                "0, or in quotes if it is text",
+                problem_mark=node.start_mark,
+            )
         number = self.construct_yaml_int(node) if len(node.value) <= 100 else None
         if number is None or not -(2**63) <= number < 2**63:
             raise yaml.MarkedYAMLError(problem="a whole number of more than 64 bits", problem_mark=node.start_mark)
@@ -343,9 +362,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_whole_number)
 _StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag != _BOOLEAN]
+    first: [(tag, pattern) for tag, pattern in found if tag not in (_BOOLEAN, _INTEGER, _FLOAT)]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_StrictLoader.add_implicit_resolver(_INTEGER, *_WHOLE)
+_StrictLoader.add_implicit_resolver(_FLOAT, *_FRACTION)
 _StrictLoader.add_implicit_resolver(_FLOAT, *_EXPONENT)
 _StrictLoader.add_implicit_resolver(_BOOLEAN, *_TRUTH)
 
@@ -380,7 +401,7 @@ def read_yaml(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text: {error}") from error
+        raise ConfigError(f"{path}: is not UTF-8 text, by byte {error.start}; save it as UTF-8") from error
     return parse_yaml(text, str(path))
 
 
@@ -394,7 +415,35 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)
     # beside YAML's own errors: impossible dates and numbers, tags that do not fit their values, endless nesting
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{source}: is not valid YAML: {error}") from error
+        raise ConfigError(f"{source}: is not valid YAML: {_yaml_problem(error)}") from error
+
+
+_ADVICE: tuple[tuple[str, str], ...] = (
+    ("'\\t'", "found a tab; indent with spaces"),
+    ("mapping values are not allowed", "found a second ':'; put the text in quotes, or a space behind a key's ':'"),
+    ("but found '-'", "found a '-' among keys; write either keys or a list"),
+    ("expected <block end>", "the indentation does not fit the lines above; give keys of one group the same indent"),
+    ("expected ',' or", "a bracket, brace or comma is missing here or above"),
+    ("undefined alias", "found '*' without its anchor '&'; put the text in quotes if it is text"),
+    ("but found another document", "found a second document behind '---'; write one file for each"),
+    (":merge'", "found the merge key '<<', which is not read here; write the settings out"),
+    ("could not determine a constructor", "found a tag ('!...'), which is not read here; leave it out"),
+)
+"""By a part of what the parser says, what is wrong and what to do."""
+
+
+def _yaml_problem(error: Exception) -> str:
+    """Say what is wrong with YAML text, and where."""
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"unacceptable character #x{error.character:04x} at character {error.position + 1}; delete it"
+    said = str(error)
+    words = next((words for part, words in _ADVICE if part in said), None)
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return said
+    problem = words or getattr(error, "problem", None) or said
+    snippet = (mark.get_snippet(indent=4, max_length=75) or "").replace("\t", " ")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" + (f"\n{snippet}" if snippet else "")
 
 
 def yaml_text(content: Any, one_line: bool = False) -> str:

@@ -24,6 +24,7 @@ from latent_sweep.backbones.files import local_folder, tensor_files
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import Backbone, assemble
 from latent_sweep.backbones.stored import stored_backbone, stored_weight
+from latent_sweep.benchmarks.faults import validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.learn.engine import Engine, forget_backbone
 from latent_sweep.learn.worker_group import WorkerGroup
@@ -79,10 +80,11 @@ def _check(settings: EngineSettings) -> None:
         if key in zero:
             instead = "zero_stage" if key == "stage" else "offload"
             raise ConfigError(f"{where}.zero_optimization.{key}: say it as run.engine.{instead}")
+    kind = _deepspeed().runtime.zero.config.DeepSpeedZeroConfig
     try:
-        _deepspeed().runtime.zero.config.DeepSpeedZeroConfig(**zero)
+        kind(**zero)
     except ValidationError as error:
-        faults = [f"{where}.zero_optimization.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        faults = [f"{where}.zero_optimization.{fault}" for fault in validation_faults(error, kind)]
         raise ConfigError("\n".join(faults)) from None
 
 

@@ -572,9 +572,14 @@ def _own_labels(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...] | None:
 
 
 def _write(columns: dict[str, list[Any]], target: Path) -> None:
-    from datasets import Dataset, Features, List, Value
+    """Write a cache of token ids. Its name says what the rows are, and is the fingerprint: a fingerprint of its own
+    would pickle the table, which fails where pyarrow is installed outside of a `site-packages` folder.
+    """
+    from datasets import Dataset, DatasetInfo, Features, List, Value
+    from datasets.table import InMemoryTable
 
     ids = List(Value("int32"))
     kinds = {"prompt_ids": ids, "input_ids": ids, "target_ids": ids, "references": List(Value("string"))}
     features = Features({"id": Value("string"), **kinds})
-    write_folder(Dataset.from_dict(columns, features=features), target)
+    table = InMemoryTable.from_pydict(columns, schema=features.arrow_schema)
+    write_folder(Dataset(table, DatasetInfo(features=features), fingerprint=target.name), target)

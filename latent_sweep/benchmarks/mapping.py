@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from latent_sweep.errors import DataError
 from latent_sweep.security import quoted
@@ -48,6 +48,12 @@ def _texts(value: Any) -> Any:
     return tuple(text_of(entry) for entry in values)
 
 
+def _check_hub_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ValueError(f"found {quoted(name)}; expected the name of a data set of the hub, e.g. org/name")
+    return name
+
+
 _OF_TEXT = (".json", ".jsonl", ".csv", ".tsv")
 """Endings of files whose numbers are text already."""
 
@@ -74,7 +80,7 @@ class SourceSpec(Settings):
     """Files of the test rows; beside `superni` how many rows, the first ones, are test rows (100)."""
     superni: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
     """A task file of Super-NaturalInstructions: its first `Instances` are test rows, and the others training rows."""
-    hub: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")
+    hub: Annotated[str, AfterValidator(_check_hub_name)] | None = None
     """A data set of the hub, `org/name`."""
     config: str | None = Field(None, min_length=1)
     """Its configuration, where it has several."""

@@ -5,14 +5,15 @@ A new benchmark is a new file: a `benchmark.yaml` beside folders `<task>/train.j
 
 from __future__ import annotations
 
-import difflib
 import os
+import re
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
+from latent_sweep.benchmarks.faults import unknown_name, validation_faults
 from latent_sweep.benchmarks.hub import pinned
 from latent_sweep.benchmarks.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
@@ -54,7 +55,17 @@ Truncation = Literal["keep_cue", "keep_ends", "official"]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 """A tuple of strings that a YAML list may fill."""
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        raise ValueError(
+            f"found {quoted(name)}; expected letters, digits, '_', '-' and '.', beginning with a letter or digit, at "
+            "most 100 in all. Choose a name of these, and write any other text as `title`"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
 """A name that is safe in file names and in names of logged metrics."""
 
 BENCHMARK_FILE = "benchmark.yaml"
@@ -179,7 +190,7 @@ class BenchmarkSpec(Settings):
         for key, sequence in self.orders.items():
             faults += [f"order {key!r} is empty"] if not sequence else []
             faults += [f"order {key!r} names task {name!r} twice" for name in _repeated(sequence)]
-            faults += [f"order {key!r}: {_unknown(name, names, 'task')}" for name in sequence if name not in names]
+            faults += [f"order {key!r}: {unknown_name(name, names, 'task')}" for name in sequence if name not in names]
         if faults:
             raise ValueError("; ".join(faults))
         return self
@@ -309,7 +320,7 @@ def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[Tas
     key = order_key(settings, spec)
     sequence = spec.orders[key]
     wanted = sequence if settings.tasks is None else settings.tasks
-    faults = [_unknown(name, sequence, "task") for name in wanted if name not in sequence]
+    faults = [unknown_name(name, sequence, "task") for name in wanted if name not in sequence]
     if faults:
         raise ConfigError(f"benchmark.tasks: {'; '.join(faults)}. Order {key} of {spec.name!r}: {', '.join(sequence)}.")
     tasks = {task.name: task for task in spec.tasks}
@@ -319,11 +330,6 @@ def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[Tas
 def scoring_metric(settings: BenchmarkSettings, task: TaskSpec) -> Metric:
     """The metric that scores `task`: its own, or what `benchmark.classification_metric` makes of an accuracy task."""
     return settings.classification_metric if task.metric == "accuracy" else task.metric
-
-
-def validation_faults(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line per fault of `error`: its dotted path, what was found, and a suggestion for a misspelt key."""
-    return [f"{_dotted(fault['loc'])}: {_explain(fault, model)}" for fault in error.errors(include_url=False)]
 
 
 @cache
@@ -340,7 +346,7 @@ def _benchmark_file(name: str) -> Path:
         path = path / BENCHMARK_FILE
     if not path.exists() or path.is_dir():
         raise ConfigError(
-            f"benchmark.name: {_unknown(name, list(packaged), 'benchmark')}, and there is no file {path}. "
+            f"benchmark.name: {unknown_name(name, list(packaged), 'benchmark')}, and there is no file {path}. "
             f"Use one of {', '.join(packaged)}, or the path of a folder that holds a {BENCHMARK_FILE}."
         )
     return path
@@ -358,42 +364,6 @@ def _parse(path: Path) -> BenchmarkSpec:
     except ValidationError as error:
         lines = "\n".join(f"  {line}" for line in validation_faults(error, BenchmarkSpec))
         raise ConfigError(f"{path}: not a valid benchmark file:\n{lines}") from error
-
-
-def _dotted(location: tuple[int | str, ...]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return path.lstrip(".") or "the file"
-
-
-def _explain(fault: Any, model: type[BaseModel]) -> str:
-    if fault["type"] == "extra_forbidden":
-        known = _known_keys(model, fault["loc"])
-        return _unknown(str(fault["loc"][-1]), known, "key") + f"; there are {', '.join(known)}"
-    if fault["type"] == "missing":
-        return "missing; it has no default"
-    if fault["type"] == "value_error":
-        return str(fault["ctx"]["error"])
-    return f"found {quoted(fault['input'])}; {fault['msg']}"
-
-
-def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys of the group of settings that holds the fault at `location`."""
-    for part in location[:-1]:
-        field = model.model_fields.get(str(part))
-        model = (field and _group(field.annotation)) or model
-    return list(model.model_fields)
-
-
-def _group(annotation: Any) -> type[BaseModel] | None:
-    """The group of settings inside a type such as `tuple[TaskSpec, ...] | None`."""
-    if arguments := get_args(annotation):
-        return next((group for group in map(_group, arguments) if group), None)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _unknown(name: str, known: Any, kind: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {kind} {name!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
 
 def _repeated(names: Any) -> list[str]:

@@ -13,27 +13,36 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from latent_sweep.benchmarks.faults import close_name, group_advice, shown, validation_faults
 from latent_sweep.benchmarks.loaders import once, one_look
-from latent_sweep.benchmarks.schema import BenchmarkSettings, validation_faults
+from latent_sweep.benchmarks.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
-from latent_sweep.security import quoted
-from latent_sweep.settings import Settings, as_written, flatten, local_path, parse_yaml, read_yaml
+from latent_sweep.methods.protocol import MethodSettings
+from latent_sweep.security import quoted, redact
+from latent_sweep.settings import Settings, as_written, flatten, local_path, parse_yaml, read_yaml, yaml_text
 from latent_sweep.store.storage import NODE_LOCAL
-from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial
+from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial, every_setting
 from latent_sweep.sweep.places import placed
 
 MOST_TRIALS = 10_000
 """Most points of a search: planning them takes five to ten seconds, and nobody compares more."""
+
+EXAMPLES: Mapping[str, str] = {
+    "trial": "e.g. {method: {name: latent_lora}, benchmark: {name: builtin}}",
+    "search": "e.g. {seed: [0, 1]}",
+    "run": "e.g. {storage: runs}",
+}
+"""What the blocks of a sweep file look like."""
 
 BLOCKS = ("name", "trial", "search", "tune", "run")
 """What a sweep file consists of."""
@@ -99,11 +108,15 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     """A sweep from YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
     if not isinstance(content, dict):
-        raise ConfigError(f"{source}: a sweep file is a mapping with {', '.join(BLOCKS)}; found {quoted(content)}")
+        found = "an empty file" if content is None else shown(content)
+        raise ConfigError(
+            f"{source}: found {found}; expected a sweep file, a mapping with {', '.join(BLOCKS)}. "
+            "`latent-sweep init NAME` writes a first one"
+        )
     faults: list[str] = []
     for override in overrides:
         faults += _apply_override(content, override)
-    faults += [_unknown_key(str(key), BLOCKS, "") for key in content if key not in BLOCKS]
+    faults += [_unknown_key(str(key), BLOCKS) for key in content if key not in BLOCKS]
     name = content.get("name")
     faults += _name_faults(name)
     template, template_faults = _mapping(content, "trial")
@@ -111,7 +124,7 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
     run_content, run_faults = _mapping(content, "run")
     faults += template_faults + search_faults + run_faults
     _, trial_faults = _trial(template)
-    faults += [f"trial.{fault}" for fault in trial_faults]
+    faults += [] if template_faults else [f"trial.{fault}" for fault in trial_faults]
     run, run_faults = _group(RunSettings, run_content, "run")
     faults += run_faults
     grid: dict[str, tuple[Any, ...]] = {}
@@ -140,9 +153,11 @@ def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Swe
 def _name_faults(name: Any) -> list[str]:
     """List what is wrong with a sweep's name, which becomes a folder's and an experiment's."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        usable = re.sub("[^A-Za-z0-9_.-]+", "_", str(name)).strip("_.-")[:100] if name is not None else ""
+        advice = f". Write {usable}" if usable and usable != str(name) and redact(str(name)) == str(name) else ""
         return [
-            f"name: found {quoted(name)}; expected letters, digits, '_', '-' and '.', not beginning with a sign, "
-            "at most 100 in all"
+            f"name: {'missing' if name is None else f'found {shown(name)}'}; expected letters, digits, '_', '-' and "
+            f"'.', not beginning with a sign, at most 100 in all{advice}"
         ]
     if name.lower() in STORAGE_FOLDERS:
         return [f"name: found {name!r}, the name of a folder that all sweeps of a storage share; choose another"]
@@ -214,7 +229,7 @@ def _mapping(content: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list
     if value is None:
         return {}, []
     if not isinstance(value, dict):
-        return {}, [f"{key}: found {quoted(value)}; expected a mapping"]
+        return {}, [f"{key}: found {shown(value)}; expected a mapping, {EXAMPLES[key]}"]
     return value, []
 
 
@@ -222,7 +237,7 @@ def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | No
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        return None, [f"{path}: found {quoted(content)}; expected a mapping"]
+        return None, [f"{path}: found {shown(content)}; expected a mapping{_advised(group_advice(content, kind))}"]
     return once(("group", kind, path, repr(content)), (), lambda: _validated(kind, content, path))
 
 
@@ -230,13 +245,16 @@ def _validated(kind: type[Settings], content: Mapping[str, Any], path: str) -> t
     try:
         return as_written(kind).model_validate(content), []
     except ValidationError as error:
-        return None, [f"{path}.{fault}".replace(".the file: ", ": ", 1) for fault in validation_faults(error, kind)]
+        group = path if path in ("method", *GROUPS) else ""
+        elsewhere = partial(_elsewhere, method=content.get("name") if path == "method" else None)
+        faults = validation_faults(error, kind, group, elsewhere)
+        return None, [f"{path}.{fault}".replace(".the file: ", ": ", 1) for fault in faults]
 
 
 def _trial(template: Mapping[str, Any]) -> tuple[WrittenTrial | None, list[str]]:
     """A trial, or every fault of its groups with paths below `trial`."""
     known = ("method", *GROUPS, "seed")
-    faults = [_unknown_key(str(key), known, "") for key in template if key not in known]
+    faults = [_unknown_key(str(key), known, "trial") for key in template if key not in known]
     method, method_faults = _method(template.get("method"))
     faults += method_faults
     groups: dict[str, Any] = {"method": method}
@@ -245,7 +263,8 @@ def _trial(template: Mapping[str, Any]) -> tuple[WrittenTrial | None, list[str]]
         faults += group_faults
     seed = template.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        faults.append(f"seed: found {quoted(seed)}; expected a whole number of at least 0")
+        advice = ". To try several values, list them under search.seed" if isinstance(seed, list) else ""
+        faults.append(f"seed: found {shown(seed)}; expected a whole number of at least 0{advice}")
     if faults:
         return None, faults
     return WrittenTrial(**groups, seed=seed), []
@@ -255,10 +274,12 @@ def _method(content: Any) -> tuple[Settings | None, list[str]]:
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        return None, [f"method: found {quoted(content)}; expected a mapping with a name"]
+        return None, [
+            f"method: found {shown(content)}; expected a mapping{_advised(group_advice(content, MethodSettings))}"
+        ]
     name = content.get("name", DEFAULT)
     if not isinstance(name, str):
-        return None, [f"method.name: found {quoted(name)}; expected one of {', '.join(METHODS)}"]
+        return None, [f"method.name: found {shown(name)}; expected one of {', '.join(METHODS)}"]
     try:
         kind = method_class(name).settings_class
     except ConfigError as error:
@@ -279,6 +300,8 @@ def _axis(
     where = f"{block}.{axis}"
     if not all(axis.split(".")):
         return [f"{where}: expected a dotted path below `trial`, e.g. method.rank"]
+    if axis.startswith("trial."):
+        return [f"{where}: paths of an axis begin below `trial`; write {axis.removeprefix('trial.')}"]
     if isinstance(values, dict):
         draw, faults = _draw(values, where)
         if draw is None:
@@ -291,20 +314,41 @@ def _axis(
         grid[axis] = tuple(values)
         tried = values
     else:
-        return [f"{where}: found {quoted(values)}; expected a list, or one of choice, uniform, loguniform, randint"]
+        advice = "list the values to try" if values in (None, []) else f"write [{values}], or set it under trial"
+        return [
+            f"{where}: found {shown(values)}; expected a list of values, or a mapping with choice, uniform, loguniform "
+            f"or randint. For an axis, {redact(advice)[:120]}"
+        ]
     faults = []
-    for index, value in enumerate(tried):
+    by_value: list[list[str]] = []
+    for value in tried:
         candidate = _copied(template)
         if not all(_put(candidate, path.split("."), leaf) for path, leaf in flatten(axis, value).items()):
             return [
                 f"{where}: a plain value stands where the path has a group; write paths below `trial`, e.g. method.rank"
             ]
         _, new_faults = _trial(candidate)
-        faults += [f"{where}[{index}]: {fault}" for fault in new_faults if fault not in template_faults]
+        by_value.append([fault for fault in new_faults if fault not in template_faults])
+    if any(by_value) and isinstance(values, dict) and (advice := _whole_numbers(axis, draws[axis], template)):
+        return [f"{where}.{draws[axis].kind}: draws fractions, but {axis} takes whole numbers. {advice}"]
+    if len(tried) > 1 and all(found == by_value[0] for found in by_value):  # as where the axis itself is misspelled
+        faults += [f"{where}: {fault}" for fault in by_value[0]]
+    else:
+        faults += [f"{where}[{index}]: {fault}" for index, found in enumerate(by_value) for fault in found]
     repeated = _repeated(tried) if axis in grid and not faults else []
     if repeated:
         return [f"{where}: {repeated[0]!r} appears twice; equal trials would collapse into one"]
     return faults
+
+
+def _whole_numbers(axis: str, draw: Draw, template: Mapping[str, Any]) -> str:
+    """Say how to draw whole numbers, if the axis takes them and these bounds; empty where another fault is meant."""
+    if draw.kind not in ("uniform", "loguniform") or not all(float(bound).is_integer() for bound in draw.values):
+        return ""
+    lower, upper = map(int, draw.values)
+    candidate = _copied(template)
+    _put(candidate, axis.split("."), lower)
+    return "" if _trial(candidate)[1] else f"Write randint: [{lower}, {upper + 1}]"
 
 
 def _lacking(
@@ -435,7 +479,12 @@ def _meet(path: str, other: str) -> bool:
 def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str]]:
     kinds = ("choice", "uniform", "loguniform", "randint")
     if len(content) != 1 or next(iter(content)) not in kinds:
-        return None, [f"{where}: found {quoted(dict(content))}; expected a single key out of {', '.join(kinds)}"]
+        paths = "; ".join(f"{path}: {_short(value)}" for path, value in flatten(where, dict(content)).items())
+        nested = not set(content) & set(kinds) and all(str(key).isidentifier() for key in content)
+        advice = f". Write a dotted path for each axis: {paths.replace('search.', '')}" if nested and paths else ""
+        return None, [
+            f"{where}: found {quoted(dict(content))}; expected a single key out of {', '.join(kinds)}{advice}"
+        ]
     kind, values = next(iter(content.items()))
     if not isinstance(values, list) or not values or (kind != "choice" and len(values) != 2):
         wanted = "a list of values" if kind == "choice" else "two bounds [lower, upper]"
@@ -450,6 +499,11 @@ def _draw(content: Mapping[str, Any], where: str) -> tuple[Draw | None, list[str
     if kind == "randint":
         values = [values[0], values[1] - 1]
     return Draw.model_validate({"kind": kind, "values": tuple(values)}), []
+
+
+def _short(value: Any) -> str:
+    """Write a value as a sweep file has it, without secrets."""
+    return redact(yaml_text(value, one_line=True))[:60]
 
 
 def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -477,8 +531,8 @@ def _apply_override(content: dict[str, Any], override: str) -> list[str]:
         return [f"--set {override}: expected path=value, e.g. --set trial.training.epochs=1"]
     value = parse_yaml(text, f"--set {override}")
     if value is None and text.strip().lower() not in ("null", "~"):  # an empty variable of the shell
-        end = "to remove an axis" if keys[0] == "search" else "for no value"
-        return [f"--set {override}: nothing stands behind the '='; write {path.strip()}=null {end}"]
+        end = f"write {path.strip()}=null to remove an axis" if keys[0] == "search" else "leave it out for the file's"
+        return [f"--set {override}: nothing stands behind the '='; write a value, or {end}"]
     keys = _joined(keys)
     if keys[0] == "search" and len(keys) == 2 and value is None:
         axes = content.get("search")
@@ -500,7 +554,36 @@ def _joined(keys: list[str]) -> list[str]:
     return keys
 
 
-def _unknown_key(key: str, known: Sequence[str], where: str) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(known)}"
-    return f"{where}{key}: unknown key; {hint}"
+def _advised(advice: str) -> str:
+    return f". {advice}" if advice else ""
+
+
+def _unknown_key(key: str, known: Sequence[str], block: str = "") -> str:
+    """Say that a block has no such key, and what its writer may have meant: a setting elsewhere, or a close name."""
+    near = close_name(key, known)
+    hint = f"did you mean {near!r}?" if near else f"allowed: {', '.join(known)}"
+    return f"{key}: unknown key; {_elsewhere(key, block) or hint}"
+
+
+def _elsewhere(name: str, block: str = "", method: Any = None) -> str:
+    """Say where in a sweep file a setting of this name is; empty where there is none.
+
+    Args:
+        block: where it was looked for, from which the paths count.
+        method: the method whose settings lack it.
+    """
+    groups = {group: [facts.path for facts in found] for group, found in every_setting().items()}
+    if method is not None:
+        setting = f"trial.method.{name}"
+        having = [
+            group.partition(" of ")[2]
+            for group, paths in groups.items()
+            if any(f"{path}.".startswith(f"{setting}.") for path in paths)
+        ]
+        if having:
+            return f"{method} has no such setting; it is one of {', '.join(dict.fromkeys(having))}"
+    paths = [path for found in groups.values() for path in found]
+    paths += [path.rpartition(".")[0] for path in paths]
+    found = dict.fromkeys(path for path in paths if path.rpartition(".")[2] == name and path.startswith(block))
+    shown = [path.removeprefix(f"{block}.") for path in found][:3]
+    return f"did you mean {' or '.join(shown)}?" if shown else ""

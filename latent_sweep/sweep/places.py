@@ -8,6 +8,7 @@ the place of a relative path: with LATENT_SWEEP_STORAGE=/data/sweeps, `storage: 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,11 @@ def _is_absolute(place: str) -> bool:
 
 def _folder_faults(place: str) -> list[str]:
     """List what stands in the way of a storage's folder on this machine; an object store's URI meets nothing here."""
+    if variable := re.search(r"\$\{?\w+\}?", place):
+        return [
+            f"found {quoted(place)}; variables such as {variable[0]} are not read here. Write the path, or give it by "
+            f"--set run.storage={variable[0]}/..., which the shell fills in"
+        ]
     if "://" in place:
         return []
     folder = local_path(place)

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
+from latent_sweep.benchmarks.faults import validation_faults
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, once, one_look, row_count, source_digest
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
@@ -38,7 +39,6 @@ from latent_sweep.benchmarks.schema import (
     order_key,
     scoring_metric,
     task_sequence,
-    validation_faults,
 )
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names

@@ -317,7 +317,7 @@ def test_a_benchmark_file_reports_every_fault(tmp_path: Path) -> None:
         "promt: unknown key 'promt' (did you mean 'prompt'?)",
         "tasks[0].instrution: unknown key 'instrution' (did you mean 'instruction'?)",
         "tasks[0].metric: found 'f1'",
-        "tasks[1].labels[0]: found True",
+        "tasks[1].labels[0]: found true",
         "tasks[2].name: missing",
     ):
         assert fault in message

@@ -1,0 +1,316 @@
+"""Faults of settings in our own words: what was found, what is expected and what to do, of what pydantic refuses."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import date
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from latent_sweep.security import quoted, redact
+
+TRUTH = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
+"""Words that people write for a truth value, and what a file of settings has in their place."""
+
+
+Elsewhere = Callable[[str], str]
+"""Says where a setting of this name is, for whoever has written it in the wrong group; empty where there is none."""
+
+
+def validation_faults(
+    error: ValidationError, model: type[BaseModel], group: str = "", elsewhere: Elsewhere = lambda name: ""
+) -> list[str]:
+    """Return one line per faulty setting: its dotted path, what was found, what is expected, and what to do.
+
+    Args:
+        model: the class that refused its values.
+        group: the trial's group that `model` is, as `training`: values of it can be searched.
+        elsewhere: asked about keys that `model` does not have.
+    """
+    # of a type with several alternatives each has its own fault, and the shortest location has the whole value
+    faults = sorted(error.errors(include_url=False), key=lambda fault: len(fault["loc"]))
+    lines: dict[str, str] = {}
+    for fault in faults:
+        path, setting = _setting(model, fault["loc"])
+        axis = group and f"{group}.{_dotted(path)}"
+        lines.setdefault(_dotted(path), _explain(fault, setting, axis, elsewhere))
+    return [f"{path}: {text}" for path, text in lines.items()]
+
+
+def unknown_name(name: str, known: Collection[str], kind: str) -> str:
+    """Say that there is no such name, and which known one is close to it."""
+    close = close_name(name, known)
+    return f"unknown {kind} {name!r}" + (f" (did you mean {close!r}?)" if close else "")
+
+
+def close_name(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that is spelled like `name`, or begins its words with these letters, as `lr` does."""
+    close = difflib.get_close_matches(name, known, n=1)
+    initials = (one for one in known if "_" in one and "".join(word[:1] for word in one.split("_")) == name)
+    return close[0] if close else next(initials, None)
+
+
+def group_advice(content: Any, kind: type[BaseModel]) -> str:
+    """Say how to write a group of settings for whoever has written its name, or its only setting, in its place."""
+    fields = list(kind.model_fields)
+    key = "name" if "name" in fields else fields[0]
+    fits = isinstance(content, str) and (key == "name" or len(fields) == 1)
+    return f"Write {{{key}: {_written(content)}}}" if fits else ""
+
+
+Location = tuple[int | str, ...]
+
+KEY = "[key]"
+"""Stands in pydantic's locations behind a key that is refused itself."""
+
+
+class _Setting(NamedTuple):
+    """The setting at a fault's location."""
+
+    model: type[BaseModel]
+    """The class of its group."""
+    annotation: Any
+    """Its type; None where the group has no such setting."""
+    metadata: Sequence[Any]
+    """What else its values must fulfill."""
+
+
+def _setting(model: type[BaseModel], location: Location) -> tuple[Location, _Setting]:
+    """Follow a location as far as settings go.
+
+    Returns:
+        The path of the setting, without the names that pydantic gives to the alternatives of a type, and the setting.
+    """
+    annotation: Any = model
+    metadata: Sequence[Any] = ()
+    path: list[int | str] = []
+    for part in location:
+        annotation, metadata = _plain(annotation, metadata)
+        inner = _inner_model(annotation)
+        if inner is not None:
+            model = inner
+            field = model.model_fields.get(str(part))
+            path.append(str(part))
+            if field is None:
+                return tuple(path), _Setting(model, None, ())
+            annotation, metadata = field.annotation, field.metadata
+        elif (entry := _entry(annotation, part)) is not None:
+            path += [part] if part != KEY else []
+            annotation, metadata = entry, ()
+        else:
+            break
+    return tuple(path), _Setting(model, *_plain(annotation, metadata))
+
+
+def _plain(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """Take a type out of `Annotated`."""
+    while get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        for one in more:
+            metadata = [*metadata, *(one.metadata if isinstance(one, FieldInfo) else [one])]
+    return annotation, metadata
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the alternatives of a union, or the type itself."""
+    return list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else [annotation]
+
+
+def _inner_model(annotation: Any) -> type[BaseModel] | None:
+    """The group of settings that a value of this type is, if it is one."""
+    for alternative in _alternatives(annotation):
+        if isinstance(alternative, type) and issubclass(alternative, BaseModel):
+            return alternative
+    return None
+
+
+def _entry(annotation: Any, part: int | str) -> Any:
+    """The type of an entry of a list or mapping; None where several types could be meant, or none has entries."""
+    alternatives = [one for one in _alternatives(annotation) if one is not NoneType]
+    if len(alternatives) != 1:
+        return None
+    kind, arguments = _kind(alternatives[0]), get_args(_plain(alternatives[0], ())[0])
+    if kind == "list" and isinstance(part, int):
+        return arguments[0] if arguments else Any
+    if kind == "mapping":
+        return arguments[part != KEY] if arguments else Any
+    return None
+
+
+def _kind(annotation: Any) -> str:
+    """Whether values of a type are a list, a mapping, or plain."""
+    annotation, _ = _plain(annotation, ())
+    origin = get_origin(annotation) or annotation
+    if not isinstance(origin, type):
+        return "plain"
+    if issubclass(origin, (tuple, list)):
+        return "list"
+    return "mapping" if issubclass(origin, (Mapping, BaseModel)) else "plain"
+
+
+def _dotted(location: Location) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.lstrip(".") or "the file"
+
+
+def _explain(fault: Any, setting: _Setting, axis: str, elsewhere: Elsewhere) -> str:
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    if setting.annotation is None and fault["type"] not in ("extra_forbidden", "invalid_key"):
+        return f"found {shown(fault['input'])}; {fault['msg']}"  # of a library's own group, by another name
+    if setting.annotation is None:
+        name, known = str(fault["loc"][-1]), list(setting.model.model_fields)
+        if name.isdigit():  # {rate: 0,5} has a second key 5
+            return "found a number in a key's place; write decimals with a point, as in 0.5, and lists in brackets"
+        if place := _inside(name, setting.model) or elsewhere(name):
+            return f"unknown key {name!r}; {place}"
+        return f"{unknown_name(name, known, 'key')}; there are {', '.join(known)}"
+    wanted = _joined(list(_wanted(setting.annotation, setting.metadata)))
+    if fault["type"] == "missing":
+        meaning = setting.model.model_fields[str(fault["loc"][-1])].description or wanted
+        return f"missing; expected {wanted}. It is {' '.join(meaning.split())}"
+    if fault["type"] == "finite_number":
+        wanted = wanted.replace("a number", "a finite number")
+    value = fault["input"]
+    advice = _advice(value, setting.annotation, axis)
+    return f"found {shown(value)}; expected {wanted}{f'. {advice}' if advice else ''}"
+
+
+def _inside(name: str, model: type[BaseModel]) -> str:
+    """Say in which group inside of this one a setting of this name is; empty where in none."""
+    groups = {field: _inner_model(info.annotation) for field, info in model.model_fields.items()}
+    paths = [f"{field}.{name}" for field, group in groups.items() if group is not None and name in group.model_fields]
+    return f"did you mean {_joined(paths)}?" if paths else ""
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """Join alternatives: `a`, `a or b`, `a, b or c`."""
+    *first, last = parts
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def shown(value: Any) -> str:
+    """Quote a value as a file of settings has it, as far as that differs from Python's words."""
+    words = {None: "null (no value)", True: "true", False: "false"}
+    if isinstance(value, date):
+        return str(value)
+    return words[value] if value is None or isinstance(value, bool) else quoted(value)
+
+
+# --- what is expected ------------------------------------------------------------------------------------------------
+
+WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Any: "a value",
+}
+SEVERAL: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def _wanted(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
+    """Say what values of a type look like, one alternative after the other."""
+    annotation, metadata = _plain(annotation, metadata)
+    alternatives = _alternatives(annotation)
+    if len(alternatives) > 1:
+        for one in sorted(alternatives, key=lambda one: one is NoneType):
+            yield from _wanted(one, metadata)
+    elif annotation is NoneType:
+        yield "null"
+    elif get_origin(annotation) is Literal:
+        choices = [shown(choice) if not isinstance(choice, str) else choice for choice in get_args(annotation)]
+        yield choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    elif (kind := _kind(annotation)) == "list":
+        (entry, *_) = get_args(annotation) or (Any,)
+        yield f"a list of {_several(entry)}{_at_least(metadata)}"
+    elif kind == "mapping":
+        yield "a mapping"
+    else:
+        limits = _range(metadata) if annotation in (int, float) else _at_least(metadata)
+        yield f"{WORDS.get(annotation, 'a value')}{limits}"
+
+
+def _several(entry: Any) -> str:
+    entry, metadata = _plain(entry, ())
+    if entry in SEVERAL:
+        return f"{SEVERAL[entry]}{_range(metadata)}"
+    if _kind(entry) == "mapping":
+        return "mappings"
+    return " or ".join(_wanted(entry, metadata)).removeprefix("one of ") if get_origin(entry) is Literal else "values"
+
+
+BOUNDS: Mapping[str, str] = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _range(metadata: Sequence[Any]) -> str:
+    """Say what limits a number has."""
+    found = [
+        f"{words} {getattr(one, name):g}" for name, words in BOUNDS.items() for one in metadata if hasattr(one, name)
+    ]
+    return f" {' and '.join(found)}" if found else ""
+
+
+def _at_least(metadata: Sequence[Any]) -> str:
+    least = [one.min_length for one in metadata if hasattr(one, "min_length")]
+    return ", not empty" if any(least) else ""
+
+
+# --- what to do ------------------------------------------------------------------------------------------------------
+
+
+def _advice(value: Any, annotation: Any, axis: str) -> str:
+    """Say what to write in the place of a common mistake; nothing where no mistake is known that looks like it."""
+    types = [_plain(one, ())[0] for one in _alternatives(annotation)]
+    lists = [one for one in types if _kind(one) == "list"]
+    if (group := _inner_model(annotation)) is not None:
+        return group_advice(value, group)
+    if isinstance(value, (list, tuple)):
+        if axis and not lists and len(value) > 1:
+            return f"To try several values, list them under search.{axis}"
+        return f"Write {_written(value[0])}" if len(value) == 1 and not lists and _is_plain(value[0]) else ""
+    if lists and _fits(value, lists[0]):
+        return f"Write [{_written(value)}]"
+    if isinstance(value, str):
+        return _advice_on_text(value.strip().lower(), types)
+    if isinstance(value, float) and int in types and value.is_integer():
+        return f"Write {value:.0f}"
+    return f'Write "{_written(value)}", in quotes' if str in types and _is_plain(value) else ""
+
+
+def _advice_on_text(text: str, types: Sequence[Any]) -> str:
+    if bool in types and text in TRUTH:
+        return f"Write {TRUTH[text]}"
+    if {int, float} & set(types) and (number := _number(text)) is not None:
+        return f"Write {number}, without quotes"
+    return "Write null" if text == "none" and NoneType in types else ""
+
+
+def _is_plain(value: Any) -> bool:
+    return value is not None and not isinstance(value, (dict, list, tuple))
+
+
+def _written(value: Any) -> str:
+    """Write a plain value as a file of settings has it, without secrets."""
+    return redact(str(value).lower() if isinstance(value, bool) else str(value))[:80]
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a value could be an entry of a list of this type, as far as its type says."""
+    entry, _ = _plain((get_args(annotation) or (Any,))[0], ())
+    choices = get_args(entry) if get_origin(entry) is Literal else ()
+    return value in choices or entry is Any or (entry in SEVERAL and isinstance(value, entry))
+
+
+def _number(text: str) -> str | None:
+    """The number that a text holds, as a file of settings has it."""
+    plain = text.replace("_", "")
+    try:
+        float(plain)
+    except ValueError:
+        return None
+    return plain if plain.lstrip("+-") not in ("nan", "inf", "infinity") else None
