@@ -72,13 +72,13 @@ class TaskAnswers:
     """Those that score each test row."""
     inputs: Sequence[str]
     """Of each test row."""
-    written: Callable[[str], str]
-    """What a model writes that repeats a text."""
+    written: Callable[[str, bool], str]
+    """What a model writes that repeats a text: up to the limits of an answer, or (False) by its tokenizer alone."""
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often one answer scores 1 on rows whose references differ from it."""
+    """How often one answer scores 1 on rows whose references differ from it, see `_confusion`."""
 
     rows: int
     of: int
@@ -109,7 +109,7 @@ class AnswerReport:
     attainable: float
     """The reference as the backbone can write it; as `equal` where its tokenizer is not at hand."""
     unattainable: int
-    """Rows tried of which that scores 0."""
+    """Rows tried whose reference scores 0 however long an answer may be."""
     lost: tuple[str, str] | None
     """The first reference that is written otherwise and scores less, and what is written."""
     empty: float
@@ -143,8 +143,8 @@ class Problem:
     example: str
     advice: str
     is_fault: bool
-    allowance: Allowance | None = None
-    """What makes a warning of the fault."""
+    allowances: tuple[Allowance, ...] = ()
+    """Any of them makes a warning of the fault; the first is the one to advise."""
     of_tokenizer: bool = False
     """Whether it depends on the backbone's tokenizer."""
 
@@ -160,8 +160,9 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
     rows = _spread(range(len(task.references)), TRIED if outside else ROWS)
     references = [task.references[row] for row in rows]
     equal = _scores(task, rows, [each[0] for each in references])
-    written = [task.written(each[0]) for each in references]
+    written = [task.written(each[0], True) for each in references]
     attained = _scores(task, rows, written)
+    whole = _scores(task, rows, [task.written(each[0], False) for each in references])
     lost = [(each[0], text) for each, text, a, b in zip(references, written, attained, equal, strict=True) if a < b]
     lost += [(each[0], text) for each, text, a in zip(references, written, attained, strict=True) if not a]
     filled = [row for row in rows if any(text.strip() for text in task.references[row])]
@@ -175,7 +176,7 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
         equal=_mean(equal),
         attainable=_mean(attained),
         unattainable=sum(
-            not score and any(text.strip() for text in each) for score, each in zip(attained, references, strict=True)
+            not score and any(text.strip() for text in each) for score, each in zip(whole, references, strict=True)
         ),
         lost=lost[0] if lost else None,
         empty=_mean(_scores(task, filled, [""] * len(filled))),
@@ -202,7 +203,7 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
             f"{_short(found.answer)} where it is {_short(found.reference)}",
             "score the task by a metric that tells them apart, or write the answers otherwise",
             found.rows > SPOILED_SHARE * found.of,
-            "alike_answers",
+            ("alike_answers",),
         )
     if report.labels_alike is not None:
         yield Problem(
@@ -219,7 +220,7 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
             "",
             "correct the metric, or take another",
             report.empty >= LOWEST * report.equal,
-            "alike_answers",
+            ("alike_answers",),
         )
     yield from _unreachable(report)
     yield from _unread(report)
@@ -230,7 +231,7 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
             ", ".join(untrained.answers),
             "write the answers of both splits alike, or train on all of them",
             untrained.rows >= NEARLY_ALL * untrained.of and not untrained.too_few_trained,
-            "untrained_answers",
+            ("untrained_answers",),
         )
 
 
@@ -242,11 +243,12 @@ def _unreachable(report: AnswerReport) -> Iterator[Problem]:
     example = f"{_short(report.lost[0])} is written {_short(report.lost[1])}" if report.lost else ""
     yield Problem(
         f"the best score that answers can reach with {report.metric} is below {whole:.3g}",
-        f"{report.attainable:.3f}, and 0 in {report.unattainable:,} of {report.tried:,} test rows tried",
+        f"{report.attainable:.3f}"
+        + f", and 0 in {report.unattainable:,} of {report.tried:,} test rows tried" * bool(report.unattainable),
         example,
         "see max_target_length, `stop` and the tokenizer, or score the task by another metric",
         report.attainable < LOWEST * whole or report.unattainable > SPOILED_SHARE * report.tried,
-        "unreachable_answers",
+        ("unreachable_answers", "long_targets", "stopped_targets"),
         of_tokenizer=True,
     )
 
@@ -261,7 +263,7 @@ def _unread(report: AnswerReport) -> Iterator[Problem]:
             "",
             "score the task by rouge_l_char or chrf",
             report.letters_read < LOWEST,
-            "unreachable_answers",
+            ("unreachable_answers",),
         )
     if metric in _OF_BLANKS and report.unspaced > LOWEST:
         yield Problem(
@@ -314,7 +316,10 @@ def _mean(scores: Sequence[float]) -> float:
 
 
 def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
-    """Find the answer that scores 1 on most rows whose references differ from it."""
+    """Find the answer that scores 1 on most rows whose references differ from it.
+
+    Of an answer that is right in some rows, those count that are fewer: with it and with other references.
+    """
     rows = _spread(range(len(task.references)), TRIED if ":" in task.metric else OTHERS)
     most = Confusion(0, len(rows))
     for answer in dict.fromkeys(answers):
@@ -322,8 +327,11 @@ def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
         others = [r for r in rows if all(_as_seen(task.metric, text) != look for text in task.references[r])]
         scores = _scores(task, others, [answer] * len(others))
         wrong = [row for row, score in zip(others, scores, strict=True) if score == 1]
-        if len(wrong) > most.rows:
-            most = Confusion(len(wrong), len(rows), answer, task.references[wrong[0]][0])
+        right = len(rows) - len(others)
+        kinds = [right, *Counter(_as_seen(task.metric, task.references[row][0]) for row in wrong).values()]
+        count = sum(kinds) - max(kinds) if right else len(wrong)
+        if count > most.rows:
+            most = Confusion(count, len(rows), answer, task.references[wrong[0]][0])
     return most
 
 

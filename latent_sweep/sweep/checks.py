@@ -290,7 +290,7 @@ class Reader:
             return str(self.tokenizer.decode(ids, skip_special_tokens=True)).lstrip()
         return " ".join(text.split()) if FRAMES[self.family].one_space else text.lstrip()
 
-    def written(self, text: str, tokens: int, stop: Sequence[str]) -> str:
+    def written(self, text: str, tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """Return what a model that repeats `text` can answer: as its tokenizer writes it, up to the limits."""
         if self.tokenizer is not None:
             ids = self(text, add_special_tokens=False)["input_ids"][:tokens]
@@ -372,9 +372,14 @@ class Case:
                 train=[self.answers(row, "train")[0] for row in self.rows["train"]],
                 references=[self.answers(row, "test") for row in tests],
                 inputs=[row.input for row in tests],
-                written=lambda text: self.reader.written(text, self.target_room("test"), self.spec.stop),
+                written=self._written,
             )
         )
+
+    def _written(self, text: str, limited: bool) -> str:
+        if not limited:
+            return self.reader.written(text)
+        return self.reader.written(text, self.target_room("test"), self.spec.stop)
 
     @property
     def prompt_room(self) -> int:
@@ -579,9 +584,9 @@ def _check_answers(case: Case, found: Findings) -> None:
         return
     for problem in problems(report):
         name = case.name_read if problem.of_tokenizer else case.name
-        if problem.is_fault and problem.allowance not in case.task.allow:
+        if problem.is_fault and not set(problem.allowances) & set(case.task.allow):
             example = f", e.g. {problem.example}" * bool(problem.example)
-            advice = _permission(case, problem.advice, problem.allowance)
+            advice = _permission(case, problem.advice, *problem.allowances[:1])
             found.fault(f"{name}, task {case.task.name}: {problem.topic}: {problem.count}{example}; {advice}")
         else:
             found.warn(f"{name}: {problem.topic}", case.task.name, problem.count, problem.example)
@@ -644,7 +649,7 @@ def _is_fault(case: Case, rows: int, of: int, allowance: Allowance) -> bool:
     return rows > most and allowance not in case.task.allow
 
 
-def _permission(case: Case, advice: str, allowance: Allowance | None) -> str:
+def _permission(case: Case, advice: str, allowance: Allowance | None = None) -> str:
     """Add to an advice, for a benchmark of one's own, how to say that what was found is meant."""
     permits = _is_own(case) and allowance is not None
     return f"{advice}; or, if it is meant, add `allow: [{allowance}]` to the task" if permits else advice

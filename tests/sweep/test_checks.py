@@ -15,7 +15,6 @@ import pytest
 from helpers.outside import outside_module
 from helpers.sweeps import change_benchmark, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
-from tokenizers import Tokenizer, decoders, models, normalizers
 
 from latent_sweep.backbones.generation import answer_text
 from latent_sweep.backbones.known import BackboneSettings
@@ -55,6 +54,11 @@ def said_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) 
     content = tiny(trial__benchmark={"name": str(own), **(benchmark or {})}, **FEW | changes)
     sweep = parse_sweep(content, "sweep.yaml")
     return check_sweep(sweep, expand(sweep))
+
+
+def beside_answers(lines: list[str]) -> list[str]:
+    """What is said, but for what `answer_checks.py` finds: its tests are in `test_answer_checks.py`."""
+    return [line for line in lines if not re.search("no training row has|best score that answers can reach", line)]
 
 
 def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> str:
@@ -147,7 +151,7 @@ def test_a_task_whose_targets_all_hold_a_stop_string_is_a_fault(own: Path, tmp_p
     for command in (["plan", path], ["run", path, "--local"]):
         assert main(command) == 2
         example = f"'a\\nb{'c' * 57}' ..."
-        assert capsys.readouterr().err.splitlines()[1:] == [
+        assert beside_answers(capsys.readouterr().err.splitlines()[1:]) == [
             '  - benchmark own, task right: all 5 training targets hold one of the stop strings ["\\n","#"], where an '
             f"answer ends, e.g. {example}; change `stop` in {own}, or the targets in {own / 'right'}; or, if it is "
             "meant, add `allow: [stopped_targets]` to the task"
@@ -160,7 +164,7 @@ def test_some_targets_that_hold_a_stop_string_are_counted_by_task(own: Path) -> 
     put(own, "left", "train", rows("left", "train", ["a\nb", "a\nc", *["ax", "bx"] * 19]))
     put(own, "left", "test", rows("left", "test", [*["ax"] * 19, "b\nc"]))
     put(own, "right", "test", rows("right", "test", [*["ax"] * 29, "b\nc"]))
-    assert said_of(own) == [
+    assert beside_answers(said_of(own)) == [
         'warning: benchmark own: targets hold one of the stop strings ["\\n"], where an answer ends: '
         "left 2 of 40 training, 1 of 20 test; right 1 of 30 test; e.g. 'a\\nb'"
     ]
@@ -177,23 +181,32 @@ def test_more_than_a_few_targets_that_hold_a_stop_string_are_a_fault(own: Path) 
     assert said_of(own)[0].endswith("left 2 of 38 training; e.g. 'a\\nb'")
 
 
-def test_answers_of_which_nothing_is_compared(own: Path) -> None:
+@pytest.mark.parametrize("metric", ["accuracy", "chrf"])
+def test_empty_answers(own: Path, metric: str) -> None:
+    """Those of punctuation are none: they are compared as they are written."""
+    put(own, "left", "train", rows("left", "train", ["-", *["ax"] * 9]))
     put(own, "left", "test", rows("left", "test", ["-", *["ax"] * 9]))
-    message = faults_of(own)
-    assert "task left: 1 of 10 test targets hold no letter or digit" in message
-    assert "leave them out by benchmark.drop_unlabelled: true" in message
-    assert said_of(own, {"drop_unlabelled": True}) == []
-    change_benchmark(own, task_allow=["empty_answers"])
-    assert said_of(own)[0].endswith("left 1 of 10 test; e.g. '-'")
-
-
-@pytest.mark.parametrize("metric", ["edit_similarity", "chrf"])
-def test_answers_of_punctuation_are_compared_by_metrics_that_count_it(own: Path, metric: str) -> None:
-    put(own, "left", "test", rows("left", "test", ["+", *["ax"] * 5]))
     change_benchmark(own, task_metric=metric)
     assert said_of(own) == []
-    put(own, "left", "test", rows("left", "test", [" ", *["ax"] * 5]))
-    assert "task left: 1 of 6 test targets hold no text, so that an empty answer" in faults_of(own)
+    put(own, "left", "test", rows("left", "test", [" ", *["ax"] * 9]))
+    message = faults_of(own)
+    assert "task left: 1 of 10 test targets are empty" in message
+    if metric == "accuracy":
+        assert "leave them out by benchmark.drop_unlabelled: true" in message
+        assert said_of(own, {"drop_unlabelled": True}) == []
+    change_benchmark(own, task_allow=["empty_answers"])
+    assert said_of(own)[0].endswith("left 1 of 10 test; e.g. ' '")
+
+
+@pytest.mark.parametrize("answer", ["", " ", "-"])
+def test_an_answer_beside_labels_is_a_fault_even_one_without_a_letter(own: Path, answer: str) -> None:
+    change_benchmark(own, task_labels=["ax", "bx"])
+    assert said_of(own) == []
+    put(own, "left", "test", rows("left", "test", [answer, *["ax"] * 39]))
+    assert f"task left: 1 test answers are none of `labels`, e.g. {answer!r}" in faults_of(own)
+    assert said_of(own, {"drop_unlabelled": True}) == []
+    change_benchmark(own, task_labels=["ax", "bx", answer])
+    said_of(own)
 
 
 def test_a_task_whose_test_rows_are_all_left_out_is_a_fault(own: Path) -> None:
@@ -201,52 +214,10 @@ def test_a_task_whose_test_rows_are_all_left_out_is_a_fault(own: Path) -> None:
     assert "task left: no test rows are left; expected at least one" in faults_of(own, {"drop_unlabelled": True})
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "rouge_l", "rouge_1"])
-def test_answers_that_count_as_equal_are_said(own: Path, metric: str) -> None:
-    change_benchmark(own, task_metric=metric)
-    put(own, "left", "test", rows("left", "test", ["-1", "1", "0", "Zero", "zero", "zero"]))
-    topic = f"warning: benchmark own: {metric} ignores punctuation, so answers count as equal"
-    assert said_of(own) == [f"{topic}: left '-1' and '1'"]
-
-
-@pytest.fixture(scope="session")
-def composing(tmp_path_factory: Any) -> str:
-    """A folder with a tokenizer that composes characters (NFKC), as those of T5 do, and knows those of Latin-1."""
-    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((chr(code), -1.0) for code in range(32, 256))], unk_id=0))
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<unk>"])
-    folder = tmp_path_factory.mktemp("composing")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"),
-    [
-        (["cafe\u0301"], "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)"),
-        (["x²", "y³"], "all 6 test targets have characters that the tokenizer writes otherwise (NFKC)"),
-        (["是", "否"], "all 6 test targets have characters that the tokenizer does not know: accuracy gives 0"),
-        (["café"], None),
-    ],
-)
-def test_answers_that_the_tokenizer_cannot_give_back_are_a_fault_of_accuracy(
-    own: Path, composing: str, labels: list[str], said: str | None
-) -> None:
-    change_benchmark(own, max_target_length=8)
-    put(own, "left", "test", rows("left", "test", (labels * 6)[:6]))
-    read = {"trial__backbone": {"name": "tiny-llama", "tokenizer": composing}}
-    if said is None:
-        assert said_of(own, **read) == []
-        return
-    assert said in faults_of(own, **read)
-    assert said_of(own, {"classification_metric": "edit_similarity"}, **read) == []
-
-
 def test_answers_are_looked_at_by_the_metric_that_scores_them(own: Path) -> None:
-    put(own, "left", "test", rows("left", "test", ["C++", "C#"] * 3))
-    topic = "warning: benchmark own: accuracy ignores punctuation, so answers count as equal"
-    assert said_of(own) == [f"{topic}: left 'C++' and 'C#'"]
+    for split in ("train", "test"):
+        put(own, "left", split, rows("left", split, ["C++", "C#"] * 3))
+    assert "task left: accuracy gives 1 to one answer where the reference is another: 3 of 6" in faults_of(own)
     assert said_of(own, {"classification_metric": "chrf"}) == []
     keys = set()
     for metric in ("accuracy", "chrf"):
@@ -261,7 +232,7 @@ def test_a_test_row_counts_by_the_references_that_score_it(own: Path) -> None:
     change_benchmark(own, stop=["\n"])
     put(own, "left", "test", rows("left", "test", [["a\nb", "ax"], *[["bx"]] * 19]))
     assert "left 1 of 20 test" in said_of(own)[0]
-    assert said_of(own, {"references": "max_over_refs"}) == []
+    assert beside_answers(said_of(own, {"references": "max_over_refs"})) == []
 
 
 SCORERS = """
@@ -329,10 +300,7 @@ def test_a_metric_from_outside_that_tells_no_answer_from_none_is_said(own: Path,
         change_benchmark(own, task_metric=f"{scorers}:{scorer}")
         assert said_of(own) == []
     change_benchmark(own, task_metric=f"{scorers}:constant")
-    assert said_of(own) == [
-        f"warning: benchmark own: {scorers}:constant gives an answer that equals its reference no more than an empty "
-        "one: left 3 of 3 rows tried; e.g. 'ax'"
-    ]
+    assert f"task left: {scorers}:constant gives an empty answer more than 0: 0.50, and 0.50" in faults_of(own)
 
 
 def test_a_trial_tries_a_metric_from_outside_before_it_learns(own: Path, scorers: str, runs: Any) -> None:
@@ -377,10 +345,11 @@ def test_targets_are_counted_in_the_backbones_tokens(own: Path) -> None:
     put(own, "left", "train", rows("left", "train", ["abcd", "abcde", "äöü", "ab"]))
     put(own, "left", "test", rows("left", "test", ["abcd", "abcde"]))
     topic = "warning: benchmark own: targets are longer than benchmark.max_target_length = 4 tokens, where they are cut"
-    assert said_of(own) == [f"{topic}: left 2 of 4 training, 1 of 2 test; e.g. 'abcde'"]
+    change_benchmark(own, task_allow=["untrained_answers"])
+    assert beside_answers(said_of(own)) == [f"{topic}: left 2 of 4 training, 1 of 2 test; e.g. 'abcde'"]
     # what T5 learns ends with a token of its own; what it answers may have as many as the limit says
     t5 = {"trial__backbone": {"name": "tiny-t5", "dtype": "float32"}}
-    assert said_of(own, **t5) == [f"{topic}: left 3 of 4 training, 1 of 2 test; e.g. 'abcd'"]
+    assert beside_answers(said_of(own, **t5)) == [f"{topic}: left 3 of 4 training, 1 of 2 test; e.g. 'abcd'"]
     assert said_of(own, {"max_target_length": 6}) == []
 
 
@@ -388,7 +357,7 @@ def test_targets_that_are_all_cut_are_a_fault(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", ["abcde", "abcdef"]))
     message = "task left: all 2 test targets are longer than benchmark.max_target_length = 4 tokens, where they are cut"
     assert f"{message}, e.g. 'abcde'; raise it, or shorten them" in faults_of(own)
-    change_benchmark(own, task_allow=["long_targets"])
+    change_benchmark(own, task_allow=["long_targets", "untrained_answers"])
     assert said_of(own)[0].endswith("left 2 of 2 test; e.g. 'abcde'")
 
 
@@ -601,7 +570,7 @@ def test_a_warm_up_that_no_task_ends_is_a_fault(own: Path) -> None:
 def test_tasks_that_end_before_the_warm_up_does_are_said(own: Path) -> None:
     put(own, "left", "train", rows("left", "train", ["ax"] * 8))
     training = {"learning_rate": 0.1, "epochs": 2, "batch_size": 4, "warmup_steps": 5}
-    assert said_of(own, trial__training=training) == [
+    assert beside_answers(said_of(own, trial__training=training)) == [
         "warning: benchmark own: tasks end before training.warmup_steps = 5, below the learning rate: "
         "left after 4 steps"
     ]
@@ -614,7 +583,8 @@ def test_a_method_that_learns_nothing_has_no_warm_up(own: Path) -> None:
 def test_all_faults_come_together(own: Path) -> None:
     change_benchmark(own, stop=["x"])
     message = faults_of(own, trial__training={"warmup_steps": 1000})
-    assert message.splitlines()[0] == "sweep.yaml: 5 faults"
+    assert len(beside_answers(message.splitlines())) == 1 + 5
+    assert message.splitlines()[0] == "sweep.yaml: 7 faults"
 
 
 def test_data_that_is_not_at_hand_is_passed_over(monkeypatch: Any) -> None:

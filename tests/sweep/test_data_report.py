@@ -94,7 +94,7 @@ def test_everything_is_counted(own: Path, capsys: Any) -> None:
         "test inputs are nearly training inputs: left 1 of 40",
         "inputs stand there twice: left 1 of 100 training",
         "inputs are nearly those of other rows: left 1 of 100 training",
-        "hold no letter or digit, so that an empty answer counts as equal: left 1 of 100 training",
+        "test answers that no training row has: left 1 of 40 test; e.g. 'a\\nb'",
         "targets are longer than benchmark.max_target_length = 4 tokens, where they are cut: left 1 of 100 training",
         "prompts are longer than benchmark.max_source_length = 1,024 tokens",
         "nearly all answers are one: left 'ax' 97% of training",
@@ -120,18 +120,20 @@ def test_what_would_spoil_scores_is_a_fault_that_names_what_mends_it(own: Path, 
 
 def test_an_answer_that_its_metric_cannot_score(own: Path) -> None:
     """One of many is a warning, more than a few are a fault; in whatever language an answer is written."""
+    put(own, "train", [(f"row {i}", "7") for i in range(40)])
     put(own, "test", [(f"other {i}", "7" if i else "seven") for i in range(40)])
     change_benchmark(own, task_metric="number_match")
     report = examine_benchmark(str(own), "tiny-llama")
-    problem = "hold no number, which is all that number_match counts: it gives 0 to an equal answer"
-    assert f"targets {problem}: left 1 of 40 test" in "\n".join(report.warnings)
+    problem = "the best score that answers can reach with number_match is below 1"
+    assert f"{problem}: left 0.975, and 0 in 1 of 40 test rows tried" in "\n".join(report.warnings)
     assert not report.faults
     for metric, answer in (("rouge_l", "\u5317\u4eac"), ("rouge_1", "\u041c\u043e\u0441\u043a\u0432\u0430")):
         put(own, "test", [(f"other {i}", answer) for i in range(4)])
         change_benchmark(own, task_metric=metric)
         fault = "\n".join(examine_benchmark(str(own), "tiny-llama").faults)
-        assert f"all 4 test targets hold no a to z or a digit, which is all that {metric} counts" in fault
-        assert "chrf" in fault and "allow: [empty_answers]" in fault
+        assert f"the best score that answers can reach with {metric} is below 1: 0.000, and 0 in 4 of 4" in fault
+        assert f"{metric} reads no letters but a to z and digits: 0%" in fault
+        assert "rouge_l_char" in fault and "allow: [unreachable_answers]" in fault
 
 
 def test_without_a_tokenizer_no_token_is_counted(own: Path) -> None:
