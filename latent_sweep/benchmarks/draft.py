@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.benchmarks.mapping import SUPERNI_TEST, TEXT_COLUMNS, RecordReader, SourceSpec
+from latent_sweep.benchmarks.mapping import SUPERNI_TEST, RecordReader, SourceSpec
 from latent_sweep.benchmarks.records import SUFFIXES, read_json, read_records
-from latent_sweep.benchmarks.rows import Row, row_of
+from latent_sweep.benchmarks.rows import NUMBERS_ROWS, Row, row_of
 from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec
+from latent_sweep.benchmarks.shapes import MESSAGES, read_chat, shape_of
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import first_alike
 from latent_sweep.settings import parse_yaml, yaml_text
@@ -63,8 +64,6 @@ INPUTS = (
     *((name,) for name in ("input", "prompt", "text", "sentence", "question", "document", "article", "dialogue")),
 )
 """Columns that are inputs, by name, the surest first."""
-NO_TEXT = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
-"""Columns that only number rows."""
 
 _TRAIN = re.compile(r"(?i)(?<![a-z])train(ing)?(?![a-z])")
 _OTHERS = ("test", "validation", "valid", "dev", "eval")
@@ -233,23 +232,21 @@ def _has_answers(path: Path, mapping: Mapping[str, str]) -> bool:
 
 def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Templates over the columns of a record, with remarks; none where rows are recognised without them."""
-    for key, known in TEXT_COLUMNS.items():
-        if key in record and isinstance(record.get(known), (str, list)):
-            more = [c for c, value in record.items() if isinstance(value, str) and c not in (key, known)]
-            more = [column for column in more if not NO_TEXT.fullmatch(column)]
-            pair = next((names for names in INPUTS if len(names) > 1 and {*names} == {key, *more}), None)
-            if pair is not None:
-                template = "\n".join(f"{{{column}}}" for column in pair)
-                remark = f"`input` is guessed from the columns {', '.join(pair)}"
-                return {"input": template, "output": f"{{{known}}}"}, [remark]
-            unread = (
-                f"not read: the columns {', '.join(more)}; `input` and `output` templates in a source can name them"
-            )
-            return {}, [unread] * bool(more)
+    shape = shape_of(record)
+    if shape is None and read_chat(record.get(MESSAGES)) is not None:
+        return {}, _not_read(_texts(record, (MESSAGES,)))
+    if shape is not None and isinstance(record[shape.answer], (str, list)):
+        more = _texts(record, shape.columns)
+        pair = next((names for names in INPUTS if len(names) > 1 and more and {*names} == {*shape.inputs, *more}), None)
+        if pair is not None:
+            template = "\n".join(f"{{{column}}}" for column in pair)
+            remark = f"`input` is guessed from the columns {', '.join(pair)}"
+            return {"input": template, "output": f"{{{shape.answer}}}"}, [remark]
+        return {}, _not_read(more)
     told = f"{path}: found the columns {', '.join(map(repr, record))}"
     usable = [column for column in record if not re.search(r"[{}\[\]!:]", column)]  # what a template can name
     lowered = {column.lower(): column for column in usable}
-    texts = [column for column in usable if isinstance(record[column], str) and not NO_TEXT.fullmatch(column)]
+    texts = [column for column in usable if isinstance(record[column], str) and not NUMBERS_ROWS.fullmatch(column)]
     answer = next((lowered[name] for name in ANSWERS if name in lowered), None)
     answer = answer or (min(texts, key=lambda column: len(record[column])) if len(texts) > 1 else None)
     if answer is None:
@@ -262,9 +259,21 @@ def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) 
     deep = f"{answer}[text]" if isinstance(value, dict) and "text" in value else answer
     template = "\n".join(f"{{{column}}}" for column in inputs)
     remarks = [f"`input` and `output` are guessed from the columns {', '.join(record)}"]
+    remarks += _not_read(_texts(record, (*inputs, answer)))
     if isinstance(value, int) and answer not in classes:
         remarks.append(f"answers are numbers; say what they mean by `names: {{{answer}: [...]}}` in the source")
     return {"input": template, "output": f"{{{deep}}}"}, remarks
+
+
+def _texts(record: Mapping[str, Any], read: Sequence[str]) -> list[str]:
+    """Return the columns of text that are not read and do more than number rows."""
+    texts = [column for column, value in record.items() if isinstance(value, (str, list, dict)) and column not in read]
+    return [column for column in texts if not NUMBERS_ROWS.fullmatch(column)]
+
+
+def _not_read(columns: Sequence[str]) -> list[str]:
+    told = f"not read: the columns {', '.join(columns)}; `input` and `output` templates in a source can name them"
+    return [told] if columns else []
 
 
 def _safe(name: str) -> str:

@@ -195,6 +195,8 @@ def data_digest(
         "validation_fraction": settings.validation_fraction if carved else None,
         "drop_unlabelled": _drops_unlabelled(task, split, settings),
     }
+    if spec.layout == "folder":
+        content["own_rows"] = versions.OWN_ROWS
     if (wordings := definitions(task, split, settings)) != (None,):
         content["definitions"] = wordings
     return content_hash(content)

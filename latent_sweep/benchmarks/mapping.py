@@ -22,9 +22,6 @@ from latent_sweep.settings import NOT_IDENTITY, PathText, Settings, canonical_js
 SUPERNI_TEST = 100
 """Instances that are test rows where a file does not say: the first ones, as in Super-NaturalInstructions."""
 
-TEXT_COLUMNS: Mapping[str, str] = {"sentence": "label", "prompt": "answer", "input": "output"}
-"""The columns of rows that need no mapping, input -> output: of Long Sequence, of TRACE, and of all others."""
-
 
 def _paths(value: Any) -> Any:
     """Make a list of paths of a single one."""
@@ -89,8 +86,7 @@ class SourceSpec(Settings):
     split: SplitNames = SplitNames()
     """The splits that are read of it."""
     input: str | None = None
-    """Template of the input over the columns; left out, rows are recognised by `input` and `output`, or `sentence` and
-    `label`, or `prompt` and `answer`."""
+    """Template of the input over the columns; left out, rows are recognised by their columns (`shapes.py`)."""
     output: str | None = None
     """Template of the answer; a single column that is a list of strings gives several references."""
     names: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from latent_sweep.benchmarks.mapping import TEXT_COLUMNS, RecordReader
+from latent_sweep.benchmarks.mapping import RecordReader
 from latent_sweep.benchmarks.records import Repeating, kind_of
+from latent_sweep.benchmarks.shapes import MESSAGES, nearest_shape, read_chat, shape_of
 from latent_sweep.errors import DataError
 from latent_sweep.security import quoted, redact
 
@@ -25,6 +27,8 @@ class Row:
     input: str
     references: tuple[str, ...]
     """Every accepted answer, at least one. Scoring with `single_first` reads the first one."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Columns of its record with text that nothing reads."""
 
     @property
     def target(self) -> str:
@@ -60,24 +64,52 @@ def row_of(where: str, record: Any, default_id: str, reader: RecordReader | None
 
 def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
     """The row that a record is by the names of its columns."""
-    for text_key, answer_key in TEXT_COLUMNS.items():
-        if text_key in record and answer_key in record:
-            break
-    else:
-        text_key = "sentence" if "sentence" in record else "input"
-        missing = [key for key in (text_key, TEXT_COLUMNS[text_key]) if key not in record]
-        raise DataError(f"{where}: `{'` and `'.join(missing)}` missing; found the keys {sorted(record)}.")
-    text, answer, row_id = record[text_key], record[answer_key], record.get("id", default_id)
+    shape, row_id = shape_of(record), record.get("id", default_id)
+    if type(row_id) not in (str, int):
+        raise DataError(f"{where}: `id` is {kind_of(row_id)}; expected a string or a whole number.")
+    if shape is None and MESSAGES in record:
+        if (chat := read_chat(record[MESSAGES])) is None:
+            found = quoted(record[MESSAGES], 60)
+            raise DataError(
+                f"{where}: `{MESSAGES}` is {found}; expected a list of objects with the texts `role` (system, user or "
+                "assistant) and `content`, two or more, the last one the assistant's."
+            )
+        return _whole_characters(where, Row(str(row_id), chat[0], (chat[1],), _unread(record, (MESSAGES,))))
+    if shape is None:
+        missing = "` and `".join(column for column in nearest_shape(record).columns if column not in record)
+        raise DataError(
+            f"{where}: `{missing}` missing; found the keys {sorted(record)}. Rename the columns, or read them by "
+            "`input` and `output` templates in the task's `source`."
+        )
+    text, answer = shape.input_of(record), record[shape.answer]
     if not isinstance(text, str):
-        raise DataError(f"{where}: `{text_key}` is {kind_of(text)}; expected a string.")
+        raise DataError(f"{where}: `{shape.inputs[-1]}` is {kind_of(text)}; expected a string.")
     references = answer if isinstance(answer, list) else [answer]
     if not references or not all(isinstance(reference, str) for reference in references):
         raise DataError(
-            f"{where}: `{answer_key}` is {kind_of(answer)}: {quoted(answer, 60)}; expected a string or strings."
+            f"{where}: `{shape.answer}` is {kind_of(answer)}: {quoted(answer, 60)}; expected a string or strings."
         )
-    if type(row_id) not in (str, int):
-        raise DataError(f"{where}: `id` is {kind_of(row_id)}; expected a string or a whole number.")
-    return _whole_characters(where, Row(str(row_id), text, tuple(references)))
+    return _whole_characters(where, Row(str(row_id), text, tuple(references), _unread(record, shape.columns)))
+
+
+NUMBERS_ROWS = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
+"""Columns that only number rows."""
+
+
+def _unread(record: Mapping[str, Any], read: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the columns with text, or what holds text, that are not read and do more than number rows."""
+    return _without_numbers(
+        tuple(
+            name
+            for name, value in record.items()
+            if name not in read and value and isinstance(value, (str, list, dict))
+        )
+    )
+
+
+@lru_cache(maxsize=256)  # one tuple for all rows of a file
+def _without_numbers(columns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(column for column in columns if not NUMBERS_ROWS.fullmatch(column))
 
 
 def is_whole(text: str) -> bool:

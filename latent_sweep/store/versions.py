@@ -19,6 +19,9 @@ TRAINING = 4
 """Of the loop over steps: part of every snapshot's lineage."""
 TOKENS = 2
 """Of how rows become token ids, and of the columns of their cache: part of lineages and of the cache's name."""
+OWN_ROWS = 2
+"""Of how data of a benchmark of one's own becomes rows and token ids, part of what names its rows: since 2 text that
+spells a special token stays text, and more shapes of records are read. Published rows have neither."""
 FACTORS = 1
 """Of the truncated SVD and its conventions: part of the lineages of Latent-LoRA and of the cache's name."""
 RANDOMIZED = 3

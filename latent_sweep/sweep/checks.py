@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from latent_sweep.backbones.families import Protocol
 from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.benchmarks.chat import Chat
-from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, one_look, row_count
+from latent_sweep.benchmarks.loaders import data_digest, data_folder, load_rows, one_look, row_count, source_digest
 from latent_sweep.benchmarks.prompts import (
     FRAMES,
     LOST,
@@ -97,11 +98,13 @@ def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = Non
             _check_steps(trial, found)
     counted: list[str] = []
     unread: dict[str, None] = {}
+    prompts = TaskPrompts()
     for case in _cases(trials):
         if case.reader.tokenizer is None:
             unread[case.backbone] = None
-        if check_rows(case, found) and folder is not None:
+        if check_rows(case, found, prompts) and folder is not None:
             counted.append(case.key)
+    prompts.check(found)
     for case in _cases(filter(_routes_by_inputs, trials)):
         _check_inputs(case, found)
     if found.faults:
@@ -139,6 +142,11 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
             _check_unknown(case, found)
             _check_alike(case, found)
             counted.append(case.key)
+    if counted:
+        prompts = TaskPrompts()
+        for case in _cases(pack.trials, reader):
+            prompts.add(case)
+        prompts.check(found)
     for warning in found.warnings:
         log.warning("%s", warning.removeprefix("warning: "))
     if found.faults:
@@ -449,8 +457,12 @@ def _cases(trials: Iterable[Trial], reader: Reader | None = None) -> Iterator[Ca
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def check_rows(case: Case, found: Findings) -> bool:
-    """Look at all rows of a case; returns whether they were there, and a tokenizer to read them with."""
+def check_rows(case: Case, found: Findings, prompts: TaskPrompts) -> bool:
+    """Look at all rows of a case; returns whether they were there, and a tokenizer to read them with.
+
+    Args:
+        prompts: gets those of the case, to be compared with those of other tasks.
+    """
     try:
         _check_numbers(case, found)
     except DataError as error:
@@ -458,6 +470,8 @@ def check_rows(case: Case, found: Findings) -> bool:
         if not isinstance(error, MissingData) or _is_own(case):
             found.fault(str(error))
         return False
+    prompts.add(case)
+    _check_columns(case, found)
     _check_shared(case, found)
     _check_definition(case, found)
     _check_targets(case, found)
@@ -472,6 +486,49 @@ def check_rows(case: Case, found: Findings) -> bool:
     _check_unknown(case, found)
     _check_alike(case, found)
     return True
+
+
+class TaskPrompts:
+    """The training prompts of several tasks, which a router can only tell apart if they differ."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[BenchmarkSettings, dict[str, frozenset[int]]] = defaultdict(dict)
+        self._cases: dict[str, Case] = {}
+
+    def add(self, case: Case) -> None:
+        """Add the training prompts of a case, with their instruction."""
+        known = self._prompts[case.settings]
+        if case.task.name not in known:
+            texts = ("".join(parts) for parts in _prompts(case, "train"))
+            known[case.task.name] = frozenset(hash(" ".join(text.split())) for text in texts)
+            self._cases[case.task.name] = case
+
+    def check(self, found: Findings) -> None:
+        """Find tasks that have training prompts in common: a fault where one task has all prompts of another."""
+        for known in self._prompts.values():
+            for (one, mine), (other, theirs) in itertools.combinations(known.items(), 2):
+                if common := len(mine & theirs):
+                    fewest = min(len(mine), len(theirs))
+                    self._report(self._cases[one], self._cases[other], common, fewest, found)
+
+    def _report(self, one: Case, other: Case, common: int, fewest: int, found: Findings) -> None:
+        meant = any("same_prompts" in case.task.allow for case in (one, other))
+        names = f"{one.task.name} and {other.task.name}"
+        if not meant and (common == fewest or _copied(one, other)):
+            advice = f"take one of them out, or give each an `instruction` of its own{_place(other)}"
+            found.fault(
+                f"{one.name}, tasks {names}: their training prompts are the same ({common:,} of {fewest:,}), so a "
+                f"router can only guess between them; {_permission(one, advice, 'same_prompts')}"
+            )
+        else:
+            topic = f"{one.name}: tasks have training prompts in common, between which a router can only guess"
+            found.warn(topic, names, f"{common:,} of {fewest:,}")
+
+
+def _copied(one: Case, other: Case) -> bool:
+    """Whether two tasks take their training rows from the same content; their subsets may be different ones."""
+    first, second = (source_digest(case.spec, case.task, "train", case.settings) for case in (one, other))
+    return first is not None and first == second
 
 
 def _check_numbers(case: Case, found: Findings) -> None:
@@ -490,6 +547,14 @@ def _check_numbers(case: Case, found: Findings) -> None:
         if limit and rows < limit:
             topic = f"{case.name}: fewer rows than benchmark.{split}_per_task = {limit:,}"
             found.warn(topic, case.task.name, f"{rows:,}")
+
+
+def _check_columns(case: Case, found: Findings) -> None:
+    """Say which columns of one's own rows reach neither prompt nor answer."""
+    columns = dict.fromkeys(itertools.chain.from_iterable(row.unread for split in SPLITS for row in case.rows[split]))
+    if columns and _is_own(case):
+        topic = f"{case.name}: columns are not read (`input` and `output` templates in a task's `source` can name them)"
+        found.warn(topic, case.task.name, ", ".join(columns))
 
 
 def _check_shared(case: Case, found: Findings) -> None:
@@ -745,7 +810,7 @@ def _check_unknown(case: Case, found: Findings) -> None:
             count = alphabet.count(read)
             if not count.texts:
                 continue
-            share = f"{count.share:.2g} of their characters"
+            share = f"{100 * count.share:.2g} % of characters"
             permitted = {"unknown_characters"} | ({"empty_answers"} if what == "targets" else set())
             if count.share > UNKNOWN_SHARE and permitted.isdisjoint(case.task.allow):
                 advice = _permission(case, "take a backbone whose tokenizer knows the language", "unknown_characters")
@@ -756,8 +821,7 @@ def _check_unknown(case: Case, found: Findings) -> None:
                 )
                 continue
             topic = f"{case.name_read}: {what} hold characters that the tokenizer does not know"
-            counted = f"{count.texts:,} of {len(rows):,} {kind} ({share})"
-            found.warn(topic, case.task.name, counted, repr(count.example))
+            found.warn(topic, case.task.name, f"{count.texts:,} of {len(rows):,} {kind} ({share})", repr(count.example))
 
 
 def _check_alike(case: Case, found: Findings) -> None:

@@ -22,7 +22,7 @@ from latent_sweep.benchmarks.text_tokens import special_tokens
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import normalise_answer
 from latent_sweep.sweep.answer_checks import AnswerReport, other_form
-from latent_sweep.sweep.checks import Case, Findings, check_rows, reader_of
+from latent_sweep.sweep.checks import Case, Findings, TaskPrompts, check_rows, reader_of
 from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
 
 SHINGLE = 3
@@ -194,14 +194,15 @@ def examine_benchmark(name: str, backbone: str = EMBEDDED) -> BenchmarkReport:
         max_source_length=SOURCE_LENGTHS[backbone if backbone in SOURCE_LENGTHS else family_of(backbone)],
         max_target_length=spec.max_target_length,
     )
-    found, tasks = Findings(), []
+    found, prompts, tasks = Findings(), TaskPrompts(), []
     for task in spec.tasks:
         case = Case(spec, {}, settings, task, backbone, reader, alone=True)
-        check_rows(case, found)
+        check_rows(case, found, prompts)
         try:
             tasks.append(_task_report(case, found))
         except DataError as error:
             found.fault(str(error))
+    prompts.check(found)
     if reader.tokenizer is None:
         found.warn(f"the tokenizer of {backbone} is not on this machine", "no token", "was counted")
     return BenchmarkReport(

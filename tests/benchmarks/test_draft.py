@@ -145,9 +145,9 @@ def test_columns_beside_those_that_are_known_are_read_or_told(tmp_path: Path, ca
         put(tmp_path / f"qnli_{split}.json", pairs)
     _, found, text = written(tmp_path, capsys)
     told = {name: task.source and task.source.input for name, task in found.items()}
-    assert told == {"alpaca": "{instruction}\n{input}", "other": None, "qnli": "{question}\n{sentence}"}
+    assert told == {"alpaca": None, "other": None, "qnli": "{question}\n{sentence}"}
     assert "# not read: the columns source; " in text
-    assert "# `input` is guessed from the columns instruction, input" in text
+    assert "# `input` is guessed from the columns question, sentence" in text
 
 
 def test_names_that_are_taken_have_numbers_that_are_not(tmp_path: Path, capsys: Any) -> None:

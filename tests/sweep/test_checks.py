@@ -386,7 +386,8 @@ def test_an_instruction_without_room_for_the_input_is_a_fault(own: Path) -> None
     assert "benchmark own, task left: benchmark.max_source_length: the instruction that begins with" in message
     # 79 characters and two line ends before the input, nine behind it
     assert "Raise it to 91 or more, or shorten the instruction" in message
-    assert said_of(own, {"max_source_length": 91})[0].endswith("left about 24 of 24 training, 6 of 6 test")
+    assert "all 24 training prompts are the same tokens" in faults_of(own, {"max_source_length": 91})  # one letter each
+    assert said_of(own, {"max_source_length": 101})[0].endswith("left about 24 of 24 training, 6 of 6 test")
     cut = faults_of(own, {"max_source_length": 64, "truncation": "official"})
     assert "the instruction takes all of benchmark.max_source_length = 64 tokens" in cut
 
@@ -394,7 +395,7 @@ def test_an_instruction_without_room_for_the_input_is_a_fault(own: Path) -> None
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_of_a_plan_is_the_backbones_own(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_tokenizer_of_a_plan_is_the_backbones_own(tmp_path: Path) -> None:
     from latent_sweep.backbones.tokenizers import load_tokenizer
 
     byte_tokenizer().save_pretrained(tmp_path / "bytes")
@@ -406,8 +407,6 @@ def test_the_tokenizer_of_a_plan_is_the_backbones_own(tmp_path: Path, monkeypatc
         found = tokenizer_at_hand(settings)
         assert found is not None
         assert found.to_str() == load_tokenizer(settings).backend_tokenizer.to_str()
-    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
-    assert tokenizer_at_hand(BackboneSettings(name="smollm2-135m")) is None
     assert tokenizer_at_hand(BackboneSettings(name="no hub has: this/at/all")) is None
     (tmp_path / "bytes" / "tokenizer.json").write_text("{")
     assert tokenizer_at_hand(BackboneSettings(name="t5-large", tokenizer=str(tmp_path / "bytes"))) is None
@@ -495,6 +494,7 @@ def test_cut_prompts_are_counted_exactly_when_they_are_tokenised(
 ) -> None:
     """A prompt that just fits is not cut."""
     put(own, "left", "train", rows("left", "train", ["ax"] * 9) + rows("left", "train", ["bx"] * 10, "!" * 50))
+    put(own, "right", "train", [{"input": f"{i} right", "output": "ax"} for i in range(24)])
     changes = few_steps(own)
     limit = len("train row 0 of left\nOutput: ")
     changes["trial__benchmark"] |= {"max_source_length": limit, "truncation": truncation}

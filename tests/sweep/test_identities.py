@@ -161,12 +161,15 @@ METHOD_SETTINGS = {
 }
 """Settings of the other methods; which stages read them is what `test_declared.py` learns them for."""
 
+READ = "lineage rows answers tokens pooled record scatter"
+"""What reads rows."""
+
 SPEC = {
     "name": ("renamed", "trial training"),
     "version": (2, PROMPTS),
     "title": ("A title", NOTHING),
     "prompt": ("superni", PROMPTS),
-    "layout": ("cl_benchmark", NOTHING),  # where the rows come from, not what they are
+    "layout": ("cl_benchmark", READ),  # rows of one's own are read in another version than published ones
     "folder": ("data", NOTHING),
     "stop": (["x"], "trial rows answers"),
     "max_target_length": (5, PROMPTS),
@@ -211,7 +214,7 @@ RUN = {
 """Settings of `run`, which change no identity."""
 
 OUTSIDE = {
-    "a training row": "lineage rows answers tokens pooled record scatter",
+    "a training row": READ,
     "a test row": "rows tokens pooled answers",
     "times of data files": NOTHING,
     "a weight": f"{TRAINED} pooled record scatter factors",
@@ -223,6 +226,7 @@ OUTSIDE = {
     "the device": "answers",
     "version of the method": "lineage rows answers",
     "TRAINING": "lineage rows answers",
+    "OWN_ROWS": READ,
     "TOKENS": "lineage rows answers tokens pooled record scatter",
     "FACTORS": "lineage rows answers factors",
     "RANDOMIZED": NOTHING,  # these factors are exact
