@@ -63,7 +63,7 @@ TRIED = 3
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
 
-CHECKS_VERSION = 5
+CHECKS_VERSION = 6
 """Raised when `check_pack` would find something else in the same rows."""
 
 
@@ -152,6 +152,7 @@ def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
             _check_uncounted(case, found)
             _check_scorer(case, found)
             _check_room(case, found)
+            _check_alike(case, found)
             counted.append(case.key)
     for warning in found.warnings:
         log.warning("%s", warning.removeprefix("warning: "))
@@ -444,6 +445,7 @@ def check_rows(case: Case, found: Findings) -> bool:
     if case.reader.tokenizer is None:
         return False
     _check_room(case, found)
+    _check_alike(case, found)
     _check_prompts(case, found)
     return True
 
@@ -721,6 +723,26 @@ def _encoded(case: Case, parts: PromptParts) -> Any:
     b, reader = case.settings, case.reader
     tokenizer: Any = reader
     return encode_parts(parts, tokenizer, reader.family, b.max_source_length, b.truncation, b.bos, reader.chat)
+
+
+def _check_alike(case: Case, found: Findings) -> None:
+    """Find tasks whose training prompts all become the same tokens: no answer can depend on the input."""
+    rows, b = case.rows["train"], case.settings
+    if len(rows) < 2:
+        return
+    parts = split_prompts(case.spec, case.task, "train", b, (row.input for row in rows))
+    try:
+        first = _encoded(case, parts[0])
+        without_room = bool(parts[0].input.strip()) and not first.input
+        if without_room or any(_encoded(case, part) != first for part in parts[1:]):  # as a rule the second differs
+            return
+    except DataError:  # no room for the input either, which `_check_room` reports
+        return
+    found.fault(
+        f"{case.name_read}, task {case.task.name}: all {len(rows):,} training prompts become the same "
+        f"{sum(map(len, first)):,} tokens. Raise benchmark.max_source_length (now {b.max_source_length:,}) where the "
+        f"input is cut off, or correct the inputs{_place(case)}"
+    )
 
 
 def _check_prompts(case: Case, found: Findings) -> None:
