@@ -692,8 +692,8 @@ def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
     most = router.components if alone else 1
     if router.cov.ddof == "tasks" and sum(pooled) <= len(pooled):
         return [
-            f"router.cov.ddof: found tasks, but {len(pooled)} tasks with {sum(pooled)} training rows leave no degree of "
-            "freedom; use none, or raise benchmark.train_per_task"
+            f"router.cov.ddof: found tasks, but {len(pooled)} tasks with {sum(pooled)} training rows leave no degree "
+            "of freedom; use none, or raise benchmark.train_per_task"
         ]
     if router.epsilon_mode == "relative" and max(pooled) <= most:
         return [
