@@ -126,6 +126,11 @@ class Backbone:
         return self.model.get_input_embeddings().weight
 
     @property
+    def embedding_width(self) -> int:
+        """Return d, the width of the embedding table, which need not be at hand."""
+        return int(self.model.get_input_embeddings().embedding_dim)
+
+    @property
     def embedding_scale(self) -> float:
         """What the embedding itself multiplies vectors of its table by, those of a soft prompt not among them."""
         return float(getattr(self.prompt_embedding, "embed_scale", 1.0))

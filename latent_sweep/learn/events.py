@@ -8,8 +8,14 @@ from typing import Literal
 
 from latent_sweep.metrics import ScoreMatrix
 
-Doing = Literal["starting", "loading the backbone", "tokenising", "preparing", "fitting the router", "answering"]
-"""What takes a while without steps that could be counted; `preparing` is a method's own, before its first step."""
+Doing = Literal[
+    "starting", "loading the backbone", "checking", "tokenising", "preparing", "fitting the router", "answering"
+]
+"""What takes a while without steps that could be counted.
+
+`checking` is all that is tried before a task is learned (`preflight.py`); `preparing` is a method's own, before its
+first step.
+"""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from latent_sweep.learn.context import Context
 from latent_sweep.learn.evaluation import Blends, answer
 from latent_sweep.learn.events import say_nothing
 from latent_sweep.learn.member import MemberRun, Members
+from latent_sweep.learn.preflight import try_backbone
 from latent_sweep.learn.stage import learn_together
 from latent_sweep.store.failures import during
 from latent_sweep.store.snapshots import Snapshot
@@ -40,6 +41,8 @@ def follow(pack: Pack, context: Context) -> None:
         what, *how = order
         if what == "load":
             _ = context.backbone
+        elif what == "try":
+            try_backbone(members, *how)
         elif what == "learn":
             position, lineages = how
             blends.clear()

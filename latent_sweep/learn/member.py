@@ -17,7 +17,7 @@ from latent_sweep.learn.context import Context, backbone_facts, computed_with
 from latent_sweep.learn.journaling import say_failed
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, derived_seed, recomputing
 from latent_sweep.methods import source_of
-from latent_sweep.methods.capabilities import facts_of, snapshot_of, tasks_learned
+from latent_sweep.methods.capabilities import facts_of, prompt_read, snapshot_of, tasks_learned
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.metrics import metric_source
 from latent_sweep.settings import content_hash
@@ -59,6 +59,8 @@ class MemberRun:
         self.snapshots: list[Snapshot] = []
         """Those so far, oldest first."""
         self.failure: Exception | None = None
+        self._dropped: list[Exception] = []
+        """What stopped those of its trials that have left it."""
         self.step: int | None = None
         self._checked: set[str] = set()
         """Methods and metrics from outside whose code is what was planned."""
@@ -96,22 +98,30 @@ class MemberRun:
                 )
             self._checked.add(name)
 
-    def training(self, position: int, on_step: Progress) -> TaskTraining:
-        """Make the training of the task at this position."""
-        s, context, task = self.settings, self.context, self.tasks[position]
-        seed_parts = (s.seed, task.name)
-        carve = s.training.select == "best_validation"
+    def _seed_parts(self, position: int) -> tuple[int, str]:
+        return self.settings.seed, self.tasks[position].name
 
-        def rows(split: Split) -> list[Example]:
-            positions = tasks_learned(self.method, position, len(self.tasks))
-            first = self.member.trials[0]
-            return [row for i in positions for row in context.tokens(first, i, split, carve)]
+    def _rows(self, position: int, split: Split) -> list[Example]:
+        """Return the rows of a split that the stage at this position reads."""
+        first, carve = self.member.trials[0], self.settings.training.select == "best_validation"
+        positions = tasks_learned(self.method, position, len(self.tasks))
+        return [row for i in positions for row in self.context.tokens(first, i, split, carve)]
+
+    def task_data(self, position: int) -> TaskData:
+        """Return the task at this position as its method sees it."""
+        seed_parts = self._seed_parts(position)
 
         def generator(purpose: str) -> torch.Generator:
             return torch.Generator().manual_seed(derived_seed(*seed_parts, purpose))
 
-        at_once = s.training.rows_in_a_pass(context.engine.group.size)
-        data = TaskData(task.name, position, len(self.tasks), rows("train"), generator, at_once)
+        at_once = self.settings.training.rows_in_a_pass(self.context.engine.group.size)
+        rows = self._rows(position, "train")
+        return TaskData(self.tasks[position].name, position, len(self.tasks), rows, generator, at_once)
+
+    def training(self, position: int, on_step: Progress) -> TaskTraining:
+        """Make the training of the task at this position."""
+        s, context = self.settings, self.context
+        data = self.task_data(position)
         read = self.snapshots if self.method.reads_history(position) else []
         context.check(read)
         history = [snapshot.tensors for snapshot in read]
@@ -121,12 +131,19 @@ class MemberRun:
             learner,
             data.rows,
             s.training,
-            seed_parts,
+            self._seed_parts(position),
             context.store.checkpoint(self.lineages[position]),
-            rows("validation") if carve else (),
+            self._held_out(position) if s.training.select == "best_validation" else (),
             on_step,
             len(tasks_learned(self.method, position, len(self.tasks))),
         )
+
+    def _held_out(self, position: int) -> list[Example]:
+        """Return the rows that choose among epochs, with prompts as the model reads them when it answers."""
+        return [
+            {**row, "prompt_ids": prompt_read(self.method, row["prompt_ids"])}
+            for row in self._rows(position, "validation")
+        ]
 
     def snapshot(self, position: int, training: TaskTraining, summary: TrainingSummary) -> Snapshot:
         """Make the snapshot of the task at this position, which has been learned.
@@ -176,6 +193,23 @@ class MemberRun:
         told = f"{rows} rows a pass, {self.context.engine.group.size} workers"
         return {name: told for name, matters in read.items() if matters}
 
+    @property
+    def failures(self) -> list[Exception]:
+        """Return what stopped it, or those of its trials that have left it."""
+        own = self.failure
+        return [*self._dropped, *([] if own is None or any(own is error for error in self._dropped) else [own])]
+
+    def drop(self, run: TrialRun, error: Exception) -> None:
+        """Have one of its trials leave before its first task, and log in its journal why; the last one ends it."""
+        say_failed(run.files, error, None, None)
+        log.error("%s failed before its first task: %s", run.trial.name, error)
+        self._dropped.append(error)
+        self.trials = [other for other in self.trials if other is not run]
+        self.wanted = max((other.files.wanted for other in self.trials), default=0)
+        if not self.trials:
+            self.failure = error
+        let_go(error)
+
     def fail(self, error: Exception, task: str | None) -> None:
         """Leave the pack, and say in the journals why."""
         self.failure = error
@@ -198,18 +232,22 @@ class Members:
         return [member for member in self.all if member.failure is None and position < member.wanted]
 
     @contextmanager
-    def leaving(self, members: Sequence[MemberRun], position: int) -> Iterator[None]:
+    def leaving(self, members: Sequence[MemberRun], position: int | None) -> Iterator[None]:
         """Have what goes wrong for these members within the block be their own end, not the pack's.
 
         With several workers only a loss that is not finite is: all workers see it alike. A lost device is the end of
         all.
+
+        Args:
+            position: of the task at hand; None before the first one.
         """
         try:
             yield
         except Exception as error:
-            task = self.context.tasks[position].name
+            task = None if position is None else self.context.tasks[position].name
             if self.context.engine.group.size > 1 and not isinstance(error, NonFiniteLoss):
-                log.error("a worker of the group failed at task %s: %s", task, error)
+                place = "before the first task" if task is None else f"at task {task}"
+                log.error("a worker of the group failed %s: %s", place, error)
                 raise
             if failure_kind(error) == "device_lost":
                 raise

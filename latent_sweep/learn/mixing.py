@@ -294,6 +294,15 @@ class Mixer:
         """Names a task's components: a hash of all that they depend on."""
         return mixture_name(self.pooled_name(task, "train"), self.settings, self.seed)
 
+    def covariance_name(self, tasks_seen: int) -> str:
+        """Names the factored covariance after so many tasks: a hash of all that it depends on."""
+        s = self.settings
+        tasks = range(s.cov.pooled_tasks(tasks_seen, self.n_tasks))
+        named = [self.scatter_name(task) for task in tasks]
+        if s.cov.center == "component":
+            named += [self.mixture_name(task) for task in tasks]
+        return content_hash([named, s.cov.identity(), s.epsilon, s.epsilon_mode, s.dtype])
+
     def scatter_name(self, task: int) -> str:
         """Names a task's scatter: a hash of all that it depends on."""
         return scatter_name(self.pooled_name(task, "train"), self.settings)

@@ -81,7 +81,7 @@ class TaskTraining:
     checkpoint: TaskCheckpoint
     """Where it is resumed from, if that holds anything."""
     validation: Sequence[Example] = ()
-    """Held-out rows for `select: best_validation`."""
+    """Held-out rows for `select: best_validation`, as the model reads them when it answers: no learner changes them."""
     on_step: Progress = lambda step, steps, losses: None
     """Called after each step with its number (1-based), the number of steps, and the loss terms."""
     tasks: int = 1
@@ -213,7 +213,7 @@ class _Trainer:
         self.trained = Trained(self.learner.parameters(), settings, self.steps)
         self.optimizer: tuple[Optimizer, int]
         """What steps this learner's parameters, and which of its members they are."""
-        held_out = rows_trained(self.learner, training.validation) if training.validation else ()
+        held_out = training.validation
         self.selection = (
             _BestOnValidation(self.learner, engine.backbone, bank, held_out, settings) if held_out else None
         )

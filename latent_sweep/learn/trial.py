@@ -16,6 +16,7 @@ from latent_sweep.learn.events import Emit, StageDone, say_nothing
 from latent_sweep.learn.follow import follow
 from latent_sweep.learn.journaling import say_finished, say_started
 from latent_sweep.learn.member import Members, unfinished
+from latent_sweep.learn.preflight import try_everything
 from latent_sweep.learn.stage import learn_missing, score_missing
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.store.answers import KeepAnswers
@@ -74,7 +75,7 @@ def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
         if members.all:
             _lead(pack, members, emit)
     context.engine.group.order("end")
-    if failures := [member.failure for member in members.all if member.failure is not None]:
+    if failures := [failure for member in members.all for failure in member.failures]:
         raise failures[0]
 
 
@@ -90,6 +91,7 @@ def _lead(pack: Pack, members: Members, emit: Emit) -> None:
             backbone = context.backbone
             reader = Reader(backbone.traits.protocol, backbone.tokenizer.backend_tokenizer, context.chat)
             check_pack(pack, reader, context.storage.folder)
+            try_everything(members)
         _learn_and_score(members, emit)
     except Exception as error:  # of all members, such as a backbone that cannot be loaded
         # a fault of the storage cannot be journaled, and may pass; a lost device is no fault of the trials; who has

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.adapters.gpm import InputBlock
 
 Design = Literal["svd", "random_project"]
 """Where A_t comes from: the new task's leading input directions outside of the memory, or random numbers projected."""
@@ -113,6 +114,46 @@ def added_columns(
     return added
 
 
+def try_reading(gpm: GpmSettings, context: MethodContext, task: TaskData) -> None:
+    """Read the inputs of a few rows of the first task, as is done after each task.
+
+    Raises:
+        ConfigError: the inputs cannot be split into so many stretches, projections that count as reading one input
+            read two, or the model pads rows by itself.
+        DataError: the task has no rows.
+    """
+    import torch
+
+    from latent_sweep.adapters.bank import Adaptation
+    from latent_sweep.adapters.gpm import adding_second_moments
+    from latent_sweep.backbones.batches import read, read_padded
+
+    check_rows(task)
+    if task.position:  # what fails hangs on the model, not on the rows
+        return
+    backbone, rows = context.backbone, sorted(task.rows, key=lambda row: len(row["prompt_ids"]))[:2]
+    reading = partial(adding_second_moments, {}, blocks_of(gpm, context), backbone.targets)
+    with torch.no_grad():
+        (read if gpm.mask_padding else read_padded)(backbone, rows, Adaptation(), context.bank, reading)
+
+
+def blocks_of(gpm: GpmSettings, context: MethodContext) -> list[InputBlock]:
+    """Return the inputs that the backbone's adapted projections read, each once.
+
+    Raises:
+        ConfigError: they cannot be split into so many stretches.
+    """
+    from latent_sweep.adapters.gpm import input_blocks
+
+    targets = context.backbone.targets
+    widths = [target.in_features for target in targets.values()]
+    try:
+        return input_blocks(list(targets), widths, gpm.chunks, gpm.cross_attention_v == "own_input")
+    except ValueError as error:
+        divided = " and ".join(map(str, sorted(set(widths))))
+        raise ConfigError(f"method.gpm.chunks: {error}; give a divisor of {divided}") from error
+
+
 def check_rows(task: TaskData) -> None:
     """Raise DataError where a task has no rows to read statistics from."""
     if not task.rows:
@@ -136,17 +177,9 @@ class InputMemory:
     """
 
     def __init__(self, gpm: GpmSettings, design: Design, context: MethodContext, task: TaskData, history: Snapshots):
-        from latent_sweep.adapters.gpm import input_blocks
-
         check_rows(task)
         self._gpm, self._design, self._context, self._task = gpm, design, context, task
-        targets = context.backbone.targets
-        widths = [target.in_features for target in targets.values()]
-        try:
-            self._blocks = input_blocks(list(targets), widths, gpm.chunks, gpm.cross_attention_v == "own_input")
-        except ValueError as error:
-            divided = " and ".join(map(str, sorted(set(widths))))
-            raise ConfigError(f"method.gpm.chunks: {error}; give a divisor of {divided}") from error
+        self._blocks = blocks_of(gpm, context)
         self._memory = {block.name: columns(history, block.name, block.length) for block in self._blocks}
         self._columns = [M.shape[1] for M in self._memory.values()]
 

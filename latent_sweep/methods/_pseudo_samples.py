@@ -120,18 +120,26 @@ def separator(backbone: Backbone) -> int:
 
 def _surroundings(task: TaskData) -> tuple[list[int], list[int]]:
     """Find the prompt before and after the input, as most rows have it: a truncated one may have lost its cue."""
-    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
-    for row in task.rows:
-        prompt, text = tuple(row["prompt_ids"]), tuple(row["input_ids"])
-        starts = [i for i in range(len(prompt) - len(text) + 1) if text and prompt[i : i + len(text)] == text]
-        found.update((prompt[:i], prompt[i + len(text) :]) for i in starts[-1:])
-    if not found:
+    check_inputs(task)
+    found = Counter(place for row in task.rows if (place := _around_input(row)) is not None)
+    [((head, cue), _)] = found.most_common(1)
+    return list(head), list(cue)
+
+
+def check_inputs(task: TaskData) -> None:
+    """Raise DataError where no row's prompt holds the row's input."""
+    if all(_around_input(row) is None for row in task.rows):
         raise DataError(
             f"task {task.name}: pseudo-samples are made of inputs, but none of its {len(task.rows)} training rows has "
             "one. Check the data, or raise benchmark.max_source_length"
         )
-    [((head, cue), _)] = found.most_common(1)
-    return list(head), list(cue)
+
+
+def _around_input(row: Example) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the prompt before and after the input; None where it does not hold one."""
+    prompt, text = tuple(row["prompt_ids"]), tuple(row["input_ids"])
+    starts = [i for i in range(len(prompt) - len(text) + 1) if text and prompt[i : i + len(text)] == text]
+    return (prompt[: starts[-1]], prompt[starts[-1] + len(text) :]) if starts else None
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.protocol import Learner, Method
+from latent_sweep.methods.protocol import Learner, Method, TaskData
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +41,18 @@ class Gated(Protocol):
         self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
     ) -> npt.NDArray[np.float64]:
         """A weight for every snapshot in every row, (rows, snapshots), from the prompts alone."""
+
+
+@runtime_checkable
+class TriesTasks(Protocol):
+    """Can see before anything is learned that a task cannot be."""
+
+    def try_task(self, task: TaskData) -> None:
+        """Raise what would stop this task once its turn comes, as a LatentSweepError.
+
+        It is asked of every task to be learned before the first one is, on every worker of a group; it must be cheap,
+        draw nothing and leave nothing behind.
+        """
 
 
 @runtime_checkable
@@ -111,7 +123,7 @@ class MakesExamples(Protocol):
     """Trains on other rows than the task's own, such as rehearsed ones."""
 
     def examples(self, rows: Sequence[Example]) -> Sequence[Example]:
-        """The rows to train on, or to validate on, made from the task's own."""
+        """The rows to train on, made from the task's own; held-out rows are never among those given."""
 
 
 @runtime_checkable
@@ -211,7 +223,7 @@ def penalties_of(learners: Sequence[Learner]) -> list[Mapping[str, Tensor]]:
 
 
 def rows_trained(learner: Learner, rows: Sequence[Example]) -> Sequence[Example]:
-    """The rows to train on, or to validate on: the task's own, or what the learner makes of them."""
+    """Return the rows to train on: the task's own, or what the learner makes of them."""
     return learner.examples(rows) if isinstance(learner, MakesExamples) else rows
 
 

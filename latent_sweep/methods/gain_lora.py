@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from latent_sweep.backbones.known import family_of
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_identity, gate_of
-from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm
+from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm, try_reading
 from latent_sweep.methods.lora import (
     LATER,
     BranchMethod,
@@ -159,6 +159,11 @@ class GainLora(BranchMethod):
             p0 = pooled(table, prompts, settings.pooling == "padded")
             weights = [gate_of(snapshot, settings, table.device)(p0) for snapshot in history]
             return torch.stack(weights, 1).double().cpu().numpy()
+
+    def try_task(self, task: TaskData) -> None:
+        """Read a few rows' inputs, where a memory is made of them."""
+        if self.settings.design:
+            try_reading(self.settings.gpm, self.context, task)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> GainLoraLearner:
         """Put a new pair behind a new gate closed for earlier prompts, beside the earlier pairs behind theirs."""

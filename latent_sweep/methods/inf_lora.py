@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm
+from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm, try_reading
 from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 from latent_sweep.settings import FROM_PRESET
@@ -66,6 +66,10 @@ class InfLora(BranchMethod):
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
         """Count r m per projection."""
         return sum(self.rank() * m for m, _ in shapes.values())
+
+    def try_task(self, task: TaskData) -> None:
+        """Read a few rows' inputs: of `random_project` they are not read before the first task is learned."""
+        try_reading(self.settings.gpm, self.context, task)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> InfLoraLearner:
         """Put a designed A and B = 0 beside the earlier pairs."""

@@ -74,8 +74,8 @@ class LatentLoraSettings(MethodSettings):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input during training (A28)."""
     svd: Literal["exact", "randomized"] = "exact"
-    """How factors are computed; `randomized` is the SVD of the LoRA-XS code (scikit-learn's TruncatedSVD, 10 iterations,
-    seed 42), another subspace, for every rank its own (A35)."""
+    """How factors are computed; `randomized` is the SVD of the LoRA-XS code (scikit-learn's TruncatedSVD, 10
+    iterations, seed 42), another subspace, for every rank its own (A35)."""
 
     @property
     def s(self) -> float:

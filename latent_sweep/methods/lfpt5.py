@@ -136,6 +136,18 @@ class Lfpt5(Method):
         """Multiply the prompt's vectors by their width."""
         return self.settings.prompt_length * width
 
+    def try_task(self, task: TaskData) -> None:
+        """Check that the task's rows can be written as pseudo-samples.
+
+        Raises:
+            ConfigError: the tokenizer has no special token to spare.
+            DataError: no row has an input.
+        """
+        from latent_sweep.methods._pseudo_samples import check_inputs, separator
+
+        separator(self.context.backbone)
+        check_inputs(task)
+
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Lfpt5Learner:
         """Take the previous prompt to train it further, with pseudo-samples of every earlier task that it draws now."""
         from latent_sweep.methods._pseudo_samples import RowFormat, draw

@@ -828,6 +828,12 @@ def _check_alike(case: Case, found: Findings) -> None:
     """Find prompts that differ as texts and are the same tokens: cut behind what they share, or unknown."""
     for split in SPLITS:
         prompts = _prompts(case, split)
+        if split == "train" and len(prompts) > 1 and len(set(prompts)) == 1:
+            found.fault(
+                f"{case.name_read}, task {case.task.name}: all {len(prompts):,} training prompts are the same text, so "
+                f"no answer can depend on the input. Correct the inputs{_place(case)}"
+            )
+            continue
         try:
             groups = alike(prompts, _Kept(case), lambda parts: tuple(map(tuple, _encoded(case, parts))))
         except DataError:  # no room for any input, which `_check_room` reports

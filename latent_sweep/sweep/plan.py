@@ -671,17 +671,37 @@ def _backbone_faults(trial: Trial) -> list[str]:
 
 
 def _router_faults(trial: Trial) -> list[str]:
-    """List the tasks with fewer rows than the router fits components to."""
+    """List the tasks with fewer rows than the router fits components to, or why there is no covariance."""
     s = trial.settings
     counts = once(
         "training rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "train", s.benchmark) for t in trial.tasks]
     )
-    return [
+    faults = [
         f"router.components: found {s.router.components}, but task {task.name} has {rows} training rows; "
         f"use at most {rows}, or raise benchmark.train_per_task"
         for task, rows in zip(trial.tasks, counts, strict=True)
         if s.router.components > rows
     ]
+    return faults or _scatter_faults(s.router, counts)
+
+
+def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
+    """List why the rows of the first stage give no covariance, whatever they are: a row is its own mean."""
+    pooled = counts[: router.cov.pooled_tasks(1, len(counts))]
+    alone = router.cov.center == "component" and not router.gmm.em_iters  # every row may be a component of its own
+    most = router.components if alone else 1
+    if router.cov.ddof == "tasks" and sum(pooled) <= len(pooled):
+        return [
+            f"router.cov.ddof: found tasks, but {len(pooled)} tasks with {sum(pooled)} training rows leave no degree "
+            "of freedom; use none, or raise benchmark.train_per_task"
+        ]
+    if router.epsilon_mode == "relative" and max(pooled) <= most:
+        return [
+            f"router.epsilon_mode: found relative, but {max(pooled)} training row{'s' * (max(pooled) > 1)} a task for "
+            f"{most} mean{'s' * (most > 1)} scatter about nothing, and a share of a covariance of zero is zero; use "
+            "absolute, or raise benchmark.train_per_task"
+        ]
+    return []
 
 
 def _definition_faults(trial: Trial) -> list[str]:

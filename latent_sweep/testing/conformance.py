@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import shutil
@@ -27,8 +28,9 @@ from latent_sweep.learn.events import StageDone, Step
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method
 from latent_sweep.sweep.plan import Trial
+from latent_sweep.testing.draws import shared_draws, validated_rows
 from latent_sweep.testing.runs import Event, Runs
-from latent_sweep.testing.stages import Stages, undeclared, untried, with_group
+from latent_sweep.testing.stages import Stages, random_rows, undeclared, untried, with_group
 
 FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket", "past")
@@ -270,6 +272,36 @@ class MethodConformance:
         assert not backbone.model.training
         assert all(p.grad is None and not p.requires_grad for p in backbone.model.parameters())
 
+    @pytest.mark.parametrize("position", [0, 1])
+    def test_epochs_are_chosen_by_the_held_out_rows_alone(self, stages: Stages, family: str, position: int) -> None:
+        """What a method replays, or writes into rows, is to be learned from: no row of it is validated on."""
+        trial = self.one_epoch(family)
+        if not tasks_learned(trial.method(), position, len(trial.tasks)):
+            pytest.skip("nothing is learned there")
+        held_out = random_rows(3, seed=90)
+        expected = copy.deepcopy(held_out)
+        found = validated_rows(stages, trial, position, held_out)
+        assert sorted(found, key=repr) == sorted(expected, key=repr), (
+            "the rows by which `select: best_validation` chooses an epoch are not those that were held out: "
+            "`examples` is given training rows alone; and no member of a learner may change a row that it is given"
+        )
+
+    @pytest.mark.parametrize("position", [0, 1])
+    def test_what_it_draws_comes_from_the_tasks_generator(self, stages: Stages, family: str, position: int) -> None:
+        """Torch's, NumPy's and Python's own generators are seeded for steps alone, and of a pack for its first member.
+
+        What draws from them elsewhere ends otherwise at every try, and after every cut.
+        """
+        trial = self.one_epoch(family)
+        if not tasks_learned(trial.method(), position, len(trial.tasks)):
+            pytest.skip("nothing is learned there")
+        found = shared_draws(stages, trial, position)
+        told = "; ".join(f"{name} draws from {' and '.join(sorted(drawn))}" for name, drawn in sorted(found.items()))
+        assert not found, (
+            f"{told} own generator. Draw from `task.generator(purpose)`, which `begin_task` is given: it repeats for "
+            "this seed, task and purpose. A method whose steps draw, such as one with dropout, says `packable = False`"
+        )
+
     @pytest.mark.parametrize("cut", CUTS)
     def test_cut_anywhere_and_run_again_ends_the_same(
         self, finished: Finished, family: str, cut: str, tmp_path: Path
@@ -287,7 +319,8 @@ class MethodConformance:
         assert not (other := _other_files(runs.files(), finished.runs.files())), (
             f"it ended with other files than an uninterrupted run: {other}. After a cut, begin_task is called again "
             "with the same history and the trained parameters are loaded; what else a learner keeps while it learns "
-            "has to be given by its `state` and taken back by its `load_state`"
+            "has to be given by its `state` and taken back by its `load_state`, and what it draws has to come from "
+            "`task.generator`"
         )
         done = [
             (s.position, s.step) for s in steps if s.position < task or (s.position == task and doing != "learning")

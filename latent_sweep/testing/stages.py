@@ -105,12 +105,20 @@ class Stages:
         self._known: dict[str, Mapping[str, Tensor]] = {}
         self._number = itertools.count()
 
-    def snapshot(self, trial: Trial, position: int, longer: int = 0, largest_rank: int = 16) -> Mapping[str, Tensor]:
+    def snapshot(
+        self,
+        trial: Trial,
+        position: int,
+        longer: int = 0,
+        largest_rank: int = 16,
+        validation: Sequence[Example] = (),
+    ) -> Mapping[str, Tensor]:
         """Tensors that a stage leaves behind, of six rows in two batches.
 
         Args:
             longer: how many tasks more the trial has.
             largest_rank: of the sweep, as if it had trials of larger ranks.
+            validation: held-out rows, by which the best epoch is chosen where there are some.
         """
         s, task = trial.settings, trial.tasks[position]
         method = type(trial.method())(s.method, MethodContext(self._backbone, self._bank, self._folder, largest_rank))
@@ -120,7 +128,8 @@ class Stages:
         data = task_data(rows, position, s.seed, len(trial.tasks) + longer, task.name)
         learner = method.begin_task(data, history)
         checkpoint = self._folder / f"checkpoint-{next(self._number)}"
-        learn(learner, rows, self._backbone, self._bank, s.training, checkpoint, (s.seed, task.name))
+        seed_parts, held_out = (s.seed, task.name), {"validation": validation}
+        learn(learner, rows, self._backbone, self._bank, s.training, checkpoint, seed_parts, **held_out)
         return learner.finish()
 
     def remembered(self, trial: Trial, position: int) -> Mapping[str, Tensor]:

@@ -49,15 +49,14 @@ def test_what_takes_a_while_is_told_when_it_begins(runs):
     forget_backbone()
     run_pack(pack, runs.sweep, events.append)
     order = [what for what, _ in itertools.groupby(map(doing, events))]
-    router, answering = ("fitting the router", 0), ("answering", 0)
+    checking, router, answering = ("checking", None), ("fitting the router", 0), ("answering", 0)
     assert order[: order.index(("said", 0))] == [
         ("loading the backbone", None),
-        ("preparing", None),  # the method itself
-        ("tokenising", 0),
-        ("preparing", 0),
-        ("learning", 0),
-        *(router, answering, ("tokenising", 0), answering),  # back at what it tokenised for
-        *(("scoring", 0), ("tokenising", 1), answering),
+        *(checking, ("preparing", None), checking),  # the method itself, and back at what it was made for
+        *(("tokenising", 0), checking, ("tokenising", 1), checking) * 2,  # rows to learn from, and those of tests
+        *(router, checking, ("fitting the router", 1), checking) * 2,  # the tasks' records, and the stages
+        *(("preparing", 0), ("learning", 0)),
+        *(router, answering, ("scoring", 0)),
     ]
 
 

@@ -1,5 +1,6 @@
 """Methods from outside of the package, in a folder that knows nothing of the repository."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -530,6 +531,49 @@ class Late(AnchoredLearner):
         if self.start is None:
             self.start = self.B.detach().clone()
         return super().penalty()
+
+
+class Drawing(Anchored):
+    def begin_task(self, task, history):
+        import torch
+
+        learner = super().begin_task(task, history)
+        learner.start = learner.start + 0.1 * torch.randn_like(learner.start)
+        return learner
+
+
+class DrawingInSteps(Anchored):
+    def begin_task(self, task, history):
+        return Noisy(self.carried(task, history), self.outputs, self.settings)
+
+
+class Noisy(AnchoredLearner):
+    def penalty(self):
+        import random
+
+        return {"anchor": random.random() * super().penalty()["anchor"]}
+
+
+class Replaying(Anchored):
+    def begin_task(self, task, history):
+        return Replay(self.carried(task, history), self.outputs, self.settings)
+
+
+class Replay(AnchoredLearner):
+    def examples(self, rows):
+        return [*rows, *rows]
+
+
+class Rewriting(Anchored):
+    def begin_task(self, task, history):
+        return Rewrite(self.carried(task, history), self.outputs, self.settings)
+
+
+class Rewrite(AnchoredLearner):
+    def adaptation(self, rows):
+        for row in rows:
+            row["target_ids"] = row["target_ids"][:1]
+        return super().adaptation(rows)
 """
 
 SPOILED_SUITE = """
@@ -559,6 +603,22 @@ class TestForgetful(Suite):
     method = "spoiled:Forgetful"
 
 
+class TestDrawing(Suite):
+    method = "spoiled:Drawing"
+
+
+class TestDrawingInSteps(Suite):
+    method = "spoiled:DrawingInSteps"
+
+
+class TestReplaying(Suite):
+    method = "spoiled:Replaying"
+
+
+class TestRewriting(Suite):
+    method = "spoiled:Rewriting"
+
+
 class TestPulled(MethodConformance):
     method = "my_module:Pulled"
     settings = {"rank": 4}
@@ -579,6 +639,14 @@ FOUND = {
     "TestUndeclared::test_a_stage_reads_what_it_declares[tiny-llama-1]": "leaves behind: anchor; `stage_identity` has",
     "TestOncePerMicroBatch::test_micro_batches_add_up[tiny-llama]": "a term of parameters alone belongs in `penalty`",
     "TestForgetful::test_cut_anywhere_and_run_again_ends_the_same[tiny-llama-inside the second task]": "its B by up to",
+    **{
+        f"{kind}::test_what_it_draws_comes_from_the_tasks_generator[tiny-llama-{position}]": "Draw from `task.generator"
+        for kind, position in itertools.product(("TestDrawing", "TestDrawingInSteps"), (0, 1))
+    },
+    **{
+        f"TestRewriting::test_epochs_are_chosen_by_the_held_out_rows_alone[tiny-llama-{position}]": "that were held out"
+        for position in (0, 1)
+    },
     "TestUntried::test_every_setting_has_another_value[tiny-llama]": "by their types, of note: name them in `untried`",
 }
 
@@ -598,7 +666,11 @@ def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path, monkey
 
     (tmp_path / "spoiled.py").write_text(SPOILED)
     (tmp_path / "test_spoiled.py").write_text(SPOILED_SUITE)
-    chosen = "tiny-llama and (declares or micro or another_value) or inside and second and llama"
+    few = "(declares or micro or draws or held_out or inside and second)"
+    chosen = f"tiny-llama and (another_value or (TestAnchored or TestPulled or TestWhole) and {few})"
+    kinds = {"Undeclared": "declares", "Once": "micro", "Forgetful": "inside and second", "Drawing": "draws"}
+    kinds |= {"Rewriting": "held_out", "Replaying": "held_out"}
+    chosen += "".join(f" or tiny-llama and {kind} and {tests}" for kind, tests in kinds.items())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-rf", "-k", chosen]
     done = run_command(*command, "test_spoiled.py", PYTHONPATH=str(tmp_path))
     failed = set(re.findall(r"^FAILED test_spoiled\.py::(.*?\])(?: - |$)", done.stdout, re.M))

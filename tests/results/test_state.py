@@ -9,6 +9,7 @@ import random
 import re
 import statistics
 import time
+from typing import get_args
 
 import pytest
 from helpers.patience import PATIENCE
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from latent_sweep.cli import main
 from latent_sweep.errors import StoreError
-from latent_sweep.learn.events import Begun, Step
+from latent_sweep.learn.events import Begun, Doing, Step
 from latent_sweep.results import progress
 from latent_sweep.results import state as states
 from latent_sweep.results.drawing import draw
@@ -34,7 +35,7 @@ from latent_sweep.store.journal import Journal
 from latent_sweep.store.sealed import sealed_json
 
 AXES = {"router.components": [1, 2], "seed": [0, 1]}
-PHASES = ["starting", "loading the backbone", "tokenising", "preparing", "fitting the router", "answering"]
+PHASES = get_args(Doing)
 
 
 def refuse(holder):

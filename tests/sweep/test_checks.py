@@ -392,6 +392,20 @@ def test_an_instruction_without_room_for_the_input_is_a_fault(own: Path) -> None
     assert "the instruction takes all of benchmark.max_source_length = 64 tokens" in cut
 
 
+def test_training_prompts_that_are_all_alike_are_a_fault(own: Path) -> None:
+    """What tells them apart is cut off, or is not there."""
+    content = [
+        {**row, "input": "the same beginning " + row["input"]} for row in rows("left", "train", ["ax", "bx"] * 4)
+    ]
+    put(own, "left", "train", content)
+    assert said_of(own, {"max_source_length": 128}) == []
+    assert "benchmark.max_source_length" in faults_of(own, {"max_source_length": 25})
+    put(own, "left", "train", [{**row, "input": "the same"} for row in content])
+    assert "task left" in faults_of(own, {"max_source_length": 128})
+    put(own, "left", "train", content[:1])
+    said_of(own, {"max_source_length": 128}, trial__router={"mode": "sum", "components": 1})
+
+
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
@@ -512,9 +526,10 @@ HOLD_OUT = {"trial__training__select": "best_validation"}
 
 def test_one_row_to_hold_rows_out_of_is_a_fault(own: Path) -> None:
     put(own, "left", "train", rows("left", "train", ["ax"]))
-    message = faults_of(own, **HOLD_OUT)
+    unrouted = {"trial__router": {"mode": "sum", "components": 1}}
+    message = faults_of(own, **HOLD_OUT, **unrouted)
     assert "training.select: best_validation holds rows out of every task. Task 'left': 1 training row" in message
-    assert said_of(own) == []
+    assert said_of(own, **unrouted) == []
 
 
 def test_a_share_of_less_than_a_row_is_said(own: Path) -> None:

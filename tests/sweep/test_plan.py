@@ -386,6 +386,30 @@ def test_more_components_than_rows_name_both_numbers():
     assert "found 1" not in str(caught.value).replace("1 fault", "")
 
 
+@pytest.mark.parametrize(
+    ("router", "at"),
+    [
+        ({"components": 1}, "router.epsilon_mode"),
+        ({"components": 1, "epsilon": 10.0, "embed_norm": "std", "dtype": "float64"}, "router.epsilon_mode"),
+        ({"components": 1, "cov": {"refresh": "final"}}, "router.epsilon_mode"),
+        ({"components": 1, "epsilon_mode": "absolute", "cov": {"ddof": "tasks"}}, "router.cov.ddof"),
+    ],
+)
+def test_a_row_a_task_leaves_no_covariance_to_take_a_share_of(router, at):
+    one = {"trial__benchmark__train_per_task": 1, "search": {}}
+    with pytest.raises(ConfigError, match=at.replace(".", r"\.")):
+        trials_of(tiny(trial__router=router, **one))
+    assert len(trials_of(tiny(trial__router={"components": 1, "epsilon_mode": "absolute"}, **one))) == 1
+    assert len(trials_of(tiny(trial__router=router | {"mode": "sum"}, **one))) == 1
+
+
+def test_a_component_for_every_row_leaves_no_scatter_about_their_means():
+    by_component = {"components": 32, "cov": {"center": "component"}}
+    with pytest.raises(ConfigError, match=r"router\.epsilon_mode"):
+        trials_of(tiny(trial__router=by_component, search={}))
+    assert len(trials_of(tiny(trial__router=by_component | {"cov": {}}, search={}))) == 1
+
+
 def test_components_are_no_fault_where_no_router_is_asked():
     assert len(trials_of(tiny(trial__router={"mode": "sum", "components": 40}, search={}))) == 1
 
