@@ -19,6 +19,9 @@ TRAINING = 4
 """Of the loop over steps: part of every snapshot's lineage."""
 TOKENS = 2
 """Of how rows become token ids, and of the columns of their cache: part of lineages and of the cache's name."""
+OFFICIAL_TRUNCATION = 2
+"""Of `truncation: official`, part of lineages and of the cache's name with it: since 2 T5's cut prompts are tokenized
+again."""
 FACTORS = 1
 """Of the truncated SVD and its conventions: part of the lineages of Latent-LoRA and of the cache's name."""
 RANDOMIZED = 2

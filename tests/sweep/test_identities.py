@@ -224,6 +224,7 @@ OUTSIDE = {
     "version of the method": "lineage rows answers",
     "TRAINING": "lineage rows answers",
     "TOKENS": "lineage rows answers tokens pooled record scatter",
+    "OFFICIAL_TRUNCATION": NOTHING,  # these prompts are cut otherwise
     "FACTORS": "lineage rows answers factors",
     "RANDOMIZED": NOTHING,  # these factors are exact
     "POOLING": "rows pooled record scatter",
