@@ -447,7 +447,11 @@ def resolve(written: WrittenTrial) -> TrialSettings:
 
     def training() -> TrainingSettings:
         own = kind.training_defaults(method, name, spec.name)
-        return filled(written.training, TrainingSettings, own, PROTOCOL[family])
+        try:
+            return filled(written.training, TrainingSettings, own, PROTOCOL[family])
+        except ValidationError as error:  # what is written does not go together with what was left out
+            faults = validation_faults(error, TrainingSettings)
+            raise ConfigError("; ".join(f"training.{fault}" for fault in faults)) from error
 
     return TrialSettings(
         method=method,
