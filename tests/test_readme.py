@@ -1,6 +1,7 @@
 """What the documents say must be what the code says: settings, sweep files, paths, commands, names of modules."""
 
 import importlib.util
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from tools import reference
 
 from latent_sweep import cli
+from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import parse_yaml
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
@@ -69,6 +71,31 @@ def test_sweep_file_in_readme_is_the_one_that_is_there():
 def test_sweep_file_in_the_reference_is_valid():
     (block,) = (b for b in yaml_blocks("sweeps/README.md") if b.startswith("name: lambda"))
     assert len(expand(parse_sweep(parse_yaml(block, "README"), "README"))) == 3 * 6 * 4
+
+
+RELEASED = {
+    re.search(r"^name: (\w+)$", block, re.M)[1]: block
+    for block in yaml_blocks("latent_sweep/methods/README.md")
+    if block.startswith("name: released_")
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_protocol_is_a_sweep_file_under_a_preset_of_its_method(name, tmp_path):
+    trials = expand(parse_sweep(parse_yaml(RELEASED[name], name), name))
+    assert trials and all(trial.settings.method.preset.startswith("official") for trial in trials)
+    assert all(trial.settings.benchmark.truncation == "official" for trial in trials)
+    if "LATENT_SWEEP_DATA" in os.environ:
+        (tmp_path / "sweep.yaml").write_text(RELEASED[name])
+        assert cli.main(["plan", str(tmp_path / "sweep.yaml"), "--set", f"run.storage={tmp_path}"]) == 0
+
+
+def test_every_released_method_has_a_protocol():
+    """All but those whose own code nobody released for language models."""
+    trials = [trial for name in RELEASED for trial in expand(parse_sweep(parse_yaml(RELEASED[name], name), name))]
+    found = {trial.settings.method.name for trial in trials}
+    with_presets = {name for name in METHODS if "preset" in method_class(name).settings_class.model_fields}
+    assert with_presets - found == {"ewc", "lwf", "joint_lora"}
 
 
 def test_every_sweep_file_has_its_row_and_every_named_one_can_be_read():

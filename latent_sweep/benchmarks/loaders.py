@@ -253,7 +253,12 @@ def tokenised(
             )
             parts = split_prompts(spec, task, split, settings, (row.input for row in rows))
             prompts = [encode(part) for part in parts]
-            full = [part for part, ids in zip(parts, prompts, strict=True) if sum(map(len, ids)) == max_source_length]
+            shorter = settings.truncation == "official"  # once tokenized again
+            full = [
+                part
+                for part, ids in zip(parts, prompts, strict=True)
+                if shorter or sum(map(len, ids)) == max_source_length
+            ]
             if cut := sum(is_cut(part, tokenizer, family, max_source_length, settings.bos, chat) for part in full):
                 limit = (
                     f"benchmark.max_source_length = {max_source_length:,} tokens and lose {LOST[settings.truncation]}"
@@ -269,6 +274,13 @@ def tokenised(
             }
             _write(columns, target)
     return TokenRows(target)
+
+
+def truncation_identity(settings: BenchmarkSettings) -> str:
+    """Return what names a truncation: `official` has a version of its own."""
+    if settings.truncation == "official":
+        return f"official {versions.OFFICIAL_TRUNCATION}"
+    return settings.truncation
 
 
 def tokens_name(
@@ -291,7 +303,7 @@ def tokens_name(
         "tokenizer": tokenizer_name,
         "family": family,
         "lengths": [longest_source, longest_target],
-        "truncation": settings.truncation,
+        "truncation": truncation_identity(settings),
         "bos": settings.bos,
     }
     if chat is not None:

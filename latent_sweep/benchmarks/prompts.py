@@ -53,11 +53,13 @@ class Frame:
     """Whether a target that is too long keeps its EOS."""
     one_space: bool
     """Whether tokenizers make one space of a line break."""
+    read_again: bool
+    """Whether the released code tokenizes the text of a cut prompt's tokens again."""
 
 
 FRAMES: Mapping[Family, Frame] = {
-    "t5": Frame(ends=True, keeps_eos=True, one_space=True),
-    "llama": Frame(ends=False, keeps_eos=False, one_space=False),
+    "t5": Frame(ends=True, keeps_eos=True, one_space=True, read_again=True),
+    "llama": Frame(ends=False, keeps_eos=False, one_space=False, read_again=False),
 }
 """By the paper's two families: encoder-decoders take T5's, other models Llama's."""
 
@@ -164,11 +166,12 @@ def encode_parts(
 
     The whole prompt is tokenized at once, so what fits is exactly what the tokenizer makes of the string, and what
     does not fit only loses tokens: the last ones of the input (`keep_cue`), its middle ones (`keep_ends`: as many stay
-    of its beginning as of its end, or one more), or the last ones of the prompt (`official`). A token that reaches into
-    the input from the head belongs to the input, one that reaches into the cue to the cue. Prompts begin with BOS where
-    the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts end with EOS, Llama
-    prompts do not. Inside a chat template they have the special tokens that it writes, and no others. Text that spells
-    a special token stays text (`text_tokens.py`).
+    of its beginning as of its end, or one more), or the last ones of the prompt (`official`: of T5's prompts the text
+    that is left is tokenized again, as in the released code, and parts keep their numbers of tokens). A token that
+    reaches into the input from the head belongs to the input, one that reaches into the cue to the cue. Prompts begin
+    with BOS where the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts end with
+    EOS, Llama prompts do not. Inside a chat template they have the special tokens that it writes, and no others. Text
+    that spells a special token stays text (`text_tokens.py`).
 
     Raises:
         DataError: Head and cue leave no room for the input (not under `official`).
@@ -183,10 +186,30 @@ def encode_parts(
     last = [tokenizer.eos_token_id] if chat is None and FRAMES[family].ends else []
     room = max_source_length - len(first) - len(last)
     if len(ids) > room and truncation == "official":
-        head, kept, cue = head[:room], kept[: max(0, room - n_head)], cue[: max(0, room - n_head - len(kept))]
+        if FRAMES[family].read_again and chat is None:  # which keeps as many tokens as with EOS, before it adds that
+            ids = _tokenized_again(ids[:max_source_length], tokenizer)
+        ids, n_both = ids[:room], n_head + len(kept)
+        head, kept, cue = ids[:n_head], ids[n_head:n_both], ids[n_both:]
     elif len(ids) > room:
         kept = _cut(kept, _input_room(room - n_head - n_cue, max_source_length, parts), truncation)
     return PromptIds(first + head, kept, cue + last)
+
+
+def _tokenized_again(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of the text of these tokens, as the released collator makes them of a cut prompt for T5.
+
+    Special tokens are lost, the unknown one among them, and blanks before punctuation, as transformers 4 cleans up what
+    it decodes.
+    """
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    for spaced in CLEANED_UP:
+        text = text.replace(spaced, spaced.strip())
+    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
+
+
+CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""What loses the blanks around it, one after another."""
 
 
 def is_cut(

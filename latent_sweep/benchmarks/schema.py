@@ -227,7 +227,8 @@ class BenchmarkSettings(Settings):
     """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
     truncation: Truncation = "keep_cue"
     """Long prompts lose the end of their input (`keep_cue`), its middle (`keep_ends`), so that a question at the end
-    stays, or, as in the released code, whatever comes last (`official`). The paper says nothing of it."""
+    stays, or, as in the released code, whatever comes last (`official`). That code decodes the tokens that are left of
+    a T5 prompt and tokenizes their text again, and so does `official`. The paper says nothing of it."""
     bos: Literal["auto", "off"] = "auto"
     """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
     chat: bool = Field(False, json_schema_extra=LEFT_OUT_AT_DEFAULT)

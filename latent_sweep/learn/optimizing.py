@@ -137,7 +137,8 @@ class AdamW:
             decay, size, epsilon = 1 - rate * s.weight_decay, -rate / correction[0], EPSILON
             if s.adam_eps == "before_correction":
                 size, epsilon = size * decay, epsilon / correction[1]
-            rows.append([decay, size, correction[1], epsilon, s.gradient_clip or math.inf])
+            limit = s.gradient_clip or math.inf
+            rows.append([decay, size, correction[1], epsilon, limit])
         found = torch.tensor(list(zip(*rows, strict=True)), dtype=self._numbers.dtype)
         if device.type == "cuda":
             found = found.pin_memory().to(device, non_blocking=True)

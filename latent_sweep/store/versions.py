@@ -22,6 +22,9 @@ TOKENS = 2
 OWN_ROWS = 2
 """Of how data of a benchmark of one's own becomes rows and token ids, part of what names its rows: since 2 text that
 spells a special token stays text, and more shapes of records are read. Published rows have neither."""
+OFFICIAL_TRUNCATION = 2
+"""Of `truncation: official`, part of lineages and of the cache's name with it: since 2 T5's cut prompts are tokenized
+again."""
 FACTORS = 1
 """Of the truncated SVD and its conventions: part of the lineages of Latent-LoRA and of the cache's name."""
 RANDOMIZED = 3

@@ -270,6 +270,10 @@ class Reader:
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
+    def decode(self, ids: Sequence[int], **unused: Any) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
     @cached_property
     def digest(self) -> str:
         """Content hash of the tokenizer."""

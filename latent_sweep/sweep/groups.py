@@ -86,7 +86,7 @@ class TrainingSettings(Settings):
 
     @model_validator(mode="after")
     def _epsilon_of_adam(self) -> TrainingSettings:
-        if self.optimizer != "adamw" and self.adam_eps == "before_correction":
+        if self.optimizer == "adafactor" and self.adam_eps == "before_correction":
             raise ValueError(
                 f"adam_eps = {self.adam_eps} has no effect with optimizer = {self.optimizer}; write adam_eps: "
                 "after_correction, or take optimizer: adamw"

@@ -29,7 +29,15 @@ from pydantic import ValidationError
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
 from latent_sweep.benchmarks.faults import validation_faults
-from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, once, one_look, row_count, source_digest
+from latent_sweep.benchmarks.loaders import (
+    DATA_VARIABLE,
+    data_digest,
+    once,
+    one_look,
+    row_count,
+    source_digest,
+    truncation_identity,
+)
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
@@ -186,7 +194,7 @@ class Trial:
                 "training": s.training.training_identity(),
                 "max_source_length": s.benchmark.max_source_length,
                 "max_target_length": s.benchmark.max_target_length,
-                "truncation": s.benchmark.truncation,
+                "truncation": truncation_identity(s.benchmark),
                 "bos": s.benchmark.bos,
                 **({"chat": True} if s.benchmark.chat else {}),  # which template: the tokenizer's: `backbone` names it
             }
@@ -439,7 +447,11 @@ def resolve(written: WrittenTrial) -> TrialSettings:
 
     def training() -> TrainingSettings:
         own = kind.training_defaults(method, name, spec.name)
-        return filled(written.training, TrainingSettings, own, PROTOCOL[family])
+        try:
+            return filled(written.training, TrainingSettings, own, PROTOCOL[family])
+        except ValidationError as error:  # what is written does not go together with what was left out
+            faults = validation_faults(error, TrainingSettings)
+            raise ConfigError("; ".join(f"training.{fault}" for fault in faults)) from error
 
     return TrialSettings(
         method=method,

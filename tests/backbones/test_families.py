@@ -228,15 +228,16 @@ class NarrowRows(list):
         self.shape = shape
 
 
+@pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-falcon", "tiny-bloom", "tiny-bart", "tiny-umt5"])
-def test_padding_in_front_is_read_as_trainers_do(name):
+def test_padding_in_front_is_read_as_trainers_do(name, released):
     """Whether a model takes positions or counts by its mask."""
     backbone = load_backbone(settings_of(name))
     bank, rows, seen = bank_of(backbone), instructed(3), []
     first = next(iter(backbone.targets.values()))
     handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     with torch.no_grad():
-        read_padded(backbone, rows, Adaptation(), bank, lambda source, decoder: torch.no_grad())
+        read_padded(backbone, rows, Adaptation(), bank, lambda source, decoder: torch.no_grad(), released)
     handle.remove()
     bank.remove()
     assert seen[0].isfinite().all()

@@ -122,7 +122,7 @@ def test_epsilon_before_the_correction_is_transformers_optimizer_also_beside_mem
 
 
 def test_epsilon_before_the_correction_gives_the_numbers_of_transformers_4():
-    """`transformers.optimization.AdamW` of transformers 4.30.2 gave them, in float64, with the epsilon of its Trainer, 1e-8."""
+    """`transformers.optimization.AdamW` of 4.30.2 gave them, in float64 with the epsilon of its Trainer, 1e-8."""
     start = torch.tensor([0.5, -0.25, 1.0, 2.0], dtype=torch.float64)
     settings = training(learning_rate=0.01, weight_decay=0.1, adam_eps="before_correction", gradient_clip=None)
     trained = Trained({"w": start.requires_grad_(True)}, settings, 20)

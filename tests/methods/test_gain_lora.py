@@ -18,9 +18,11 @@ from helpers.tiny import bank_of, random_rows, task_data
 from pydantic import ValidationError
 
 from latent_sweep.adapters.gate import Gate, layers, new_maps, pooled
-from latent_sweep.backbones.batches import collate, label_logits
+from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
 from latent_sweep.backbones.known import KNOWN, target_shapes
-from latent_sweep.errors import DataError, LatentSweepError
+from latent_sweep.errors import ConfigError, DataError, LatentSweepError
+from latent_sweep.methods._gate import GateSettings, NewGate
+from latent_sweep.methods._gpm import GpmSettings
 from latent_sweep.methods.gain_lora import GainLora, GainLoraSettings
 from latent_sweep.sweep.groups import TrainingSettings
 
@@ -37,6 +39,8 @@ INF = {"design": "svd", "old_branch_grad": "flow", "gpm": GPM, "gate": GATE}
 O_LORA = {"variant": "o_lora", "lambda_1": 0.5, "lambda_2": 0.1} | {k: v for k, v in INF.items() if k != "design"}
 EVERYTHING = GPM | {"energy": "sigma2", "eps_0": 1 - 1e-9}
 """A memory that holds all that the few prompts of a tiny task span."""
+COUNTED = GPM | {"mask_padding": False, "batch_size": 3}
+"""A memory in which padding counts, of several batches."""
 PARTS = ("G1", "G2", "key")
 
 
@@ -322,6 +326,85 @@ def test_faults_say_what_to_do(method_of, tmp_path, variant):
         begin(method, [full])
 
 
+# --- as released -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key_design", ["svd", "random_project", "svd_then_random"])
+def test_every_stretch_of_a_gates_input_has_a_memory_of_its_own(method_of, tmp_path, key_design):
+    method = method_of(O_LORA, gate=GATE | {"chunks": 4, "key_design": key_design})
+    history = learned(method, tmp_path)
+    names = {f"memory.gate.{part}.{i}" for part in ("G1", "key") for i in range(4)} | {"memory.gate.G2"}
+    assert {name for name in history[0] if name.startswith("memory.")} == names
+    for part in ("G1", "key"):
+        change = history[2][f"gate.{part}"] - (history[1]["gate.G1"] if part == "G1" else 0)
+        assert change.norm() > 1e-3
+        for i, stretch in enumerate(change.split(8, -1)):
+            M = torch.cat([snapshot[f"memory.gate.{part}.{i}"] for snapshot in history[:2]], 1)
+            assert M.shape[0] == 8 and (stretch @ M).abs().max() < 1e-5
+    assert method.gates(history, prompts_of(0)).shape == (7, 3)
+
+
+def test_a_stretch_without_a_direction_left_leaves_the_others_theirs(method_of, tmp_path):
+    method = method_of(gate=GATE | {"chunks": 4})
+    (snapshot,) = learned(method, tmp_path, tasks=1)
+    full = {f"memory.gate.key.{i}": torch.eye(8) for i in range(4)}
+    key = begin(method, [snapshot | {"memory.gate.key.0": torch.eye(8)}])._gate.gate.key.detach()
+    assert not key[:8].any() and float(key.norm()) == pytest.approx((32 / 3) ** 0.5)
+    with pytest.raises(LatentSweepError):
+        begin(method, [snapshot | full])
+
+
+def test_stretches_must_divide_the_width(method_of):
+    with pytest.raises(ConfigError, match=r"method\.gate\.chunks"):
+        begin(method_of(gate=GATE | {"chunks": 5}))
+
+
+def test_a_key_is_the_leading_direction_at_first_and_later_random(method_of, tmp_path):
+    by_design = {d: method_of(gate=GATE | {"key_design": d}) for d in ("svd", "svd_then_random", "random_project")}
+    keys = {design: begin(method)._gate.gate.key.detach() for design, method in by_design.items()}
+    assert keys["svd_then_random"].equal(keys["svd"])
+    history = learned(by_design["svd"], tmp_path, tasks=1)
+    later = {design: begin(method, history)._gate.gate.key.detach() for design, method in by_design.items()}
+    for one, other in (("svd_then_random", "svd"), ("svd_then_random", "random_project")):
+        assert not later[one].allclose(later[other], atol=0.1)
+    assert (later["svd_then_random"] @ memory_of(history, "key")).abs().max() < 1e-5
+
+
+def test_padded_memories_are_of_the_batches_that_inputs_are_read_in(method_of):
+    rows = random_rows(7, seed=1)
+    task = task_data(rows, name="task 0")
+    for grouped in (False, True):
+        gpm = GpmSettings(**GPM | {"batch_size": 3, "max_batches": 2, "group_by_length": grouped})
+        gate = GateSettings(**GATE | {"pooling": "padded"})
+        table = method_of().context.backbone.embedding_table
+        batches = epoch_batches(
+            [len(r["prompt_ids"] + r["target_ids"]) for r in rows], 3, task.generator("memory"), grouped
+        )
+        expected = []
+        for batch in batches[:2]:
+            longest = max(len(rows[i]["prompt_ids"]) for i in batch)
+            expected += [table[rows[i]["prompt_ids"]].sum(0) / longest for i in batch]
+        assert_same_to_rounding(NewGate(gate, gpm, table, task, [])._pooled_for_memory(), torch.stack(expected))
+
+
+def test_what_no_stage_reads_names_none():
+    """Tokens of padding where none counts; at the first task how later keys are made."""
+
+    def stages(base=INF, **change):
+        method = GainLora(GainLoraSettings(**base | change, rank=4, alpha=8.0))
+        return [method.stage_identity(position) for position in range(2)]
+
+    assert stages(gpm=GPM | {"padding": "released"}) == stages()
+    own, released = (stages(gpm=GPM | {"mask_padding": False, "padding": how}) for how in ("own", "released"))
+    assert own[0] != released[0]
+    random = stages(gate=GATE | {"key_design": "svd_then_random"})
+    assert random[0] == stages()[0] and random[1] != stages()[1]
+    padded = GATE | {"pooling": "padded"}
+    for change in ({"batch_size": 3}, {"max_batches": 1}, {"group_by_length": False}):
+        assert stages(O_LORA, gpm=GPM | change) == stages(O_LORA), "gates alone read no batches"
+        assert stages(O_LORA, gpm=GPM | change, gate=padded)[0] != stages(O_LORA, gate=padded)[0], "but padded ones"
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +415,10 @@ def test_faults_say_what_to_do(method_of, tmp_path, variant):
         (INF, {"gate": GATE | {"form": "one_silu"}}),
         (INF, {"gate": GATE | {"pooling": "padded"}}),
         (INF, {"gate": GATE | {"rescale_rows": True}}),
+        (INF, {"gate": GATE | {"chunks": 2}}),
+        (INF, {"gate": GATE | {"key_design": "svd_then_random"}}),
+        (INF | {"gpm": COUNTED}, {"gpm": COUNTED | {"padding": "released"}}),
+        (INF | {"gpm": COUNTED}, {"gpm": COUNTED | {"group_by_length": False}}),
         (O_LORA, {"gpm": GPM | {"eps_0": 0.9}}),
         (O_LORA, {"lambda_1": 0.0}),
         (O_LORA, {"gate": GATE | {"key_design": "random_project"}}),

@@ -456,7 +456,13 @@ def gain_lora(ref, task):
 
     prompts = [row["prompt_ids"] for row in task.rows]
     maps = {name: (ref.history[-1] if ref.history else task.draws)[name].double() for name in ("gate.G1", "gate.G2")}
-    p2 = read(maps, prompts)[2]
+
+    def read_alone(values):
+        """The same of every prompt for the memories: if padded, with those of its batch, which are none here."""
+        assert s.gate.pooling == "true_length" or s.gpm.batch_size == 1
+        return [torch.cat(parts) for parts in zip(*(read(values, [ids]) for ids in prompts), strict=True)]
+
+    p2 = read_alone(maps)[2]
     M = memory.get("key", torch.zeros(d, 0).double())
     leading = torch.linalg.svd(p2.T @ p2 - M @ M.T @ p2.T @ p2).U[:, 0]
     key = aligned(leading.unsqueeze(0), task.draws["gate.key"])[0] * math.sqrt(d / 3)
@@ -487,7 +493,7 @@ def gain_lora(ref, task):
                 P.copy_(P * norm / P.norm(dim=-1, keepdim=True))
 
     found = whole(trained(start, task, loss, after))
-    for part, x in zip(GATE, read(found, prompts), strict=True):
+    for part, x in zip(GATE, read_alone(found), strict=True):
         before = memory.get(part, torch.zeros(x.shape[1], 0).double())
         memory[part] = grown(x.T @ x, before, task.position)
         new = memory[part][:, before.shape[1] :]

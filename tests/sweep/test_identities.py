@@ -228,6 +228,7 @@ OUTSIDE = {
     "TRAINING": "lineage rows answers",
     "OWN_ROWS": READ,
     "TOKENS": "lineage rows answers tokens pooled record scatter",
+    "OFFICIAL_TRUNCATION": NOTHING,  # these prompts are cut otherwise
     "FACTORS": "lineage rows answers factors",
     "RANDOMIZED": NOTHING,  # these factors are exact
     "POOLING": "rows pooled record scatter",

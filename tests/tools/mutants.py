@@ -917,6 +917,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "torch.linalg.vector_norm(gradient).expand(len(gradient))",
         "optimizing::test_every_member_is_stepped_as_torch_would_alone",
     ),
+    _mutant(
+        "learn/optimizing.py",
+        "epsilon before the correction is not corrected",
+        "size * decay, epsilon / correction[1]",
+        "size * decay, epsilon",
+        "optimizing::test_epsilon_before_the_correction_gives_the_numbers_of_transformers_4",
+    ),
+    _mutant(
+        "backbones/batches.py",
+        "a released decoder pads at once",
+        '[[start, *row["target_ids"]][:longest] for row in rows]',
+        '[[start, *row["target_ids"][:-1]] for row in rows]',
+        "released::test_memories_grow_as_released",
+    ),
+    _mutant(
+        "backbones/batches.py",
+        "released padding attends to nothing",
+        'inputs |= {"attention_mask": _masked_by_a_minimum(mask, backbone.model.dtype)}',
+        "pass",
+        "released::test_memories_grow_as_released",
+    ),
+    _mutant(
+        "methods/_gate.py",
+        "later keys are leading directions too",
+        'return "random_direction" if position else "svd"',
+        'return "svd"',
+        "gain_lora::test_a_key_is_the_leading_direction_at_first_and_later_random",
+    ),
     # --- training
     _mutant(
         "learn/training.py",
@@ -1378,6 +1406,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "room = max_source_length - len(first) - len(last)",
         "room = max_source_length",
         "benchmarks::test_truncation_cuts_the_input_and_keeps_the_cue",
+    ),
+    _mutant(
+        "benchmarks/prompts.py",
+        "a cut prompt is not tokenized again",
+        "ids = _tokenized_again(ids[:max_source_length], tokenizer)",
+        "ids = ids[:max_source_length]",
+        "released_prompts::test_what_is_left_of_a_cut_prompt_is_tokenized_again",
     ),
     _mutant(
         "benchmarks/prompts.py",
