@@ -7,6 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+METHOD_NAMES: Mapping[str, str] = {
+    "latent_lora": "Latent-LoRA",
+    "lfpt5": "LFPT5",
+    "ewc": "EWC",
+    "lwf": "LwF",
+    "tasl": "TaSL",
+    "kif_lora": "KIFLoRA",
+    "seq_lora": "SeqLoRA",
+    "inc_lora": "IncLoRA",
+    "o_lora": "O-LoRA",
+    "inf_lora": "InfLoRA",
+    "gain_lora": "GainLoRA",
+    "zero_shot": "Zero-shot",
+    "joint_lora": "JointLoRA",
+}
+"""How papers write the methods, by the names that sweep files have."""
+
 _READS_BETTER = {"ortho_lambda": "lambda", "components": "K"}
 
 

@@ -97,8 +97,13 @@ def place_text(worker: Running) -> str:
 
 
 def time_left_text(left: TimeLeft) -> str:
-    """Say how long it still takes, and how far off that may be."""
-    return f"about {duration(left.seconds)} left ({duration(left.shortest)} to {duration(left.longest)})"
+    """Say how long it still takes, with its range if that is narrow enough to say something."""
+    if not left.seconds:
+        return f"at most {duration(left.longest)} left"
+    about = f"about {duration(left.seconds)} left"
+    if left.longest - left.shortest > left.seconds:
+        return f"{about}, a rough estimate"
+    return f"{about} ({duration(left.shortest)} to {duration(left.longest)})"
 
 
 def duration(seconds: float) -> str:
@@ -106,6 +111,15 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def time_spent(seconds: float) -> str:
+    """Write seconds for a report, as `2 h 5 min`, `5 min 38 s` or `38 s`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def _stage(stage: Stage, trial: TrialState) -> str:
