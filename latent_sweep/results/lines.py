@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from latent_sweep.results.state import Running, SweepState
@@ -124,5 +125,6 @@ def time_spent(seconds: float) -> str:
 
 def _stage(stage: Stage, trial: TrialState) -> str:
     how = "task reused" if stage.reused else f"{stage.seconds_train:.0f} s"
-    scores = f"AP {100 * stage.AP:.1f} FM {100 * stage.FM:.1f}"
+    in_turn = all(a.lineage != b.lineage for a, b in itertools.pairwise(trial.stages))
+    scores = f"AP {100 * stage.AP:.1f}" + f" FM {100 * stage.FM:.1f}" * in_turn
     return f"{stage.tasks_seen}/{trial.n_tasks} {stage.task} ({how}) {scores}"

@@ -166,6 +166,9 @@ def _draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Array, A
         axes.plot(x, mean, color=colour, label=name, **style)
         low, high = np.clip((mean - deviation, mean + deviation), 0, 100)  # no score lies beyond
         axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+    low, high = axes.get_ylim()
+    if high - low < 1:  # all are equal: an axis of hundredths would show noise
+        axes.set_ylim(max(0, low - 5), min(100, high + 5))
     axes.grid(color="#e4e4e4", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -485,7 +485,12 @@ def how_compared(summaries: Sequence[Summary]) -> list[str]:
         "n.s., not significant: 0 lies in the interval",
     ]
     if len(kinds := {_resampled(comparison) for comparison in found}) == 1:
-        notes.append(f"intervals are from {kinds.pop()}")
+        (kind,) = kinds
+        notes.append(
+            "no intervals: nothing says how far these differences vary"
+            if kind == "nothing"
+            else f"intervals are from {kind}"
+        )
     sources = [
         (difference.resampled, comparison.n) for comparison in found for difference in comparison.differences.values()
     ]
