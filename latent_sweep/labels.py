@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+METHOD_NAMES: Mapping[str, str] = {
+    "latent_lora": "Latent-LoRA",
+    "lfpt5": "LFPT5",
+    "ewc": "EWC",
+    "lwf": "LwF",
+    "tasl": "TaSL",
+    "kif_lora": "KIFLoRA",
+    "seq_lora": "SeqLoRA",
+    "inc_lora": "IncLoRA",
+    "o_lora": "O-LoRA",
+    "inf_lora": "InfLoRA",
+    "gain_lora": "GainLoRA",
+    "zero_shot": "Zero-shot",
+    "joint_lora": "JointLoRA",
+}
+"""How papers write the methods, by the names that sweep files have."""
 
 _READS_BETTER = {"ortho_lambda": "lambda", "components": "K"}
 
@@ -32,6 +49,32 @@ def format_value(value: Any) -> str:
     if value is None:
         return "-"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def distinct_labels(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write for each point the settings that tell it from the others, as `label` does, the method by its value alone.
+
+    A setting is left out where all points that have the same before it have one value of it.
+
+    Args:
+        points: by short name, in the order in which they are written; all have the same names.
+    """
+    parts: list[list[str]] = [[] for _ in points]
+
+    def split(members: Sequence[int], names: Sequence[str]) -> None:
+        if not names or len(members) < 2:
+            return
+        name, *rest = names
+        groups: dict[str, list[int]] = {}
+        for member in members:
+            groups.setdefault(format_value(points[member][name]), []).append(member)
+        for value, found in groups.items():
+            for member in found if len(groups) > 1 and points[found[0]][name] is not None else ():
+                parts[member].append(value if name == "method" else f"{name}={value}")
+            split(found, rest)
+
+    split(range(len(points)), list(points[0]) if points else [])
+    return [" ".join(each) for each in parts]
 
 
 def label(values: Mapping[str, Any]) -> str:

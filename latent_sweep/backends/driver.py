@@ -172,6 +172,7 @@ def _run_trials(
 def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, how: _How) -> int:
     """Run what is missing of a sweep that nobody else drives."""
     from latent_sweep.backends.mlflow_mirror import MirrorThread, mirror_for
+    from latent_sweep.results.plain import terminal_width
     from latent_sweep.results.progress import say_driving
     from latent_sweep.results.report import render
     from latent_sweep.results.screen import Following, screen_for
@@ -215,7 +216,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         finally:
             thread.stop()
     summary = replace(summarise(folder), driven=False)
-    _tell(f"\n{render(summary)}\n\nresults   {folder.path}")
+    _tell(f"\n{render(summary, width=terminal_width())}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         _tell(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:

@@ -43,6 +43,7 @@ from latent_sweep.backends.addresses import check_tracking_address
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError, TrackingError
 from latent_sweep.labels import short_names
 from latent_sweep.results import summaries
+from latent_sweep.results.definition import defined_events
 from latent_sweep.results.tracked import (
     KEY_TAG,
     MODEL_FOLDER,
@@ -89,6 +90,12 @@ _CLIENT_SETTINGS = {
 for an answer and one more attempt: a tracker that hangs is noticed after half a minute, with MLflow's own limits after
 many."""
 
+
+_DESCRIPTION = (
+    "Scores are fractions: AP 0.728 here is 72.8 % in the sweep's report, which has them in per cent. FM and BWT "
+    "are missing where they are not defined: for joint training, zero-shot and streams of one task."
+)
+"""Of an experiment."""
 
 _FOLDED = ("score", "rouge_1", *(f"router/{name}" for name in ("p_correct", "accuracy", "nll", "ece", "one_hot")))
 """Prefixes of metrics with a value for each task."""
@@ -345,8 +352,9 @@ class MlflowMirror:
     def _find_or_create_experiment(self, client: Any) -> str:
         found = client.get_experiment_by_name(self.sweep.name)
         if found is None:
+            location = _artifact_location(self.uri, self.sweep.name)
             return client.create_experiment(
-                self.sweep.name, artifact_location=_artifact_location(self.uri, self.sweep.name)
+                self.sweep.name, artifact_location=location, tags={"mlflow.note.content": _DESCRIPTION}
             )
         if found.lifecycle_stage != "active":
             raise TrackingError(
@@ -440,7 +448,8 @@ class MlflowMirror:
         news = run is None or run.status != run_status(events) or not mark.items() <= run.tags.items()
         if news:
             arrived = int(run.tags.get("mirrored_events", 0)) if run is not None else 0
-            self._bring(trial_content(self.sweep, trial, events), unsent(events, arrived))
+            news_of = unsent(defined_events(trial, events), arrived)
+            self._bring(trial_content(self.sweep, trial, events), news_of)
         self._delete_other_lives(trial.trial_id, life)
         return news
 

@@ -74,6 +74,7 @@ def add(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from latent_sweep.results.plain import terminal_width
     from latent_sweep.results.report import render_all
     from latent_sweep.results.summaries import summarise_all
     from latent_sweep.store.files import write_file
@@ -88,7 +89,8 @@ def _report(options: argparse.Namespace) -> int:
         output = output or (sweeps[0].path / PAGE_FILE if len(sweeps) == 1 else Path(PAGE_FILE))
         text = render_page(sweeps, options.over, options.baseline)
     else:
-        text = render_all(summarise_all(sweeps, options.over, options.baseline), options.format)
+        width = terminal_width() if output is None else None
+        text = render_all(summarise_all(sweeps, options.over, options.baseline), options.format, width)
     if output is None:
         print(text)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from latent_sweep.store.folders import TrialFolder
-from latent_sweep.store.journal import Event
+from latent_sweep.store.journal import Event, stages
 
 Measure = Literal["AP", "LA", "BWT", "FM"]
 """Average performance, learning accuracy, backward transfer and forgetting."""
@@ -42,6 +42,21 @@ def defined_measures(trial: TrialFolder, told: Sequence[Event]) -> tuple[Measure
     if not learns_in_turn(trial, told):
         return ("AP",)
     return MEASURES if trial.n_tasks > 1 else ("AP", "LA")
+
+
+def defined_events(trial: TrialFolder, events: Sequence[Event]) -> list[Event]:
+    """Return a journal's events, whose metrics are those that are defined by what was known at that event.
+
+    More events never change those before them.
+    """
+    found = []
+    for number, event in enumerate(events, start=1):
+        if "metrics" in event:
+            metrics = defined_metrics(trial, stages(events[:number]), event["metrics"])
+            found.append({**event, "metrics": metrics})
+        else:
+            found.append(event)
+    return found
 
 
 def defined_metrics(trial: TrialFolder, told: Sequence[Event], metrics: Mapping[str, float]) -> dict[str, float]:

@@ -161,7 +161,8 @@ def curve_figure(
     for colour, marker, (label, (means, stds)) in zip(colours, cycle("osD^vP"), series.items(), strict=False):
         mean, std = np.asarray(means, dtype=float), np.asarray(stds, dtype=float)
         axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=colour, label=plain(label))
-        axes.fill_between(x_values, mean - std, mean + std, color=colour, alpha=band, linewidth=0)
+        low, high = np.clip((mean - std, mean + std), 0, 100)  # no score lies beyond
+        axes.fill_between(x_values, low, high, color=colour, alpha=band, linewidth=0)
     scale_x(axes, x_values)
     axes.set_xlabel(plain(x_name))
     axes.set_ylabel(y_name)

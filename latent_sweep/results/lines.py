@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from latent_sweep.results.state import Running, SweepState
@@ -97,8 +98,13 @@ def place_text(worker: Running) -> str:
 
 
 def time_left_text(left: TimeLeft) -> str:
-    """Say how long it still takes, and how far off that may be."""
-    return f"about {duration(left.seconds)} left ({duration(left.shortest)} to {duration(left.longest)})"
+    """Say how long it still takes, with its range if that is narrow enough to say something."""
+    if not left.seconds:
+        return f"at most {duration(left.longest)} left"
+    about = f"about {duration(left.seconds)} left"
+    if left.longest - left.shortest > left.seconds:
+        return f"{about}, a rough estimate"
+    return f"{about} ({duration(left.shortest)} to {duration(left.longest)})"
 
 
 def duration(seconds: float) -> str:
@@ -108,7 +114,17 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def time_spent(seconds: float) -> str:
+    """Write seconds for a report, as `2 h 5 min`, `5 min 38 s` or `38 s`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
 def _stage(stage: Stage, trial: TrialState) -> str:
     how = "task reused" if stage.reused else f"{stage.seconds_train:.0f} s"
-    scores = f"AP {100 * stage.AP:.1f} FM {100 * stage.FM:.1f}"
+    in_turn = all(a.lineage != b.lineage for a, b in itertools.pairwise(trial.stages))
+    scores = f"AP {100 * stage.AP:.1f}" + f" FM {100 * stage.FM:.1f}" * in_turn
     return f"{stage.tasks_seen}/{trial.n_tasks} {stage.task} ({how}) {scores}"

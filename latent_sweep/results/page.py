@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from importlib import resources
 
 from markupsafe import Markup
+from matplotlib.text import Text
 
 from latent_sweep.labels import format_value
 from latent_sweep.results.embedding_map import embedding_map
 from latent_sweep.results.figures import Picture
 from latent_sweep.results.flips import Flip, flips
 from latent_sweep.results.interference_pictures import interference_pictures
+from latent_sweep.results.lines import time_spent
 from latent_sweep.results.pictures import sweep_pictures
 from latent_sweep.results.router_pictures import router_pictures
-from latent_sweep.results.sections import Section, counts, has_held_out, joint_sections, sections
+from latent_sweep.results.sections import Section, counts, has_held_out, joint_sections, sections, without_comparison
 from latent_sweep.results.summaries import Configuration, Summary, summarise_all
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import printable
@@ -40,6 +42,14 @@ class Part:
     flips: Sequence[tuple[str, Sequence[Flip]]]
     """Of trials, by what they are called: rows whose answers changed sides."""
 
+    @property
+    def contents(self) -> list[tuple[str, str]]:
+        """The anchor and title of each of its headings."""
+        found = [(one.name, "Results" if one.name == "main" else one.title) for one in self.sections]
+        found += [("pictures", "Pictures")] * bool(self.pictures)
+        found += [(f"flips-{i}", f"Answers: {name}") for i, (name, _) in enumerate(self.flips, start=1)]
+        return [(f"{self.name}-{anchor}", title) for anchor, title in found]
+
 
 def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()) -> str:
     """Write the report of one or several sweeps as HTML; several are compared first.
@@ -55,10 +65,11 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
     from jinja2 import Environment
 
     summaries = summarise_all(sweeps, over, baseline)
-    parts = [_part(sweep, summary) for sweep, summary in zip(sweeps, summaries, strict=True)]
+    alone = len(sweeps) == 1
+    parts = [_part(sweep, summary, alone) for sweep, summary in zip(sweeps, summaries, strict=True)]
     source = resources.files("latent_sweep.results").joinpath("page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    compared = joint_sections(summaries) if len(summaries) > 1 else []
+    compared = [] if alone else joint_sections(summaries)
     return printable(template.render(parts=parts, compared=compared))
 
 
@@ -97,10 +108,12 @@ def _trial_of(
     return next(trial for trial in sweep if trial.trial_id == chosen.finished_ids[0])
 
 
-def _part(sweep: SweepFolder, summary: Summary) -> Part:
+def _part(sweep: SweepFolder, summary: Summary, alone: bool) -> Part:
+    """Draw a sweep; its differences from a baseline have a table here where it is `alone` on the page."""
     drawn, not_drawn = all_pictures(sweep, summary)
     pictures = [(picture, _image(picture)) for picture in drawn]
-    facts, found = _facts(sweep, summary), sections(summary)
+    facts = _facts(sweep, summary)
+    found = sections(summary if alone else without_comparison(summary))
     return Part(summary.name, counts(summary), facts, found, pictures, not_drawn, _worth_reading(sweep, summary))
 
 
@@ -138,8 +151,8 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
     facts = [("varies", "; ".join(varies) or "nothing")]
     facts += [("the same for all", "; ".join(f"{path} {value}" for path, value in fixed.items()))]
     facts += [("follows from these", "; ".join(follows))]
-    hours = f"{cost.seconds_learning / 3600:.2f} hours learning, {cost.seconds_answering / 3600:.2f} hours answering"
-    facts += [("took", f"{hours}, all trials together")]
+    took = f"{time_spent(cost.seconds_learning)} learning, {time_spent(cost.seconds_answering)} answering"
+    facts += [("took", f"{took}, all trials together")]
     facts += [("stages", f"{cost.learned} learned, {cost.reused} shared with other trials or there already")]
     if cost.generated_share is not None:
         generated = f"{100 * cost.generated_share:.0f} % generated"
@@ -148,9 +161,19 @@ def _facts(sweep: SweepFolder, summary: Summary) -> list[tuple[str, str]]:
 
 
 def _image(picture: Picture) -> Markup:
-    """The picture as an image element with its data inside."""
+    """The picture as an image element with its data inside, at a size at which its smallest letters can be read."""
     content = io.BytesIO()
     picture.figure.savefig(content, format="svg", metadata={"Date": None})
     data = base64.b64encode(content.getvalue()).decode()
-    width = round(96 * picture.figure.get_figwidth())
+    width = round(96 * picture.figure.get_figwidth() * max(1.0, _SMALLEST_LETTERS / _smallest_letters(picture)))
     return Markup('<img src="data:image/svg+xml;base64,{}" width="{}" alt="{}">').format(data, width, picture.title)
+
+
+_SMALLEST_LETTERS = 7.0
+"""Points that letters of pictures have on a page, at least."""
+
+
+def _smallest_letters(picture: Picture) -> float:
+    """The size of the smallest letters of a picture, in points."""
+    sizes = [text.get_fontsize() for text in picture.figure.findobj(Text) if text.get_text().strip()]
+    return min(sizes, default=_SMALLEST_LETTERS)

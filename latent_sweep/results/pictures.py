@@ -64,10 +64,10 @@ def sweep_pictures(summary: Summary) -> tuple[list[Picture], list[str]]:
     different, equal = _different(ranked)
     long, by_task = (_repetitions_alike(different, key) for key in (len, tuple))
     found = [(_matrices(by_task), by_task)]
-    several = [len(one.matrices[0].tasks) > 1 for one in different]
-    if any(several):
-        lines, columns = (list(itertools.compress(each, several)) for each in (long, by_task))
-        found = [(_over_tasks(lines), long), (_forgetting(columns), by_task), *found]
+    if lines := [one for one in long if len(one.matrices[0].tasks) > 1]:
+        found = [(_over_tasks(lines), long), *found]
+    if columns := [one for one in by_task if len(one.matrices[0].tasks) > 1 and one.learns_in_turn]:
+        found.insert(-1, (_forgetting(columns), by_task))
     stopped = _survivors(different)
     drawn = [
         picture._replace(caption=picture.caption + _left_out(different, shown) + equal + stopped)
@@ -164,7 +164,11 @@ def _draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Array, A
             "linewidth": 1.3,
         }
         axes.plot(x, mean, color=colour, label=name, **style)
-        axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.12, linewidth=0)
+        low, high = np.clip((mean - deviation, mean + deviation), 0, 100)  # no score lies beyond
+        axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+    low, high = axes.get_ylim()
+    if high - low < 1:  # all are equal: an axis of hundredths would show noise
+        axes.set_ylim(max(0, low - 5), min(100, high + 5))
     axes.grid(color="#e4e4e4", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -186,7 +190,8 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
     for one in ranked:
         stages = range(1, len(one.matrices[0].rows) + 1)
         performance.append((_name(one), stages, *_band([list(map(np.mean, matrix.rows)) for matrix in one.matrices])))
-        new.append((_name(one), stages, *_band([_mean_when_new(matrix) for matrix in one.matrices])))
+        mean_new, deviation = _band([_mean_when_new(matrix) for matrix in one.matrices])
+        new.append((_name(one), stages, mean_new if one.learns_in_turn else np.nan * mean_new, deviation))
     _draw_lines(left, performance)
     _draw_lines(right, new)
     left.set_title("AP of the tasks seen", fontsize=8)
@@ -200,7 +205,8 @@ def _over_tasks(ranked: Sequence[Configuration]) -> Picture:
         "over_tasks",
         "Over the tasks seen",
         "left: mean score over the tasks seen so far; right: mean score that these tasks had right after they were "
-        f"learned; mean over finished trials, bands of one standard deviation{_behind(ranked)}",
+        f"learned, of what is learned task after task; mean over finished trials, bands of one standard "
+        f"deviation{_behind(ranked)}",
         figure,
     )
 
@@ -290,7 +296,8 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
     for axes, measure in zip(panels, MEASURES, strict=True):
         axes.axvline(0, color=INK, linewidth=0.7)
         for row, (_, differences) in enumerate(shown):
-            found = differences[measure]
+            if (found := differences.get(measure)) is None:
+                continue
             low, high = found.interval or (found.mean, found.mean)
             colour = COLOURS[0] if found.told_apart else GREYS[1]
             inside = colour if found.told_apart else "white"
@@ -330,6 +337,8 @@ def _curves(summary: Summary, ranked: Sequence[Configuration]) -> tuple[list[Pic
                 points = sorted(found, key=lambda one: one.values[axis])
                 bands = [_band([[measure(matrix)] for matrix in one.matrices]) for one in points]
                 mean, deviation = (np.concatenate([band[part] for band in bands]) for part in (0, 1))
+                if title == "FM":
+                    mean = np.where([one.learns_in_turn and one.n_tasks > 1 for one in points], mean, np.nan)
                 drawn.append((name, [one.values[axis] for one in points], mean, deviation))
             _draw_lines(axes, drawn)
             scale_x(axes, sorted({x for _, values, _, _ in drawn for x in values}))

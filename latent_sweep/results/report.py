@@ -11,7 +11,7 @@ import html
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value
 from latent_sweep.results.comparison import Comparison, Difference
 from latent_sweep.results.definition import MEASURES, Measure
+from latent_sweep.results.latex import latex
+from latent_sweep.results.plain import plain
 from latent_sweep.results.sections import (
     Cell,
     Section,
@@ -132,39 +134,46 @@ def _inert(cell: Any) -> Any:
     return cell
 
 
-def render(summary: Summary, format: str = "text") -> str:
-    """The summary as a table in one of `FORMATS`, the highest AP marked, trials that ended early below.
+def render(summary: Summary, format: str = "text", width: int | None = None) -> str:
+    """The summary as tables in one of `FORMATS`, the highest AP marked, trials that ended early below.
 
     Names, values and reasons come from elsewhere: they hold no secrets here, steer no terminal, and are neither
     Markdown, HTML, LaTeX nor a spreadsheet's formula.
+
+    Args:
+        width: columns of the terminal that text is written for; None leaves its lines as long as they are.
 
     Raises:
         ConfigError: the format is unknown.
     """
     if format not in FORMATS:
         raise ConfigError(f"report format: found {format!r}; expected one of {', '.join(FORMATS)}.")
-    return printable(FORMATS[format](summary))
+    if format == "csv":
+        return printable(_csv_table(records(summary)))
+    if format == "markdown":
+        return printable(_render_markdown(summary))
+    return printable(_listed(format, sections(summary), summary.name, width))
 
 
-def render_all(summaries: Sequence[Summary], format: str = "text") -> str:
+def render_all(summaries: Sequence[Summary], format: str = "text", width: int | None = None) -> str:
     """The summaries of several sweeps one after another, and before them all their configurations in one table.
 
     As CSV they are one table, whose first column is the sweep.
+
+    Args:
+        width: as for `render`.
 
     Raises:
         ConfigError: the format is unknown.
     """
     if len(summaries) == 1:
-        return render(summaries[0], format)
+        return render(summaries[0], format, width)
     if format == "csv":
         rows = [{"sweep": summary.name, **row} for summary in summaries for row in records(summary)]
         return printable(_csv_table(rows))
-    apart = [render(without_comparison(summary), format) for summary in summaries]
-    return printable(_LISTED[format](joint_sections(summaries))) + "\n" + "\n".join(apart)
-
-
-def _render_csv(summary: Summary) -> str:
-    return _csv_table(records(summary))
+    apart = [render(without_comparison(summary), format, width) for summary in summaries]
+    joint = _listed(format, joint_sections(summaries), " and ".join(summary.name for summary in summaries), width)
+    return printable(joint) + "\n" + "\n".join(apart)
 
 
 def _csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -182,21 +191,10 @@ def _csv_cell(name: str, value: Any) -> str:
     )
 
 
-def _list_text(found: Sequence[Section]) -> str:
-    parts = []
-    for section in found:
-        parts.append(_one_line(section.title))
-        if section.table is not None:
-            rows = [[_one_line(cell.text) + " *" * cell.best for cell in row] for row in section.table.rows]
-            parts.append(_aligned([*map(_one_line, section.table.header)], rows))
-        marks = ["* highest AP"] * (section.name == "main")
-        parts.append("\n".join([*marks, *map(_one_line, section.notes)]))
-    return "\n\n".join(parts) + "\n"
-
-
 def _render_markdown(summary: Summary) -> str:
     main, *others = sections(summary)
-    head = f"# Sweep {_escape_markdown(summary.name)}\n\n{counts(summary)}. Highest AP in bold.\n\n"
+    marked = " Highest AP in bold." * any(map(summary.is_marked, summary.configurations))
+    head = f"# Sweep {_escape_markdown(summary.name)}\n\n{counts(summary)}.{marked}\n\n"
     return head + _list_markdown([replace(main, title="")]) + ("\n" + _list_markdown(others) if others else "")
 
 
@@ -212,46 +210,23 @@ def _list_markdown(found: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _list_latex(found: Sequence[Section]) -> str:
-    parts = []
-    for section in found:
-        alone = section.table is None
-        lines = [f"{section.title}: {note}" for note in section.notes] if alone else [section.title, *section.notes]
-        parts.append("\n".join(f"% {_one_line(line)}" for line in lines))
-        if (table := section.table) is not None:
-            rows = [[_marked(_escape_latex(cell.text), r"\textbf{{{}}}", cell) for cell in row] for row in table.rows]
-            parts.append(_booktabs(table.header, rows))
-    return "\n\n".join(parts) + "\n"
-
-
 def _marked(text: str, mark: str, cell: Cell) -> str:
     return mark.format(text) if cell.best else text
 
 
-_LISTED: Mapping[str, Callable[[Sequence[Section]], str]] = {
-    "text": _list_text,
-    "markdown": _list_markdown,
-    "latex": _list_latex,
-}
+def _listed(format: str, found: Sequence[Section], name: str, width: int | None) -> str:
+    """Write sections in a format that has them one after another."""
+    if format == "text":
+        return plain(found, width)
+    return latex(found, name) if format == "latex" else _list_markdown(found)
 
-FORMATS: Mapping[str, Callable[[Summary], str]] = {
-    "text": lambda summary: _list_text(sections(summary)),
-    "markdown": _render_markdown,
-    "csv": _render_csv,
-    "latex": lambda summary: _list_latex(sections(summary)),
-}
+
+FORMATS = ("text", "markdown", "csv", "latex")
 """Every format that `render` knows."""
 
 
 def _one_line(text: str) -> str:
     return " ".join(spelled_out(text).split())
-
-
-def _aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    table = [header, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _piped(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -265,38 +240,3 @@ _MARKDOWN = re.compile(r"[\\`*\[\]|]|~(?=~)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 def _escape_markdown(text: str) -> str:
     """Escape text so that Markdown shows it as it is, in one line; HTML and a table's bars too."""
     return _MARKDOWN.sub(r"\\\g<0>", html.escape(_one_line(text), quote=False))
-
-
-_LATEX_HEADINGS = {"lambda": r"$\lambda$", "K": "$K$", "epsilon": r"$\varepsilon$", "n": "$n$"}
-_LATEX_ESCAPES = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "±": r"$\pm$",
-    "[": "{[}",  # behind the line break of a table it would begin an argument
-    "]": "{]}",
-    **{c: f"\\{c}" for c in "&%$#_{}"},
-}
-
-
-def _escape_latex(text: str) -> str:
-    return "".join(_LATEX_ESCAPES.get(character, character) for character in _one_line(text))
-
-
-def _booktabs(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    heading = [_LATEX_HEADINGS.get(name, _escape_latex(name)) for name in header]
-    body = [" & ".join(row) + r" \\" for row in rows]
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{{'l' * len(header)}}}",
-            r"\toprule",
-            " & ".join(heading) + r" \\",
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-    )

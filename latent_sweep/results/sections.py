@@ -41,6 +41,8 @@ class Table:
 
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    keys: int = 0
+    """How many columns, from the first one, name a row."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def _all_configurations(summaries: Sequence[Summary]) -> Table:
             cells = [*names.cells(summary, one), count, *scores, rates[row], steps[row]]
             rows.append(((places.setdefault(tested_on(one.settings), len(places)), *place_by_performance(one)), cells))
     rows.sort(key=lambda row: row[0])
-    return Table([*names.header, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"], [cells for _, cells in rows])
+    header = [*names.header, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
+    return Table(header, [cells for _, cells in rows], len(names.header))
 
 
 def _all_notes(summaries: Sequence[Summary]) -> list[str]:
@@ -333,7 +336,7 @@ def _main(summary: Summary) -> Table:
                 *(cells[row] for cells in columns.values()),
             ]
         )
-    return Table([*axes.header, "n", "AP (%)", "LA (%)", "FM (%)", *columns], rows)
+    return Table([*axes.header, "n", "AP (%)", "LA (%)", "FM (%)", *columns], rows, len(axes.header))
 
 
 def _protocol_beside_axes(summary: Summary) -> dict[str, list[Cell]]:
@@ -432,7 +435,7 @@ def _compared(summaries: Sequence[Summary]) -> Table | None:
     if len(set(sources)) > 1:
         header.append("resampled")
         rows = [[*row, Cell(source)] for row, source in zip(rows, sources, strict=True)]
-    return Table(header, rows) if rows else None
+    return Table(header, rows, len(names.header)) if rows else None
 
 
 def _comparisons(summaries: Sequence[Summary]) -> list[tuple[Summary, Configuration]]:
@@ -482,7 +485,12 @@ def how_compared(summaries: Sequence[Summary]) -> list[str]:
         "n.s., not significant: 0 lies in the interval",
     ]
     if len(kinds := {_resampled(comparison) for comparison in found}) == 1:
-        notes.append(f"intervals are from {kinds.pop()}")
+        (kind,) = kinds
+        notes.append(
+            "no intervals: nothing says how far these differences vary"
+            if kind == "nothing"
+            else f"intervals are from {kind}"
+        )
     sources = [
         (difference.resampled, comparison.n) for comparison in found for difference in comparison.differences.values()
     ]
@@ -552,7 +560,7 @@ def _published(summary: Summary) -> Table | None:
             ]
         )
     columns = ["table", *(f"{name} {part}" for name in ("AP", "FM") for part in ("paper", "ours", "gap"))]
-    return Table([*axes.header, *columns, "other settings"], rows) if rows else None
+    return Table([*axes.header, *columns, "other settings"], rows, len(axes.header)) if rows else None
 
 
 def _published_notes() -> list[str]:
@@ -585,7 +593,8 @@ def _by_task(summary: Summary) -> Table | None:
         [*axes.cells(configuration), *(_score(configuration.task_scores.get(task), spread=False) for task in tasks)]
         for configuration in summary.configurations
     ]
-    return Table([*axes.header, *(f"T{number}" for number in range(1, len(tasks) + 1))], rows) if tasks else None
+    header = [*axes.header, *(f"T{number}" for number in range(1, len(tasks) + 1))]
+    return Table(header, rows, len(axes.header)) if tasks else None
 
 
 def _task_names(summary: Summary) -> list[str]:
@@ -600,7 +609,8 @@ def _router(summary: Summary) -> Table | None:
             values = [router_value(configuration, measure) for measure in ROUTER_MEASURES]
             cells = [Cell("-" if value is None else f"{value:.2f}", value) for value in values]
             rows.append([*axes.cells(configuration), *cells])
-    return Table([*axes.header, *(measure.heading for measure in ROUTER_MEASURES)], rows) if rows else None
+    header = [*axes.header, *(measure.heading for measure in ROUTER_MEASURES)]
+    return Table(header, rows, len(axes.header)) if rows else None
 
 
 def router_value(configuration: Configuration, measure: RouterMeasure) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.results import report, summaries
+from latent_sweep.results.definition import defined_events
 from latent_sweep.results.sections import PAGE_FILE
 from latent_sweep.security import redact
 from latent_sweep.settings import content_hash, yaml_text
@@ -113,14 +114,14 @@ def trial_content(sweep: SweepFolder, trial: TrialFolder, events: Sequence[Event
         kind="trial",
         key=trial.trial_id,
         life=life_of(events),
-        name=redact(trial_name(sweep, trial)),
+        name=redact(" ".join(filter(None, sweep.run_names[trial.trial_id])) or trial.trial_id),
         start=events[0]["time"],
         status=run_status(events),
         end=events[-1]["time"],
         params=_texts(_params(trial), _LONGEST_PARAM),
         tags=_texts(tags, _LONGEST_TAG),
         mark=trial_mark(sweep, events),
-        history=list(_history(events)),
+        history=list(_history(defined_events(trial, events))),
         artifacts={} if status(events) == "running" else _trial_artifacts(sweep, trial, events),
     )
 
@@ -147,7 +148,7 @@ def trial_name(sweep: SweepFolder, trial: TrialFolder) -> str:
 
 
 def unsent(events: Sequence[Event], arrived: int) -> list[Point]:
-    """What a tracker may lack that has the points of so many events for sure: newest values, by (metric, step).
+    """What a tracker may lack that has the points of so many `defined_events` for sure: newest values by metric, step.
 
     A value that is told again unchanged is no new one, unless another was told in between: that may have been sent.
     """
@@ -192,7 +193,7 @@ def configuration_content(
         kind="summary",
         key=content_hash(dict(configuration.values)),
         life="",
-        name=redact(f"mean {label(configuration.values)}".strip()),
+        name=redact(f"{sweep.run_names[member.trial_id][0]} mean".strip()),
         start=end,
         status="FINISHED",
         end=end,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.labels import distinct_labels, label, short_names
 from latent_sweep.settings import flatten, local_path, read_yaml
 from latent_sweep.store.journal import Event, Journal
 from latent_sweep.store.leases import Lease, held
@@ -166,6 +167,24 @@ class SweepFolder:
         It is empty where an earlier version has written it.
         """
         return self._content.get("run", {})
+
+    @cached_property
+    def run_names(self) -> Mapping[str, tuple[str, str]]:
+        """Return for each trial the settings that tell its configuration from the others, and its seed, for trackers.
+
+        They are short, as lists of runs cut them, and empty where nothing varies.
+        """
+        names = {axis: name for axis, name in short_names(self.axes).items() if axis != self.seed_axis}
+        points = [{name: trial.values[axis] for axis, name in names.items()} for trial in self]
+        apart: dict[str, dict[str, Any]] = {}
+        for point in points:
+            apart.setdefault(label(point), point)
+        known = dict(zip(apart, distinct_labels(list(apart.values())), strict=True))
+        seed = self.seed_axis
+        return {
+            trial.trial_id: (known[label(point)], label({seed: trial.values[seed]}) if seed in trial.values else "")
+            for trial, point in zip(self, points, strict=True)
+        }
 
     @property
     def snapshots(self) -> SnapshotStore:

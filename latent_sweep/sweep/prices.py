@@ -85,8 +85,11 @@ class Item(NamedTuple):
         return {**self._asdict(), "cost_least": costs[0], "cost_most": costs[1]}
 
     def text(self) -> str:
-        """Tell the amount, and what it costs where that is known."""
-        amount = f"{_span(self.least, self.most, _number)} {self.name}"
+        """Tell the amount, less than an hour in minutes, and what it costs where that is known."""
+        least, most, name = self.least, self.most, self.name
+        if "-hours" in name and most < 1:
+            least, most, name = 60 * least, 60 * most, name.replace("-hours", "-minutes")
+        amount = f"{_span(least, most, _number)} {name}"
         if self.price is None:
             return amount
         return f"{amount} ({_span(self.least * self.price, self.most * self.price, '{:,.2f}'.format)})"

@@ -226,9 +226,11 @@ def run_with_answers(
 
 
 def _predictions(rows: dict[str, list[float]], rows_from: str = "test") -> dict[str, str]:
+    line: dict[str, Any] = {"references": ["1.0"], "weights": {}}
     return {
         f"predictions/{task}.jsonl": "".join(
-            json.dumps({"id": f"{rows_from}-{i}", "score": score}) + "\n" for i, score in enumerate(found)
+            json.dumps(line | {"id": f"{rows_from}-{i}", "prediction": str(score), "score": score}) + "\n"
+            for i, score in enumerate(found)
         )
         for task, found in rows.items()
     }

@@ -16,6 +16,7 @@ from latent_sweep.labels import label
 from latent_sweep.results import report, summaries
 from latent_sweep.results.comparison import Difference
 from latent_sweep.results.frames import SweepResults
+from latent_sweep.results.sections import sections
 from latent_sweep.results.tracked import trial_content
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
@@ -26,6 +27,11 @@ AXES = {"method.name": ["seq_lora", "o_lora"], "seed": [0, 1, 2]}
 def rows_of(average, seed, n=40):
     source = np.random.default_rng(seed)
     return {task: source.binomial(1, average, n).astype(float).tolist() for task in TASKS}
+
+
+def section(summary, name):
+    (found,) = (one for one in sections(summary) if one.name == name)
+    return found
 
 
 def compared(sweep, *baseline, over=()):
@@ -83,7 +89,7 @@ def test_what_is_equal_cannot_be_told_apart(tmp_path):
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
     assert comparison.differences["AP"].interval == comparison.differences["FM"].interval == (0.0, 0.0)
     text = report.render(summaries.summarise(sweep, baseline=["method=seq_lora"]))
-    assert text.count("+0.00 [+0.00, +0.00], cannot be told apart") == 4
+    assert text.count("+0.00 [+0.00, +0.00] n.s.") == 4
 
 
 def test_only_repetitions_that_both_have_finished_are_pairs(tmp_path):
@@ -148,7 +154,7 @@ def test_one_repetition_without_rows_has_no_interval(tmp_path):
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
     assert (comparison.differences["AP"].resampled, comparison.differences["AP"].interval) == ("nothing", None)
-    assert "o_lora  1  +10.00  +10.00  +0.00  +0.00  nothing" in report.render(summary)
+    assert "o_lora  1  +10.00  +10.00  +0.00  +0.00\n" in report.render(summary)
 
 
 def test_before_anything_has_finished_there_is_nothing_to_compare(tmp_path):
@@ -278,8 +284,14 @@ def test_a_single_task_has_nothing_to_forget(tmp_path, monkeypatch):
     for trial in sweep:
         run_with_answers(trial, [{TASKS[0]: rows_of(0.5, trial.values["seed"])[TASKS[0]]}])
     found = compared(sweep, "method=seq_lora")["method=o_lora"].differences
-    assert (found["FM"].mean, found["FM"].resampled) == (0.0, "repetitions")
+    assert set(found) == {"AP", "LA"}
     assert found["LA"].resampled == "repetitions and rows"
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    assert summary.configurations[0].forgetting is None
+    (row,) = section(summary, "compared").table.rows
+    assert [cell.text for cell in row[-2:]] == ["-", "-"]
+    trials = SweepResults(sweep).trials()
+    assert trials[["FM", "BWT"]].isna().all(axis=None) and trials["LA"].notna().all()
 
 
 def test_the_first_of_equally_good_stages_counts(tmp_path):
@@ -563,10 +575,9 @@ def test_the_tables_of_all_formats(sweep):
     assert "  -19.00 [" in text
     escaped = cell.replace("[", r"\[").replace("]", r"\]")
     assert rf"| o_lora | 3 | {escaped} | +8.61 \[" in markdown
-    assert "| AP: repetitions and rows; LA, BWT, FM: repetitions |" in markdown
-    escaped = cell.replace("[", "{[}").replace("]", "{]}")
-    assert rf"o\_lora & 3 & {escaped} & +8.61 {{[}}" in latex
-    assert "% baseline: method=seq_lora\n" in latex
+    assert "AP: repetitions and rows; LA, BWT, FM: repetitions" in " ".join(section(summary, "compared").notes)
+    assert f"O-LoRA & $3$ & ${cell.replace(' [', chr(92) + ' [')}$ & $+8.61" in latex
+    assert "baseline: SeqLoRA." in latex.partition(r"\label{tab:lambda-compared}")[2].partition(r"\end{table}")[0]
     baseline, ours = csv.DictReader(io.StringIO(report.render(summary, "csv")))
     assert (baseline["AP_difference"], baseline["baseline"], baseline["n_pairs"]) == ("", "", "0")
     assert [ours[f"AP_difference{part}"] for part in ("", "_low", "_high")] == [

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
 from helpers.sweep_folders import run_to_end, start, write_sweep
@@ -33,12 +34,13 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.addresses, self.cells, self._in_cell = [], [], [], False
+        self.open, self.addresses, self.ids, self.cells, self._in_cell = [], [], [], [], False
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attributes):
         self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        self.ids += [value for name, value in attributes if name == "id"]
         if tag not in ("meta", "link", "img"):
             self.open.append(tag)
         if tag == "td":
@@ -56,7 +58,9 @@ def test_a_page_needs_nothing_beside_it(sweep):
     text = render_page([sweep])
     page = Page(text)
     assert page.open == []
-    assert page.addresses and all(address.startswith("data:") for address in page.addresses)
+    assert page.addresses and all(address.startswith(("data:", "#")) for address in page.addresses)
+    anchors = [unquote(address[1:]) for address in page.addresses if address.startswith("#")]
+    assert len(anchors) >= 3 and set(anchors) <= set(page.ids)
     assert "default-src 'none'" in text
     assert not re.search(r"url\(|@import|<script src", text)
 
@@ -79,11 +83,7 @@ def test_several_sweeps_are_compared(sweep, tmp_path):
     other = write_sweep(tmp_path, {"seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
     run_to_end(next(iter(other)), 0.48, 0.0)
     cells = Page(render_page([sweep, other])).cells
-    assert [cells[i : i + 2] for i in (0, 8, 16)] == [
-        ["lambda", "lambda=0.1"],
-        ["other", "-"],
-        ["lambda", "lambda=0.0"],
-    ]
+    assert [cells[i : i + 2] for i in (0, 8, 16)] == [["lambda", "0.1"], ["other", "0.0"], ["lambda", "0.0"]]
 
 
 def test_a_sweep_that_has_not_begun_has_a_page(tmp_path):
@@ -121,37 +121,37 @@ def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
     assert main(["report", str(sweep.path), str(other.path), "--format", format]) == 0
     text = capsys.readouterr().out
     if format == "csv":
-        assert text.startswith("sweep,lambda,n_finished")
-        assert "\nother,,1,1,0,0,48.0000," in text
+        assert text.startswith("sweep,lambda,mode,n_finished")
+        assert "\nother,0.0,soft,1,1,0,0,48.0000," in text
     else:
         assert text.index("2 sweeps compared") < text.index("48.00")
         assert "soft" in text
 
 
 def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
-    """In one table, rows of one benchmark together; an axis of only one of them tells nothing of the other."""
+    """In one table, rows of one benchmark together; an axis of only one of them has a column for both."""
     other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, name="other", sweep_id="0ther0ther0ther0")
     content = read_sealed_json(other.path / "sweep.json")
     content["trials"][0]["params"]["benchmark.name"] = "own"
     write_sealed_json(other.path / "sweep.json", content)
     other = open_sweep(other.path)
     run_to_end(next(iter(other)), 0.48, 0.0)
-    found = [summaries.summarise(one) for one in (sweep, other)]
+    found = summaries.summarise_all([sweep, other])
     table = together(found).table
-    assert table.header[:5] == ["sweep", "configuration", "benchmark", "backbone", "n"]
+    assert table.header[:5] == ["sweep", "backbone", "benchmark", "lambda", "n"]
     assert [[cell.text for cell in row[:4]] for row in table.rows] == [
-        ["lambda", "lambda=0.1", "superni", "t5-large"],
-        ["lambda", "lambda=0.0", "superni", "t5-large"],
-        ["other", "backbone=tiny-llama", "own", "tiny-llama"],
+        ["lambda", "t5-large", "superni", "0.1"],
+        ["lambda", "t5-large", "superni", "0.0"],
+        ["other", "tiny-llama", "own", "0.0"],
     ]
     rows = list(csv.DictReader(io.StringIO(report.render_all(found, "csv"))))
     assert [(row["benchmark"], row["backbone"]) for row in rows] == [("superni", "t5-large")] * 2 + [
         ("own", "tiny-llama")
     ]
-    assert "superni & t5-large &" in report.render_all(found, "latex")
-    assert "benchmark" not in together([found[0], found[0]]).table.header
-    axes_alone = together([found[1], found[1]]).table.header
-    assert "backbone" not in axes_alone
+    assert "t5-large & superni &" in report.render_all(found, "latex")
+    first, second = (summaries.summarise(one) for one in (sweep, other))
+    assert "benchmark" not in together([first, first]).table.header
+    assert "backbone" not in together([second, second]).table.header
 
 
 def test_sweeps_scored_on_other_rows_or_otherwise_say_so(sweep, tmp_path):
@@ -161,15 +161,14 @@ def test_sweeps_scored_on_other_rows_or_otherwise_say_so(sweep, tmp_path):
         path = f"benchmark.{setting}"
         (trial,) = other = write_sweep(tmp_path, {path: [value]}, name=setting)
         run_to_end(trial, 0.9, 0.0)
-        section = together([summaries.summarise(one) for one in (sweep, other)])
-        column = section.table.header[2]
-        assert path.endswith(column)
-        assert {row[2].text for row in section.table.rows} == {"-", str(value)}
+        section = together(summaries.summarise_all([sweep, other]))
+        (column,) = (i for i, heading in enumerate(section.table.header) if heading == path.rpartition(".")[2])
+        assert {row[column].text for row in section.table.rows} == {"-", str(value)}
         first = section.table.rows[0][0].text
         assert first == ("lambda" if setting in ("score_on", "tasks") else setting)
         assert ("rows held out of the training rows" in " ".join(section.notes)) == (setting == "score_on")
     (trial,) = other = write_sweep(tmp_path, {"benchmark.order": [2]}, name="order")
-    assert together([summaries.summarise(one) for one in (sweep, other)]).table.header[2:4] == ["order", "n"]
+    assert together(summaries.summarise_all([sweep, other])).table.header[:4] == ["sweep", "order", "lambda", "n"]
 
 
 def test_a_report_of_candidates_says_what_they_are_scored_on(tmp_path):

@@ -1,0 +1,158 @@
+"""Several sweeps in one report and in one frame: every setting in which they differ has a column."""
+
+import csv
+import io
+
+import pytest
+from helpers.sweep_folders import TASKS, run_to_end, run_with_answers, write_sweep
+
+from latent_sweep import open_sweep
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError
+from latent_sweep.results import report
+from latent_sweep.results.columns import differing
+from latent_sweep.results.sections import joint_sections, sections
+from latent_sweep.results.summaries import summarise_all
+from latent_sweep.store import folders
+from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
+
+METHODS = {"seq_lora": 0.4, "o_lora": 0.6}
+
+
+def with_params(sweep, **params):
+    """The sweep, with settings that all of its trials have."""
+    content = read_sealed_json(sweep.path / "sweep.json")
+    for trial in content["trials"]:
+        trial["params"] |= params
+    write_sealed_json(sweep.path / "sweep.json", content)
+    return folders.open_sweep(sweep.path)
+
+
+@pytest.fixture
+def one_each(tmp_path):
+    """A sweep for each method, none of which is an axis; seeds alone vary."""
+    found = []
+    for name, average in METHODS.items():
+        sweep = with_params(write_sweep(tmp_path, {"seed": [0, 1]}, name=f"cmp_{name}"), **{"method.name": name})
+        for trial in sweep:
+            rows = [1.0] * round(10 * average) + [0.0] * round(10 - 10 * average)
+            run_with_answers(trial, [dict.fromkeys(TASKS[:seen], rows) for seen in (1, 2, 3)])
+        found.append(sweep)
+    return found
+
+
+def cells(table, column):
+    place = list(table.header).index(column)
+    return [row[place].text for row in table.rows]
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
+def test_a_sweep_for_each_method_says_which(one_each, format):
+    text = report.render_all(summarise_all(one_each), format)
+    for name in METHODS if format != "latex" else ("SeqLoRA", "O-LoRA"):
+        assert name in text.replace("cmp_", "").replace(r"\_", "_")
+    if format == "csv":
+        assert [row["method"] for row in csv.DictReader(io.StringIO(text))] == list(METHODS)
+
+
+def test_the_column_is_in_every_table_of_every_sweep(one_each):
+    summaries = summarise_all(one_each, baseline=["method=seq_lora"])
+    together, differences = joint_sections(summaries)
+    assert cells(together.table, "method") == ["o_lora", "seq_lora"]
+    assert cells(differences.table, "method") == ["o_lora"]
+    for summary, name in zip(summaries, METHODS, strict=True):
+        assert all(cells(one.table, "method") == [name] for one in sections(summary) if one.table)
+
+
+def test_a_baseline_may_be_in_another_sweep(one_each, capsys):
+    seq, other = summarise_all(one_each, baseline=["method=seq_lora"])
+    assert seq.configurations[0].comparison is None
+    comparison = other.configurations[0].comparison
+    assert (comparison.n, comparison.differences["AP"].mean) == (2, pytest.approx(0.2))
+    paths = [str(sweep.path) for sweep in one_each]
+    assert main(["report", *paths, "--baseline", "sweep=cmp_o_lora"]) == 0
+    assert "-20.00" in capsys.readouterr().out
+    assert main(["report", *paths, "--baseline", "method=ewc"]) == 2
+    assert "method=seq_lora" in capsys.readouterr().err
+
+
+def test_each_sweep_is_compared_with_its_own_baseline_where_it_has_one(tmp_path):
+    sweeps = []
+    for name, shift in (("here", 0.0), ("there", 0.2)):
+        sweep = write_sweep(tmp_path, {"method.name": list(METHODS), "seed": [0, 1]}, name=name)
+        for trial in sweep:
+            run_to_end(trial, METHODS[trial.values["method.name"]] + shift, 0.0)
+        sweeps.append(sweep)
+    for summary in summarise_all(sweeps, baseline=["method=seq_lora"]):
+        assert summary.apart == ()
+        assert summary.configurations[1].comparison.differences["AP"].mean == pytest.approx(0.2)
+
+
+def test_frames_have_the_column_and_tell_the_sweeps_apart(one_each):
+    found = open_sweep(*(sweep.path for sweep in one_each))
+    trials = found.trials()
+    assert trials[["sweep", "method", "seed"]].values.tolist() == [
+        [f"cmp_{name}", name, seed] for name in METHODS for seed in (0, 1)
+    ]
+    means = trials.groupby(found.configuration, dropna=False)["AP"].mean()
+    assert means.to_dict() == {(f"cmp_{name}", name): pytest.approx(average) for name, average in METHODS.items()}
+    assert set(found.scores()["method"]) == set(found.stages()["method"]) == set(METHODS)
+    assert found.matrix({"sweep": "cmp_o_lora", "seed": 1}).loc["intent", "intent"] == pytest.approx(0.6)
+    assert found.matrix({"method": "o_lora", "seed": 1}).equals(found.matrix({"sweep": "cmp_o_lora", "seed": 1}))
+    assert list(found.answers().columns[:2]) == ["sweep", "trial_id"]
+    with pytest.raises(ConfigError):
+        found.matrix("trial0000")  # both sweeps have one
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_no_folder_and_one_twice_are_refused(one_each, count):
+    with pytest.raises(ConfigError):
+        open_sweep(*[one_each[0].path] * count)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "axes", "expected"),
+    [
+        ([{"training.epochs": 1}], [{"training.epochs": 2}], ([], []), ["training.epochs"]),
+        ([{"training.epochs": 1}], [{"training.epochs": 1}], ([], []), []),
+        # what all vary has a column already; what one varies has none in the others
+        ([{"lambda": 0}, {"lambda": 1}], [{"lambda": 0}, {"lambda": 2}], (["lambda"], ["lambda"]), []),
+        ([{"lambda": 0}, {"lambda": 1}], [{"lambda": 0}], (["lambda"], []), ["lambda"]),
+        # a setting of some methods says nothing of the others
+        ([{"method.name": "a", "method.x": 1}], [{"method.name": "b"}], ([], []), ["method.name"]),
+        ([{"method.x": 1}, {}], [{"method.x": 2}], ([], []), ["method.x"]),
+        (
+            [{"router.components": 1, "router.mode": "last"}],
+            [{"router.components": 2, "router.mode": "last"}],
+            ([], []),
+            [],
+        ),
+        ([{"training.max_steps": None}], [{"training.max_steps": 5}], ([], []), ["training.max_steps"]),
+        # where data lies and how fast it goes changes no result
+        ([{"benchmark.data_dir": "/a"}], [{"benchmark.data_dir": "/b"}], ([], []), []),
+        ([{"training.micro_batch_size": 1}], [{"training.micro_batch_size": 2}], ([], []), []),
+        # tasks follow from the order, unless they are chosen
+        (
+            [{"benchmark.order": 1, "benchmark.tasks": "a b"}],
+            [{"benchmark.order": 2, "benchmark.tasks": "b a"}],
+            ([], []),
+            ["benchmark.order"],
+        ),
+        (
+            [{"benchmark.order": 1, "benchmark.tasks": "a b"}],
+            [{"benchmark.order": 1, "benchmark.tasks": "a"}],
+            ([], []),
+            ["benchmark.tasks"],
+        ),
+    ],
+)
+def test_which_settings_differ(first, second, axes, expected):
+    assert differing([first, second], axes) == expected
+
+
+def test_settings_of_an_axis_with_the_same_short_name_keep_their_paths(tmp_path):
+    """In all sweeps alike, so that their columns agree."""
+    first = write_sweep(tmp_path, {"method.steps": [1, 2], "seed": [0]}, name="first")
+    second = with_params(write_sweep(tmp_path, {"seed": [0]}, name="second"), **{"training.steps": 9})
+    first = with_params(first, **{"training.steps": 8})
+    assert [summary.axes for summary in summarise_all([first, second])] == [("method.steps", "training.steps")] * 2
