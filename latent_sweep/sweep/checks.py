@@ -503,8 +503,14 @@ def _check_targets(case: Case, found: Findings) -> None:
             room = case.target_room(split)
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
-            advice = "raise it, or shorten them"
+            advice = f"raise it to {_longest(case, split) + limit - room:,}, or shorten them" if spoiled.rows else ""
             _tell(case.name_read, case, split, problem, spoiled, advice, "long_targets", found)
+
+
+def _longest(case: Case, split: Split) -> int:
+    """Count the tokens of the longest text that a row is trained on, or scored against."""
+    texts = {text for row in case.rows[split] for text in case.answers(row, split)}
+    return max(len(case.reader(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
 def _check_empty(case: Case, found: Findings) -> None:
@@ -705,8 +711,16 @@ def _check_room_of(parts: PromptParts, case: Case, found: Findings) -> None:
         limit = f"benchmark.max_source_length = {case.settings.max_source_length:,}"
         found.fault(
             f"{case.name_read}, task {case.task.name}: the instruction takes all of {limit} tokens, so prompts lose "
-            "their whole input; raise it, or shorten the instruction"
+            f"their whole input; raise it, to {_length(case, parts):,} for all of this prompt, or shorten the "
+            "instruction"
         )
+
+
+def _length(case: Case, parts: PromptParts) -> int:
+    """Count the tokens that `benchmark.max_source_length` has to allow for a whole prompt."""
+    text = "".join(parts if case.reader.chat is None else in_chat(parts, case.reader.chat))
+    around = case.settings.max_source_length - case.prompt_room
+    return len(case.reader(text, add_special_tokens=False)["input_ids"]) + around
 
 
 def _check_definition(case: Case, found: Findings) -> None:
