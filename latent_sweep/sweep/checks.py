@@ -711,16 +711,15 @@ def _check_room_of(parts: PromptParts, case: Case, found: Findings) -> None:
         limit = f"benchmark.max_source_length = {case.settings.max_source_length:,}"
         found.fault(
             f"{case.name_read}, task {case.task.name}: the instruction takes all of {limit} tokens, so prompts lose "
-            f"their whole input; raise it, to {_length(case, parts):,} for all of this prompt, or shorten the "
-            "instruction"
+            f"their whole input; raise it, to {_longest_prompt(case):,} for whole prompts, or shorten the instruction"
         )
 
 
-def _length(case: Case, parts: PromptParts) -> int:
-    """Count the tokens that `benchmark.max_source_length` has to allow for a whole prompt."""
-    text = "".join(parts if case.reader.chat is None else in_chat(parts, case.reader.chat))
-    around = case.settings.max_source_length - case.prompt_room
-    return len(case.reader(text, add_special_tokens=False)["input_ids"]) + around
+def _longest_prompt(case: Case) -> int:
+    """Count the tokens that `benchmark.max_source_length` has to allow so that no prompt is cut."""
+    chat, around = case.reader.chat, case.settings.max_source_length - case.prompt_room
+    prompts = {"".join(p if chat is None else in_chat(p, chat)) for split in SPLITS for p in _long_prompts(case, split)}
+    return max(len(case.reader(text, add_special_tokens=False)["input_ids"]) for text in prompts) + around
 
 
 def _check_definition(case: Case, found: Findings) -> None:
