@@ -375,6 +375,8 @@ def _loss_kind(cause: Exception | None) -> LossKind:
     from ray.exceptions import ActorUnavailableError
 
     text = str(cause)
+    if isinstance(cause, StoreError):
+        return "storage"
     if getattr(cause, "preempted", False):
         return "preempted"
     if isinstance(cause, ActorUnavailableError):  # of a worker's own death its node would have told
