@@ -569,7 +569,7 @@ BACKBONES = {
     "config cut off": (lambda folder: os.truncate(folder / "config.json", 40), "config.json is not JSON"),
     "config of another family": (
         configured(lambda c: c | {"model_type": "gpt2"}),
-        "says model_type 'gpt2'; supported are",
+        "Conv1D",
     ),
 }
 

@@ -369,7 +369,7 @@ def test_a_changed_row_repeats_exactly_what_it_touches(tmp_path, capsys, split, 
     data = own / "right" / f"{split}.json"  # the second task: the first row of the matrix does not read it
     data.write_text(data.read_text().replace(f"{split} row 3", f"{split} line 3"))
 
-    assert main(["plan", path]) == 0
+    assert main(["plan", path]) == 2
     assert "`latent_sweep.run` will refuse this. name: " in capsys.readouterr().out
     assert main(["run", path, "--local"]) == 2
     refused = capsys.readouterr().err

@@ -67,7 +67,12 @@ def _of_empty_model(model_type: str, config: str) -> Outline:
         ) from error
     linears = linears_of(model)
     if not linears:
-        raise ConfigError(f"model_type {model_type!r}; {SUPPORTED}; none of its projections is an nn.Linear")
+        others = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.startswith("Conv")})
+        instead = f"its projections are {' and '.join(others)}" if others else "it has none"
+        raise ConfigError(
+            f"model_type {model_type!r}; adapters are added to projections of the type nn.Linear, and {instead}. Take "
+            "a model whose projections are nn.Linear, e.g. one of the families gpt_neo, gpt_neox, opt or llama"
+        )
     return Outline(linears, embedding_name(model))
 
 

@@ -23,6 +23,7 @@ from latent_sweep.store.folders import SWEEP_FILE, SweepFolder, TrialFolder, dri
 from latent_sweep.store.following import following, forget_the_old, requests_told
 from latent_sweep.store.journal import stages, status
 from latent_sweep.store.objects import requests
+from latent_sweep.store.reserve import free_reserve, keep_reserve
 from latent_sweep.store.sealed import sealed_json
 from latent_sweep.store.storage import Storage, open_storage
 from latent_sweep.store.trial_files import end_of, told_rows
@@ -191,6 +192,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         _tell(f"{missing} of {trainings} trainings have failed before and are run again")
     elif missing < trainings:
         _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
+    keep_reserve(folder.path)
     mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
     with screen_for(folder, log=True) as screen:
         thread = MirrorThread(mirror, tell=screen.tell)
@@ -214,6 +216,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
             if sweep.run.log_model == "best" and sweep.tuning_of is None:
                 _write_model(folder, screen.tell)
         finally:
+            free_reserve(folder.path)
             thread.stop()
     summary = replace(summarise(folder), driven=False)
     _tell(f"\n{render(summary, width=terminal_width())}\n\nresults   {folder.path}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from latent_sweep.backbones.architectures import free_memory
 from latent_sweep.backends.engines import engine_of
 from latent_sweep.backends.retries import has_failed, journal_lengths, say_lost, still_to_try
-from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError
+from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError, StoreError
 from latent_sweep.learn.events import Begun, StageDone, Step
 from latent_sweep.learn.packing import best_size, measure, split
 from latent_sweep.learn.trial import run_pack
@@ -58,6 +59,9 @@ def run_here(
                     break
                 except LatentSweepError as error:
                     log.error("pack %s failed: %s", p.pack_id, error)
+                    if isinstance(error, StoreError):
+                        with suppress(StoreError):  # the disk may be too full even for that
+                            say_lost(left, sweep, "storage", str(error))
                     let_go(error)
                 except Exception as error:
                     log.exception("pack %s failed", p.pack_id)

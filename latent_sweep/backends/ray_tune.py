@@ -375,6 +375,8 @@ def _loss_kind(cause: Exception | None) -> LossKind:
     from ray.exceptions import ActorUnavailableError
 
     text = str(cause)
+    if isinstance(cause, StoreError):
+        return "storage"
     if getattr(cause, "preempted", False):
         return "preempted"
     if isinstance(cause, ActorUnavailableError):  # of a worker's own death its node would have told
@@ -445,16 +447,21 @@ def _check_fits(resources: ResourceSettings, started_here: bool) -> None:
     message = f"{wanted_text(resources)}; {_have_text()}"
     if started_here:
         raise ConfigError(
-            f"{message}. Ask for less, e.g. --set run.resources.gpus=0, or submit to a cluster that has them"
+            f"{message}. Ask for less, {less_text(_nodes(), resources)}, or submit to a cluster that has it"
         )
     log.warning("%s. Waiting for nodes to join", message)
 
 
 def _fits(resources: ResourceSettings) -> bool:
     """Whether the cluster as it is could hold a trial, if nothing else ran."""
+    return has_room(_nodes(), resources)
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    """The resources of each node of the cluster, by Ray's names."""
     import ray
 
-    return has_room([node["Resources"] for node in ray.nodes() if node["Alive"]], resources)
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def has_room(nodes: Sequence[Mapping[str, float]], resources: ResourceSettings) -> bool:
@@ -481,10 +488,24 @@ def wanted_text(resources: ResourceSettings) -> str:
     return f"run.resources: a trial asks for {resources.workers} workers at once, each with {each}"
 
 
-def _have_text() -> str:
-    import ray
+def less_text(nodes: Sequence[Mapping[str, float]], resources: ResourceSettings) -> str:
+    """Say by which settings a trial would fit on one of these nodes, or its workers on all of them."""
+    largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in ("CPU", "GPU")}
+    less: dict[str, str] = {}
+    if resources.cpus > largest["CPU"]:
+        less["cpus"] = f"{largest['CPU']:g}"
+    if resources.gpus > largest["GPU"]:
+        less["gpus"] = f"{largest['GPU']:g}"
+    if resources.accelerator and all(f"accelerator_type:{resources.accelerator}" not in node for node in nodes):
+        less["accelerator"] = "null"
+    if not less:  # each of the workers fits, but not so many of them; or no node has all that one asks for
+        fitting = sum(_workers_on(node, resources) for node in nodes)
+        less = {"workers": str(fitting)} if fitting else {"cpus": "1"}
+    return "e.g. " + " ".join(f"--set run.resources.{name}={value}" for name, value in less.items())
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+def _have_text() -> str:
+    nodes = _nodes()
     total = {kind: sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
     types = sorted({key.partition(":")[2] for node in nodes for key in node if key.startswith("accelerator_type:")})
     found = f"the cluster has {total['CPU']:g} CPU and {total['GPU']:g} GPU on {len(nodes)} nodes"
@@ -509,7 +530,8 @@ def _placement_watch(resources: ResourceSettings) -> Any:
             if self.hopeless == 2:
                 raise ConfigError(
                     f"{wanted_text(resources)}; {_have_text()}, and its autoscaler has no node type that could add "
-                    "it. Ask for less, or add such a node type to the cluster's configuration"
+                    f"it. Ask for less, {less_text(_nodes(), resources)}, or add such a node type to the cluster's "
+                    "configuration"
                 )
             if now - self.told > TELL_SECONDS and not _fits(resources):
                 self.told = now

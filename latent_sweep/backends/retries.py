@@ -2,7 +2,7 @@
 
 the node went away, or was taken back     always, free of charge
 the worker died on a node that stayed,    `run.max_failures` times in a row without finishing a task in between
-or lost its GPU
+or lost its GPU or its storage
 out of memory while learning              once, with half the rows in a pass: the same optimisation, more slowly
 out of memory while answering             once, with every batch answered in halves, which the rows of scores tell
 out of memory in a method's statistics    once, with half the rows in a pass over them
@@ -29,8 +29,15 @@ WHILE: Mapping[Phase, str] = {
 }
 """What was being done, in words."""
 
-LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory"]
-"""How a worker was lost."""
+LESS_MEMORY: Mapping[Phase, str] = {
+    "learning": "lower training.micro_batch_size, or set training.gradient_checkpointing: true",
+    "answering": "lower evaluation.batch_size",
+    "statistics": "lower training.micro_batch_size",
+}
+"""What takes less memory."""
+
+LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "storage"]
+"""How a worker was lost; `storage`: it could not write or read what is stored."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +66,20 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
     ran_out: list[Phase] = [event.get("during", "learning") for event in ends if event["kind"] == "out_of_memory"]
     last = ends[-1]
     if len(ran_out) > len(set(ran_out)):
-        return GivenUp(f"out of memory again {WHILE[ran_out[-1]]}, with half the rows in a pass")
+        phase = ran_out[-1]
+        return GivenUp(f"out of memory again {WHILE[phase]}, with half the rows in a pass; {LESS_MEMORY[phase]}")
     if last["event"] == "failed" and last["kind"] != "out_of_memory":
         return GivenUp(last["message"])
     died = 0
     for event in events:
         if event["event"] == "stage":
             died = 0
-        elif event["event"] == "lost" and event["kind"] == "worker_died":
+        elif event["event"] == "lost" and event["kind"] in ("worker_died", "storage"):
             died += 1
     if died > max_failures:
         return GivenUp(
-            f"its worker died {died} times without finishing a task in between; run.max_failures allows {max_failures}"
+            f"its worker was lost {died} times without finishing a task in between, and run.max_failures allows "
+            f"{max_failures}; the last time: {last['message']}"
         )
     return Attempt(halved=frozenset(ran_out), because=last["kind"])
 

@@ -27,6 +27,9 @@ def add(commands: Commands) -> None:
         _plan,
         "print what a sweep file would run; checks it completely, runs nothing",
         "plan sweeps/lambda.yaml --explain",
+        "Check a sweep file completely, and print what it would run: trials, trainings, packs, memory, what is in the "
+        "store already. Runs nothing. Exit codes: 0 `run` would start it, 2 it would refuse it, and the last lines say "
+        "why.",
     )
     add_sweep_arguments(plan)
     how = plan.add_mutually_exclusive_group()
@@ -88,9 +91,12 @@ def _plan(options: argparse.Namespace) -> int:
     trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
     check_devices(sweep, trials)
     warnings, packs = check_sweep(sweep, trials), pack(trials, sweep.run.pack)
-    if refusal := taken_name(sweep, trials, SweepFolder(storage, sweep.name)):
-        warnings.append(f"`latent_sweep.run` will refuse this. {refusal}")
     remarks = check_sweep(tuning, candidates) if candidates else []
+    refusals = [taken_name(sweep, trials, SweepFolder(storage, sweep.name))]
+    if candidates and chosen is None:  # then a run begins with them
+        refusals.append(taken_name(tuning, candidates, SweepFolder(storage, tuning.name)))
+    refused = [refusal for refusal in refusals if refusal]
+    warnings += [f"`latent_sweep.run` will refuse this. {refusal}" for refusal in refused]
     candidate_packs = pack(candidates, sweep.run.pack)
     told = tuning_lines(chosen) if chosen else []
     if options.json:
@@ -99,7 +105,7 @@ def _plan(options: argparse.Namespace) -> int:
             tried = plan_record(tuning, candidates, candidate_packs, storage, remarks)
             record["tuning"] = {"chosen": told or None, "candidates": tried}
         print_json(record)
-        return 0
+        return 2 if refused else 0
     if candidates:
         text = describe_plan(tuning, candidates, candidate_packs, storage, remarks)
         told = told or ["nothing yet: below, the first candidates stand for it"]
@@ -108,7 +114,7 @@ def _plan(options: argparse.Namespace) -> int:
     print(printable(describe_plan(sweep, trials, packs, storage, warnings)))
     if options.explain:
         print("", printable(explain_plan(sweep, trials, SnapshotStore(storage))), sep="\n")
-    return 0
+    return 2 if refused else 0
 
 
 def _settings(options: argparse.Namespace) -> int:

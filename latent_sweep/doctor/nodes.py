@@ -18,7 +18,7 @@ from latent_sweep.backends.ray_nodes import (
     disconnect,
     resources_here,
 )
-from latent_sweep.backends.ray_tune import has_room, wanted_text
+from latent_sweep.backends.ray_tune import has_room, less_text, wanted_text
 from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
 from latent_sweep.doctor.machine import look_at_cpu, look_at_disk, look_at_gpus
 from latent_sweep.doctor.packages import look_at_imports, look_at_packages, versions
@@ -47,7 +47,8 @@ def look_at_room(resources: ResourceSettings) -> Iterator[Finding]:
     if has_room([here], resources):
         yield ok("resources", f"{wanted_text(resources)}; this machine has {shape_of(here)}")
         return
-    advice = "ask for less, or run it on a machine or cluster that has them; `run --local` asks for nothing"
+    less = less_text([here], resources)
+    advice = f"ask for less, {less}, or run it on a machine or cluster that has it; `run --local` asks for nothing"
     yield fault("resources", f"{wanted_text(resources)}; this machine has {shape_of(here)}", advice=advice)
 
 
@@ -81,7 +82,8 @@ def look_at_nodes(
                 shapes.add(shape)
             yield ok("cluster", f"{len(nodes)} nodes of {len(shapes)} shapes: {'; '.join(sorted(shapes))}")
             if not has_room([node.resources for node in nodes], resources):
-                advice = "ask for less, or add such nodes; `run` waits for them"
+                less = less_text([node.resources for node in nodes], resources)
+                advice = f"ask for less, {less}, or add such nodes; `run` waits for them"
                 yield warning("resources", f"{wanted_text(resources)}; no such room is on these nodes", advice=advice)
     finally:
         disconnect()

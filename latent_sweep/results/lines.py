@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from latent_sweep.results.state import Running, SweepState
 from latent_sweep.results.trial_states import ENDED, Stage, TimeLeft, TrialState, counts_text
@@ -48,7 +48,33 @@ def status_lines(state: SweepState) -> list[str]:
     lines += [f"best      {best_text(state, state.best)}"] if state.best else []
     lines += [f"now       {state.driving}, for {duration(state.time - state.driving_since)}"] if state.driving else []
     lines += [f"now       {pack_text(worker)}: {worker_text(worker, state.time)}" for worker in state.running]
-    return lines + [f"failed    {failure_text(trial)}" for trial in state.failed]
+    lines += [f"failed    {failure_text(trial)}" for trial in state.failed]
+    if state.course == "interrupted":
+        lines += _interrupted_lines([trial for trial in state.trials if trial.status == "running"])
+    if state.failed and state.driver is None:
+        lines += [
+            f"          tracebacks: {state.place}/trials/*/journal.jsonl; `latent-sweep run SWEEP.yaml --failed` tries "
+            "the failed ones again"
+        ]
+    return lines
+
+
+def _interrupted_lines(trials: Sequence[TrialState]) -> list[str]:
+    """Say why the workers of these trials ended, as far as something is recorded."""
+    lines = [f"lost      {trial.name}: {one_line(trial.message)}" for trial in trials if trial.message is not None]
+    if silent := [trial.name for trial in trials if trial.message is None]:
+        more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+        lines += [
+            f"lost      {silent[0]}{more}: no reason is recorded, as where a run is interrupted, a process is killed "
+            "(for want of memory, too: see `dmesg`) or a machine goes down"
+        ]
+    return lines
+
+
+def one_line(message: str | None, longest: int = 400) -> str:
+    """Write a message in one line, and cut it where it is long."""
+    text = " ".join((message or "no reason is recorded").split())
+    return text if len(text) <= longest else f"{text[:longest]} ..."
 
 
 def stages_text(state: SweepState) -> str:
@@ -64,10 +90,9 @@ def best_text(state: SweepState, best: TrialState) -> str:
 
 
 def failure_text(trial: TrialState) -> str:
-    """Say why a trial has failed: the first line of it."""
+    """Say why a trial has failed."""
     at = f" at task {trial.task}" if trial.task else ""
-    said = (trial.message or "no reason was told").strip().splitlines() or [""]
-    return f"{trial.name}{at}: {said[0]}"
+    return f"{trial.name}{at}: {one_line(trial.message)}"
 
 
 def doing_text(worker: Running) -> str:

@@ -137,6 +137,11 @@ class SweepState:
                 "tasks_seen": len(best.stages),
             },
             "running": [asdict(running) for running in self.running],
+            "lost": [
+                {name: getattr(trial, name) for name in ("trial_id", "name", "message")}
+                for trial in self.trials
+                if self.course == "interrupted" and trial.status == "running"
+            ],
             "failed": [
                 {name: getattr(trial, name) for name in ("trial_id", "name", "kind", "message", "task")}
                 for trial in self.failed

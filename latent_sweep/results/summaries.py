@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
@@ -137,7 +137,7 @@ class Ended:
     """A trial that ended without finishing, and why."""
 
     values: Mapping[str, Any]
-    status: Status
+    status: Literal[Status, "interrupted"]
     reason: str
 
 
@@ -241,6 +241,12 @@ def end_reason(events: Sequence[Event]) -> str:
     return f"{last['kind']}{at}: {last['message']}"
 
 
+def _loss_reason(events: Sequence[Event]) -> str:
+    """Say why the worker of a trial was lost, which no other has taken up; empty where it was not."""
+    last = events[-1] if events else {}
+    return f"{last['kind']}: {last['message']}" if last.get("event") == "lost" else ""
+
+
 def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
     """Group the sweep's trials by every axis but those that repeat; only finished trials enter the statistics.
 
@@ -278,9 +284,13 @@ def _summarise(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
         repeats=tuple(names.get(axis, axis) for axis in repeats),
         configurations=tuple(_configuration(members, shown) for members in groups),
         ended_early=tuple(
-            Ended({names[axis]: each.trial.values[axis] for axis in sweep.axes}, each.status, each.reason)
+            Ended(
+                {names[axis]: each.trial.values[axis] for axis in sweep.axes},
+                "interrupted" if each.status == "running" else each.status,
+                each.reason,
+            )
             for each in trials
-            if each.status in ("failed", "stopped")
+            if each.status in ("failed", "stopped") or (each.status == "running" and each.reason and not driven)
         ),
         started_again=tuple(f"{_label(each.trial, names)} {each.restarted}" for each in trials if each.restarted),
         mixed=_mixed({_label(each.trial, names): each.computed_with for each in trials}),
@@ -437,7 +447,7 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
     known = _Told(
         trial,
         status(events),
-        end_reason(events),
+        end_reason(events) or _loss_reason(events),
         _restart_line(events),
         _distinct(stage.get("trained_numbers") for stage in told),
         _distinct(stage.get("steps") for stage in told),

@@ -65,7 +65,7 @@ class TrialState:
     at_work: tuple[Span, ...] = ()
     """From when to when workers were at work on it, in Unix seconds; an attempt that was cut: to what it told last."""
     message: str | None = None
-    """Why it has failed or was stopped."""
+    """Why it has failed, was stopped or has lost its worker; None where nothing was recorded."""
     kind: str | None = None
     """Of its failure."""
     task: str | None = None
@@ -98,12 +98,13 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
         return trial
     found = status([last])
     failed = last if found == "failed" else {}
+    ended = last if found == "failed" or last["event"] == "lost" else {}
     return replace(
         trial,
         status=found,
         stages=tuple(told[seen] for seen in sorted(told)),
         at_work=tuple(at_work),
-        message=failed.get("message") or (last.get("reason") if found == "stopped" else None),
+        message=ended.get("message") or (last.get("reason") if found == "stopped" else None),
         kind=failed.get("kind"),
         task=failed.get("task"),
         idle=last["event"] in ("failed", "lost"),

@@ -4,6 +4,7 @@ the whole new one; each says what to do when it fails.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -88,10 +89,21 @@ def committing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        advice = _WHAT_TO_DO.get(error.errno or 0, "Expected a folder that can be written. Correct that")
         raise StoreError(
-            f"{path}: cannot be written: {error.strerror or error}. Expected a folder that can be written, with free "
-            "space. Mend that and run the same command again."
+            f"{path}: cannot be written: {error.strerror or error}. {advice}, and run the same command again."
         ) from error
+
+
+_FULL = "Free some space (`latent-sweep gc` deletes what no sweep refers to), or use another disk"
+_WHAT_TO_DO = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "Expected a file system and a limit (`ulimit -f`) that allow files of this size. Raise it",
+    errno.EROFS: "Expected a disk that can be written. Use another folder as run.storage",
+    errno.EACCES: "Expected a folder that this user may write to. Change its permissions, or run.storage",
+}
+"""By what the operating system says."""
 
 
 def read_file(path: Path, offset: int = 0) -> bytes:

@@ -28,11 +28,13 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from latent_sweep.errors import StoreError
 from latent_sweep.store.files import committing, read_file
+from latent_sweep.store.reserve import free_reserve, is_full
 from latent_sweep.store.storage import Storage
 from latent_sweep.store.telling import telling_of
 
@@ -93,6 +95,16 @@ class Journal:
                 f"lists and mappings; convert arrays and tensors first."
             ) from error
         self._storage.sync(self.path)
+        try:
+            return self._write(event, content)
+        except StoreError as error:  # the end of an attempt is recorded even then
+            ends = event in ("lost", "failed") and is_full(error)
+            if not (ends and free_reserve(self.path.parent.parent.parent)):
+                raise
+            return self._write(event, content)
+
+    def _write(self, event: EventName, content: str) -> Event:
+        """Write an event, which is a JSON object's text that lacks its number."""
         with committing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
@@ -101,9 +113,14 @@ class Journal:
                 seq = self._seq(last) + 1 if end else 0
                 line = _sealed(json.dumps({"seq": seq, **json.loads(content)}))
                 file.truncate(end)
-                file.write(line + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+                try:
+                    file.write(line + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:  # what is not acknowledged does not stay, or it would be there twice
+                    with suppress(OSError):
+                        file.truncate(end)
+                    raise
             if seq == 0:
                 _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well
             size = self.path.stat().st_size

@@ -598,8 +598,14 @@ def _check_targets(case: Case, found: Findings) -> None:
             room = case.target_room(split)
             spoiled = _spoiled(case, rows, split, lambda text, room=room: case.reader.longer(text, room))
             problem = f"are longer than benchmark.max_target_length = {limit:,} tokens, where they are cut"
-            advice = "raise it, or shorten them"
+            advice = f"raise it to {_longest(case, split) + limit - room:,}, or shorten them" if spoiled.rows else ""
             _tell(case.name_read, case, split, problem, spoiled, advice, "long_targets", found)
+
+
+def _longest(case: Case, split: Split) -> int:
+    """Count the tokens of the longest text that a row is trained on, or scored against."""
+    texts = {text for row in case.rows[split] for text in case.answers(row, split)}
+    return max(len(case.reader(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
 def _check_empty(case: Case, found: Findings) -> None:
@@ -761,8 +767,15 @@ def _check_room_of(parts: PromptParts, case: Case, found: Findings) -> None:
         limit = f"benchmark.max_source_length = {case.settings.max_source_length:,}"
         found.fault(
             f"{case.name_read}, task {case.task.name}: the instruction takes all of {limit} tokens, so prompts lose "
-            "their whole input; raise it, or shorten the instruction"
+            f"their whole input; raise it, to {_longest_prompt(case):,} for whole prompts, or shorten the instruction"
         )
+
+
+def _longest_prompt(case: Case) -> int:
+    """Count the tokens that `benchmark.max_source_length` has to allow so that no prompt is cut."""
+    chat, around = case.reader.chat, case.settings.max_source_length - case.prompt_room
+    prompts = {"".join(p if chat is None else in_chat(p, chat)) for split in SPLITS for p in _long_prompts(case, split)}
+    return max(len(case.reader(text, add_special_tokens=False)["input_ids"]) for text in prompts) + around
 
 
 def _check_definition(case: Case, found: Findings) -> None:

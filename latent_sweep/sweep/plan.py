@@ -683,18 +683,21 @@ def _backbone_faults(trial: Trial) -> list[str]:
 
 
 def _router_faults(trial: Trial) -> list[str]:
-    """List the tasks with fewer rows than the router fits components to, or why there is no covariance."""
+    """Say which task has too few rows for the router's components, or why there is no covariance."""
     s = trial.settings
     counts = once(
         "training rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "train", s.benchmark) for t in trial.tasks]
     )
-    faults = [
-        f"router.components: found {s.router.components}, but task {task.name} has {rows} training rows; "
-        f"use at most {rows}, or raise benchmark.train_per_task"
-        for task, rows in zip(trial.tasks, counts, strict=True)
-        if s.router.components > rows
-    ]
-    return faults or _scatter_faults(s.router, counts)
+    rows, place = min((rows, place) for place, rows in enumerate(counts))
+    wanted, task = s.router.components, trial.tasks[place]
+    if wanted <= rows:
+        return _scatter_faults(s.router, counts)
+    advice = f"use at most {rows:,}"
+    if s.benchmark.train_per_task is not None:
+        whole = s.benchmark.model_copy(update={"train_per_task": None})
+        enough = all(row_count(trial.spec, task, "train", whole) >= wanted for task in trial.tasks)
+        advice += f", or raise benchmark.train_per_task to {wanted:,}" if enough else ""
+    return [f"router.components: found {wanted:,}, but task {task.name} has {rows:,} training rows; {advice}"]
 
 
 def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:

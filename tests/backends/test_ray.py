@@ -18,7 +18,7 @@ from helpers.sweeps import HALTING_STEPS, TINY, end, events, family, launch, res
 
 from latent_sweep.backends import ray_group, ray_tune
 from latent_sweep.backends.ray_group import keep_to_share
-from latent_sweep.backends.ray_tune import _loss_kind
+from latent_sweep.backends.ray_tune import _loss_kind, has_room, less_text
 from latent_sweep.cli import main
 from latent_sweep.store.failures import during
 from latent_sweep.store.folders import open_sweep
@@ -426,3 +426,24 @@ def test_a_host_whose_memory_killer_leaves_no_worker_alive_fails_trials_and_not_
         assert status(told) == "failed"
         assert {event["kind"] for event in told if event["event"] == "lost"} <= {"out_of_memory", "worker_died"}
         assert not any(event["message"] == "None" for event in told if event["event"] == "lost")
+
+
+@pytest.mark.parametrize(
+    ("asked", "advice"),
+    [
+        ({"cpus": 64}, "--set run.resources.cpus=8"),
+        ({"gpus": 1}, "--set run.resources.gpus=0"),
+        ({"cpus": 64, "gpus": 1}, "--set run.resources.cpus=8 --set run.resources.gpus=0"),
+        ({"accelerator": "A100"}, "--set run.resources.accelerator=null"),
+        ({"cpus": 4, "workers": 9}, "--set run.resources.workers=3"),
+    ],
+)
+def test_what_is_advised_fits(asked, advice):
+    """Where a trial asks for more than there is, the settings that are named are those that do not fit."""
+    nodes = [{"CPU": 8.0}, {"CPU": 4.0, "memory": 1.0}]
+    resources = ResourceSettings(**asked)
+    assert not has_room(nodes, resources)
+    assert less_text(nodes, resources) == f"e.g. {advice}"
+    changed = dict(part.removeprefix("run.resources.").split("=") for part in advice.split() if "=" in part)
+    fitting = {name: None if value == "null" else int(value) for name, value in changed.items()}
+    assert has_room(nodes, ResourceSettings(**{**asked, **fitting}))

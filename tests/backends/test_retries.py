@@ -72,7 +72,16 @@ def test_what_ran_out_of_memory_is_halved_and_each_once():
     assert after(*ends[:2]) == Attempt(frozenset({"answering", "statistics"}), because="out_of_memory")
     assert after(*ends) == Attempt(frozenset({"answering", "statistics", "learning"}), because="out_of_memory")
     for end, words in zip(ends, ("while answering", "in a method's statistics", "while learning"), strict=True):
-        assert after(*ends, end) == GivenUp(f"out of memory again {words}, with half the rows in a pass")
+        given_up = after(*ends, end)
+        assert isinstance(given_up, GivenUp) and f"out of memory again {words}" in given_up.because
+        assert "micro_batch_size" in given_up.because or "evaluation.batch_size" in given_up.because
+
+
+def test_a_storage_that_stays_away_is_given_up_with_its_reason():
+    assert after(lost("storage")) == Attempt(because="storage")
+    given_up = after(lost("storage"), lost("worker_died") | {"message": "the disk is full"})
+    assert isinstance(given_up, GivenUp)
+    assert "2 times" in given_up.because and "the disk is full" in given_up.because
 
 
 @pytest.mark.parametrize("kind", ["error", "non_finite"])

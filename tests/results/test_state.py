@@ -227,7 +227,8 @@ def test_failures_have_their_reasons(sweep, capsys):
     second.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
     state = look(sweep)
     assert state.counts == {"stopped": 1, "failed": 1, "pending": 2}
-    assert status_lines(state)[-1] == "failed    K=1 seed=0 at task intent: the loss is nan"
+    (line,) = [line for line in status_lines(state) if line.startswith("failed")]
+    assert line == "failed    K=1 seed=0 at task intent: the loss is nan second line"
     assert any("failed: K=1 seed=0 at task intent: the loss is nan" in line for line in drawn(state, 100))
     assert main(["status", str(sweep.path)]) == 1
     assert "4 (2 pending, 1 failed, 1 stopped)" in capsys.readouterr().out

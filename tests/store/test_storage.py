@@ -84,7 +84,7 @@ def away(monkeypatch):
         ("s3://", "expected a bucket"),
         ("s3://key:word@bucket/x", "holds credentials"),
         ("s3://bucket/x?session_token=abc", "holds credentials"),
-        ("", "at least 1 character"),
+        ("", "found .."),
     ],
 )
 def test_a_place_that_cannot_be_is_refused_when_the_file_is_read(place, words):

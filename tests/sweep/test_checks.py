@@ -356,8 +356,9 @@ def test_targets_are_counted_in_the_backbones_tokens(own: Path) -> None:
 def test_targets_that_are_all_cut_are_a_fault(own: Path) -> None:
     put(own, "left", "test", rows("left", "test", ["abcde", "abcdef"]))
     message = "task left: all 2 test targets are longer than benchmark.max_target_length = 4 tokens, where they are cut"
-    assert f"{message}, e.g. 'abcde'; raise it, or shorten them" in faults_of(own)
+    assert f"{message}, e.g. 'abcde'; raise it to 6" in faults_of(own)
     change_benchmark(own, task_allow=["long_targets", "untrained_answers"])
+    assert not any("longer" in line for line in said_of(own, {"max_target_length": 6}))
     assert said_of(own)[0].endswith("left 2 of 2 test; e.g. 'abcde'")
 
 
@@ -390,6 +391,8 @@ def test_an_instruction_without_room_for_the_input_is_a_fault(own: Path) -> None
     assert said_of(own, {"max_source_length": 101})[0].endswith("left about 24 of 24 training, 6 of 6 test")
     cut = faults_of(own, {"max_source_length": 64, "truncation": "official"})
     assert "the instruction takes all of benchmark.max_source_length = 64 tokens" in cut
+    (enough,) = re.findall(r"raise it, to (\d+)", cut)
+    assert said_of(own, {"max_source_length": int(enough), "truncation": "official"}) == []
 
 
 def test_training_prompts_that_are_all_alike_are_a_fault(own: Path) -> None:

@@ -383,6 +383,7 @@ def test_more_components_than_rows_name_both_numbers():
     with pytest.raises(ConfigError) as caught:
         trials_of(tiny(search={"router.components": [1, 40]}))
     assert "router.components: found 40, but task mood has 32 training rows; use at most 32" in str(caught.value)
+    assert "benchmark.train_per_task to 40" in str(caught.value)
     assert "found 1" not in str(caught.value).replace("1 fault", "")
 
 
