@@ -25,6 +25,7 @@ from latent_sweep.backbones.architectures import (
 from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
+from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outlines import linears_of, model_class
 from latent_sweep.backbones.stored import StoredBackbone, StoredProjection, digest_of_weights, stored_backbone
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
@@ -202,6 +203,7 @@ def assemble(
     model.eval()
     if device_of(settings) == "cuda":
         avoid_cudnn_attention()
+        fuse_norms(model)
     kind, linears, traits = model.config.model_type, linears_of(model), _traits_of(model)
     if not traits.stacks:
         forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own

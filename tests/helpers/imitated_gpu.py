@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils, checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import latent_sweep
 
@@ -154,6 +154,11 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # where torch hands over what it composes of other operators as a whole
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
         tensors = _tensors((args, kwargs))
         on_device = [self._memory.holds(tensor) for tensor in tensors]
         name = func._schema.name.removeprefix("aten::")
@@ -235,6 +240,8 @@ class _Functions(TorchFunctionMode):
             return self._made(func, args, kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             self._attends(*args, **kwargs)
+        if func is torch.nn.functional.rms_norm and self._memory.holds(args[0]):
+            return _FusedNorm.apply(self._record, self._memory, *args, kwargs["weight"], kwargs["eps"])
         return func(*args, **kwargs)
 
     def seeing(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,6 +311,31 @@ class _Functions(TorchFunctionMode):
         if generator is not None and generator.device == HOST:
             self._record.mixings[f"a generator of the host, {func.__name__}: {_place()}"] += 1
         return self._memory.take(func(*args, **{**kwargs, "device": HOST}))
+
+
+class _FusedNorm(torch.autograd.Function):
+    """`rms_norm` as a GPU has it: one kernel forward, and one back, which keep their input and its inverse roots."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Record, memory: _Memory, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        assert not weight.requires_grad, "a frozen one: its gradient would be another kernel"
+        if not memory.holds(weight):
+            record.mixings[f"rms_norm: {_place()}"] += 1
+        ctx.save_for_backward(x, weight)
+        ctx.others = record, memory, shape, eps
+        record.launches["_fused_rms_norm"] += 1
+        with _disable_current_modes():
+            return memory.take(torch.nn.functional.rms_norm(x, shape, weight, eps))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x, weight), (record, memory, shape, eps) = ctx.saved_tensors, ctx.others
+        record.launches["_fused_rms_norm_backward"] += 1
+        with _disable_current_modes(), torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = torch.nn.functional.rms_norm(x, shape, weight, eps)
+            (found,) = torch.autograd.grad(y, x, gradient.detach())
+        return None, None, memory.take(found), None, None, None
 
 
 def _asked_by_autograd() -> bool:

@@ -16,6 +16,7 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.training import TaskTraining, train_pack
@@ -125,9 +126,9 @@ def _never_ends(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def workshop(backbone: Backbone, folder: Path) -> Iterator[Workshop]:
-    """Take a backbone, which nobody else uses, to the imitated GPU within the block."""
+    """Take a backbone, which nobody else uses, to the imitated GPU within the block, as loading it there would."""
     with imitated_gpu() as record:
-        backbone.model.to("cuda")
+        fuse_norms(backbone.model.to("cuda"))
         on_device = replace(backbone, device=DEVICE)
         bank = AdapterBank(on_device.targets, on_device.prompt_embedding)
         try:
