@@ -82,6 +82,17 @@ class Backbone:
         return (local and getattr(config, "sliding_window", None)) or math.inf
 
     @cached_property
+    def multiplied(self) -> int:
+        """Count the weights that a token is multiplied by in the blocks: of all linear projections but the head."""
+        return sum(out_features * in_features for out_features, in_features in linears_of(self.model).values())
+
+    @cached_property
+    def blocks(self) -> int:
+        """Count the model's blocks, of an encoder-decoder those of both halves."""
+        config = self.model.config.get_text_config()
+        return int(config.num_hidden_layers + (getattr(config, "num_decoder_layers", None) or 0))
+
+    @cached_property
     def positions(self) -> float:
         """How many tokens the model has places for where it looks them up in a table; without limit in most models."""
         tables = [

@@ -1,4 +1,4 @@
-"""RMS norms in one kernel each way: torch's own in place of the eight and fourteen that transformers' launch on a GPU."""
+"""RMS norms in one kernel each way on a GPU, where transformers' own launch eight forward and some twelve back."""
 
 from __future__ import annotations
 

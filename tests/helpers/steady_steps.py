@@ -108,7 +108,7 @@ class Workshop:
         for longest in tokens:
             before = self.record.copy()
             prompts = [row["prompt_ids"] for row in rows_of("apart")]
-            shared = shared_tokens(prompts, len(prompts))
+            shared = shared_tokens(self.backbone, prompts, len(prompts))
             generate(self.backbone, self.bank, prompts, adaptation, longest, ("\n",), shared, choose=_never_ends)
             found.append((self.record - before).counts())
         return {kind: (found[1][kind] - found[0][kind]) / (tokens[1] - tokens[0]) for kind in found[0]}

@@ -6,6 +6,8 @@ from helpers.imitated_gpu import imitated_gpu
 from helpers.steady_steps import workshop
 from tools.launches import DEPTHS, shallow
 
+from latent_sweep.backbones.sharing import PASS_LAUNCHES, SHARING_LAUNCHES, STEP_LAUNCHES
+
 SHALLOW = 2, 3
 MOST_ABOVE_BARE = 8
 """Launches per adapted projection: two products forward, three or four backward, and adding gradients."""
@@ -52,6 +54,17 @@ def test_launches_at_real_depth(name, kind, method, tmp_path):
 def test_every_layer_costs_the_same(tmp_path):
     few, some, many = (launches("llama-3-8b", "prefix", depth, tmp_path) for depth in (2, 4, 8))
     assert [b - a for a, b in zip(few, some, strict=True)] == [(b - a) / 2 for a, b in zip(some, many, strict=True)]
+
+
+def test_sharing_is_decided_by_what_it_launches(tmp_path):
+    found = []
+    for depth in SHALLOW:
+        with workshop(shallow("llama-2-7b", depth), tmp_path) as here:
+            steps = [here.step("latent_lora", kind=kind).launches.total() for kind in ("padded", "prefix")]
+            found.append([*steps, here.token("latent_lora")["launches"]])
+    padded, shared, token = (more - less for less, more in zip(*found, strict=True))
+    assert [padded, shared - padded] == pytest.approx([STEP_LAUNCHES, SHARING_LAUNCHES], abs=1)
+    assert token == pytest.approx(PASS_LAUNCHES, abs=1)
 
 
 @pytest.mark.slow
