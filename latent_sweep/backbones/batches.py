@@ -16,6 +16,7 @@ from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.layouts import Indices, Padded, Shared, aligned, moved
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
+from latent_sweep.backbones.sharing import pays_in_a_step
 
 WORTHWHILE = 0.95
 """Sharing must bring the tokens down to this part: moving them for attention costs some 5 % of a small model's step."""
@@ -54,9 +55,16 @@ def collate(members: Sequence[Sequence[Example]], backbone: Backbone, alike: boo
     longest = max(len(row["prompt_ids"]) + len(row["target_ids"]) for rows in members for row in rows)
     if alike and backbone.lays_out(longest):
         layout = _shared(members, backbone)
-        if layout.members * layout.tokens <= WORTHWHILE * longest * sum(map(len, members)):
+        if _is_worthwhile(layout.members * layout.tokens, longest * sum(map(len, members)), backbone):
             return _sharing(members, layout, backbone)
     return _padded(members, backbone)
+
+
+def _is_worthwhile(shared: int, padded: int, backbone: Backbone) -> bool:
+    """Whether a step with so many tokens in its input is faster where rows share than where they are padded."""
+    if shared > WORTHWHILE * padded:
+        return False
+    return backbone.device.type == "cpu" or pays_in_a_step(backbone, padded, shared)
 
 
 def _padded(members: Sequence[Sequence[Example]], backbone: Backbone) -> Batch:

@@ -24,6 +24,7 @@ from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.batches import common_tokens, last_positions, pad_prompts, placed, positions
 from latent_sweep.backbones.layouts import ALIGNED
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.sharing import pays_for_prompts
 from latent_sweep.metrics import cut_answer
 
 WORTHWHILE_TOKENS = 64
@@ -141,15 +142,20 @@ def generate(
     return answers
 
 
-def shared_tokens(prompts: Sequence[Sequence[int]], together: int) -> int:
+def shared_tokens(backbone: Backbone, prompts: Sequence[Sequence[int]], together: int) -> int:
     """Count the tokens that all prompts begin with, as far as reading them once pays; each keeps its last token.
+
+    On a GPU another pass must pay as well, by the mean length of the prompts.
 
     Args:
         together: prompts of a batch, at most. That a batch has fewer changes nothing: then how a prompt is read would
             hang on its neighbours.
     """
-    count = common_tokens(prompts)
-    return count if count * (min(together, len(prompts)) - 1) >= WORTHWHILE_TOKENS else 0
+    count, rows = common_tokens(prompts), min(together, len(prompts))
+    if count * (rows - 1) < WORTHWHILE_TOKENS:
+        return 0
+    tokens = rows * sum(map(len, prompts)) // len(prompts)
+    return count if backbone.device.type == "cpu" or pays_for_prompts(backbone, tokens, count, rows) else 0
 
 
 def answer_text(backbone: Backbone, ids: Sequence[int], stop: Sequence[str] = ()) -> str:

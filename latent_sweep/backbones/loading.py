@@ -25,6 +25,7 @@ from latent_sweep.backbones.architectures import (
 from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
+from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outlines import linears_of, model_class
 from latent_sweep.backbones.stored import StoredBackbone, StoredProjection, digest_of_weights, stored_backbone
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
@@ -79,6 +80,17 @@ class Backbone:
         config = self.model.config.get_text_config()
         local = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
         return (local and getattr(config, "sliding_window", None)) or math.inf
+
+    @cached_property
+    def multiplied(self) -> int:
+        """Count the weights that a token is multiplied by in the blocks: of all linear projections but the head."""
+        return sum(out_features * in_features for out_features, in_features in linears_of(self.model).values())
+
+    @cached_property
+    def blocks(self) -> int:
+        """Count the model's blocks, of an encoder-decoder those of both halves."""
+        config = self.model.config.get_text_config()
+        return int(config.num_hidden_layers + (getattr(config, "num_decoder_layers", None) or 0))
 
     @cached_property
     def positions(self) -> float:
@@ -207,6 +219,7 @@ def assemble(
     model.eval()
     if device_of(settings) == "cuda":
         avoid_cudnn_attention()
+        fuse_norms(model)
     kind, linears, traits = model.config.model_type, linears_of(model), _traits_of(model)
     if not traits.stacks:
         forget_dropout(model.config)  # which some layers ask in training mode instead of keeping a rate of their own

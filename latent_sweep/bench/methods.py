@@ -130,7 +130,7 @@ class _Contender:
         weights = weights[:1, used] if self.alike(stage) else weights[:, used]
         rows = self.context.tokens(self.trial, 0, "test")
         prompts = [prompt_read(self.run.method, ids) for ids in rows["prompt_ids"]]
-        shared = shared_tokens(prompts, len(prompts)) if self.alike(stage) else 0
+        shared = shared_tokens(self.bench.backbone, prompts, len(prompts)) if self.alike(stage) else 0
 
         def answer() -> None:
             with torch.no_grad():

@@ -263,7 +263,7 @@ class Evaluator:
         batches: list[AnswerBatch] = []
         for first in range(min(definitions, len(prompts))):
             reading = range(first, len(prompts), definitions)
-            shared = shared_tokens([prompts[row] for row in reading], self.batch_size)
+            shared = shared_tokens(self.engine.backbone, [prompts[row] for row in reading], self.batch_size)
             found = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
             batches += [self._batch(history, weights[part], [prompts[row] for row in part], shared) for part in found]
             parts += found

@@ -226,7 +226,7 @@ def draw(
     while any(wanted.values()) and drawn < s.tries:
         batch = [question] * min(DRAWN_TOGETHER, s.tries - drawn)
         drawn += len(batch)
-        shared = shared_tokens(batch, len(batch))
+        shared = shared_tokens(context.backbone, batch, len(batch))
         written = generate(*places, batch, writer, s.sample_length, shared=shared, choose=sampler)
         for row in filter(None, map(format.read, written)):
             well_formed += 1

@@ -69,6 +69,30 @@ def test_block_power_iteration_is_as_exact(shape, monkeypatch):
     assert_exact(truncated_svd(W, 12), W, 12)
 
 
+@pytest.mark.parametrize("shape", [(160, 160), (128, 192), (192, 128)])
+def test_block_power_iteration_on_a_gpu_needs_no_svd(shape, monkeypatch):
+    monkeypatch.setattr(factors, "GRAM_COLUMNS", 16)
+    W = weight(*shape)
+    on_cpu = truncated_svd(W, 12)
+    monkeypatch.setattr(torch.linalg, "svd", None)
+    with imitated_gpu() as record:
+        found = truncated_svd(W.to("cuda"), 12)
+        found = factors.Factors(found.U.cpu(), found.S.cpu(), found.V.cpu())
+    assert not record.mixings
+    assert_exact(found, W, 12)
+    for name in "USV":
+        torch.testing.assert_close(getattr(found, name), getattr(on_cpu, name), atol=1e-6, rtol=1e-6)
+
+
+def test_a_weight_of_lower_rank_than_the_block_has_factors_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(factors, "GRAM_COLUMNS", 16)
+    W = weight(64, 160, spectrum=torch.cat([torch.linspace(3, 1, 20), torch.zeros(44)]).double())
+    with imitated_gpu():
+        found = truncated_svd(W.to("cuda"), 12)
+        found = factors.Factors(found.U.cpu(), found.S.cpu(), found.V.cpu())
+    assert_exact(found, W, 12)
+
+
 def test_a_flat_spectrum_stops_the_block_power_iteration(monkeypatch):
     monkeypatch.setattr(factors, "GRAM_COLUMNS", 16)
     monkeypatch.setattr(factors, "SPARE_COLUMNS", 0)

@@ -231,7 +231,7 @@ def test_what_prompts_begin_with_is_read_once(setting, passes, ends, more):
     assert generate(backbone, bank, prompts, adaptation, LONGEST) == expected
     passes.clear()
     once = len(INSTRUCTION) + more
-    assert shared_tokens(prompts, len(prompts)) == once
+    assert shared_tokens(backbone, prompts, len(prompts)) == once
     assert generate(backbone, bank, prompts, adaptation, LONGEST, shared=once) == expected
     longest = max(map(len, prompts))
     if backbone.family == "t5":  # its encoder reads in both directions
@@ -246,7 +246,7 @@ def test_what_prompts_begin_with_is_read_once(setting, passes, ends, more):
 )
 def test_a_beginning_is_shared_where_that_costs_less(rows, together, begin, shared):
     prompts = [[*range(40, 40 + begin), 200 + row] for row in range(rows)]
-    assert shared_tokens(prompts, together) == shared
+    assert shared_tokens(load_tiny("tiny-llama"), prompts, together) == shared
 
 
 def test_one_row_reads_its_beginning_apart_too(setting, passes):

@@ -16,6 +16,7 @@ from helpers.patience import PATIENCE
 
 from latent_sweep.bench import run as bench_run
 from latent_sweep.bench import workbench
+from latent_sweep.bench.answers import compared
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Subject, Workbench
 from latent_sweep.benchmarks.schema import load_benchmark
@@ -291,6 +292,16 @@ def test_a_t5_backbone_and_a_second_type_for_the_step(tmp_path, capsys, without_
     limits = [row["target"] for table in report["tables"] for row in table["rows"] if "/ bare" in row["name"]]
     assert limits == ["<= 1.05", "<= 1.05", "<= 1.08", "<= 1.08"]
     assert rows_of(report)["equal answers, trained adapter"]["value"] == 1.0
+
+
+def test_decoding_is_compared_where_both_wrote_the_same():
+    seconds = {"ours": [1.0, 1.0], "generate()": [2.0, 2.0]}
+    equal, other = (compared("trained", seconds, ["a", "b"], theirs) for theirs in (["a", "b"], ["a", ""]))
+    assert [(row.name, row.value) for row in equal] == [
+        ("ours / generate(), trained", 0.5),
+        ("equal answers, trained", 1.0),
+    ]
+    assert [(row.name, row.value) for row in other] == [("equal answers, trained", 0.5)]
 
 
 def test_the_table_for_people_says_what_was_reached():

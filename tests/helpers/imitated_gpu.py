@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils, checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import latent_sweep
 
@@ -42,6 +42,8 @@ SHAPED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "uniqu
 """Operators whose result, or its shape, the host must know."""
 CHECKED = {"_linalg_eigh", "linalg_qr", "_linalg_svd", "_linalg_det", "linalg_cholesky_ex", "linalg_inv_ex"}
 """Factorisations: the host asks whether they have succeeded, or splits the work."""
+COMPOSED = "CompositeImplicitAutograd"
+"""What torch calls an operator that launches nothing itself."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 PACKAGES = [Path(package.__file__).parent for package in (latent_sweep, transformers, torch.optim, torch.nn.utils)]
 """Where a place in the code is looked for."""
@@ -81,10 +83,15 @@ class Record:
 
 @contextmanager
 def imitated_gpu() -> Iterator[Record]:
-    """Have backbones be loaded on an imitated GPU within the block, and record what it is asked for."""
+    """Have backbones be loaded on an imitated GPU within the block, and record what it is asked for.
+
+    Tiny backbones stand for large ones, so rows share a beginning wherever that saves enough tokens.
+    """
     record, memory = Record(), _Memory()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("latent_sweep.backbones.loading.device_of", lambda settings: "cuda")
+        patch.setattr("latent_sweep.backbones.batches.pays_in_a_step", lambda *_: True)
+        patch.setattr("latent_sweep.backbones.generation.pays_for_prompts", lambda *_: True)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "imitated")
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
@@ -154,6 +161,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSED):
+            with self:  # in this mode torch hands operators over that it then composes of others
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         tensors = _tensors((args, kwargs))
         on_device = [self._memory.holds(tensor) for tensor in tensors]
         name = func._schema.name.removeprefix("aten::")
@@ -235,6 +245,8 @@ class _Functions(TorchFunctionMode):
             return self._made(func, args, kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             self._attends(*args, **kwargs)
+        if func is torch.nn.functional.rms_norm and self._memory.holds(args[0]):
+            return _FusedNorm.apply(self._record, self._memory, *args, kwargs["weight"], kwargs["eps"])
         return func(*args, **kwargs)
 
     def seeing(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,6 +316,31 @@ class _Functions(TorchFunctionMode):
         if generator is not None and generator.device == HOST:
             self._record.mixings[f"a generator of the host, {func.__name__}: {_place()}"] += 1
         return self._memory.take(func(*args, **{**kwargs, "device": HOST}))
+
+
+class _FusedNorm(torch.autograd.Function):
+    """`rms_norm` as a GPU has it: one kernel forward, and one back, which keep their input and its inverse roots."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Record, memory: _Memory, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        assert not weight.requires_grad, "a frozen one: its gradient would be another kernel"
+        if not memory.holds(weight):
+            record.mixings[f"rms_norm: {_place()}"] += 1
+        ctx.save_for_backward(x, weight)
+        ctx.others = record, memory, eps
+        record.launches["_fused_rms_norm"] += 1
+        with _disable_current_modes():
+            return memory.take(torch.nn.functional.rms_norm(x, shape, weight, eps))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x, weight), (record, memory, eps) = ctx.saved_tensors, ctx.others
+        record.launches["_fused_rms_norm_backward"] += 1
+        with _disable_current_modes():
+            upstream, inverse = gradient.float() * weight, torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+            unit = x.float() * inverse
+            found = inverse * (upstream - unit * (unit * upstream).mean(-1, keepdim=True))
+            return None, None, memory.take(found.to(x.dtype)), None, None, None
 
 
 def _asked_by_autograd() -> bool:

@@ -16,6 +16,7 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.learn.engine import Engine
 from latent_sweep.learn.training import TaskTraining, train_pack
@@ -107,7 +108,7 @@ class Workshop:
         for longest in tokens:
             before = self.record.copy()
             prompts = [row["prompt_ids"] for row in rows_of("apart")]
-            shared = shared_tokens(prompts, len(prompts))
+            shared = shared_tokens(self.backbone, prompts, len(prompts))
             generate(self.backbone, self.bank, prompts, adaptation, longest, ("\n",), shared, choose=_never_ends)
             found.append((self.record - before).counts())
         return {kind: (found[1][kind] - found[0][kind]) / (tokens[1] - tokens[0]) for kind in found[0]}
@@ -125,9 +126,9 @@ def _never_ends(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def workshop(backbone: Backbone, folder: Path) -> Iterator[Workshop]:
-    """Take a backbone, which nobody else uses, to the imitated GPU within the block."""
+    """Take a backbone, which nobody else uses, to the imitated GPU within the block, as loading it there would."""
     with imitated_gpu() as record:
-        backbone.model.to("cuda")
+        fuse_norms(backbone.model.to("cuda"))
         on_device = replace(backbone, device=DEVICE)
         bank = AdapterBank(on_device.targets, on_device.prompt_embedding)
         try:

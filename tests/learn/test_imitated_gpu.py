@@ -81,7 +81,7 @@ def test_every_method_lives_on_it(method, family, tmp_path, tokens, monkeypatch)
                 runs.run(packs, on)
         runs.run(packs)
     assert [done.tasks_seen for done in runs.stages if done.tasks_seen == 2]
-    assert record.launches.total() > 1000, "it has computed there"
+    assert record.launches.total() > 500, "it has computed there"
     assert not record.mixings
     assert not record.unfit_masks
     if learned:
@@ -228,6 +228,23 @@ def test_it_counts_kernels_and_no_views():
         x * torch.tensor(2.0)  # one number of the host
         torch.zeros(4, device="cuda")
     assert record.launches == {"add": 1, "relu_": 1, "mul": 1, "zeros": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_is_one_kernel_each_way(dtype):
+    x, upstream = (torch.randn(5, 8, dtype=dtype, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    weight = torch.linspace(0.5, 2, 8, dtype=dtype)
+
+    def results(place: str) -> list[torch.Tensor]:
+        moved = x.to(place).requires_grad_()
+        y = torch.nn.functional.rms_norm(moved, (8,), weight.to(place), 1e-6)
+        return [y.detach().cpu(), *(part.cpu() for part in torch.autograd.grad(y, moved, upstream.to(place)))]
+
+    expected = results("cpu")
+    with imitated_gpu() as record:
+        found = results("cuda")
+    torch.testing.assert_close(found, expected)
+    assert record.launches == {"_fused_rms_norm": 1, "_fused_rms_norm_backward": 1}
 
 
 def test_it_says_where():

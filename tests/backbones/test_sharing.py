@@ -1,0 +1,82 @@
+"""What a GPU reads once: decided by tokens and by launches, with the sizes of real backbones and no weights."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from helpers.tiny import load_tiny
+
+from latent_sweep.backbones.batches import collate
+from latent_sweep.backbones.families import linear_shapes
+from latent_sweep.backbones.generation import shared_tokens
+from latent_sweep.backbones.known import KNOWN
+from latent_sweep.backbones.layouts import Padded, Shared
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.sharing import pays_for_prompts, pays_in_a_step
+from latent_sweep.testing.stages import random_rows
+
+
+@cache
+def sized(name: str, device: str = "cuda") -> Backbone:
+    """A tiny backbone that has the sizes of a known one for whoever asks."""
+    known = KNOWN[name]
+    backbone = replace(load_tiny("tiny-llama"), device=torch.device(device))
+    shapes = linear_shapes(known.traits, known.config).values()
+    vars(backbone).update(multiplied=sum(m * n for m, n in shapes), blocks=known.config["num_hidden_layers"])
+    return backbone
+
+
+def test_sizes_are_those_of_the_model():
+    backbone = load_tiny("tiny-llama")
+    assert backbone.multiplied == sum(
+        m * n for m, n in linear_shapes(backbone.traits, KNOWN["tiny-llama"].config).values()
+    )
+    assert (backbone.blocks, load_tiny("tiny-t5").blocks) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded", "shared", "pays"),
+    [
+        ("llama-2-13b", 4096, 3800, True),  # the GPU is the slower one
+        ("llama-2-13b", 400, 300, True),
+        ("llama-2-13b", 150, 40, False),  # the host is: fewer tokens save nothing
+        ("smollm2-135m", 4096, 500, False),
+        ("smollm2-135m", 60000, 6000, True),
+    ],
+)
+def test_a_step_shares_where_the_gpu_is_the_slower_one(name, padded, shared, pays):
+    assert pays_in_a_step(sized(name), padded, shared) == pays
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "begin", "rows", "pays"),
+    [
+        ("llama-2-13b", 8192, 100, 64, True),
+        ("llama-2-13b", 600, 64, 2, False),  # a pass more costs as much as 150 tokens
+        ("llama-2-13b", 1200, 140, 8, True),
+        ("smollm2-135m", 8192, 100, 64, False),
+    ],
+)
+def test_another_pass_over_prompts_must_pay(name, tokens, begin, rows, pays):
+    assert pays_for_prompts(sized(name), tokens, begin, rows) == pays
+
+
+@pytest.mark.parametrize(("name", "device", "layout"), [
+    ("llama-2-13b", "cpu", Shared), ("smollm2-135m", "cpu", Shared), ("smollm2-135m", "cuda", Padded)
+])  # fmt: skip
+def test_a_cpu_decides_by_tokens_alone(name, device, layout, monkeypatch):
+    monkeypatch.setattr("latent_sweep.backbones.batches.moved", lambda values, device: torch.from_numpy(values))
+    monkeypatch.setattr("latent_sweep.backbones.layouts.moved", lambda values, device: torch.from_numpy(values))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **{**options, "device": "cpu"}))
+    rows = [{**row, "prompt_ids": [*range(4, 60), *row["prompt_ids"]]} for row in random_rows(4)]
+    assert isinstance(collate([rows], sized(name, device), alike=True).inputs["layout"], layout)
+
+
+@pytest.mark.parametrize(("name", "device", "shared"), [
+    ("llama-2-13b", "cuda", 160), ("smollm2-135m", "cuda", 0), ("smollm2-135m", "cpu", 160)
+])  # fmt: skip
+def test_prompts_share_a_beginning_where_that_pays(name, device, shared):
+    prompts = [[*range(40, 200), 200 + row] for row in range(16)]
+    assert shared_tokens(sized(name, device), prompts, 16) == shared
