@@ -63,8 +63,8 @@ def _folder_faults(place: str) -> list[str]:
     if in_job_package(folder):
         return [
             f"found {quoted(place)}, a folder in Ray's copy of this job's working directory, where later jobs do not "
-            f"find it. Set {STORAGE_VARIABLE} where the cluster starts, or add --set run.storage= with an absolute "
-            "path that all nodes see, or s3://BUCKET/PREFIX"
+            f"find it. Set {STORAGE_VARIABLE} to an absolute path or a URI where the cluster starts, or add --set "
+            "run.storage=/PATH/THAT/ALL/NODES/SEE"
         ]
     try:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
