@@ -76,10 +76,10 @@ def _folder_faults(place: str) -> list[str]:
 
 
 def _tracker(uri: str | None, given: bool) -> tuple[str | None, list[str]]:
-    if not given and os.environ.get(TRACKING_VARIABLE) and (uri is None or relative_place(uri) is not None):
-        uri = None
     if uri == "none":
         return uri, []
+    if not given and os.environ.get(TRACKING_VARIABLE) and (uri is None or relative_place(uri) is not None):
+        uri = None
     variable = os.environ.get(TRACKING_VARIABLE) if uri is None else None
     where, address = (TRACKING_VARIABLE, variable) if variable else ("run.tracking.uri", uri or DEFAULT_URI)
     text_faults = address_faults(address) if variable else []  # those of a setting are known when it is read
