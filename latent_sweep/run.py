@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from latent_sweep.errors import LatentSweepError, Terminated
-from latent_sweep.security import log_without_secrets, printable
+from latent_sweep.security import discard_output, log_without_secrets, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_any_text() -> None:
-    """Have standard output replace the characters that its encoding does not have, e.g. by `?`."""
+    """Have standard output replace the characters that its encoding does not have, e.g. by `?`.
+
+    A stream that the caller has closed takes everything and keeps nothing.
+    """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -87,14 +91,13 @@ def carry_out(command: Callable[[argparse.Namespace], int], options: argparse.Na
     with _ending_on_sigterm() as received:
         try:
             code = command(options)
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
             return code
         except LatentSweepError as error:
             print(printable(f"error: {error}"), file=sys.stderr)
             return 2
         except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             return 141  # what a shell reports for it
         except KeyboardInterrupt as error:
             ended = received or isinstance(error, Terminated)  # Ray's own code raises a KeyboardInterrupt anew
