@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from latent_sweep.errors import LatentSweepError, Terminated
-from latent_sweep.security import log_without_secrets, printable
+from latent_sweep.security import discard_output, log_without_secrets, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_any_text() -> None:
-    """Have standard output replace the characters that its encoding does not have, e.g. by `?`."""
+    """Have standard output replace the characters that its encoding does not have, e.g. by `?`.
+
+    A stream that the caller has closed takes everything and keeps nothing.
+    """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -84,20 +88,20 @@ def print_any_text() -> None:
 def carry_out(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command and return its exit code; what goes wrong is said on standard error, without secrets."""
     log_without_secrets()
-    with _ending_on_sigterm():
+    with _ending_on_sigterm() as received:
         try:
             code = command(options)
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
             return code
         except LatentSweepError as error:
             print(printable(f"error: {error}"), file=sys.stderr)
             return 2
         except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             return 141  # what a shell reports for it
         except KeyboardInterrupt as error:
-            word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
+            ended = received or isinstance(error, Terminated)  # Ray's own code raises a KeyboardInterrupt anew
+            word, code = ("terminated", 143) if ended else ("interrupted", 130)
             print(f"{word}{'; run the same command again to go on from here' * (command is run)}", file=sys.stderr)
             return code
         except Exception:  # a fault of ours; its traceback may quote an address or a token
@@ -106,20 +110,25 @@ def carry_out(command: Callable[[argparse.Namespace], int], options: argparse.Na
 
 
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the block as Ctrl-C does, and a second one end the process at once."""
+def _ending_on_sigterm() -> Iterator[list[int]]:
+    """Have SIGTERM end the block as Ctrl-C does, and a second one end the process at once.
+
+    The list that it gives holds the signal's number once it was received.
+    """
+    received: list[int] = []
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield  # whoever has set a handler, or ignores the signal, decides
+        yield received  # whoever has set a handler, or ignores the signal, decides
         return
 
     def terminate(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
     try:
-        yield
+        yield received
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

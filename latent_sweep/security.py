@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import subprocess
+import sys
 import traceback
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -58,6 +59,19 @@ def spelled_out(text: str) -> str:
 def printable(text: str) -> str:
     """Make `text` fit to be printed: without secrets, and spelled out."""
     return spelled_out(redact(text))
+
+
+def say(text: str) -> None:
+    """Print `text` as `printable` makes it; once the reader of standard output has gone, print nothing more."""
+    try:
+        print(printable(text), flush=True)
+    except BrokenPipeError:
+        discard_output()
+
+
+def discard_output() -> None:
+    """Have standard output take everything and keep nothing, after its reader has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def traceback_text(error: BaseException) -> str:

@@ -50,6 +50,8 @@ def pytest_configure():
 
     What they write lies in memory where there is room: they sync some 25,000 files, at 2 to 4 ms on a disk.
     """
+    for name in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):  # which would replace what the tests' files say
+        os.environ.pop(name, None)
     gc.disable()  # while modules are imported and tests collected, none of which is garbage
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

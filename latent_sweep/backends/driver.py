@@ -16,7 +16,7 @@ from latent_sweep.backends.ray_nodes import check_cluster_answers
 from latent_sweep.benchmarks.loaders import one_look
 from latent_sweep.errors import ConfigError, MissingData, StoreError
 from latent_sweep.learn.heap import loading_modules
-from latent_sweep.security import printable
+from latent_sweep.security import say
 from latent_sweep.settings import Settings, canonical_json, content_hash, flatten, yaml_text
 from latent_sweep.store.files import read_file
 from latent_sweep.store.folders import SWEEP_FILE, SweepFolder, TrialFolder, driving
@@ -76,7 +76,7 @@ def run_sweep(
         LatentSweepError: the sweep cannot be started; the message says what to change.
     """
     sweep = load_sweep(path, overrides)
-    _tell(f"checking {sweep.source}, its data and its backbone")
+    say(f"checking {sweep.source}, its data and its backbone")
     if not local:
         check_ray_address(sweep.run.allow_insecure)
         check_cluster_answers()
@@ -123,10 +123,10 @@ def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage
     chosen = choices_until_now(due, folder)
     if chosen is None:
         warnings = check_sweep(tuning, candidates, storage.folder)
-        _tell("\n".join(describe_tuning(sweep, due, trials)))
+        say("\n".join(describe_tuning(sweep, due, trials)))
         _run_trials(tuning, candidates, storage, warnings, how)
         chosen = choose(due, SweepFolder(storage, tuning.name))
-    _tell("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
+    say("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
     return chosen
 
 
@@ -148,8 +148,8 @@ def _run_trials(
     packs = pack(trials, sweep.run.pack)
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
-    _tell(describe_plan(sweep, trials, packs, storage, warnings))
-    with driving(folder, lambda driver: _tell(f"{sweep.name} is being run by {driver}; waiting for its end")):
+    say(describe_plan(sweep, trials, packs, storage, warnings))
+    with driving(folder, lambda driver: say(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(folder.path)
         forget_the_old(storage, folder.path)
         if not how.replace:
@@ -166,7 +166,7 @@ def _run_trials(
         if storage.is_remote:
             sent = Counter(requests()) - sent_before + requests_told(folder.path, began)
             counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(sent.items()))
-            _tell(f"requests  {counts}: of this run, its workers' included")
+            say(f"requests  {counts}: of this run, its workers' included")
         return left
 
 
@@ -189,9 +189,9 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     todo = _incomplete(packs, folder) if failed is None else failed
     trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
     if how.only_failed:
-        _tell(f"{missing} of {trainings} trainings have failed before and are run again")
+        say(f"{missing} of {trainings} trainings have failed before and are run again")
     elif missing < trainings:
-        _tell(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
+        say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
     keep_reserve(folder.path)
     mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
     with screen_for(folder, log=True) as screen:
@@ -219,13 +219,13 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
             free_reserve(folder.path)
             thread.stop()
     summary = replace(summarise(folder), driven=False)
-    _tell(f"\n{render(summary, width=terminal_width())}\n\nresults   {folder.path}")
+    say(f"\n{render(summary, width=terminal_width())}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
-        _tell(f"report    {folder.path / PAGE_FILE}")
+        say(f"report    {folder.path / PAGE_FILE}")
     if storage.is_remote:
-        _tell(f"          a copy of what is below {storage.place}")
+        say(f"          a copy of what is below {storage.place}")
     if link := mirror.link():
-        _tell(f"compare   {mirror.ui_command()}\n          {link}")
+        say(f"compare   {mirror.ui_command()}\n          {link}")
     return sum(count for found, count in summary.counts.items() if found not in ("finished", "stopped"))
 
 
@@ -462,7 +462,3 @@ def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
 
     left = [Pack(tuple(m for m in map(kept, p.members) if m.trials)) for p in packs]
     return [p for p in left if p.members]
-
-
-def _tell(text: str) -> None:
-    print(printable(text), flush=True)

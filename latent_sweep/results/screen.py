@@ -19,7 +19,7 @@ from latent_sweep.errors import StoreError
 from latent_sweep.results.drawing import draw
 from latent_sweep.results.lines import duration, news, summary
 from latent_sweep.results.state import SweepState, SweepWatch, current
-from latent_sweep.security import printable, redact
+from latent_sweep.security import printable, redact, say
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.following import FOLLOWING_SECONDS, Follower
 
@@ -56,15 +56,17 @@ def screen_for(sweep: SweepFolder, log: bool) -> Screen:
     """Return the screen where standard output is a terminal that can move its cursor, and plain lines elsewhere.
 
     Args:
-        log: whether what others print meanwhile goes to a file in the sweep's folder: where this process runs it.
+        log: whether what others print meanwhile goes to a file in the sweep's folder: where this process runs it, also
+            after the reader of its lines has gone.
     """
+    lines = Lines(say if log else None)
     if not sys.stdout.isatty():
-        return Lines()
+        return lines
     from rich.console import Console
 
     console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
     if console.is_dumb_terminal:
-        return Lines()
+        return lines
     return Live(console, sweep.path / LOG if log else None)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -93,7 +94,17 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         ConfigError: listing every fault found, each with file, path, what was found and what is allowed.
     """
-    sweep = parse_sweep(read_yaml(local_path(path)), str(path), overrides)
+    try:
+        content = read_yaml(local_path(path))
+    except ConfigError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        raise ConfigError(
+            f"{error}; the working directory is {'that of the cluster, ' * in_job}{Path.cwd()}. Correct the path"
+            f"{', or submit the job with --working-dir .' * in_job}"
+        ) from error
+    sweep = parse_sweep(content, str(path), overrides)
     given: dict[str, Any] = {}
     for override in overrides:
         _apply_override(given, override)

@@ -69,8 +69,8 @@ def _folder_faults(place: str) -> list[str]:
     if in_job_package(folder):
         return [
             f"found {quoted(place)}, a folder in Ray's copy of this job's working directory, where later jobs do not "
-            f"find it. Set {STORAGE_VARIABLE} where the cluster starts, or add --set run.storage= with an absolute "
-            "path that all nodes see, or s3://BUCKET/PREFIX"
+            f"find it. Set {STORAGE_VARIABLE} to an absolute path or a URI where the cluster starts, or add --set "
+            "run.storage=/PATH/THAT/ALL/NODES/SEE"
         ]
     try:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
@@ -82,10 +82,10 @@ def _folder_faults(place: str) -> list[str]:
 
 
 def _tracker(uri: str | None, given: bool) -> tuple[str | None, list[str]]:
-    if not given and os.environ.get(TRACKING_VARIABLE) and (uri is None or relative_place(uri) is not None):
-        uri = None
     if uri == "none":
         return uri, []
+    if not given and os.environ.get(TRACKING_VARIABLE) and (uri is None or relative_place(uri) is not None):
+        uri = None
     variable = os.environ.get(TRACKING_VARIABLE) if uri is None else None
     where, address = (TRACKING_VARIABLE, variable) if variable else ("run.tracking.uri", uri or DEFAULT_URI)
     text_faults = address_faults(address) if variable else []  # those of a setting are known when it is read

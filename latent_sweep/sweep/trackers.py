@@ -63,7 +63,8 @@ def place_faults(uri: str) -> list[str]:
     if in_job_package(file):
         return [
             f"found {quoted(uri)}, a file in Ray's copy of this job's working directory, where later jobs do not find "
-            f"it. Set {TRACKING_VARIABLE} where the cluster starts, or name a database outside: sqlite:////PATH/mlflow.db"
+            f"it. Set {TRACKING_VARIABLE} to an absolute address where the cluster starts, or add --set "
+            "run.tracking.uri=sqlite:////PATH/mlflow.db"
         ]
     try:
         fault = _file_fault(file, uri)

@@ -145,6 +145,26 @@ def start_command(launcher, role):
 
 
 @pytest.mark.parametrize("name", LAUNCHER_FILES)
+def test_jobs_have_a_storage_a_tracker_and_the_repository(name, monkeypatch):
+    launcher = read(name)
+    start = start_command(launcher, "head").replace("$HOME", "/home/ubuntu")
+    given = dict(word.split("=", 1) for word in shlex.split(start.partition(";")[0])[1:])
+    for variable in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(variable, given[variable])
+    run = load_sweep(ROOT / "sweeps" / "lambda.yaml").run
+    assert run.storage == given["LATENT_SWEEP_STORAGE"]
+    assert run.storage.startswith({"aws.yaml": "s3://", "gcp.yaml": "gs://"}[name])
+    assert run.tracking.uri is None, "that of the environment"
+    assert given["MLFLOW_TRACKING_URI"].startswith("sqlite:////home/ubuntu/")
+    for role in ("head", "worker"):  # a job without a working directory runs where Ray was started
+        assert re.search(r"cd ~/repository; *ray start", start_command(launcher, role))
+    for folder in ("latent_sweep", "sweeps"):
+        assert launcher["file_mounts"][f"~/repository/{folder}"] == folder
+    if name == "aws.yaml":
+        assert f"s#{run.storage}#" in (CLUSTER / "README.md").read_text(encoding="utf-8"), "replaced by the setup's"
+
+
+@pytest.mark.parametrize("name", LAUNCHER_FILES)
 def test_nodes_start_with_a_token_that_is_copied_and_a_dashboard_for_the_head_alone(name):
     launcher = read(name)
     for role in ("head", "worker"):
@@ -376,13 +396,20 @@ def test_a_ray_job_is_the_same_cluster_and_ends_with_its_sweep():
     assert job["spec"]["shutdownAfterJobFinishes"] is True
     assert 0 < job["spec"]["ttlSecondsAfterFinished"] <= 3600
     assert job["spec"]["backoffLimit"] == 0, "each try is a cluster of its own and deletes the log of the one before"
-    python, module, main, sweep, *options = shlex.split(job["spec"]["entrypoint"])
+    python, module, main, sweep = shlex.split(job["spec"]["entrypoint"])
     assert (python, module, main) == ("python", "-m", "latent_sweep.run")
-    overrides = options[1::2]
-    assert options[::2] == ["--set"] * len(overrides)
-    storage = load_sweep(ROOT / sweep, overrides).run.storage
+    assert (ROOT / sweep).is_file()
+
+
+@pytest.mark.parametrize("sweep", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_jobs_in_kubernetes_store_on_the_shared_volume(sweep, monkeypatch):
+    for entry in container("head")["env"]:
+        if entry["name"] in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):
+            monkeypatch.setenv(entry["name"], entry["value"])
     (mount,) = (m for m in container("head")["volumeMounts"] if m["name"] == "storage")
-    assert storage.startswith(mount["mountPath"])
+    run = load_sweep(sweep).run
+    assert run.storage.startswith(mount["mountPath"])
+    assert run.tracking.uri is None, "that of the environment"
 
 
 def container(group):

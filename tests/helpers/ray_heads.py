@@ -62,6 +62,7 @@ def head(
     *options: str,
     dashboard: bool = True,
     prepare: Callable[[int], Sequence[str]] = lambda port: (),
+    root: Path | None = None,
     **environment: str,
 ) -> Iterator[Head]:
     """A head started by cluster/local.sh, with everything below it gone at the end.
@@ -70,12 +71,14 @@ def head(
         options: further ones of `ray start`.
         dashboard: whether it takes jobs.
         prepare: gets the head's port and returns options that need it.
+        root: a copy of the repository, which gets the results; None is this one, and they go with the head.
         environment: further variables.
     """
     port, dashboard_port, agent_port, client_port = free_ports(4)
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:  # short, for names of sockets
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        own = {
+        results = {"LATENT_SWEEP_STORAGE": f"{home}/runs", "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow.db"}
+        own = ({} if root else results) | {
             "HOME": home,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
@@ -92,9 +95,9 @@ def head(
         arguments += [f"--include-dashboard={str(dashboard).lower()}", f"--temp-dir={home}/ray", "--block"]
         with (Path(home) / "head.log").open("w+") as log:
             process = subprocess.Popen(
-                [ROOT / "cluster" / "local.sh", "head", *arguments, *options, *prepare(port)],
+                [(root or ROOT) / "cluster" / "local.sh", "head", *arguments, *options, *prepare(port)],
                 env=inherited | own | environment,
-                cwd=ROOT,
+                cwd=home,  # the script finds the repository
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
