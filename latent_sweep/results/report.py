@@ -189,7 +189,7 @@ def _csv_cell(name: str, value: Any) -> str:
         return ""
     return (
         f"{value:.{DECIMALS}f}"
-        if isinstance(value, float) and name.startswith(("AP_", "LA_", "BWT_", "FM_", "score/", "router_"))
+        if isinstance(value, float) and name.startswith(("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_"))
         else format_value(value)
     )
 

@@ -535,15 +535,17 @@ def tasks_of(summary: Summary) -> list[str]:
 
 def _by_task(summary: Summary) -> Table | None:
     tasks, axes = tasks_of(summary), _Axes(summary)
-    header = axes.header or ["answers"]
+    baselines = list(_constants(summary))
+    unnamed = not axes.header and bool(baselines)
+    header = ["answers"] if unnamed else axes.header
     rows = [
         [
-            *(axes.cells(configuration) or [Cell("trials")]),
+            *([Cell("trials")] if unnamed else axes.cells(configuration)),
             *(_score(configuration.task_scores.get(task), spread=False) for task in tasks),
         ]
         for configuration in summary.configurations
     ]
-    for name, constants in _constants(summary):
+    for name, constants in baselines:
         scores = [Cell("-") if (found := constants.get(task)) is None else _fraction(found) for task in tasks]
         rows.append([Cell(name), *[Cell("-")] * (len(header) - 1), *scores])
     return Table([*header, *(f"T{number}" for number in range(1, len(tasks) + 1))], rows) if tasks else None
