@@ -19,6 +19,7 @@ from helpers.sweeps import end, events, results, start, sweep_folder, tiny, writ
 from latent_sweep.backbones.known import KNOWN, target_shapes
 from latent_sweep.backends import mlflow_mirror
 from latent_sweep.backends.local import run_here
+from latent_sweep.benchmarks.loaders import load_rows
 from latent_sweep.cli import main
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.store.folders import SweepFolder, open_sweep
@@ -114,6 +115,18 @@ def test_the_journal_tells_the_same_story(finished):
             assert stage["scores"] == dict(zip(TASKS, rows[seen - 1], strict=False))
         assert stages(journal)[-1]["metrics"]["AP"] == trial.read_json("result.json")["metrics"]["AP"]
         assert journal[-1]["metrics"] == trial.read_json("result.json")["metrics"]
+
+
+def test_every_stage_tells_what_the_most_frequent_training_answer_scores(finished):
+    (first, *_) = expand(load_sweep(finished[1]))
+    for trial in sweep_folder(finished[0]):
+        for position, stage in enumerate(stages(trial.events())):
+            train, test = (
+                load_rows(first.spec, first.tasks[position], split, first.settings.benchmark)
+                for split in ("train", "test")
+            )
+            ((answer, _),) = Counter(row.target for row in train).most_common(1)
+            assert stage["constant"] == sum(row.references[0] == answer for row in test) / len(test)
 
 
 def test_every_stage_tells_what_the_router_knew(finished):

@@ -23,7 +23,7 @@ from latent_sweep.benchmarks.rows import NUMBERS_ROWS, Row, row_of
 from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec
 from latent_sweep.benchmarks.shapes import MESSAGES, read_chat, shape_of
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import first_alike
+from latent_sweep.metrics import first_alike, rouge_reads
 from latent_sweep.settings import parse_yaml, yaml_text
 
 MOST_LABELS = 20
@@ -308,7 +308,7 @@ def _seen(task: _Found, home: Path) -> _Seen:
     """Read all rows of a task."""
     answers: Counter[str] = Counter()
     rows: Counter[str] = Counter()
-    words, tokens, numbers, codes, breaks = [], [], 0, 0, False
+    words, tokens, numbers, codes, unread, breaks = [], [], 0, 0, 0, False
     for split, row in _rows(task, home):
         rows[split] += 1
         words.append(len(row.input.split()))
@@ -318,6 +318,7 @@ def _seen(task: _Found, home: Path) -> _Seen:
         tokens.append(tokens_about(target))
         numbers += bool(_NUMBER.fullmatch(target.strip()))
         codes += bool(_CODE.search(target))
+        unread += rouge_reads(target) < 0.5
         breaks |= "\n" in target.strip()
     if missing := [split for split in ("train", "test") if not rows[split]]:
         raise DataError(f"Task {task.name!r}: found no {missing[0]} rows; expected at least one.")
@@ -331,7 +332,7 @@ def _seen(task: _Found, home: Path) -> _Seen:
     elif 2 * codes > count:
         metric = "edit_similarity"
     else:
-        metric = "rouge_l" if labels is None else "accuracy"
+        metric = ("rouge_l_char" if 2 * unread > count else "rouge_l") if labels is None else "accuracy"
     labels = None if alike else labels  # a file may not list them; what counts as equal is told of its rows
     return _Seen(dict(rows), labels, TRACE_METRICS.get(task.name, metric), words, tokens, breaks)
 

@@ -81,8 +81,9 @@ class TaskSpec(Settings):
     category: str = ""
     """Kind of task, e.g. `summarization`."""
     metric: Metric
-    """How a prediction is scored: `accuracy` (exact match after normalisation), `rouge_l`, `rouge_1`, `token_f1`,
-    `edit_similarity`, `bleu`, `chrf`, `sari`, `number_match`, or `package.module:function` from outside."""
+    """How a prediction is scored: `accuracy` (exact match after normalisation), `rouge_l`, `rouge_1`, `rouge_l_char`,
+    `token_f1`, `token_f1_char`, `edit_similarity`, `bleu`, `chrf`, `sari`, `number_match`, or
+    `package.module:function` from outside."""
     instruction: str = ""
     """Text that precedes every input, the task's definition; may be empty."""
     paraphrases: Strings = ()

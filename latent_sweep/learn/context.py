@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -18,7 +20,7 @@ from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.benchmarks.chat import Chat, chat_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, load_rows, tokenised
-from latent_sweep.benchmarks.schema import Split
+from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, scoring_metric
 from latent_sweep.benchmarks.token_rows import TokenRows
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.learn.engine import Engine
@@ -28,6 +30,7 @@ from latent_sweep.learn.mixing import Gates, Mixer
 from latent_sweep.methods import method_class
 from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
+from latent_sweep.metrics import score_rows
 from latent_sweep.router import PooledScatter, TaskMixture
 from latent_sweep.settings import canonical_json
 from latent_sweep.store import versions
@@ -35,7 +38,9 @@ from latent_sweep.store.answers import KeepAnswers
 from latent_sweep.store.failures import Phase
 from latent_sweep.store.snapshots import Snapshot, SnapshotStore
 from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.plan import ROUTED, Trial
+from latent_sweep.sweep.plan import ROUTED, SPLITS, Trial
+
+log = logging.getLogger(__name__)
 
 
 class Context:
@@ -67,6 +72,7 @@ class Context:
         self._mixtures: dict[str, TaskMixture] = {}
         self._recent: dict[tuple[str, int], Recent] = {}
         self._tokens: dict[Any, TokenRows] = {}
+        self._constants: dict[tuple[BenchmarkSettings, str], float] = {}
         self._methods: dict[str, Method] = {}
 
     @contextmanager
@@ -218,6 +224,27 @@ class Context:
         task = trial.tasks[position]
         source = trial.source(task, "test")
         return [row.input for row in load_rows(trial.spec, task, "test", trial.settings.benchmark, source=source)]
+
+    def constant(self, trial: Trial, position: int) -> float | None:
+        """Return the score of the most frequent training answer as the answer to every test row of a trial's task.
+
+        None if the rows are no longer on this machine: tokens of them may be cached.
+        """
+        b, task = trial.settings.benchmark, trial.tasks[position]
+        key = b, task.name
+        if key not in self._constants:
+            try:
+                train, test = (
+                    load_rows(trial.spec, task, split, b, source=trial.source(task, split)) for split in SPLITS
+                )
+            except DataError as error:
+                log.warning("the score of the most frequent answer of %s is not known: %s", task.name, error)
+                return None
+            ((most, _),) = Counter(row.target for row in train).most_common(1)
+            answers, references, inputs = [most] * len(test), [row.references for row in test], [r.input for r in test]
+            scores = score_rows(scoring_metric(b, task), answers, references, b.references, inputs)
+            self._constants[key] = float(scores.mean())
+        return self._constants[key]
 
     def mixer(self, trial: Trial, gates: Gates) -> Mixer:
         """Make the mixer that weighs a trial's snapshots.

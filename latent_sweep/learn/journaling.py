@@ -62,6 +62,7 @@ def say_stage(
     scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
     how = {"steps": facts["steps"], "trained_numbers": facts.get("trained_numbers")}  # earlier versions did not count
     how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
+    how["constant"] = context.constant(trial, len(files.rows) - 1)
     how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}
     files.tell(snapshot.lineage, summary is None, metrics, how)
 

@@ -469,6 +469,12 @@ def _rouge_scorer(variant: str) -> Any:
     return RougeScorer([variant], use_stemmer=True)
 
 
+def rouge_reads(text: str) -> float:
+    """Return the share of the letters and digits of a text that Rouge and its words hold; 1 if it has none."""
+    letters = [each for each in text if each.isalnum()]
+    return sum(map(str.isascii, letters)) / len(letters) if letters else 1.0
+
+
 def rouge_words(text: str) -> list[str]:
     """Return the words that Rouge counts, not stemmed: runs of a to z and digits, in lower case."""
     return re.findall("[a-z0-9]+", text.lower())

@@ -62,6 +62,13 @@ def records(summary: Summary) -> list[dict[str, Any]]:
             **{name: value_range(values, json.dumps) or None for name, values in protocol(configuration).items()},
             **_comparison_record(configuration.comparison, summary.is_compared),
             **{f"score/{task}": _percent(configuration.task_scores.get(task), "mean") for task in tasks},
+            **{
+                f"constant/{task}": None
+                if (score := configuration.constants.get(task)) is None
+                else _rounded(100 * score)
+                for task in tasks
+                if any(one.constants for one in summary.configurations)
+            },
             **{measure.metric: _rounded(router_value(configuration, measure)) for measure in measures},
             **{
                 f"computed_with/{name}": " and ".join(configuration.computed_with.get(name, ()))
@@ -186,7 +193,7 @@ def _csv_cell(name: str, value: Any) -> str:
         return ""
     return (
         f"{value:.{DECIMALS}f}"
-        if isinstance(value, float) and name.startswith(("AP_", "LA_", "BWT_", "FM_", "score/", "router_"))
+        if isinstance(value, float) and name.startswith(("AP_", "LA_", "BWT_", "FM_", "score/", "constant/", "router_"))
         else format_value(value)
     )
 

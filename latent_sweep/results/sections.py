@@ -62,7 +62,7 @@ def sections(summary: Summary) -> list[Section]:
         Section("main", f"sweep {summary.name}: {counts(summary)}", _main(summary), _main_notes(summary)),
         Section("compared", _DIFFERENCES, _compared([summary]), how_compared([summary])),
         Section("published", "Beside the paper's numbers", _published(summary), _published_notes()),
-        Section("tasks", "Final scores by task (%)", _by_task(summary), _task_names(summary)),
+        Section("tasks", "Final scores by task (%)", _by_task(summary), _task_notes(summary)),
         Section("router", "Router", _router(summary), (_ROUTER_NOTE,)),
     ]
     lists = {
@@ -589,16 +589,48 @@ def tasks_of(summary: Summary) -> list[str]:
 
 def _by_task(summary: Summary) -> Table | None:
     tasks, axes = tasks_of(summary), _Axes(summary)
+    baselines = list(_constants(summary))
+    unnamed = not axes.header and bool(baselines)
+    header = ["answers"] if unnamed else axes.header
     rows = [
-        [*axes.cells(configuration), *(_score(configuration.task_scores.get(task), spread=False) for task in tasks)]
+        [
+            *([Cell("trials")] if unnamed else axes.cells(configuration)),
+            *(_score(configuration.task_scores.get(task), spread=False) for task in tasks),
+        ]
         for configuration in summary.configurations
     ]
-    header = [*axes.header, *(f"T{number}" for number in range(1, len(tasks) + 1))]
-    return Table(header, rows, len(axes.header)) if tasks else None
+    for name, constants in baselines:
+        scores = [Cell("-") if (found := constants.get(task)) is None else _fraction(found) for task in tasks]
+        rows.append([Cell(name), *[Cell("-")] * (len(header) - 1), *scores])
+    return (
+        Table([*header, *(f"T{number}" for number in range(1, len(tasks) + 1))], rows, len(header)) if tasks else None
+    )
 
 
-def _task_names(summary: Summary) -> list[str]:
-    return [f"T{number} = {task}" for number, task in enumerate(tasks_of(summary), start=1)]
+def _fraction(score: float) -> Cell:
+    return Cell(f"{100 * score:.2f}", 100 * score)
+
+
+def _constants(summary: Summary) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Yield the scores of constant answers, by task; by the axes they depend on where they are not the same for all."""
+    groups: dict[tuple[tuple[str, float], ...], list[Configuration]] = {}
+    for configuration in summary.configurations:
+        if configuration.constants:
+            groups.setdefault(tuple(configuration.constants.items()), []).append(configuration)
+    for scores, members in groups.items():
+        alike = {
+            axis: value
+            for axis, value in members[0].values.items()
+            if len(groups) > 1 and all(one.values[axis] == value for one in members)
+        }
+        yield f"constant{f' ({label(alike)})' if alike else ''}", dict(scores)
+
+
+def _task_notes(summary: Summary) -> list[str]:
+    notes = [f"T{number} = {task}" for number, task in enumerate(tasks_of(summary), start=1)]
+    if any(configuration.constants for configuration in summary.configurations):
+        notes.append("constant: the most frequent training answer of a task as the answer to all its test rows")
+    return notes
 
 
 def _router(summary: Summary) -> Table | None:

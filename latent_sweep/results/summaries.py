@@ -7,7 +7,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -93,6 +93,8 @@ class Configuration:
     """Every number of optimizer steps that a stage took."""
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
+    constants: Mapping[str, float]
+    """Task -> score of its most frequent training answer; without those whose journals tell none."""
     router: Mapping[str, Statistic]
     """Metric of `ROUTER_MEASURES` -> its value after the last task that has one; a mean over stages of the AUROC."""
     computed_with: Mapping[str, tuple[str, ...]]
@@ -429,6 +431,8 @@ class _Told:
     """When it finished, in Unix seconds; None, as all below, where it has not."""
     metrics: Mapping[str, float] | None = None
     matrix: ScoreMatrix | None = None
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """By task, see `Configuration`."""
     router: Mapping[str, float] | None = None
     """By `ROUTER_MEASURES`."""
 
@@ -460,7 +464,12 @@ def _told(trial: TrialFolder, events: Sequence[Event]) -> _Told:
         return known
     last = events[-1]
     return replace(
-        known, finish=last["time"], metrics=last["metrics"], matrix=told_matrix(told), router=_router_measures(told)
+        known,
+        finish=last["time"],
+        metrics=last["metrics"],
+        matrix=told_matrix(told),
+        constants={stage["task"]: stage["constant"] for stage in told if stage.get("constant") is not None},
+        router=_router_measures(told),
     )
 
 
@@ -537,6 +546,7 @@ def _configuration(members: Sequence[_Told], shown: Mapping[str, str]) -> Config
         learning_rates=_distinct(each.trial.params.get("training.learning_rate") for each in members),
         steps=_distinct(number for each in members for number in each.steps),
         task_scores={task: found for task, found in per_task.items() if found is not None},
+        constants={task: score for each in finished for task, score in each.constants.items()},
         router=_router_statistics([each.router for each in finished if each.router is not None]),
         computed_with=_values_by_name(
             ((name, value) for name, values in each.computed_with.items() for value in values) for each in members

@@ -360,7 +360,8 @@ class TrialFiles:
 
         Args:
             reused: whether the stage was learned elsewhere or earlier.
-            how: it was learned and scored: `steps`, `trained_numbers`, `learned_with`, `scored_with` and `scored_by`.
+            how: it was learned and scored: `steps`, `trained_numbers`, `learned_with`, `scored_with`, `scored_by` and
+                `constant`, the score of the task's most frequent training answer.
         """
         seen = len(self.rows)
         told = {

@@ -27,6 +27,7 @@ from latent_sweep.metrics import (
     metric_source,
     normalise_answer,
     reads_input,
+    rouge_reads,
     score_rows,
 )
 
@@ -47,8 +48,8 @@ NEARLY_ALL = 0.9
 """From this share on, test answers that were never trained are a fault."""
 MOST_UNREAD = 0.05
 """A larger share of letters that Rouge does not read is a warning; more than `LOWEST` is a fault."""
-FEW_ANSWERS = 50
-"""Different training answers up to which a task without `labels` has labels: each, on average, in two rows or more."""
+FEW_ANSWERS = 20
+"""Different training answers up to which a task without `labels` has labels, if each is in four rows on average."""
 SHOWN = 3
 """Examples in a message."""
 
@@ -185,8 +186,8 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
         copied=_mean(_scores(task, rows[::4], [task.inputs[row] for row in rows[::4]])),
         confusion=_confusion(task, [most_frequent, *_spread(known, TRIED if outside else ANSWERS)]),
         labels_alike=None if outside or reads_input(task.metric) else first_alike(task.labels or (), task.metric),
-        letters_read=_share(letters, str.isascii) if task.metric in _OF_ROUGE else 1.0,
-        unspaced=_share(letters, lambda each: _UNSPACED.match(each) is not None),
+        letters_read=rouge_reads(letters) if task.metric in _OF_ROUGE else 1.0,
+        unspaced=len(_UNSPACED.findall(letters)) / max(1, sum(map(str.isalnum, letters))),
         numbers_as_written=[text for text in numbers if is_unread(text)],
         ambiguous_numbers=ambiguous_numbers(numbers),
         untrained=_untrained(task),
@@ -347,16 +348,11 @@ def _as_seen(metric: Metric, text: str) -> str:
     return _PUNCTUATION.sub("", seen) or seen
 
 
-def _share(text: str, is_read: Callable[[str], bool]) -> float:
-    """Return the share of the letters and digits of a text that are read; 1 if it has none."""
-    letters = [each for each in text if each.isalnum()]
-    return sum(map(is_read, letters)) / len(letters) if letters else 1.0
-
-
 def _untrained(task: TaskAnswers) -> Untrained | None:
     """Count the test rows none of whose answers was trained, for a task with labels."""
     trained = {_normal(text): text for text in task.train}
-    if task.labels is None and (len(trained) > FEW_ANSWERS or 2 * len(trained) > len(task.train)):
+    few = len(trained) <= FEW_ANSWERS and 4 * len(trained) <= len(task.train) and task.metric != "number_match"
+    if task.labels is None and not few:
         return None
     never = [each for each in task.references if not any(_normal(text) in trained for text in each)]
     shown = {_normal(each[0]): each[0] for each in never}

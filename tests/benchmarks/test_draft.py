@@ -125,6 +125,14 @@ def test_labels_that_accuracy_does_not_tell_apart_are_none(tmp_path: Path, capsy
         load_benchmark(str(tmp_path / "own.yaml"))
 
 
+def test_free_answers_that_rouge_does_not_read_are_scored_by_character(tmp_path: Path, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "news" / f"{split}.json", rows(24, lambda i: f"\u7b2c{i}\u7c7b\u65b0\u95fb\u62a5\u9053"))
+        put(tmp_path / "town" / f"{split}.json", rows(24, lambda i: f"Z\u00fcrich, house number {i}"))
+    _, found, _ = written(tmp_path, capsys)
+    assert {name: task.metric for name, task in found.items()} == {"news": "rouge_l_char", "town": "rouge_l"}
+
+
 def test_the_folder_above_has_its_own_name(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     for split in ("train", "test"):
         put(tmp_path / "mine" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))

@@ -110,8 +110,13 @@ def learn(
     steps: int = 24,
     files: dict[str, str] | None = None,
     trained: int = 147_456,
+    constant: float | None = None,
 ) -> None:
-    """The stage after `tasks_seen` tasks, with the scores of the tasks seen, or one for all of them."""
+    """The stage after `tasks_seen` tasks, with the scores of the tasks seen, or one for all of them.
+
+    Args:
+        constant: score of the most frequent training answer; None as earlier versions left it out.
+    """
     row = scores if isinstance(scores, list) else [scores] * tasks_seen
     journal_of(trial).append(
         "stage",
@@ -124,6 +129,7 @@ def learn(
         trained_numbers=trained,
         scores=dict(zip(TASKS, row, strict=False)),
         metrics={"AP": statistics.fmean(row), "FM": 0.01 * tasks_seen, "seconds_train": 1.5},
+        **({} if constant is None else {"constant": constant}),
     )
 
 

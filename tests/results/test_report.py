@@ -15,6 +15,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.results import report, summaries
 from latent_sweep.results.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
+from latent_sweep.results.page import render_page
 from latent_sweep.results.sections import together
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
@@ -143,6 +144,45 @@ def test_the_csv_table(summary):
         **{f"score/{task}": "42.0000" for task in TASKS},
     }
     assert (rows[1]["AP_std"], rows[1]["best_AP"]) == ("", "false")
+
+
+def with_constants(tmp_path, axes, constant):
+    """A sweep of finished trials whose tasks have a baseline of so much, and each more than the task before."""
+    sweep = write_sweep(tmp_path, axes)
+    for trial in sweep:
+        start(trial)
+        for seen in range(1, len(TASKS) + 1):
+            learn(trial, seen, 0.5, constant=constant(trial) + seen / 100)
+        finish(trial, 0.5, 0.0)
+    return sweep
+
+
+def test_the_most_frequent_training_answer_is_a_row_below_the_scores_by_task(tmp_path):
+    sweep = with_constants(tmp_path, AXES, lambda trial: 0.25)
+    found = summaries.summarise(sweep)
+    assert [one.constants for one in found.configurations] == [dict(zip(TASKS, (0.26, 0.27, 0.28), strict=True))] * 2
+    assert ["constant", "26.00", "27.00", "28.00"] in [line.split() for line in report.render(found).splitlines()]
+    assert "| constant | 26.00 | 27.00 | 28.00 |" in report.render(found, "markdown")
+    assert r"constant & 26.00 & 27.00 & 28.00 \\" in report.render(found, "latex")
+    assert re.search(r"constant</t[dh]>\s*<td[^>]*>26\.00</td>", render_page([sweep]))
+    for row in csv.DictReader(io.StringIO(report.render(found, "csv"))):
+        assert [row[f"constant/{task}"] for task in TASKS] == ["26.0000", "27.0000", "28.0000"]
+
+
+def test_the_most_frequent_answer_of_a_sweep_over_seeds_alone_has_a_row(tmp_path):
+    found = summaries.summarise(with_constants(tmp_path, {"seed": [0]}, lambda trial: 0.25))
+    lines = [line.split() for line in report.render(found).splitlines()]
+    assert ["trials", "50.00", "50.00", "50.00"] in lines
+    assert ["constant", "26.00", "27.00", "28.00"] in lines
+
+
+def test_baselines_that_differ_are_told_by_what_they_depend_on(tmp_path):
+    axes = {"benchmark.test_per_task": [8, 16], "method.rank": [4, 8], "seed": [0]}
+    sweep = with_constants(tmp_path, axes, lambda trial: trial.values["benchmark.test_per_task"] / 100)
+    text = report.render(summaries.summarise(sweep), "markdown")
+    name = short_names(axes)["benchmark.test_per_task"]
+    for rows, first in ((8, "9.00"), (16, "17.00")):
+        assert f"| constant ({label({name: rows})}) | - | {first} |" in text
 
 
 def test_the_share_of_answers_that_were_generated_counts_rows(tmp_path):
