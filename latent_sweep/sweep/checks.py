@@ -35,6 +35,7 @@ from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, Benchma
 from latent_sweep.benchmarks.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.metrics import counted_alike, metric_source, normalise_answer, number_match, score_rows
+from latent_sweep.security import quoted
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
 from latent_sweep.sweep.config import Sweep, fault_report
@@ -821,8 +822,16 @@ def _check_prompts(case: Case, found: Findings) -> None:
 
 
 def _check_unknown(case: Case, found: Findings) -> None:
-    """Find prompts and targets with characters that the tokenizer does not know: all of them are one token."""
+    """Find prompts and targets with characters that the tokenizer does not know, or that it reads as nothing."""
     alphabet = case.reader.alphabet
+    sample = [text for row in case.rows["train"] for text in (row.input, row.target) if text.strip()]
+    if (nothing := [text for text in _sample(sample) if not tokenize(case.reader, text).ids]) and len(nothing) > 1:
+        found.fault(
+            f"{case.name_read}, task {case.task.name}: the tokenizer makes no token of {len(nothing)} of "
+            f"{len(_sample(sample))} texts that were tried, e.g. {quoted(nothing[0], 40)}; its files are missing or "
+            "damaged. Put the tokenizer into the backbone's folder, or name one as backbone.tokenizer"
+        )
+        return
     if alphabet.unknown_id is None:
         return
     for split in SPLITS:

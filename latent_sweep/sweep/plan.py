@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
 from latent_sweep.benchmarks.loaders import DATA_VARIABLE, data_digest, once, one_look, row_count, source_digest
@@ -654,6 +655,7 @@ def _backbone_faults(trial: Trial) -> list[str]:
     if known is None and "/" not in s.backbone.name:
         near = difflib.get_close_matches(s.backbone.name, KNOWN, n=1, cutoff=0.8)
         faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
+    faults += folder_faults(s.backbone)
     if known is not None:
         shapes = known.adapted(s.backbone)
         name, shape = min(shapes.items(), key=lambda item: min(item[1]))
