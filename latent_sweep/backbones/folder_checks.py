@@ -107,7 +107,7 @@ def _vocabulary_faults(settings: BackboneSettings) -> Iterator[str]:
     largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
     if largest >= size:
         yield (
-            f"backbone.name: the configuration of {settings.name} says vocab_size {size:,}, but the tokenizer gives ids "
+            f"backbone.name: the configuration of {settings.name} says vocab_size {size:,}, but the tokenizer has ids "
             f"up to {largest:,}; expected a smaller tokenizer. Save the model after resize_token_embeddings, or name "
             "the tokenizer that it was trained with as backbone.tokenizer"
         )

@@ -99,7 +99,11 @@ NUMBERS_ROWS = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
 def _unread(record: Mapping[str, Any], read: tuple[str, ...]) -> tuple[str, ...]:
     """Return the columns with text, or what holds text, that are not read and do more than number rows."""
     return _without_numbers(
-        tuple(name for name, value in record.items() if name not in read and value and isinstance(value, (str, list, dict)))
+        tuple(
+            name
+            for name, value in record.items()
+            if name not in read and value and isinstance(value, (str, list, dict))
+        )
     )
 
 

@@ -72,7 +72,9 @@ class SpecialTokens:
     def marked(self, text: str) -> str:
         """Put the mark before each special token of a chat template's text, so that `literal` reads it as one."""
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        starts = [start for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self.names]
+        starts = [
+            start for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self.names
+        ]
         for start in reversed(starts):
             text = f"{text[:start]}{MARK}{text[start:]}"
         return text

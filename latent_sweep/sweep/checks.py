@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,13 +25,23 @@ from latent_sweep.benchmarks.prompts import (
     FRAMES,
     LOST,
     PromptParts,
+    cue_of,
     definitions,
     encode_parts,
     in_chat,
     split_prompts,
 )
 from latent_sweep.benchmarks.rows import Row
-from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
+from latent_sweep.benchmarks.schema import (
+    Allowance,
+    BenchmarkSettings,
+    BenchmarkSpec,
+    Split,
+    TaskSpec,
+    scoring_metric,
+    stop_of,
+    target_length,
+)
 from latent_sweep.benchmarks.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.metrics import counted_alike, metric_source, normalise_answer, number_match, score_rows
@@ -66,6 +76,9 @@ TRIED = 3
 
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
+
+OWN_CUE = re.compile(r"(?:(?:^|\n)([^\n]{1,30}[:：])|(\w+[:：]))\s*$")
+"""What an input ends in that asks for an answer: a short line, or a word, with a colon behind it."""
 
 UNKNOWN_SHARE = 0.2
 """Share of the characters of a task's prompts, or of its targets, above which unknown ones are a fault."""
@@ -388,7 +401,7 @@ class Case:
     def target_room(self, split: str) -> int:
         """Return the number of tokens that a target's text may have: of what is trained on, as `encode_target` cuts."""
         ends = split == "train" and FRAMES[self.reader.family].keeps_eos
-        return self.settings.max_target_length - ends
+        return target_length(self.settings, self.task) - ends
 
     @property
     def key(self) -> str:
@@ -401,7 +414,7 @@ class Case:
             "metric": [metric := scoring_metric(b, self.task), metric_source(metric)],
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
-            "stop": list(self.spec.stop),
+            "stop": list(stop_of(self.spec, self.task)),
             "lengths": [b.max_source_length, b.max_target_length, b.truncation, b.bos, b.references],
         }
         if self.reader.chat is not None:
@@ -460,6 +473,7 @@ def check_rows(case: Case, found: Findings, prompts: TaskPrompts) -> bool:
         return False
     prompts.add(case)
     _check_columns(case, found)
+    _check_cue(case, found)
     _check_shared(case, found)
     _check_definition(case, found)
     _check_targets(case, found)
@@ -545,6 +559,21 @@ def _check_columns(case: Case, found: Findings) -> None:
         found.warn(topic, case.task.name, ", ".join(columns))
 
 
+def _check_cue(case: Case, found: Findings) -> None:
+    """Find prompts that end in a cue of their own, behind which the benchmark's cue would stand as a second one."""
+    cue, rows = cue_of(case.spec, case.task), case.rows["train"]
+    if not cue.strip() or not _is_own(case):
+        return
+    tails = Counter((match[1] or match[2]).strip() for row in rows if (match := OWN_CUE.search(row.input)))
+    for tail, count in tails.most_common(1):
+        if 2 * count > len(rows):
+            topic = (
+                f"{case.name}: prompts end in a cue of their own, and {cue!r} follows "
+                '(`cue: ""` in the benchmark\'s file, or in the task, leaves it out)'
+            )
+            found.warn(topic, case.task.name, f"{count:,} of {len(rows):,} training", repr(tail))
+
+
 def _check_shared(case: Case, found: Findings) -> None:
     """Test rows that were trained on say nothing about what was learned."""
     train, test = (case.rows[split] for split in SPLITS)
@@ -570,12 +599,12 @@ def _check_shared(case: Case, found: Findings) -> None:
 
 def _check_targets(case: Case, found: Findings) -> None:
     """Find targets that no answer can be equal to: generation ends at a stop string, and after so many tokens."""
-    limit = case.settings.max_target_length
+    limit, stop = target_length(case.settings, case.task), stop_of(case.spec, case.task)
     for split in SPLITS:
         rows = case.rows[split]
-        if case.spec.stop:
-            spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, case.spec.stop))
-            marks = canonical_json(case.spec.stop)
+        if stop:
+            spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, stop))
+            marks = canonical_json(stop)
             problem = f"hold one of the stop strings {marks}, where an answer ends"
             _tell(case.name, case, split, problem, spoiled, _stop_advice(case), "stopped_targets", found)
         if case.reader.tokenizer is not None:
@@ -680,7 +709,9 @@ def _check_read_alike(case: Case, found: Findings) -> None:
     def is_spoiled(text: str, unknown: bool) -> bool:
         if text.isascii():  # tokens that are unknown are told elsewhere
             return False
-        return bool(reader.alphabet.unknown(text)) == unknown and normalise_answer(reader.seen(text)) != normalise_answer(text)
+        return bool(reader.alphabet.unknown(text)) == unknown and normalise_answer(
+            reader.seen(text)
+        ) != normalise_answer(text)
 
     for unknown, have, advice in (
         (

@@ -260,7 +260,9 @@ def _lengths(case: Case, split: Split) -> dict[str, Any]:
         "long": sum(len(ids) > case.target_room(split) for ids in targets),
         "unknown": case.reader.alphabet.count(answers).texts,
         "unknown_prompts": case.reader.alphabet.count(texts).texts,
-        "spelled": sum(special.spelled(f"{text}\n{answer}") is not None for text, answer in zip(texts, answers, strict=True)),
+        "spelled": sum(
+            special.spelled(f"{text}\n{answer}") is not None for text, answer in zip(texts, answers, strict=True)
+        ),
         "characters_per_token": sum(map(len, texts)) / max(1, sum(prompts)),
     }
 

@@ -171,6 +171,7 @@ SPEC = {
     "layout": ("cl_benchmark", READ),  # rows of one's own are read in another version than published ones
     "folder": ("data", NOTHING),
     "stop": (["x"], "trial rows answers"),
+    "cue": ("\nA: ", PROMPTS),
     "max_target_length": (5, PROMPTS),
     "tasks": ("swapped", PROMPTS),
     "orders": ({"9": ["left", "middle", "right"]}, "trial training"),  # another key for the same sequence
@@ -188,6 +189,9 @@ TASK = {
     "folder": ("elsewhere", NOTHING),
     "allow": (["long_targets"], NOTHING),  # rows are refused or they are not
     "source": ({"train": "left/train.json", "test": "left/test.json"}, NOTHING),  # the same files, by their names
+    "cue": ("\nA: ", PROMPTS),
+    "stop": (["x"], "trial rows answers"),
+    "max_target_length": (3, PROMPTS),
     "train_rows": (7, NOTHING),
     "test_rows": (7, NOTHING),
 }
