@@ -80,6 +80,12 @@ SPOILED_SHARE = 0.05
 OWN_CUE = re.compile(r"(?:(?:^|\n)([^\n]{1,30}[:：])|(\w+[:：]))\s*$")
 """What an input ends in that asks for an answer: a short line, or a word, with a colon behind it."""
 
+INVISIBLE_ENDS = re.compile(r"^[\u00ad\u200b-\u200f\u2060\ufeff]|[\u00ad\u200b-\u200f\u2060\ufeff]$")
+"""Zero-width characters and byte order marks at an end of an answer; inside one, some scripts need them."""
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+"""Control characters but tab and line feed."""
+
 UNKNOWN_SHARE = 0.2
 """Share of the characters of a task's prompts, or of its targets, above which unknown ones are a fault."""
 
@@ -474,6 +480,7 @@ def check_rows(case: Case, found: Findings, prompts: TaskPrompts) -> bool:
     prompts.add(case)
     _check_columns(case, found)
     _check_cue(case, found)
+    _check_invisible(case, found)
     _check_shared(case, found)
     _check_definition(case, found)
     _check_targets(case, found)
@@ -572,6 +579,22 @@ def _check_cue(case: Case, found: Findings) -> None:
                 '(`cue: ""` in the benchmark\'s file, or in the task, leaves it out)'
             )
             found.warn(topic, case.task.name, f"{count:,} of {len(rows):,} training", repr(tail))
+
+
+def _check_invisible(case: Case, found: Findings) -> None:
+    """Find texts with characters that no reader sees and that tokenizers and metrics do not ignore."""
+    if not _is_own(case):
+        return
+    for split in SPLITS:
+        rows, kind = case.rows[split], case.kind(split)
+        hidden = [answer for row in rows for answer in case.answers(row, split)[:1] if INVISIBLE_ENDS.search(answer)]
+        if hidden:
+            topic = f"{case.name}: answers begin or end with an invisible character; no answer without it is equal"
+            found.warn(topic, case.task.name, f"{len(hidden):,} of {len(rows):,} {kind}", ascii(hidden[0])[:60])
+        texts = (text for row in rows for text in (row.input, *case.answers(row, split)[:1]))
+        if controls := [match[0] for text in texts if (match := CONTROLS.search(text))]:
+            topic = f"{case.name}: texts hold control characters, such as NUL or a carriage return"
+            found.warn(topic, case.task.name, f"{len(controls):,} {kind}", ascii(controls[0]))
 
 
 def _check_shared(case: Case, found: Findings) -> None:

@@ -28,7 +28,7 @@ from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.benchmarks import schema
 from latent_sweep.benchmarks.chat import Chat
 from latent_sweep.benchmarks.loaders import data_digest, tokens_name
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
+from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, stop_of, target_length
 from latent_sweep.learn.evaluation import AnswerBatch, answers_name
 from latent_sweep.learn.mixing import Mixer
 from latent_sweep.methods import METHODS
@@ -287,7 +287,8 @@ class Subject:
         splits = [(position, split) for position in range(len(trial.tasks)) for split in ("train", "test")]
         prompts = [[int(tokens(0, "test"), 16)]] * s.evaluation.batch_size
         lineages = trial.lineages()
-        batch = AnswerBatch(lineages, np.eye(len(lineages)), prompts, b.max_target_length, trial.spec.stop)
+        end = target_length(b, trial.tasks[0]), stop_of(trial.spec, trial.tasks[0])
+        batch = AnswerBatch(lineages, np.eye(len(lineages)), prompts, *end)
         return {
             "trial": trial.trial_id,
             "training": trial.training_id,
