@@ -263,7 +263,7 @@ def _load_pretrained(source: str, settings: BackboneSettings, dtype: torch.dtype
         model, told = _class_of(config, source).from_pretrained(
             source, revision=settings.revision, dtype=dtype, output_loading_info=True
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"backbone.name: {source!r} could not be loaded from the hub or a folder: {error}\n"
             "Check the name, log in with `hf auth login` if the model is gated, or give a local folder"

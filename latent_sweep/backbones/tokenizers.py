@@ -100,8 +100,10 @@ def _from_pretrained(source: str, revision: str | None) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"backbone.tokenizer: no tokenizer can be loaded from {source!r}: {error}") from error
+    except Exception as error:  # of files from other versions the libraries raise whatever they stumble over
+        raise ConfigError(
+            f"backbone.tokenizer: no tokenizer can be loaded from {source!r}: {type(error).__name__}: {error}"
+        ) from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"backbone.tokenizer: {source!r} has no {TOKENIZER_FILE}, only a tokenizer in Python, which does not say "

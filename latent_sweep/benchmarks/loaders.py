@@ -26,8 +26,10 @@ from latent_sweep.benchmarks.dataset_folders import checks, is_intact, locked, w
 from latent_sweep.benchmarks.hub import hub_split, values_digest
 from latent_sweep.benchmarks.mapping import RecordReader, SourceSpec
 from latent_sweep.benchmarks.prompts import (
+    CUE,
     LOST,
     Family,
+    cue_of,
     definitions,
     encode_parts,
     encode_target,
@@ -36,7 +38,7 @@ from latent_sweep.benchmarks.prompts import (
 )
 from latent_sweep.benchmarks.records import files_digest, files_state, read_records
 from latent_sweep.benchmarks.rows import Row, check_labels, is_labelled, row_of
-from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec
+from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, target_length
 from latent_sweep.benchmarks.token_rows import TokenRows
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.settings import content_hash, local_path
@@ -195,6 +197,10 @@ def data_digest(
         "validation_fraction": settings.validation_fraction if carved else None,
         "drop_unlabelled": _drops_unlabelled(task, split, settings),
     }
+    if (cue := cue_of(spec, task)) != CUE:
+        content["cue"] = cue
+    if (longest := target_length(settings, task)) < settings.max_target_length:
+        content["target_length"] = longest
     if spec.layout == "folder":
         content["own_rows"] = versions.OWN_ROWS
     if (wordings := definitions(task, split, settings)) != (None,):
@@ -233,7 +239,7 @@ def tokenised(
         StoreError: The cache cannot be written.
     """
     split, carve_validation = _scored(split, settings, carve_validation)
-    max_target_length = settings.max_target_length or spec.max_target_length
+    max_target_length = target_length(settings, task)
     data = data_digest(spec, task, split, settings, carve_validation, source)
     chat = chat_of(tokenizer) if settings.chat else None
     target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length, chat)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Family = Literal["t5", "llama"]
 
 CUE = "\nOutput: "
-"""What asks for the answer, in every format."""
+"""What asks for the answer in every format, unless the benchmark's file names another `cue`."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,18 @@ def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str
         head = instruction + ("\n" if spec.prompt == "long_sequence" else "\n\n")
     else:
         head = ""
-    return PromptParts(head, text, CUE)
+    return PromptParts(head, text, cue_of(spec, task))
 
 
-def bare_prompt(text: str) -> PromptParts:
-    """The prompt of a text that has its instruction in it, or none: the cue is all that is added."""
-    return PromptParts("", text, CUE)
+def bare_prompt(spec: BenchmarkSpec, text: str) -> PromptParts:
+    """The prompt of a text that has its instruction in it, or none: the benchmark's cue is all that is added."""
+    return PromptParts("", text, cue_of(spec))
+
+
+def cue_of(spec: BenchmarkSpec, task: TaskSpec | None = None) -> str:
+    """Return what asks for the answer: the task's own cue, or the benchmark's, or `CUE`."""
+    own = spec.cue if task is None or task.cue is None else task.cue
+    return CUE if own is None else own
 
 
 def in_chat(parts: PromptParts, chat: Chat) -> PromptParts:

@@ -98,6 +98,12 @@ class TaskSpec(Settings):
     for whoever knows of it and means it."""
     source: SourceSpec | None = None
     """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
+    cue: str | None = None
+    """Text between the input and the answer; the benchmark's where a file leaves it out."""
+    stop: Strings | None = None
+    """Strings at which this task's answers end; the benchmark's where a file leaves them out."""
+    max_target_length: int | None = Field(None, ge=1)
+    """Longest target and answer of this task in tokens, at most the benchmark's; the limit of a sweep holds, too."""
     train_rows: int | None = Field(None, ge=1)
     """Published number of training rows; read only where the data is not at hand."""
     test_rows: int | None = Field(None, ge=1)
@@ -109,6 +115,11 @@ class TaskSpec(Settings):
         if not isinstance(content, dict) or "name" not in content:
             return content
         return {"title": content["name"], "folder": content["name"]} | content
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return stop and _checked_stop(stop)
 
     @model_validator(mode="after")
     def _check_labels(self) -> TaskSpec:
@@ -152,6 +163,8 @@ class BenchmarkSpec(Settings):
     """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
     stop: Strings = ()
     """Strings at which generation ends, once some text stands before them; no target should hold one."""
+    cue: str | None = None
+    """Text between the input and the answer; `"\\nOutput: "` where a file leaves it out, and `""` for none."""
     max_target_length: int = Field(50, ge=1)
     """Longest target and longest answer, in tokens."""
     tasks: tuple[TaskSpec, ...] = Field(strict=False)
@@ -172,11 +185,7 @@ class BenchmarkSpec(Settings):
     @field_validator("stop")
     @classmethod
     def _check_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError("found an empty string, which would end every answer at once; leave it out")
-        if repeated := _repeated(stop):
-            raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each string once")
-        return stop
+        return _checked_stop(stop)
 
     @model_validator(mode="after")
     def _check_names(self) -> BenchmarkSpec:
@@ -186,6 +195,12 @@ class BenchmarkSpec(Settings):
             raise ValueError(f"task {sourced[0]!r} has a `source`, but `layout` is {self.layout!r}; leave it out")
         faults = [] if names else ["`tasks` is empty; list at least one task"]
         faults += [f"task {name!r} is listed twice" for name in _repeated(names)]
+        faults += [
+            f"`max_target_length` of task {task.name!r} is {task.max_target_length}; expected at most the benchmark's, "
+            f"{self.max_target_length}; raise that one"
+            for task in self.tasks
+            if (task.max_target_length or 0) > self.max_target_length
+        ]
         if not self.orders:
             self.orders["1"] = tuple(names)
         for key, sequence in self.orders.items():
@@ -195,6 +210,14 @@ class BenchmarkSpec(Settings):
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+
+def _checked_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in stop:
+        raise ValueError("found an empty string, which would end every answer at once; leave it out")
+    if repeated := _repeated(stop):
+        raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each string once")
+    return stop
 
 
 class PromptSettings(Settings):
@@ -332,6 +355,16 @@ def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[Tas
 def scoring_metric(settings: BenchmarkSettings, task: TaskSpec) -> Metric:
     """The metric that scores `task`: its own, or what `benchmark.classification_metric` makes of an accuracy task."""
     return settings.classification_metric if task.metric == "accuracy" else task.metric
+
+
+def stop_of(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...]:
+    """Return the strings at which answers of `task` end: its own, or the benchmark's."""
+    return spec.stop if task.stop is None else task.stop
+
+
+def target_length(settings: BenchmarkSettings, task: TaskSpec) -> int:
+    """Return the longest target and answer of `task`, in tokens: the smaller of its own limit and the sweep's."""
+    return min(settings.max_target_length, task.max_target_length or settings.max_target_length)
 
 
 @cache

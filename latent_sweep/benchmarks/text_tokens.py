@@ -127,7 +127,7 @@ def _special_tokens(backend: Any) -> SpecialTokens:
 def unknown_id(backend: Any) -> int | None:
     """Return the token that a tokenizer gives for what it does not know; None where it knows every byte."""
     model = json.loads(backend.to_str())["model"]
-    if model.get("byte_fallback"):
+    if model.get("byte_fallback") and backend.token_to_id("<0x00>") is not None:
         return None
     if (place := model.get("unk_id")) is not None:
         return int(place)

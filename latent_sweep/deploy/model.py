@@ -15,7 +15,7 @@ import numpy.typing as npt
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT
 from latent_sweep.benchmarks.prompts import bare_prompt, encode_parts, prompt_parts
 from latent_sweep.benchmarks.rows import is_whole
-from latent_sweep.benchmarks.schema import TaskSpec
+from latent_sweep.benchmarks.schema import TaskSpec, stop_of, target_length
 from latent_sweep.deploy import folder as folders
 from latent_sweep.deploy.content import LearnedTask, ModelContent
 from latent_sweep.deploy.lessons import Lesson, RowLike, lesson_of
@@ -24,7 +24,7 @@ from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mi
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.learn.context import Context
 from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.evaluation import Evaluator
+from latent_sweep.learn.evaluation import AnswerEnd, Evaluator
 from latent_sweep.learn.events import say_nothing
 from latent_sweep.learn.lexical import TaskNgrams
 from latent_sweep.learn.member import MemberRun, Members
@@ -206,7 +206,7 @@ class ContinualModel:
         known = Known(len(self.tasks), router, self._ngrams(), self._gates)
         weights = weigh(s.router.mode, known, rows, position)
         snapshots = [task.snapshot for task in self.content.learned]
-        answers, _ = self._evaluator.answers(snapshots, weights, ids["prompt_ids"])
+        answers, _ = self._evaluator.answers(snapshots, weights, ids["prompt_ids"], end=self._end(position))
         distances = [None] * len(texts) if router is None else router.distances(rows.embeddings())
         return [
             self._answered(text.strip(), mix, None if distance is None else float(distance))
@@ -221,11 +221,18 @@ class ContinualModel:
         known = None if novelty is None or routed.farthest is None else novelty <= routed.farthest
         return Answered(answer, routed.spec.name, mixed, novelty, known)
 
+    def _end(self, position: int | None) -> AnswerEnd | None:
+        """Return where answers end for a named task; None, the benchmark's end, where no task is named."""
+        if position is None:
+            return None
+        task = self.content.learned[position].spec
+        return AnswerEnd(target_length(self.trial.settings.benchmark, task), stop_of(self.trial.spec, task))
+
     def _encoded(self, texts: Sequence[str], position: int | None, longest: int) -> dict[str, list[list[int]]]:
         """Turn texts into token ids as rows of a benchmark are, in the same columns."""
         b, backbone, chat = self.trial.settings.benchmark, self.context.backbone, self.context.chat
         parts = [
-            bare_prompt(text)
+            bare_prompt(self.trial.spec, text)
             if position is None
             else prompt_parts(self.trial.spec, self.content.learned[position].spec, text)
             for text in texts

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.benchmarks.schema import stop_of, target_length
 from latent_sweep.deploy.adapters import Adapter, adapters_of
 from latent_sweep.deploy.card import base_model, front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
@@ -113,6 +114,18 @@ def _where_the_base_is(name: str) -> list[str]:
     ]
 
 
+def _ends(model: ContinualModel) -> str:
+    """Say where answers end, by task if tasks differ in it."""
+    spec, settings = model.trial.spec, model.trial.settings.benchmark
+    ends: dict[str, list[str]] = {}
+    for task in model.content.learned:
+        marks = ", ".join(map(repr, stop_of(spec, task.spec))) or "no string"
+        ends.setdefault(f"{marks} or after {target_length(settings, task.spec)} tokens", []).append(task.spec.name)
+    if len(ends) == 1:
+        return next(iter(ends))
+    return "; ".join(f"{end} ({', '.join(names)})" for end, names in ends.items())
+
+
 def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> str:
     """The card of one adapter, or of all of them in their folders."""
     content, settings, rank = model.content, model.trial.settings, max(adapter.rank for adapter in adapters)
@@ -137,9 +150,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         f"Rank {rank}. {LOST[settings.router.mode]}",
         "",
         f"A prompt is what stood in training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
-        f"{prompts_end(model.context)} Answers are greedy, and end at "
-        + (", ".join(map(repr, model.trial.spec.stop)) or "no string")
-        + f" or after {settings.benchmark.max_target_length} tokens.",
+        f"{prompts_end(model.context)} Answers are greedy, and end at " + f"{_ends(model)}.",
         "",
         *_where_the_base_is(settings.backbone.name),
         "```python",

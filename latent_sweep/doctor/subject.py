@@ -92,9 +92,11 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
     from latent_sweep.backbones.architectures import free_memory, slow_bfloat16
     from latent_sweep.learn.context import Context
     from latent_sweep.learn.training import train_pack
+    from latent_sweep.sweep.checks import Reader, check_pack
 
-    (decided_pack,) = pack([trial])
-    trial = decided(decided_pack, subject.sweep.run, free_memory).trials[0]
+    (alone,) = pack([trial])
+    decided_pack = decided(alone, subject.sweep.run, free_memory)
+    trial = decided_pack.trials[0]
     name, on_gpu, began = trial.settings.backbone.name, device == "cuda", time.monotonic()
     context, told = Context(trial, subject.storage), list[Mapping[str, float]]()
     _ = context.backbone
@@ -104,7 +106,9 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
     began = time.monotonic()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()  # what lies there is counted
+    reader = Reader(context.backbone.traits.protocol, context.backbone.tokenizer.backend_tokenizer, context.chat)
     try:
+        check_pack(decided_pack, reader, subject.storage.folder)
         training = one_step(trial, context, told)
         if training is None:
             yield ok("first step", f"{trial.settings.method.name} learns nothing at its first task")

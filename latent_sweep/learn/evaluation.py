@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -170,6 +170,15 @@ def answer(
     return [texts for of_worker in found for texts in of_worker][: len(batches)]
 
 
+class AnswerEnd(NamedTuple):
+    """Where the answers of a task end."""
+
+    max_new_tokens: int
+    """Longest answer, in tokens."""
+    stop: tuple[str, ...]
+    """Strings at which an answer ends."""
+
+
 class Evaluator:
     """Answers test rows with blended snapshots and scores them.
 
@@ -214,6 +223,7 @@ class Evaluator:
         definitions: int = 1,
         inputs: Sequence[str] | None = None,
         recent: Recent | None = None,
+        end: AnswerEnd | None = None,
     ) -> TaskScore:
         """Score one task.
 
@@ -224,8 +234,9 @@ class Evaluator:
             definitions: how many definitions the prompts take in turn.
             inputs: the rows' inputs, for a metric that reads them.
             recent: the answers of the stage before, which need not be looked for; those of this one take their place.
+            end: where the task's answers end; None is where all answers of this evaluator do.
         """
-        answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent)
+        answers, generated = self.answers(history, weights, rows["prompt_ids"], definitions, recent, end)
         answers = [trimmed(metric, text) for text in answers]
         references = rows["references"]
         scores = score_rows(metric, answers, references, self.references, inputs)
@@ -245,6 +256,7 @@ class Evaluator:
         prompt_ids: Iterable[Sequence[int]],
         definitions: int = 1,
         recent: Recent | None = None,
+        end: AnswerEnd | None = None,
     ) -> tuple[list[str], int]:
         """Answer rows, each with its own blend of the snapshots.
 
@@ -254,18 +266,20 @@ class Evaluator:
             prompt_ids: token ids of each row's prompt.
             definitions: how many definitions the prompts take in turn.
             recent: answers that need not be looked for; those given now take their place.
+            end: where answers end; None is where all answers of this evaluator do.
 
         Returns:
             An answer for every row, and how many rows were generated now; the others were known.
         """
         prompts = [prompt_read(self.method, ids) for ids in prompt_ids]
+        end = end or AnswerEnd(self.max_new_tokens, self.stop)
         parts: list[list[int]] = []
         batches: list[AnswerBatch] = []
         for first in range(min(definitions, len(prompts))):
             reading = range(first, len(prompts), definitions)
             shared = shared_tokens(self.engine.backbone, [prompts[row] for row in reading], self.batch_size)
             found = batched(reading, [len(prompt) for prompt in prompts], weights, self.batch_size)
-            batches += [self._batch(history, weights[part], [prompts[row] for row in part], shared) for part in found]
+            batches += [self._batch(history, weights[part], [prompts[r] for r in part], shared, end) for part in found]
             parts += found
         known, generated = self._answers(batches, {snapshot.lineage: snapshot for snapshot in history}, recent)
         answers = [""] * len(prompts)
@@ -275,11 +289,11 @@ class Evaluator:
         return answers, generated
 
     def _batch(
-        self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]], shared: int
+        self, history: Sequence[Snapshot], weights: Array, prompts: Sequence[Sequence[int]], shared: int, end: AnswerEnd
     ) -> AnswerBatch:
         used = np.flatnonzero(weights.any(axis=0)).tolist()  # snapshots that nobody in this batch weighs play no part
         lineages = [history[i].lineage for i in used]
-        batch = AnswerBatch(lineages, weights[:, used], prompts, self.max_new_tokens, self.stop, self.passes)
+        batch = AnswerBatch(lineages, weights[:, used], prompts, *end, self.passes)
         return replace(batch, shared=shared) if batch.alike else batch
 
     def _answers(

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from latent_sweep.benchmarks.prompts import definitions
-from latent_sweep.benchmarks.schema import scoring_metric
-from latent_sweep.learn.evaluation import AtHand, Evaluator
+from latent_sweep.benchmarks.schema import scoring_metric, stop_of, target_length
+from latent_sweep.learn.evaluation import AnswerEnd, AtHand, Evaluator
 from latent_sweep.learn.events import Emit, Step
 from latent_sweep.learn.heap import give_back_memory
 from latent_sweep.learn.journaling import say_stage
@@ -173,7 +173,8 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             inputs = context.inputs(trial, j) if reads_input(metric) else None
             weights, recent = mixer.weights_at(position + 1, j), context.recent(trial, j)
             evidence.add(j, weights)
-            result = evaluator.score(member.snapshots, weights, rows, metric, wordings, inputs, recent)
+            end = AnswerEnd(target_length(s.benchmark, task), stop_of(trial.spec, task))
+            result = evaluator.score(member.snapshots, weights, rows, metric, wordings, inputs, recent, end)
             row.add(task.name, result.score, result.predictions)
             if result.rouge_1 is not None:
                 rouge_1[f"rouge_1/{task.name}"] = result.rouge_1

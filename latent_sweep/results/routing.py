@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.benchmarks.chat import Chat, chat_of
 from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, data_digest, tokens_name
-from latent_sweep.benchmarks.schema import Split, load_benchmark, task_sequence
+from latent_sweep.benchmarks.schema import Split, load_benchmark, target_length, task_sequence
 from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.learn.evidence import CALIBRATION_BINS, expected_calibration_error
@@ -260,7 +260,7 @@ class StoredRouter:
         digests = self._backbone_digests
         lengths = b.max_source_length if self._settings.pool.truncate else WHOLE_PROMPT
         data = data_digest(self._spec, self._tasks[task], split, b)
-        answers = b.max_target_length or self._spec.max_target_length
+        answers = target_length(b, self._tasks[task])
         tokens = tokens_name(data, b, digests["tokenizer"], family_of(backbone.name), lengths, answers, self._chat)
         return pooled_name(tokens, digests["weights"], self._settings)
 

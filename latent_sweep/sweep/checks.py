@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,16 +25,27 @@ from latent_sweep.benchmarks.prompts import (
     FRAMES,
     LOST,
     PromptParts,
+    cue_of,
     definitions,
     encode_parts,
     in_chat,
     split_prompts,
 )
 from latent_sweep.benchmarks.rows import Row
-from latent_sweep.benchmarks.schema import Allowance, BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, scoring_metric
+from latent_sweep.benchmarks.schema import (
+    Allowance,
+    BenchmarkSettings,
+    BenchmarkSpec,
+    Split,
+    TaskSpec,
+    scoring_metric,
+    stop_of,
+    target_length,
+)
 from latent_sweep.benchmarks.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.metrics import cut_answer, metric_source, normalise_answer
+from latent_sweep.security import quoted
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.store.files import write_file
 from latent_sweep.sweep.answer_checks import SPOILED_SHARE, AnswerReport, TaskAnswers, examine_answers, problems
@@ -45,6 +57,15 @@ log = logging.getLogger(__name__)
 
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
+
+OWN_CUE = re.compile(r"(?:(?:^|\n)([^\n]{1,30}[:：])|(\w+[:：]))\s*$")
+"""What an input ends in that asks for an answer: a short line, or a word, with a colon behind it."""
+
+INVISIBLE_ENDS = re.compile(r"^[\u00ad\u200b-\u200f\u2060\ufeff]|[\u00ad\u200b-\u200f\u2060\ufeff]$")
+"""Zero-width characters and byte order marks at an end of an answer; inside one, some scripts need them."""
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+"""Control characters but tab and line feed."""
 
 UNKNOWN_SHARE = 0.2
 """Share of the characters of a task's prompts, or of its targets, above which unknown ones are a fault."""
@@ -391,7 +412,7 @@ class Case:
     def _written(self, text: str, limited: bool) -> str:
         if not limited:
             return self.reader.written(text)
-        return self.reader.written(text, self.target_room("test"), self.spec.stop)
+        return self.reader.written(text, self.target_room("test"), stop_of(self.spec, self.task))
 
     @property
     def prompt_room(self) -> int:
@@ -404,7 +425,7 @@ class Case:
     def target_room(self, split: str) -> int:
         """Return the number of tokens that a target's text may have: of what is trained on, as `encode_target` cuts."""
         ends = split == "train" and FRAMES[self.reader.family].keeps_eos
-        return self.settings.max_target_length - ends
+        return target_length(self.settings, self.task) - ends
 
     @property
     def key(self) -> str:
@@ -417,7 +438,7 @@ class Case:
             "metric": [metric := scoring_metric(b, self.task), metric_source(metric)],
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
-            "stop": list(self.spec.stop),
+            "stop": list(stop_of(self.spec, self.task)),
             "lengths": [b.max_source_length, b.max_target_length, b.truncation, b.bos, b.references],
         }
         if self.reader.chat is not None:
@@ -476,6 +497,8 @@ def check_rows(case: Case, found: Findings, prompts: TaskPrompts) -> bool:
         return False
     prompts.add(case)
     _check_columns(case, found)
+    _check_cue(case, found)
+    _check_invisible(case, found)
     _check_shared(case, found)
     _check_definition(case, found)
     _check_targets(case, found)
@@ -561,6 +584,37 @@ def _check_columns(case: Case, found: Findings) -> None:
         found.warn(topic, case.task.name, ", ".join(columns))
 
 
+def _check_cue(case: Case, found: Findings) -> None:
+    """Find prompts that end in a cue of their own, behind which the benchmark's cue would stand as a second one."""
+    cue, rows = cue_of(case.spec, case.task), case.rows["train"]
+    if not cue.strip() or not _is_own(case):
+        return
+    tails = Counter((match[1] or match[2]).strip() for row in rows if (match := OWN_CUE.search(row.input)))
+    for tail, count in tails.most_common(1):
+        if 2 * count > len(rows):
+            topic = (
+                f"{case.name}: prompts end in a cue of their own, and {cue!r} follows "
+                '(`cue: ""` in the benchmark\'s file, or in the task, leaves it out)'
+            )
+            found.warn(topic, case.task.name, f"{count:,} of {len(rows):,} training", repr(tail))
+
+
+def _check_invisible(case: Case, found: Findings) -> None:
+    """Find texts with characters that no reader sees and that tokenizers and metrics do not ignore."""
+    if not _is_own(case):
+        return
+    for split in SPLITS:
+        rows, kind = case.rows[split], case.kind(split)
+        hidden = [answer for row in rows for answer in case.answers(row, split)[:1] if INVISIBLE_ENDS.search(answer)]
+        if hidden:
+            topic = f"{case.name}: answers begin or end with an invisible character; no answer without it is equal"
+            found.warn(topic, case.task.name, f"{len(hidden):,} of {len(rows):,} {kind}", ascii(hidden[0])[:60])
+        texts = (text for row in rows for text in (row.input, *case.answers(row, split)[:1]))
+        if controls := [match[0] for text in texts if (match := CONTROLS.search(text))]:
+            topic = f"{case.name}: texts hold control characters, such as NUL or a carriage return"
+            found.warn(topic, case.task.name, f"{len(controls):,} {kind}", ascii(controls[0]))
+
+
 def _check_shared(case: Case, found: Findings) -> None:
     """Test rows that were trained on say nothing about what was learned."""
     train, test = (case.rows[split] for split in SPLITS)
@@ -586,12 +640,12 @@ def _check_shared(case: Case, found: Findings) -> None:
 
 def _check_targets(case: Case, found: Findings) -> None:
     """Find targets that no answer can be equal to: generation ends at a stop string, and after so many tokens."""
-    limit = case.settings.max_target_length
+    limit, stop = target_length(case.settings, case.task), stop_of(case.spec, case.task)
     for split in SPLITS:
         rows = case.rows[split]
-        if case.spec.stop:
-            spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, case.spec.stop))
-            marks = canonical_json(case.spec.stop)
+        if stop:
+            spoiled = _spoiled(case, rows, split, lambda text: case.reader.is_cut(text, stop))
+            marks = canonical_json(stop)
             problem = f"hold one of the stop strings {marks}, where an answer ends"
             _tell(case.name, case, split, problem, spoiled, _stop_advice(case), "stopped_targets", found)
         if case.reader.tokenizer is not None:
@@ -813,8 +867,16 @@ def _check_prompts(case: Case, found: Findings) -> None:
 
 
 def _check_unknown(case: Case, found: Findings) -> None:
-    """Find prompts and targets with characters that the tokenizer does not know: all of them are one token."""
+    """Find prompts and targets with characters that the tokenizer does not know, or that it reads as nothing."""
     alphabet = case.reader.alphabet
+    sample = [text for row in case.rows["train"] for text in (row.input, row.target) if text.strip()]
+    if (nothing := [text for text in _sample(sample) if not tokenize(case.reader, text).ids]) and len(nothing) > 1:
+        found.fault(
+            f"{case.name_read}, task {case.task.name}: the tokenizer makes no token of {len(nothing)} of "
+            f"{len(_sample(sample))} texts that were tried, e.g. {quoted(nothing[0], 40)}; its files are missing or "
+            "damaged. Put the tokenizer into the backbone's folder, or name one as backbone.tokenizer"
+        )
+        return
     if alphabet.unknown_id is None:
         return
     for split in SPLITS:

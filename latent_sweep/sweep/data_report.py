@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
 from latent_sweep.benchmarks.prompts import LOST, split_prompts
 from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, load_benchmark
@@ -188,7 +189,10 @@ def examine_benchmark(name: str, backbone: str = EMBEDDED) -> BenchmarkReport:
         ConfigError: there is no such benchmark or backbone, or the benchmark's file is not valid.
     """
     spec = load_benchmark(name)
-    reader = reader_of(BackboneSettings(name=backbone))
+    read_by = BackboneSettings(name=backbone)
+    if faults := folder_faults(read_by):
+        raise ConfigError("; ".join(faults))
+    reader = reader_of(read_by)
     settings = BenchmarkSettings(
         name=name,
         max_source_length=SOURCE_LENGTHS[backbone if backbone in SOURCE_LENGTHS else family_of(backbone)],

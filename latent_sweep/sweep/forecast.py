@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from latent_sweep.backbones.known import describe
 from latent_sweep.benchmarks.loaders import load_rows, once, one_look, row_count
 from latent_sweep.benchmarks.prompts import prompt_parts
+from latent_sweep.benchmarks.schema import stop_of
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.methods.capabilities import may_make_examples
@@ -263,11 +264,10 @@ class _StagePasses(NamedTuple):
 def _tests(trial: Trial) -> list[tuple[str, int]]:
     """Return what identifies the answers to each task's test rows, beside the snapshots, and how many there are."""
     s = trial.settings
-    decoding = [s.evaluation.identity(), s.benchmark.max_target_length, trial.spec.stop]
-    decoding += [s.method.inference_identity()]
-    digests = [trial.data_digest_of(task, "test") for task in trial.tasks]
+    decoding = [s.evaluation.identity(), s.benchmark.max_target_length, s.method.inference_identity()]
+    digests = [[trial.data_digest_of(task, "test"), stop_of(trial.spec, task)] for task in trial.tasks]
     rows = [row_count(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
-    return [(content_hash([digest, *decoding]), count) for digest, count in zip(digests, rows, strict=True)]
+    return [(content_hash([*digest, *decoding]), count) for digest, count in zip(digests, rows, strict=True)]
 
 
 def _blend(trial: Trial, lineages: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
 from latent_sweep.benchmarks.faults import validation_faults
@@ -38,6 +39,7 @@ from latent_sweep.benchmarks.loaders import (
     source_digest,
     truncation_identity,
 )
+from latent_sweep.benchmarks.prompts import CUE, cue_of
 from latent_sweep.benchmarks.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
@@ -46,6 +48,7 @@ from latent_sweep.benchmarks.schema import (
     load_benchmark,
     order_key,
     scoring_metric,
+    target_length,
     task_sequence,
 )
 from latent_sweep.errors import ConfigError
@@ -268,7 +271,8 @@ class Trial:
         for task in self.tasks:
             metric = scoring_metric(b, task)
             code = [self.metric_sources[metric]] if metric in self.metric_sources else []
-            tests.append(canonical_json([self.data_digest_of(task, "test"), metric, b.references, *code]))
+            stop = [] if task.stop in (None, self.spec.stop) else [{"stop": task.stop}]
+            tests.append(canonical_json([self.data_digest_of(task, "test"), metric, b.references, *code, *stop]))
         return tests
 
     def files(self, sweep: SweepFolder) -> TrialFiles:
@@ -587,7 +591,14 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
     named |= {"tasks": [[task.name, task.instruction] for task in tasks]}
     if sources := {task.name: decides for task in tasks if task.source and (decides := task.source.decides())}:
         named["sources"] = sources
+    if cues := {task.name: cue for task in tasks if (cue := cue_of(spec, task)) != CUE}:
+        named["cues"] = cues
+    lengths = {task.name: target_length(settings, task) for task in tasks}
+    if shorter := {name: length for name, length in lengths.items() if length < settings.max_target_length}:
+        named["target_lengths"] = shorter
     scored: dict[str, Any] = {"stop": list(spec.stop)}
+    if stops := {task.name: task.stop for task in tasks if task.stop not in (None, spec.stop)}:
+        scored["stops"] = stops
     metrics = [scoring_metric(settings, task) for task in tasks]
     scored["metrics"] = metrics
     metric_sources = {metric: digest for metric in metrics if (digest := metric_source(metric))}
@@ -666,6 +677,7 @@ def _backbone_faults(trial: Trial) -> list[str]:
     if known is None and "/" not in s.backbone.name:
         near = difflib.get_close_matches(s.backbone.name, KNOWN, n=1, cutoff=0.8)
         faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
+    faults += folder_faults(s.backbone)
     if known is not None:
         shapes = known.adapted(s.backbone)
         name, shape = min(shapes.items(), key=lambda item: min(item[1]))

@@ -28,7 +28,7 @@ from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.benchmarks import schema
 from latent_sweep.benchmarks.chat import Chat
 from latent_sweep.benchmarks.loaders import data_digest, tokens_name
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
+from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, stop_of, target_length
 from latent_sweep.learn.evaluation import AnswerBatch, answers_name
 from latent_sweep.learn.mixing import Mixer
 from latent_sweep.methods import METHODS
@@ -172,6 +172,7 @@ SPEC = {
     "layout": ("cl_benchmark", READ),  # rows of one's own are read in another version than published ones
     "folder": ("data", NOTHING),
     "stop": (["x"], "trial rows answers"),
+    "cue": ("\nA: ", PROMPTS),
     "max_target_length": (5, PROMPTS),
     "tasks": ("swapped", PROMPTS),
     "orders": ({"9": ["left", "middle", "right"]}, "trial training"),  # another key for the same sequence
@@ -189,6 +190,9 @@ TASK = {
     "folder": ("elsewhere", NOTHING),
     "allow": (["long_targets"], NOTHING),  # rows are refused or they are not
     "source": ({"train": "left/train.json", "test": "left/test.json"}, NOTHING),  # the same files, by their names
+    "cue": ("\nA: ", PROMPTS),
+    "stop": (["x"], "trial rows answers"),
+    "max_target_length": (3, PROMPTS),
     "train_rows": (7, NOTHING),
     "test_rows": (7, NOTHING),
 }
@@ -285,7 +289,8 @@ class Subject:
         splits = [(position, split) for position in range(len(trial.tasks)) for split in ("train", "test")]
         prompts = [[int(tokens(0, "test"), 16)]] * s.evaluation.batch_size
         lineages = trial.lineages()
-        batch = AnswerBatch(lineages, np.eye(len(lineages)), prompts, b.max_target_length, trial.spec.stop)
+        end = target_length(b, trial.tasks[0]), stop_of(trial.spec, trial.tasks[0])
+        batch = AnswerBatch(lineages, np.eye(len(lineages)), prompts, *end)
         return {
             "trial": trial.trial_id,
             "training": trial.training_id,

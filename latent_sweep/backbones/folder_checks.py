@@ -1,0 +1,139 @@
+"""What is wrong with the folders that a backbone and its tokenizer are read from, as far as their files say it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.backbones.files import checkpoint_file
+from latent_sweep.backbones.known import BackboneSettings, describe, known_backbone
+from latent_sweep.backbones.tokenizers import TOKENIZER_FILE, tokenizer_at_hand
+
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+"""Files of which a tokenizer can be made. Without any, transformers invents an empty one instead of failing."""
+
+KERNELS: Mapping[str, str] = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn",
+}
+"""Attention kernels that a configuration may name, by the package that has them; `org/name` is one of the hub's."""
+
+
+def folder_faults(settings: BackboneSettings) -> list[str]:
+    """List why the folders of a backbone cannot be loaded. Hub names and known backbones have none.
+
+    Raises:
+        ConfigError: the backbone's folder is no checkpoint of a model that is supported.
+    """
+    faults = []
+    if known_backbone(settings.name) is None:
+        faults += list(_missing("backbone.name", settings.name))
+    if settings.tokenizer is not None:
+        faults += list(_missing("backbone.tokenizer", settings.tokenizer))
+    return faults or [*_tokenizer_faults(settings), *_vocabulary_faults(settings), *_kernel_faults(settings)]
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can only be a path: the hub knows `name` and `org/name`."""
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
+
+
+def _missing(setting: str, name: str) -> Iterator[str]:
+    path = Path(name)
+    if is_path(name) and not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        yield (
+            f"{setting}: the folder {path.absolute()} {found}; expected a checkpoint folder of transformers. Correct "
+            "the path, or give a hub name such as org/name"
+        )
+
+
+def _tokenizer_faults(settings: BackboneSettings) -> Iterator[str]:
+    """Find a folder without a tokenizer, or one whose tokenizer.json the installed libraries cannot read."""
+    known = known_backbone(settings.name)
+    setting, name = "backbone.tokenizer", settings.tokenizer
+    if name is None:
+        setting, name = "backbone.name", settings.name if known is None else known.source
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        yield (
+            f"{setting}: the folder {folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])} or the like). Save it "
+            "there with AutoTokenizer.from_pretrained(...).save_pretrained, or name its folder as backbone.tokenizer"
+        )
+    revision = settings.revision if settings.tokenizer is None else settings.tokenizer_revision
+    path = checkpoint_file(name, TOKENIZER_FILE, revision)
+    if path is not None and (why := _unreadable(path)):
+        installed = f"tokenizers {version('tokenizers')} and transformers {version('transformers')}"
+        yield (
+            f"{setting}: {path} cannot be read by {installed}: {why}. Install the versions that wrote it, or save the "
+            "tokenizer again with the installed ones"
+        )
+
+
+def _unreadable(path: Path) -> str | None:
+    """Return why a tokenizer.json cannot be read; None if it can."""
+    from tokenizers import Tokenizer
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        return str(error)[:200]
+    lacking = [key for key in ("added_tokens", "model") if key not in content]
+    return f"it lacks `{lacking[0]}`" if lacking else None
+
+
+def _vocabulary_faults(settings: BackboneSettings) -> Iterator[str]:
+    """Find a tokenizer that gives ids for which the model has no embedding; tokens added to it may never be used."""
+    if known_backbone(settings.name) is not None and settings.tokenizer is None:
+        return
+    known = describe(settings)
+    size = _text_config({} if known is None else known.config).get("vocab_size")
+    if not isinstance(size, int) or (tokenizer := tokenizer_at_hand(settings)) is None:
+        return
+    largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+    if largest >= size:
+        yield (
+            f"backbone.name: the configuration of {settings.name} says vocab_size {size:,}, but the tokenizer has ids "
+            f"up to {largest:,}; expected a smaller tokenizer. Save the model after resize_token_embeddings, or name "
+            "the tokenizer that it was trained with as backbone.tokenizer"
+        )
+
+
+def _kernel_faults(settings: BackboneSettings) -> Iterator[str]:
+    """Find an attention kernel in config.json whose package is not installed."""
+    folder = Path(settings.name)
+    if known_backbone(settings.name) is not None or not folder.is_dir():
+        return
+    known = describe(settings)
+    config = {} if known is None else known.config
+    for key in ("_attn_implementation", "attn_implementation"):
+        wanted = config.get(key)
+        if not isinstance(wanted, str):
+            continue
+        package = KERNELS.get(wanted, "kernels" if "/" in wanted else None)
+        if package is not None and importlib.util.find_spec(package) is None:
+            yield (
+                f"backbone.name: {folder / 'config.json'} asks for the attention kernel {wanted} ({key}), and its "
+                f"package {package} is not installed. Remove that line, which no result needs, or install the package"
+            )
+            return
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a configuration that is about text."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and "vocab_size" not in config else config
