@@ -80,7 +80,7 @@ class ContinualModel:
 
     def __init__(self, content: ModelContent, storage: Storage, engine: Engine | None = None):
         self.content, self._storage = content, storage
-        self._context = Context(content.trial, storage, engine)
+        self._context = Context(content.trial, storage, engine, keeps_features=False)
         self._lock = threading.RLock()
 
     @classmethod
@@ -339,7 +339,7 @@ class ContinualModel:
         """Be this model from now on, on the same backbone."""
         self._context.close()
         self.content = content
-        self._context = Context(content.trial, self._storage, self._context.engine)
+        self._context = Context(content.trial, self._storage, self._context.engine, keeps_features=False)
         for name in ("method", "_router", "_evaluator"):
             self.__dict__.pop(name, None)
 

@@ -53,6 +53,7 @@ class Context:
         halved: what is done with half the rows in a pass; learning has its own setting for it.
         keep_answers: whose answers trials keep: those of every stage, or of the last one.
         emit: told of what takes a while, when it begins.
+        keeps_features: whether methods keep features of prompts in the storage.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Context:
         halved: frozenset[Phase] = frozenset(),
         keep_answers: KeepAnswers = "all",
         emit: Emit = say_nothing,
+        keeps_features: bool = True,
     ):
         self.trial, self.tasks, self.storage = trial, trial.tasks, storage
         self.engine, self.halved, self.keep_answers = engine or Engine(), halved, keep_answers
+        self.keeps_features = keeps_features
         self.store = SnapshotStore(storage)
         self._emit, self._begun = emit, list[Begun]()
         self._folds: dict[str, PooledScatter] = {}
@@ -156,7 +159,8 @@ class Context:
         key = canonical_json([settings.identity(), largest_rank])
         if key not in self._methods:
             passes = self.passes("statistics")
-            context = MethodContext(self.backbone, self.bank, self.storage.folder, largest_rank, passes)
+            folder, keeps = self.storage.folder, self.keeps_features
+            context = MethodContext(self.backbone, self.bank, folder, largest_rank, passes, keeps)
             with self.doing("preparing"):
                 self._methods[key] = method_class(settings.name)(settings, context)
         return self._methods[key]

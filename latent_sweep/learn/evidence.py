@@ -86,6 +86,11 @@ def task_measures(log_posterior: Array, task: int, prune_below: float) -> Mappin
     }
 
 
+def is_posterior(weights: Array) -> bool:
+    """Whether weights (n, T) are probabilities of the tasks: not negative, and 1 in every row's sum."""
+    return bool((weights >= 0).all()) and bool(np.allclose(weights.sum(axis=1), 1, rtol=0, atol=1e-4))
+
+
 def accuracies(right: Mapping[str, float]) -> dict[str, float]:
     """Return the shares of rows that weigh their own task most, by task and their macro mean, named as above."""
     return {"router_accuracy": float(np.mean(list(right.values())))} | {

@@ -20,13 +20,13 @@ from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from safetensors.numpy import load_file
 
+from latent_sweep.backbones.features import mean_embeddings
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.benchmarks.schema import Split
 from latent_sweep.errors import DataError
-from latent_sweep.learn.evidence import RoutingMeasures, accuracies, novelty_auroc
+from latent_sweep.learn.evidence import RoutingMeasures, accuracies, is_posterior, novelty_auroc
 from latent_sweep.learn.lexical import TaskNgrams, fit_ngrams, nearest
 from latent_sweep.methods.protocol import Mixing
 from latent_sweep.router import (
@@ -321,6 +321,8 @@ class Evidence:
         self._mixer, self._tasks_seen, self._names = mixer, tasks_seen, names
         self._measures = RoutingMeasures(mixer.settings.prune_below)
         self._right: dict[str, float] = {}
+        self._are_posteriors = True
+        """Whether the gates of every task so far are probabilities of the tasks seen."""
         self._distances: list[Array] = []
 
     def add(self, task: int, weights: Array) -> None:
@@ -332,6 +334,11 @@ class Evidence:
         mixer, name = self._mixer, self._names[task]
         if mixer.settings.mode == "lexical":  # it has no posterior
             self._right[name] = float((weights.argmax(axis=1) == task).mean())
+        elif mixer.settings.mode == "gates":
+            self._are_posteriors = self._are_posteriors and is_posterior(weights)
+            if self._are_posteriors:
+                with np.errstate(divide="ignore"):
+                    self._measures.add(name, np.log(weights))
         elif mixer.routes:
             self._measures.add(name, mixer.log_posterior(self._tasks_seen, task))
             if self._tasks_seen < mixer.n_tasks:
@@ -341,9 +348,12 @@ class Evidence:
         """Return what was measured, by name.
 
         That is what `RoutingMeasures` gives and, where tasks are still to come whose rows can be read,
-        `router_novelty_auroc`; of the string match its accuracy alone; nothing where nothing is routed.
+        `router_novelty_auroc`; of the string match its accuracy alone; of a method's gates what `RoutingMeasures`
+        gives, if they are probabilities; nothing where nothing is routed.
         """
         mixer = self._mixer
+        if mixer.settings.mode == "gates":
+            return self._measures.measures() if self._are_posteriors else {}
         if not mixer.routes:
             return {}
         if mixer.settings.mode == "lexical":
@@ -370,7 +380,6 @@ def table_std(backbone: Backbone) -> float:
     return float(backbone.embedding_table.float().std())
 
 
-@torch.inference_mode()
 def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArray[np.float32]:
     """Mean of each row's token embeddings from the frozen table, (rows, d) float32, equation (11).
 
@@ -390,6 +399,4 @@ def pool(backbone: Backbone, tokens: Any, settings: RouterSettings) -> npt.NDArr
     if not settings.pool.mask_pad:
         longest = max(map(len, rows))
         rows = [row + [backbone.pad_id] * (longest - len(row)) for row in rows]
-    table = backbone.embedding_table
-    means = [table[torch.tensor(row, device=table.device)].float().mean(0) for row in rows]
-    return torch.stack(means).cpu().numpy()
+    return mean_embeddings(backbone, rows)

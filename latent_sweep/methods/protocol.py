@@ -16,6 +16,8 @@ from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.settings import Settings, filled
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from torch import Tensor
 
@@ -54,6 +56,31 @@ class MethodContext:
     """The largest rank of the sweep: factors computed for it serve every smaller one."""
     passes: int = 1
     """How many passes a batch is cut into that statistics are read from: more where memory has not sufficed."""
+    keeps_features: bool = True
+    """Whether features are kept in the storage: not those of texts that users ask a model."""
+
+    def features(
+        self, rows: Sequence[Example] | Sequence[Sequence[int]], layer: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return frozen features of prompts, (rows, d): for gates or a router of one's own; nothing is trained of them.
+
+        They are kept in the storage, beside the router's embeddings.
+
+        Args:
+            rows: rows of a task, whose `prompt_ids` count, or prompts as token ids, as `gates` is given them.
+            layer: None takes the mean token embedding of the whole prompt, which the router reads by its default
+                (`router.pool`); a number the mean hidden state as transformers counts them: 0 is what the first block
+                reads, k stands behind block k, -1 behind the last one; of T5's encoder.
+
+        Raises:
+            ConfigError: a row has no token, there is no such layer, or hidden states are asked of a backbone that is
+                spread over several workers.
+        """
+        from latent_sweep.backbones.features import features
+
+        prompts = [row["prompt_ids"] if isinstance(row, Mapping) else row for row in rows]
+        folder = self.storage if self.keeps_features else None
+        return features(self.backbone, self.bank, prompts, layer, folder)
 
     def rows_in_a_pass(self, batch_size: int) -> int:
         """Return how many rows of such a batch go into one pass."""

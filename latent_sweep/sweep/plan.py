@@ -54,7 +54,7 @@ from latent_sweep.benchmarks.schema import (
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label, short_names
 from latent_sweep.methods import method_class, source_of
-from latent_sweep.methods.capabilities import tasks_learned
+from latent_sweep.methods.capabilities import SoftPrompted, may_make_examples, tasks_learned
 from latent_sweep.methods.protocol import Method, MethodSettings
 from latent_sweep.metrics import metric_source
 from latent_sweep.router import RouterSettings
@@ -217,6 +217,7 @@ class Trial:
         settings = once(("stage settings", len(self.tasks)), (s.method,), write_settings)
         contents: list[dict[str, str]] = []
         lineages: list[str] = []
+        changes_rows = may_make_examples(method) or isinstance(method, SoftPrompted)
         for position, learned in enumerate(self._learned):
             stage = {
                 "tasks": json_list(names[i] for i in learned),
@@ -227,6 +228,8 @@ class Trial:
                 **({} if self.method_source is None else {"position": str(position)}),
                 # which once was the limit of all of them together
                 **({"max_steps": '"for each task"'} if len(learned) > 1 and s.training.max_steps else {}),
+                # which once were rows to learn from, too
+                **({"held_out": '"as they are asked"'} if changes_rows and carve else {}),
             }
             # a stage that learns nothing leaves behind what was there before it
             contents.append(common | stage if learned or not contents else contents[-1])

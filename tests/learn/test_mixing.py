@@ -212,6 +212,29 @@ def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(mixer, l
     assert "router/nll/three" not in found
 
 
+def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(mixer):
+    def gates(tasks_seen, prompts):
+        """Sure of each row's first token, whose task it is of, but for a tenth."""
+        own = np.array([[(prompt[0] - 10) // 60 == task for task in range(tasks_seen)] for prompt in prompts])
+        return np.where(own, 0.9, 0.1 / (tasks_seen - 1))
+
+    def measured(gates):
+        one = mixer(mode="gates")
+        one.gates = gates
+        return evidence(one, 3)
+
+    found = measured(gates)
+    assert found["router_accuracy"] == 1.0
+    assert found["router_p_correct"] == pytest.approx(0.9)
+    assert found["router_nll"] == pytest.approx(-np.log(0.9))
+    assert found["router_ece"] == pytest.approx(0.1)
+    assert found["router/p_correct/two"] == pytest.approx(0.9)
+    sure = measured(lambda tasks_seen, prompts: np.eye(tasks_seen)[[(prompt[0] - 10) // 60 for prompt in prompts]])
+    assert (sure["router_nll"], sure["router_one_hot"]) == (0.0, 1.0)
+    open_and_shut = measured(lambda tasks_seen, prompts: 0.5 + gates(tasks_seen, prompts))
+    assert open_and_shut == {}, "each is open or shut on its own, as GainLoRA's"
+
+
 def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(mixer):
     assert evidence(mixer(mode="soft"), 1)["router_novelty_auroc"] == 1.0
     source = torch.Generator().manual_seed(5)

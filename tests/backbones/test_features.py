@@ -1,0 +1,64 @@
+"""Frozen features of prompts, against what the model itself gives one prompt at a time."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny import random_rows
+
+from latent_sweep.backbones import features as module
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods.protocol import MethodContext
+
+
+@pytest.fixture
+def context(backbone, bank, tmp_path):
+    return MethodContext(backbone, bank, tmp_path, 4)
+
+
+ROWS = random_rows(9, shortest=3, longest=6)
+
+
+def test_without_a_layer_they_are_mean_token_embeddings(context):
+    table = context.backbone.embedding_table.float()
+    expected = np.stack([table[row["prompt_ids"]].mean(0).numpy() for row in ROWS])
+    np.testing.assert_allclose(context.features(ROWS), expected, atol=1e-6)
+    assert context.features([row["prompt_ids"] for row in ROWS]).tolist() == context.features(ROWS).tolist()
+    assert context.features([]).shape == (0, expected.shape[1])
+
+
+@pytest.mark.parametrize("layer", [0, 1, -1])
+def test_a_layer_gives_mean_hidden_states(context, layer):
+    """Of rows of several lengths, in their order, whatever adapters and mode the model has at the moment."""
+    model = context.backbone.model
+    reader = model.get_encoder() if context.backbone.traits.encoder_decoder else model
+    with torch.no_grad():
+        ids = [torch.tensor([row["prompt_ids"]]) for row in ROWS]
+        states = [reader(input_ids=one, output_hidden_states=True).hidden_states[layer] for one in ids]
+    expected = np.stack([state[0].mean(0).numpy() for state in states])
+    model.train()
+    try:
+        found = context.features(ROWS, layer=layer)
+        assert model.training
+    finally:
+        model.eval()
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_they_are_kept_with_the_embeddings_and_read_again(context, tmp_path, monkeypatch):
+    found = context.features(ROWS, layer=1)
+    assert [path.suffix for path in (tmp_path / "embeddings").iterdir()] == [".safetensors"]
+    monkeypatch.setattr(module, "mean_states", lambda *asked: pytest.fail("they are kept"))
+    assert context.features(ROWS, layer=1).tolist() == found.tolist()
+
+
+def test_those_of_what_users_ask_are_not_kept(backbone, bank, tmp_path):
+    MethodContext(backbone, bank, tmp_path, 4, keeps_features=False).features(ROWS, layer=1)
+    assert not (tmp_path / "embeddings").exists()
+
+
+def test_layers_and_rows_that_cannot_be_are_refused(context):
+    with pytest.raises(ConfigError, match="layer 99"):
+        context.features(ROWS, layer=99)
+    with pytest.raises(ConfigError, match="row 1"):
+        context.features([[4], []])
