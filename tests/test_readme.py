@@ -91,7 +91,7 @@ def test_a_released_protocol_is_a_sweep_file_under_a_preset_of_its_method(name, 
 
 
 def test_every_released_method_has_a_protocol():
-    """All but those whose own code nobody released for language models."""
+    """Three methods have no released code for language models."""
     trials = [trial for name in RELEASED for trial in expand(parse_sweep(parse_yaml(RELEASED[name], name), name))]
     found = {trial.settings.method.name for trial in trials}
     with_presets = {name for name in METHODS if "preset" in method_class(name).settings_class.model_fields}

@@ -149,7 +149,7 @@ class NewGate:
     Raises:
         DataError: the task has no rows.
         LatentSweepError: the key's memory leaves no direction.
-        ConfigError: the embeddings cannot be split into so many stretches.
+        ConfigError: the embeddings cannot be split into `chunks` equal stretches.
     """
 
     def __init__(self, settings: GateSettings, gpm: GpmSettings, table: Tensor, task: TaskData, history: Snapshots):

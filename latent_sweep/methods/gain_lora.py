@@ -114,7 +114,7 @@ class GainLora(BranchMethod):
 
     @property
     def reads_padding(self) -> bool:
-        """Whether gates divide by the length of the longest prompt of a pass, as released for T5."""
+        """Whether gates divide by the length of the longest prompt of a pass, as released."""
         return self.settings.gate.pooling == "padded"
 
     def reads_history(self, position: int) -> bool:

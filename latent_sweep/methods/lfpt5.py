@@ -21,7 +21,7 @@ Departures from the code:
 - Tens of pseudo-samples are drawn for an earlier task, not thousands, and validation has those that are trained on.
 - Answers are decoded as every method's are.
 - The prompt follows its row; theirs stands behind the padding of the batch, so that T5's relative positions between a
-  row and the prompt depend on the longest row beside it.
+  row and the prompt depend on the longest row of its batch.
 
 As there, the teacher of KL drops out too where the backbone does (`training.backbone_dropout`).
 """

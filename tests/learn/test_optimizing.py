@@ -97,7 +97,7 @@ def transformers_steps(trained, seed):
     return values
 
 
-def test_epsilon_before_the_correction_is_transformers_optimizer_also_beside_members_that_have_it_after():
+def test_epsilon_before_the_correction_is_transformers_optimizer_in_a_mixed_pack():
     small = {"weight_decay": 0.5, "gradient_clip": 1e-7}  # gradients as small as epsilon
     kinds = [{"adam_eps": "before_correction", **small}, small, {"adam_eps": "before_correction", "warmup_steps": 3}]
     together, alone = (

@@ -127,7 +127,7 @@ class Run:
             patch.setattr(lora_formulas, "new_branch", lambda *_: (A, B))
             patch.setattr(gate_formulas, "new_maps", lambda *_: maps)
             patch.setattr(torch, "rand", lambda *_, **__: (uniform(f"key{task}", (d,), 1) + 1) / 2)
-            # of a random direction theirs is given: it lies outside of the memory, or ours would move it
+            # the random direction is theirs: outside of the memory, else the projection would change it
             patch.setattr(torch, "randn", lambda *_, **__: torch.tensor(self.expected["tasks"][task].get("start_key")))
             for module in (_gpm, _gate):
                 patch.setattr(module, "statistics_batches", lambda *_: batches(task, 0))
