@@ -18,6 +18,7 @@ from latent_sweep.learn.member import MemberRun, Members, TrialRun
 from latent_sweep.learn.training import Progress, TaskTraining, TrainingSummary, train_pack
 from latent_sweep.methods.capabilities import gates_of
 from latent_sweep.metrics import reads_input
+from latent_sweep.store.answers import GENERATED, note_stage
 from latent_sweep.store.failures import during
 from latent_sweep.store.snapshots import Snapshot
 
@@ -158,7 +159,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
         s.benchmark.max_target_length,
         trial.spec.stop,
         s.benchmark.references,
-        context.storage.folder / "predictions",
+        context.storage.folder / GENERATED,
         lambda batches: context.order("answer", member.member.training_id, trial.trial_id, batches),
         trial.method_source,
         context.passes("answering"),
@@ -182,5 +183,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             emit(Step(position, "scoring", j + 1, position + 1, {}, member.member.training_id))
         measured = evidence.measures()
     run.files.record(row, context.keep_answers)
+    if context.passes("answering") == 1:  # a plan forecasts answers of whole batches
+        note_stage(context.storage.folder, trial.answer_keys()[position])
     answers = {"answers_asked": float(total), "generated_share": generated / total}
     return {"seconds_eval": time.monotonic() - began} | answers | rouge_1 | measured

@@ -11,14 +11,20 @@ follows a stage whose answers were not kept, hold every row.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from latent_sweep.store.files import write_file
 from latent_sweep.store.journal import Event
 
 ANSWERS = "answers"
+GENERATED = "predictions"
+"""Folder of a storage with the generated answers, by what identifies them, for whoever asks the same again."""
+STAGES = "stages"
+"""Folder in it with an empty file for each stage all of whose answers are there, by the stage's `answer_keys`."""
 KeepAnswers = Literal["all", "last"]
 _NAME = re.compile(rf"{ANSWERS}/(\d+)\.jsonl")
 
@@ -74,6 +80,19 @@ def changed(before: Answers, content: bytes) -> Answers:
             case other:
                 raise ValueError(f"{other!r:.80} is no answer; expected task, row, prediction and score")
     return answers
+
+
+def note_stage(storage: Path, key: str) -> None:
+    """Note that all answers of a stage are in the cache of a storage's folder."""
+    write_file(storage / GENERATED / STAGES / key, b"", durable=False)
+
+
+def noted_stages(storage: Path) -> frozenset[str]:
+    """Return the keys of the stages all of whose answers are in the cache of a storage's folder."""
+    try:
+        return frozenset(os.listdir(storage / GENERATED / STAGES))
+    except OSError:
+        return frozenset()
 
 
 def is_kept(event: Event) -> bool:

@@ -23,6 +23,7 @@ from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.methods.capabilities import may_make_examples
 from latent_sweep.settings import canonical_json, content_hash
+from latent_sweep.store.answers import noted_stages
 from latent_sweep.store.folders import SweepFolder
 from latent_sweep.store.snapshots import SnapshotStore
 from latent_sweep.store.storage import Storage
@@ -69,7 +70,7 @@ class Reuse:
     passes: Span
     """Passes that differ."""
     open_passes: Span
-    """Of those, without the ones in recorded rows of the score matrices."""
+    """Of those, without the ones in recorded rows of the score matrices, and those whose answers are in the cache."""
     open_answers: Span
     """Their rows."""
     writing: Writing
@@ -125,6 +126,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
     by_method = {trial.settings.method.name: trial for trial, _ in missing.values()}
     answers = 0
     least, most, known = _Passes(), _Passes(), _Passes()
+    generated = noted_stages(folder.storage.folder)
     written: Counter[str] = Counter()
     for trial, recorded in zip(trials, rows_of, strict=True):
         found = _StagePasses.of(trial, lineages[trial.training_id])
@@ -135,10 +137,12 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
             written["files"] += sum(range(recorded + 1, len(trial.tasks) + 1))
             written["answers"] += sum(found.seen[recorded:])
             written["predictions"] += found.seen[-1]
+        keys = trial.answer_keys() if generated and recorded < len(trial.tasks) else ()
+        at_hand = {stage for stage, key in enumerate(keys) if key in generated} | set(range(recorded))
         for passes, told in ((least, found.least), (most, found.most)):
             for stage, snapshots, tests in told:
                 passes.add(snapshots, tests)
-                if stage < recorded:
+                if stage in at_hand:
                     known.add(snapshots, tests)
     return Reuse(
         distinct=len(distinct),

@@ -243,15 +243,23 @@ class Trial:
     @cached_property
     def _row_keys(self) -> tuple[str, ...]:
         s = self.settings
+        parts = s.benchmark, self.spec, self.tasks, self.metric_sources, self.sources
+        return self._keys(once("tests", parts, self._write_tests), {"scoring": canonical_json(versions.SCORING)})
+
+    def answer_keys(self) -> tuple[str, ...]:
+        """Return what identifies the answers behind each row of the score matrix, however they are scored."""
+        parts = self.settings.benchmark, self.spec, self.tasks, self.sources
+        digests = once("rows answered", parts, lambda: [self.data_digest_of(task, "test") for task in self.tasks])
+        return self._keys([canonical_json(digest) for digest in digests], {})
+
+    def _keys(self, tests: Sequence[str], scoring: Mapping[str, str]) -> tuple[str, ...]:
+        """Return a key for each stage: its snapshots, how they answer, and the tests of the tasks seen."""
+        s = self.settings
         lineages = [f'"{lineage}"' for lineage in self.lineages()]
-        tests = once(
-            "tests", (s.benchmark, self.spec, self.tasks, self.metric_sources, self.sources), self._write_tests
-        )
 
         def write_common() -> dict[str, str]:
             common = {
                 "decoding": versions.DECODING,
-                "scoring": versions.SCORING,
                 "router": router_identity(s),
                 "routing": _routing_versions(s.router.mode),
                 "method": s.method.answer_identity(self.method_source) | self._method_source,
@@ -261,7 +269,7 @@ class Trial:
             return {name: canonical_json(part) for name, part in common.items()}
 
         parts = s.router, s.method, s.evaluation, self.spec
-        common = once(("rows", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}
+        common = once(("rows", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed), **scoring}
         # a covariance of all tasks reads those that are still to come (A16)
         of_all = s.router.mode in ROUTED and s.router.cov.refresh == "final"
         common["tasks"] = json_list(lineages) if of_all else "null"

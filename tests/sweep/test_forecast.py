@@ -1,10 +1,11 @@
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers.sweeps import tiny, write_benchmark
+from helpers.sweeps import tiny, write, write_benchmark
 
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
@@ -13,6 +14,7 @@ from latent_sweep.benchmarks.schema import load_benchmark
 from latent_sweep.cli import main
 from latent_sweep.errors import StoreError
 from latent_sweep.store.folders import open_sweep
+from latent_sweep.store.journal import stages
 from latent_sweep.store.sealed import write_sealed_json
 from latent_sweep.store.snapshots import Snapshot, SnapshotStore
 from latent_sweep.store.storage import Storage
@@ -167,6 +169,7 @@ def test_rows_whose_settings_changed_are_to_be_scored_again(runs):
     runs.run(runs.packs(**QUICK, search={}))
     same = trials_of(**QUICK, search={})
     assert estimate(same, runs.sweep).reuse.open_passes.most == 0
+    shutil.rmtree(runs.sweep.storage.folder / "predictions")
     journal = open_sweep(runs.folder / "tiny").journal(same[0].trial_id)
     _, _, second, *_ = journal.read()
     told = {name: value for name, value in second.items() if name not in ("seq", "time", "event", "sha256")}
@@ -443,3 +446,31 @@ def test_every_sweep_of_the_repository_passes_plan(path, at_hand, data, monkeypa
     builtin = yaml.safe_load(path.read_text())["trial"].get("benchmark", {}).get("name") == "builtin"
     assert ("distinct stages, 0 in the store" in printed) == (at_hand or builtin)
     assert ("the data is not at hand" in printed) == (not at_hand and not builtin)
+
+
+@pytest.mark.parametrize("mode", ["sum", "soft"])
+def test_answers_that_are_scored_otherwise_are_not_generated_again(tmp_path, capsys, mode):
+    """A metric of the benchmark's file makes other trials, whose answers are those that are there."""
+    own = write_benchmark(tmp_path / "own")
+    content = tiny(trial__benchmark={"name": str(own)}, trial__router={"mode": mode}, search={})
+    path = write(tmp_path, content)
+    assert main(["run", path, "--local"]) == 0
+    file = own / "benchmark.yaml"
+    assert "metric: accuracy" in file.read_text()
+    file.write_text(file.read_text().replace("metric: accuracy", "metric: chrf"))
+    trials = expand(parse_sweep(yaml.safe_load(Path(path).read_text()), path))
+    (before,) = open_sweep(tmp_path / "runs" / "tiny")
+    assert trials[0].trial_id != before.trial_id
+
+    found = estimate(trials, open_sweep(tmp_path / "runs" / "tiny")).reuse
+    assert (found.to_learn, found.open_passes, found.open_answers) == (0, Span(0, 0), Span(0, 0))
+    assert main(["run", path, "--local", "--replace"]) == 0
+    (trial,) = open_sweep(tmp_path / "runs" / "tiny")
+    assert [event["metrics"]["generated_share"] for event in stages(trial.events())] == [0.0, 0.0]
+    assert {metric for event in stages(trial.events()) for metric in event["scored_by"].values()} == {"chrf"}
+
+    # whoever deletes the cache has them generated again
+    shutil.rmtree(tmp_path / "runs" / "predictions")
+    file.write_text(file.read_text().replace("metric: chrf", "metric: edit_similarity"))
+    trials = expand(parse_sweep(yaml.safe_load(Path(path).read_text()), path))
+    assert estimate(trials, open_sweep(tmp_path / "runs" / "tiny")).reuse.open_answers.least > 0
