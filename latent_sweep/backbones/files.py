@@ -16,10 +16,18 @@ from typing import Any
 
 from filelock import FileLock
 
-from latent_sweep.backbones.architectures import random_model
-from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, BackboneSettings, KnownBackbone, describe
+from latent_sweep.backbones.architectures import drawn_model, random_model
+from latent_sweep.backbones.known import (
+    EMBEDDED,
+    EMBEDDED_PACKAGE,
+    RANDOM,
+    BackboneSettings,
+    KnownBackbone,
+    describe,
+)
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
+from latent_sweep.store import versions
 from latent_sweep.store.files import cache_folder
 
 log = logging.getLogger(__name__)
@@ -141,7 +149,8 @@ def local_folder(settings: BackboneSettings) -> Path:
     known = describe(settings)
     if known is not None and known.source == "config":
         drawn = settings.model_copy(update={"targets": None}).identity()
-        return _made_once(f"random-{content_hash([drawn, dict(known.config)])}", _draw, known, settings)
+        content = [drawn, dict(known.config), *([versions.DRAWN] if settings.name.startswith(RANDOM) else [])]
+        return _made_once(f"random-{content_hash(content)}", _draw, known, settings)
     if settings.name == EMBEDDED:
         return embedded_folder(settings.dtype)
     source = known.source if known else settings.name
@@ -152,7 +161,11 @@ def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> Non
     import torch
     from safetensors.torch import save_file
 
-    model = random_model(known.family, known.config, getattr(torch, settings.dtype))
+    dtype = getattr(torch, settings.dtype)
+    if settings.name.startswith(RANDOM):
+        model = drawn_model(known.family, known.config, dtype, "cpu")
+    else:
+        model = random_model(known.family, known.config, dtype)
     # not by the model's own method, which writes nothing in any worker of a group but the first
     weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied one once
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.files import embedded_version
-from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, BackboneSettings, known_backbone
+from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, known_backbone
+from latent_sweep.store import versions
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ def _commit(source: str | None, revision: str | None) -> str | None:
 def _source_identity(name: str, revision: str | None) -> Any:
     known = known_backbone(name)
     if known is not None and known.source == "config":
-        return {"random": dict(known.config), "family": known.family}
+        drawn = {"drawn": versions.DRAWN} if name.startswith(RANDOM) else {}
+        return {"random": dict(known.config), "family": known.family, **drawn}
     if name == EMBEDDED:
         return {"package": EMBEDDED_PACKAGE, "version": embedded_version()}
     if Path(name).is_dir():

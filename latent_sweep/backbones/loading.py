@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.backbones.architectures import (
     avoid_cudnn_attention,
     device_of,
+    drawn_model,
     empty_model,
     forget_dropout,
     random_model,
@@ -24,7 +25,7 @@ from latent_sweep.backbones.architectures import (
 )
 from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
+from latent_sweep.backbones.known import EMBEDDED, RANDOM, BackboneSettings, describe
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outlines import linears_of, model_class
 from latent_sweep.backbones.stored import StoredBackbone, StoredProjection, digest_of_weights, stored_backbone
@@ -190,8 +191,9 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
     if slow := slow_bfloat16(settings):
         log.warning("%s.", slow)
     dtype, device, known = getattr(torch, settings.dtype), device_of(settings), describe(settings)
-    if known is not None and known.source == "config":
-        # drawing billions of weights takes minutes, so where a GPU is to have them they are kept: the same bits
+    if known is not None and settings.name.startswith(RANDOM):
+        model = drawn_model(known.family, known.config, dtype, device)
+    elif known is not None and known.source == "config":
         model = random_model(known.family, known.config, dtype) if device == "cpu" else _mapped(local_folder(settings))
     elif settings.name == EMBEDDED:
         model = _mapped(embedded_folder(settings.dtype))

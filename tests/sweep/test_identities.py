@@ -239,6 +239,7 @@ OUTSIDE = {
     "RECORDS": "rows record scatter",
     "DECODING": "rows answers",
     "SCORING": "rows",
+    "DRAWN": NOTHING,  # of `random:` backbones alone: tests/backbones/test_drawing.py
     "torch": "answers",
     "transformers": "answers",
     "scikit-learn": "record",

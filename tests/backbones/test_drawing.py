@@ -1,0 +1,123 @@
+"""Weights of `random:` backbones: from integers alone, the same on every device and in every type."""
+
+import pytest
+import torch
+from helpers.imitated_gpu import imitated_gpu
+
+from latent_sweep.backbones import drawing
+from latent_sweep.backbones.architectures import drawn_model, random_model
+from latent_sweep.backbones.drawing import normal_numbers, our_numbers
+from latent_sweep.backbones.files import local_folder
+from latent_sweep.backbones.identity import backbone_identity
+from latent_sweep.backbones.known import KNOWN, RANDOM, BackboneSettings, known_backbone
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.store import versions
+
+TINY = [name for name in KNOWN if name.startswith("tiny-")]
+
+
+def splitmix64(i: int) -> int:
+    """As it was published, in integers of any size."""
+    whole = (1 << 64) - 1
+    z = (i * 0x9E3779B97F4A7C15) & whole
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & whole
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & whole
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize("first", [0, 12_999_999_000])
+def test_numbers_are_sums_of_the_parts_of_a_hash(first):
+    sums = [sum((splitmix64(i) >> shift) & 65535 for shift in (0, 16, 32, 48)) for i in range(first + 1, first + 201)]
+    deviation = (4 * (65536**2 - 1) / 12) ** 0.5
+    expected = (torch.tensor(sums, dtype=torch.float64) - 131070) / deviation
+    torch.testing.assert_close(normal_numbers(first, torch.empty(200)).double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_hash_is_the_published_one():
+    assert splitmix64(1) == 0xE220A8397B1DCDAF  # the first number of the published generator from seed 0
+
+
+def test_numbers_are_as_good_as_normal():
+    x = normal_numbers(0, torch.empty(1 << 20)).double()
+    assert abs(x.mean()) < 4e-3 and abs(x.std() - 1) < 4e-3
+    assert abs((x**3).mean()) < 0.02 and abs((x**4).mean() - 2.7) < 0.03  # a sum of four uniform ones: 3 - 1.2 / 4
+    assert abs((x[1:] * x[:-1]).mean()) < 4e-3
+
+
+def test_weights_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
+    known = known_backbone(f"{RANDOM}tiny-llama")
+    found = []
+    for chunk in (1 << 16, 1000):
+        monkeypatch.setitem(drawing.CHUNK, "cpu", chunk)
+        found.append(drawn_model(known.family, known.config, torch.float32, "cpu").state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in found), strict=True))
+
+
+def test_bfloat16_is_float32_rounded():
+    known = known_backbone(f"{RANDOM}tiny-t5")
+    wide, narrow = (drawn_model(known.family, known.config, t, "cpu") for t in (torch.float32, torch.bfloat16))
+    for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_is_drawn_as_transformers_means_it(name):
+    """Deviations of every weight, ones, zeros, buffers, ties: as of the model that torch's own generator fills."""
+    known = known_backbone(f"{RANDOM}{name}")
+    drawn = drawn_model(known.family, known.config, torch.float32, "cpu")
+    usual = random_model(known.family, known.config, torch.float32)
+    assert [n for n, _ in drawn.named_parameters()] == [n for n, _ in usual.named_parameters()]
+    for mine, theirs in zip(drawn.parameters(), usual.parameters(), strict=True):
+        assert mine.shape == theirs.shape
+        if theirs.std() == 0 or theirs.numel() == 1:
+            assert torch.equal(mine, theirs)
+        else:
+            assert mine.std().item() == pytest.approx(theirs.std().item(), rel=5 / theirs.numel() ** 0.5)
+    for mine, theirs in zip(drawn.buffers(), usual.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_is_to_be_uniform_is_refused():
+    with pytest.raises(NotImplementedError, match="1 tensors"), our_numbers():
+        torch.nn.Linear(3, 4, bias=False)
+    with pytest.raises(NotImplementedError, match="bernoulli_"), our_numbers():
+        torch.empty(3).bernoulli_()
+
+
+@pytest.mark.parametrize("name", ["tiny-t5", "tiny-flan-t5", "tiny-llama"])
+def test_a_gpu_draws_them_itself_and_has_the_same_bits(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    settings = BackboneSettings(name=f"{RANDOM}{name}")
+    on_cpu = load_backbone(settings.model_copy(update={"device": "cpu"}))
+    with imitated_gpu() as record:
+        on_gpu = load_backbone(settings)
+        assert all(parameter.is_cuda for parameter in on_gpu.model.parameters())
+        found = [parameter.cpu() for parameter in on_gpu.model.parameters()]
+    assert not record.mixings
+    assert not list(tmp_path.glob("random-*")), "nothing is kept in a file"
+    buffers = len(list(on_cpu.model.buffers()))
+    ours = [place for place in record.to_device.elements() if not place.startswith("transformers/")]
+    assert len(ours) <= buffers, "of weights none is moved there"
+    assert all(torch.equal(a, b) for a, b in zip(found, on_cpu.model.parameters(), strict=True))
+    assert on_gpu.weights_digest == on_cpu.weights_digest
+
+
+def test_a_folder_has_the_same_bits(monkeypatch, tmp_path):
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    from safetensors.torch import load_file
+
+    settings = BackboneSettings(name=f"{RANDOM}tiny-llama")
+    stored = load_file(local_folder(settings) / "model.safetensors")
+    loaded = dict(load_backbone(settings.model_copy(update={"device": "cpu"})).model.named_parameters())
+    assert all(torch.equal(weight, loaded[name]) for name, weight in stored.items())
+
+
+def test_another_version_names_other_backbones_and_no_tiny_ones(monkeypatch, tmp_path):
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path))
+    names = [f"{RANDOM}tiny-llama", "tiny-llama", "smollm2-135m"]
+    before = [backbone_identity(BackboneSettings(name=name)) for name in names]
+    folder = local_folder(BackboneSettings(name=names[0]))
+    monkeypatch.setattr(versions, "DRAWN", versions.DRAWN + 1)
+    after = [backbone_identity(BackboneSettings(name=name)) for name in names]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
+    assert local_folder(BackboneSettings(name=names[0])) != folder
