@@ -109,8 +109,9 @@ def _all_configurations(summaries: Sequence[Summary]) -> Table:
     written = [list(cells) for _, cells in rows]
     if any(name.endswith("learning_rate") for name in names.header):  # which says the same
         place = header.index("rate")
-        for line in [header, *written]:
-            del line[place]
+        del header[place]
+        for cells in written:
+            del cells[place]
     return Table(header, written, len(names.header))
 
 
