@@ -43,7 +43,7 @@ def _init(options: argparse.Namespace) -> int:
     from latent_sweep.errors import ConfigError
     from latent_sweep.settings import local_path
     from latent_sweep.store.files import write_file
-    from latent_sweep.sweep.starting import benchmark_files, sweep_text
+    from latent_sweep.sweep.starting import NOTHING_TO_EXPECT, benchmark_files, has_random_weights, sweep_text
 
     path = local_path(options.sweep)
     if path.suffix not in (".yaml", ".yml"):
@@ -59,5 +59,6 @@ def _init(options: argparse.Namespace) -> int:
         text = sweep_text(str(path), options.backbone, str(own), options.purpose)
     write_file(path, text.encode())
     told = [f"wrote {path}", *([f"wrote {own}: put your own tasks in their place"] if options.own else [])]
+    told += [f"{options.backbone} has {NOTHING_TO_EXPECT}"] if has_random_weights(options.backbone) else []
     print(printable("\n".join([*told, f"next: latent-sweep plan {path}"])))
     return 0

@@ -175,5 +175,5 @@ _SMALLEST_LETTERS = 7.0
 
 def _smallest_letters(picture: Picture) -> float:
     """The size of the smallest letters of a picture, in points."""
-    sizes = [text.get_fontsize() for text in picture.figure.findobj(Text) if text.get_text().strip()]
+    sizes = [float(text.get_fontsize()) for text in picture.figure.findobj(Text) if text.get_text().strip()]
     return min(sizes, default=_SMALLEST_LETTERS)

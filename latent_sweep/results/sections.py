@@ -106,7 +106,13 @@ def _all_configurations(summaries: Sequence[Summary]) -> Table:
             rows.append(((places.setdefault(tested_on(one.settings), len(places)), *place_by_performance(one)), cells))
     rows.sort(key=lambda row: row[0])
     header = [*names.header, "n", "AP (%)", "LA (%)", "FM (%)", "rate", "steps"]
-    return Table(header, [cells for _, cells in rows], len(names.header))
+    written = [list(cells) for _, cells in rows]
+    if any(name.endswith("learning_rate") for name in names.header):  # which says the same
+        place = header.index("rate")
+        del header[place]
+        for cells in written:
+            del cells[place]
+    return Table(header, written, len(names.header))
 
 
 def _all_notes(summaries: Sequence[Summary]) -> list[str]:

@@ -105,6 +105,15 @@ def is_small(backbone: str) -> bool:
     return backbone == EMBEDDED or (known is not None and known.config.get("vocab_size") == TINY_VOCABULARY)
 
 
+def has_random_weights(backbone: str) -> bool:
+    """Whether a backbone is one of those of a few thousand numbers, whose weights are random."""
+    return is_small(backbone) and backbone != EMBEDDED
+
+
+NOTHING_TO_EXPECT = "random weights: scores stay at or near 0; it only shows that a sweep runs"
+"""What a sweep on such a backbone comes to."""
+
+
 def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
     """Write a sweep file.
 
@@ -137,6 +146,7 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
         f"name: {name}",
         "trial:                                                # one trial; search, below, says what varies",
         method,
+        *([f"  # {backbone} has {NOTHING_TO_EXPECT}"] if has_random_weights(backbone) else []),
         f"  backbone: {{name: {_scalar(backbone)}{', dtype: float32' if small else ', dtype: bfloat16'}}}",
         *_benchmark_lines(spec, benchmark, small),
         _training_line(backbone, benchmark, small),

@@ -74,6 +74,38 @@ def test_the_report_opens_from_a_file(browser, sweep, size, scheme):
     assert all(address.startswith(("file:", "data:")) for address in browser_page.requests)
 
 
+def test_contents_lead_to_their_headings(browser, sweep):
+    opened = Opened(browser, (sweep.path / "report.html").as_uri(), WIDE)
+    links = opened.page.locator("nav a")
+    assert links.count() >= 3
+    for number in range(links.count()):
+        links.nth(number).click()
+        assert opened.page.evaluate("document.querySelector(':target') !== null")
+
+
+@pytest.mark.parametrize(("size", "scale"), [(NARROW, 1.0), (WIDE, 0.75)], ids=["narrow", "wide"])
+def test_pictures_are_large_enough_to_read(browser, sweep, size, scale):
+    """On a telephone a picture scrolls; letters have 7 points or more at its own size."""
+    opened = Opened(browser, (sweep.path / "report.html").as_uri(), size)
+    pictures = opened.page.locator("figure img")
+    for number in range(pictures.count()):
+        shown, own = pictures.nth(number).evaluate("i => [i.clientWidth - 15, i.naturalWidth]")
+        assert shown >= scale * own
+        title, image = (
+            pictures.nth(number).locator("xpath=ancestor::figure").locator(name) for name in ("strong", "img")
+        )
+        above, below = title.bounding_box(), image.bounding_box()
+        assert above["y"] + above["height"] <= below["y"], "a title stands above its picture"
+
+
+def test_what_is_cut_off_says_so(browser, sweep):
+    opened = Opened(browser, (sweep.path / "report.html").as_uri(), NARROW)
+    for box in opened.page.locator(".wide").all():
+        is_cut = box.evaluate("box => box.scrollWidth > box.clientWidth + 1")
+        assert box.locator("xpath=following-sibling::p[1]").is_visible() == is_cut
+    assert opened.page.locator(".hint:visible").count() > 0
+
+
 def test_its_table_sorts(browser, sweep):
     opened = Opened(browser, (sweep.path / "report.html").as_uri(), WIDE)
     assert opened.column(3) == ["42.00 ± 2.83", "53.00 ± 1.41"]

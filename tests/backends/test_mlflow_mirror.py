@@ -317,7 +317,7 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     summaries = {run.data.params["lambda"]: run for run in runs_of(client, sweep, "summary")}
     assert set(summaries) == {"0.0", "0.1"}
     low = summaries["0.0"]
-    assert low.info.run_name == "mean lambda=0.0"
+    assert low.info.run_name == "lambda=0.0 mean"
     assert low.data.metrics == pytest.approx(
         {"AP_mean": 0.42, "LA_mean": 0.42, "FM_mean": 0.1, "n": 2}
         | {"AP_std": 0.0008**0.5, "LA_std": 0.0008**0.5, "FM_std": 0.0}
@@ -328,6 +328,7 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     (parent,) = runs_of(client, sweep, "sweep")
     assert parent.info.status == "FINISHED"
     assert parent.data.metrics == pytest.approx({"best_AP": 0.51})
+    assert "fractions" in client.get_experiment(parent.info.experiment_id).tags["mlflow.note.content"]
     assert artifacts_of(client, parent) == {"sweep_table.json", "report.md", "lambda_vs_AP.png"}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # load_table searches through the default client
     table = client.load_table(parent.info.experiment_id, "sweep_table.json", [parent.info.run_id])
@@ -802,7 +803,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
             f"{mirrored}=1: metric FM at step 1: found 0.9; expected 0.01",
             "lambda=0.1 seed=0: found 0 runs; expected one",
             "lambda=0.1 seed=1: found status FAILED; expected FINISHED",
-            "mean lambda=0.1: found 2 runs; expected one",
+            "lambda=0.1 mean: found 2 runs; expected one",
             "trial stray: found 1 runs; expected none",
             f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}: metric best_AP at step {last}: found 0.99; expected 0.51",
         ]

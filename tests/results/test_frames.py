@@ -21,9 +21,12 @@ from matplotlib import image
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep import open_sweep
+from latent_sweep.benchmarks.loaders import load_rows
+from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.cli import main
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, DataError, StoreError
 from latent_sweep.results.frames import SweepResults
+from latent_sweep.results.inputs import BenchmarkRows
 from latent_sweep.store import objects
 from latent_sweep.store.answers import Answer, changes
 from latent_sweep.store.sealed import sealed_json
@@ -226,12 +229,50 @@ def test_a_folder_without_a_sweep_is_refused(tmp_path):
         open_sweep(tmp_path / "nowhere")
 
 
+def test_measures_that_are_not_defined_are_missing(tmp_path):
+    """Of what leaves behind the same snapshot at every stage: all of it was learned at the first one, or nothing."""
+    folder = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
+    (trial,) = folder
+    for seen in (1, 2, 3):
+        learn_nothing_new(trial, seen)
+    found = SweepResults(folder)
+    assert found.trials()[["FM", "LA", "BWT"]].isna().all(axis=None)
+    assert found.stages()[["FM", "BWT", "FM_scorer"]].iloc[-1].isna().all()
+    assert found.trials()["AP"].tolist() == [0.5]
+
+
+def learn_nothing_new(trial, seen):
+    tasks = ["sentiment", "summary", "intent"][:seen]
+    metrics = {"AP": 0.5, "FM": 0.0, "BWT": 0.0, "FM_scorer": 0.0}
+    told = {"tasks_seen": seen, "task": tasks[-1], "lineage": "first", "reused": False}
+    journal_of(trial).append("stage", **told, scores=dict.fromkeys(tasks, 0.5), metrics=metrics)
+
+
 # --- a sweep that was run --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def ran(finished):
     return open_sweep(sweep_folder(finished).path)
+
+
+def test_answers_have_the_text_of_their_rows_where_the_data_is_the_same(finished, ran, tmp_path):
+    found = ran.answers("mood", inputs=True)
+    assert ran.answers("mood")["input"].isna().all()
+    spec = load_benchmark(next(iter(sweep_folder(finished))).params["benchmark.name"])
+    task = next(task for task in spec.tasks if task.name == "mood")
+    trial = next(iter(sweep_folder(finished)))
+    settings = BenchmarkSettings.model_validate(trial.settings()["benchmark"])
+    texts = {row.id: row.input for row in load_rows(spec, task, "test", settings)}
+    assert len(texts) > 1
+    assert found["input"].tolist() == [texts[row] for row in found["row_id"]]
+
+
+def test_answers_refuse_texts_of_other_rows(finished, monkeypatch):
+    other = BenchmarkRows(["x"], ["text"], [["plus"]], "accuracy")
+    monkeypatch.setattr("latent_sweep.results.inputs.benchmark_rows", lambda settings, task: other)
+    with pytest.raises(DataError):
+        open_sweep(sweep_folder(finished).path).answers("mood", inputs=True)
 
 
 def test_numbers_are_those_of_the_files_and_of_the_table(finished, ran, capsys):
@@ -440,6 +481,19 @@ def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
     assert errors == pytest.approx(spreads, abs=0.00501)
     lines = [[number(cell) for cell in line.split()[-6:]] for line in printed.strip().splitlines()[-4:]]
     assert lines == [pytest.approx(row, abs=0.0101, nan_ok=True) for row in of_table]
+
+
+@pytest.mark.parametrize("seeds", [[0], [0, 1, 2]])
+def test_the_readmes_script_takes_a_sweep_of_seeds_alone(tmp_path, seeds):
+    """All of its trials are one configuration."""
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    folder = write_sweep(tmp_path / "runs", {"seed": seeds}, name="quickstart")
+    for trial, average in zip(folder, (0.4, 0.5, 0.6), strict=False):
+        run_to_end(trial, average, 0.1)
+    assert SweepResults(folder).configuration == ["sweep"]
+    printed = in_a_fresh_process(script, cwd=tmp_path, env=os.environ | {"MPLBACKEND": "agg"})
+    row = printed.strip().splitlines()[-1].split()
+    assert (row[0], float(row[1])) == ("quickstart", 40.0 + 5.0 * (len(seeds) - 1))
 
 
 MEASURES = ("AP", "LA", "FM")

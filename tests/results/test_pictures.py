@@ -1,5 +1,6 @@
 """The pictures of a sweep: what is drawn, and that it can be read."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -12,6 +13,7 @@ from latent_sweep.cli import main
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results import summaries
 from latent_sweep.results.export import export_pictures
+from latent_sweep.results.figures import curve_figure
 from latent_sweep.results.pictures import MATRICES, NAMED, ROWS, forgetting_by_task, sweep_pictures
 
 
@@ -57,6 +59,45 @@ def test_curves_against_a_setting_have_their_spread(sweep):
     means = [100 * (1.2 + 0.3 + 0.02 * (2 * k + 0.5)) / 3 for k in range(3)]
     np.testing.assert_allclose(line.get_xdata(), [1, 5, 10])
     np.testing.assert_allclose(line.get_ydata(), means)
+
+
+def test_bands_stay_between_0_and_100_per_cent(tmp_path):
+    """Means of 95 and 5 per cent with deviations of 7: a band of one deviation would leave both ends."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.9, 1.0, 0.0, 0.1), strict=True):
+        run_to_end(trial, average, 0.0)
+    found = pictures_of(sweep)
+    heights = np.concatenate(
+        [
+            path.vertices[:, 1]
+            for name in ("against_lambda", "over_tasks")
+            for axes in found[name].figure.axes
+            for band in axes.collections
+            for path in band.get_paths()
+        ]
+    )
+    assert (heights.min(), heights.max()) == (0, 100)
+    curve = curve_figure("x", (0.0, 1.0), {"": ([95.0, 5.0], [7.0, 7.0])}).axes[0]
+    (band,) = curve.collections
+    assert (band.get_paths()[0].vertices[:, 1].min(), band.get_paths()[0].vertices[:, 1].max()) == (0, 100)
+
+
+def test_what_is_not_learned_in_turn_has_no_forgetting_drawn(tmp_path):
+    sweep = write_sweep(
+        tmp_path, {"method.name": ["seq_lora", "joint_lora"], "method.ortho_lambda": [0.0, 0.1], "seed": [0]}
+    )
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    summary = summaries.summarise(sweep)
+    configurations = tuple(
+        dataclasses.replace(one, learns_in_turn=one.values["method"] == "seq_lora") for one in summary.configurations
+    )
+    found = {p.name: p for p in sweep_pictures(dataclasses.replace(summary, configurations=configurations))[0]}
+    rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
+    assert rows and all("seq_lora" in row for row in rows)
+    forgetting = found["against_lambda"].figure.axes[1]
+    drawn = {line.get_label(): np.isfinite(line.get_ydata()).all() for line in forgetting.lines}
+    assert drawn == {"method=seq_lora": True, "method=joint_lora": False}
 
 
 def test_forgetting_by_task_is_what_fm_is_the_mean_of():

@@ -3,6 +3,7 @@ import io
 import json
 import math
 import re
+import textwrap
 import tracemalloc
 from dataclasses import replace
 
@@ -12,11 +13,13 @@ from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, 
 from matplotlib import image
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.labels import label, short_names
+from latent_sweep.labels import METHOD_NAMES, distinct_labels, label, short_names
+from latent_sweep.methods import METHODS
 from latent_sweep.results import report, summaries
 from latent_sweep.results.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
+from latent_sweep.results.latex import latex
 from latent_sweep.results.page import render_page
-from latent_sweep.results.sections import together
+from latent_sweep.results.sections import Cell, Section, Table, sections, together
 from latent_sweep.store.folders import open_sweep
 from latent_sweep.store.sealed import sealed_json
 
@@ -121,6 +124,97 @@ def test_the_latex_table(summary):
     assert r"$0.0$ & $3$ & $\mathbf{42.00} \pm 2.65$ & $42.00 \pm 2.65$ & $12.00 \pm 2.00$ \\" in text
     assert r"\mathbf{50.00}" not in text
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
+
+
+def test_latex_tables_stand_in_floats_with_caption_label_and_notes(summary):
+    text = report.render(summary, "latex")
+    floats = re.findall(r"\\begin\{table\}(.*?)\\end\{table\}", text, re.DOTALL)
+    assert len(floats) == 2
+    for found in floats:
+        order = [r"\caption{", r"\label{tab:lambda-", r"\toprule", r"\midrule", r"\bottomrule", r"\footnotesize"]
+        assert [found.index(part) for part in order] == sorted(found.index(part) for part in order)
+    assert len(set(re.findall(r"\\label\{(.*?)\}", text))) == 2
+    assert r"\begin{tabular}{rrrrr}" in floats[0]
+
+
+@pytest.mark.parametrize(
+    ("cell", "written"),
+    [
+        (Cell("+0.81 [-1.37, +2.99] n.s.", 0.0081), r"$+0.81\ [-1.37, +2.99]\ \mathrm{n.s.}$"),
+        (Cell("-4.05", -4.05), "$-4.05$"),
+        (Cell("1e-05", 1e-5), "$10^{-5}$"),
+        (Cell("3e-05", 3e-5), r"$3 \times 10^{-5}$"),
+        (Cell("460,800", 460800), "$460{,}800$"),
+        (Cell("64 to 68", 64), r"$64\mbox{--}68$"),
+        (Cell("1/3", 1), "$1/3$"),
+        (Cell("-"), "--"),
+        (Cell("62.60 ± 3.75", 62.6, best=True), r"$\mathbf{62.60} \pm 3.75$"),
+    ],
+)
+def test_latex_writes_numbers_in_math_mode(cell, written):
+    text = latex([Section("any", "title", Table(["x"], [[cell], [Cell("1", 1.0)]]))], "name")
+    assert f"\n{written} \\\\\n" in text
+
+
+def test_latex_calls_methods_as_papers_do(tmp_path):
+    assert set(METHOD_NAMES) == set(METHODS)
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "mine_lora"], "seed": [0]})
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    text = report.render(summaries.summarise(sweep), "latex")
+    assert "\nSeqLoRA & $1$ &" in text and "\nmine\\_lora & $1$ &" in text
+    assert r"\begin{tabular}{lrrrr}" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_text_for_a_narrow_terminal_loses_nothing(tmp_path, width):
+    axes = {"method.name": ["latent_lora", "gain_lora"], "router.scope": ["prompt", "input_only"], "seed": [0, 1]}
+    sweep = write_sweep(tmp_path, axes)
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.50 + 0.01 * number, 0.1)
+    summary = summaries.summarise(sweep, baseline=["method=gain_lora", "scope=prompt"])
+    wide, narrow = (report.render(summary, width=limit) for limit in (None, width))
+    assert max(map(len, wide.splitlines())) > 80
+    assert max(map(len, narrow.splitlines())) <= width
+    letters = "".join(narrow.split())
+    for table in (section.table for section in sections(summary) if section.table):
+        for text in (*table.header, *(cell.text for row in table.rows for cell in row)):
+            assert text in narrow or wrapped(text, narrow) or "".join(text.split()) in letters
+
+
+def wrapped(text, page):
+    """Whether the words of a text, or pieces of them, are all on the page."""
+    return all(piece in page for word in text.split() for piece in textwrap.wrap(word, 8))
+
+
+def test_what_is_too_wide_is_split_and_names_its_rows_again(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    lines = report.render(summaries.summarise(sweep), width=40).partition("\n\n")[2].splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["lambda", "------", "0.0", "0.1"]
+    assert lines[4] == "" and lines[5].split() == ["lambda", "FM", "(%)"]
+
+
+@pytest.mark.parametrize(
+    ("averages", "marked"),
+    [
+        ((0.0, 0.0), [False, False]),
+        ((0.5, 0.5), [False, False]),
+        ((0.5, 0.5, 0.4), [True, True, False]),
+        ((0.5,), [False]),
+    ],
+)
+def test_the_highest_is_marked_only_where_something_is_lower(tmp_path, averages, marked):
+    sweep = write_sweep(tmp_path, {"method.rank": list(range(1, len(averages) + 1)), "seed": [0]})
+    for trial, average in zip(sweep, averages, strict=True):
+        run_to_end(trial, average, 0.0)
+    summary = summaries.summarise(sweep)
+    assert [summary.is_marked(one) for one in summary.configurations] == marked
+    assert [row["best_AP"] for row in report.records(summary)] == [average == max(averages) > 0 for average in averages]
+    text = report.render(summary)
+    assert ("* highest AP" in text) == any(marked)
+    assert ("nothing was learned" in text) == summary.nothing_learned == (not any(averages))
 
 
 def test_the_csv_table(summary):
@@ -394,6 +488,27 @@ def test_short_names(paths, expected):
     assert list(short_names(paths).values()) == expected
 
 
+def test_distinct_labels_leave_out_what_follows_from_what_stands_before():
+    points = [
+        {"method": "zero_shot", "mode": "last", "lambda": None},
+        {"method": "latent_lora", "mode": "soft", "lambda": 0.0},
+        {"method": "latent_lora", "mode": "soft", "lambda": 1e-5},
+        {"method": "latent_lora", "mode": "sum", "lambda": 0.0},
+        {"method": "ewc", "mode": "last", "lambda": None},
+        {"method": "ewc", "mode": "last", "lambda": 0.1},
+    ]
+    assert distinct_labels(points) == [
+        "zero_shot",
+        "latent_lora mode=soft lambda=0.0",
+        "latent_lora mode=soft lambda=1e-05",
+        "latent_lora mode=sum",
+        "ewc",
+        "ewc lambda=0.1",
+    ]
+    assert distinct_labels([{"lambda": 0.1}]) == [""]
+    assert distinct_labels([]) == []
+
+
 def test_close_values_keep_different_labels():
     assert label({"lr": 3e-05}) != label({"lr": 2e-05})
     assert label({"lambda": 0.1, "mode": "soft", "seed": 0}) == "lambda=0.1 mode=soft seed=0"
@@ -442,6 +557,13 @@ def test_what_is_not_learned_task_after_task_is_named(tmp_path):
         second.journal.append("stage", tasks_seen=seen, task="x", lineage="first", scores=scores, metrics=metrics)
     second.journal.append("finished", metrics=metrics, files={})
     summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    reference = summary.configurations[1]
+    assert (reference.learning_accuracy, reference.forgetting) == (None, None)
+    assert list(reference.comparison.differences) == ["AP"]
+    assert "| all_first | 1 | 50.00 | - | - |" in report.render(summary, "markdown")
+    assert [(row["FM_mean"], row["LA_mean"], row["BWT_difference"]) for row in report.records(summary)][1] == (
+        None,
+    ) * 3
     assert report.render(summary).count(note) == 2, "under the table, and under that of differences"
     assert note in " ".join(together([summary, summary]).notes)
 

@@ -22,13 +22,13 @@ from latent_sweep.learn.events import Begun, Doing, Step
 from latent_sweep.results import progress
 from latent_sweep.results import state as states
 from latent_sweep.results.drawing import draw
-from latent_sweep.results.lines import news, status_lines, summary
+from latent_sweep.results.lines import duration, news, status_lines, summary, time_left_text
 from latent_sweep.results.progress import ProgressWriter, say_driving
 from latent_sweep.results.screen import Lines, Reel
 from latent_sweep.results.sections import counts
 from latent_sweep.results.state import SweepWatch, current
 from latent_sweep.results.summaries import summarise
-from latent_sweep.results.trial_states import time_left
+from latent_sweep.results.trial_states import TimeLeft, time_left
 from latent_sweep.store import telling
 from latent_sweep.store.folders import driven_since, driving, open_sweep
 from latent_sweep.store.journal import Journal
@@ -320,6 +320,21 @@ def test_stages_that_all_take_the_same_have_no_range():
     assert (left.shortest, left.seconds, left.longest) == (28.0, 28.0, 28.0)
     assert time_left([5.0] * 2, 6, 0.0) is None
     assert time_left([5.0] * 4, 0, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("left", "ranged"),
+    [
+        (TimeLeft(600, 500, 700), True),
+        (TimeLeft(146, 0, 479), False),
+        (TimeLeft(28, 28, 28), True),
+        (TimeLeft(0, 0, 90), False),
+    ],
+)
+def test_a_range_is_said_where_it_says_something(left, ranged):
+    text = time_left_text(left)
+    assert (f"({duration(left.shortest)} to {duration(left.longest)})" in text) == ranged
+    assert duration(left.seconds or left.longest) in text
 
 
 def test_only_journals_that_have_changed_are_read_again(sweep, monkeypatch):

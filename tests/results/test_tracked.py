@@ -1,6 +1,12 @@
 import random
 
-from latent_sweep.results.tracked import _history, unsent
+import pytest
+from helpers.sweep_folders import journal_of, start, write_sweep
+
+from latent_sweep.results.definition import defined_events
+from latent_sweep.results.summaries import summarise
+from latent_sweep.results.tracked import _history, configuration_contents, trial_content, unsent
+from latent_sweep.store.folders import TrialFolder
 
 
 def stage(number, seen, value):
@@ -42,3 +48,43 @@ def test_whenever_it_is_brought_and_whatever_is_lost_the_newest_values_are_there
         sent |= {(point.step, point.time): point.value for point in points}
         newest = {step: sent[step, time] for step, time in sorted(sent)}
         assert newest == {point.step: point.value for point in _history(events)}
+
+
+def of_reference(sweep):
+    """A finished trial that leaves behind the same snapshot at every stage."""
+    (trial,) = sweep
+    start(trial)
+    for seen in (1, 2, 3):
+        scores = dict.fromkeys(["sentiment", "summary", "intent"][:seen], 0.5)
+        metrics = {"AP": 0.5, "FM": 0.0, "BWT": 0.0, "FM_scorer": 0.0}
+        told = {"tasks_seen": seen, "task": list(scores)[-1], "lineage": "first", "reused": False}
+        journal_of(trial).append("stage", **told, scores=scores, metrics=metrics)
+    journal_of(trial).append("finished", metrics=metrics, files={})
+    return trial
+
+
+@pytest.mark.parametrize("planned", [None, ("first",) * 3])
+def test_a_tracker_gets_no_measure_that_is_not_defined(tmp_path, planned):
+    """From the first stage on where the snapshots were planned, else once two stages have shown it."""
+    sweep = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
+    trial = of_reference(sweep)
+    trial = TrialFolder(**vars(trial) | {"lineages": planned})
+    found = {(point.key, point.step) for point in trial_content(sweep, trial, trial.events()).history}
+    others = {key for key, step in found if step > 1 or planned}
+    assert "AP" in others and others.isdisjoint({"FM", "BWT", "FM_scorer"})
+    (summary,) = configuration_contents(sweep, summarise(sweep))
+    assert {point.key for point in summary.history} == {"n", "AP_mean"}
+    events = trial.events()
+    for count in range(len(events)):  # or a tracker would hold points that nothing says any more
+        assert defined_events(trial, events[:count]) == defined_events(trial, events)[:count]
+
+
+def test_runs_are_called_by_what_tells_them_apart_and_the_seed_last(tmp_path):
+    axes = {"backbone.name": ["t5-large"], "seed": [0, 1], "method.ortho_lambda": [0.0, 0.1]}
+    sweep = write_sweep(tmp_path, axes)
+    assert [" ".join(names) for names in sweep.run_names.values()] == [
+        f"lambda={value} seed={seed}" for seed in (0, 1) for value in (0.0, 0.1)
+    ]
+    alone = write_sweep(tmp_path, {"seed": [3]}, name="alone")
+    assert list(alone.run_names.values()) == [("", "seed=3")]
+    assert list(write_sweep(tmp_path, {}, name="one").run_names.values()) == [("", "")]

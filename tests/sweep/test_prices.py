@@ -1,6 +1,7 @@
 """What a sweep costs, reckoned by hand."""
 
 import json
+import re
 
 import pytest
 from helpers.buckets import URI, WholeFiles
@@ -190,7 +191,7 @@ def test_without_prices_the_amounts_are_said_alone(tmp_path):
     text, record = planned(tmp_path, 1, prices={})
     assert record["costs"][0]["price"] is record["costs"][0]["cost_least"] is None
     (line,) = [line for line in text.splitlines() if "estimate" in line]
-    assert "GPU-hours of A100" in line and "(" not in line and "together" not in line
+    assert re.search("GPU-(hours|minutes) of A100", line) and "(" not in line and "together" not in line
 
 
 # --- once it has run -------------------------------------------------------------------------------------------------
@@ -260,6 +261,19 @@ def test_hours_at_work_end_before_the_driver_says_that_a_scheduler_has_stopped(t
     journal_of(trial).append("failed", time=1800.0, kind="error", message="no", task=None, step=None)
     journal_of(trial).append("stopped", time=36_000.0, tasks_seen=1, reason="others had a higher AP")
     assert summarise(sweep).spent == (("CPU-hours", 2.0, 2.0, None),)  # half an hour with four threads
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        (Item("CPU-hours", 0.094, 0.094), "5.6 CPU-minutes"),
+        (Item("GPU-hours of A100", 0.25, 0.5, 4.0), "15.0 to 30.0 GPU-minutes of A100 (1.00 to 2.00)"),
+        (Item("CPU-hours", 0.5, 2.0), "0.5 to 2.0 CPU-hours"),
+        (Item("PUTs", 0.5, 0.5), "0.5 PUTs"),
+    ],
+)
+def test_less_than_an_hour_is_told_in_minutes(item, text):
+    assert item.text() == text
 
 
 def test_a_report_says_what_it_came_to(told):

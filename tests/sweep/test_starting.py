@@ -42,6 +42,13 @@ def trials_of(sweep):
     return [*candidate_trials(due), *expand(sweep, chosen_for(sweep, stand_ins(due)))]
 
 
+@pytest.mark.parametrize(("backbone", "says"), [("tiny-llama", True), (EMBEDDED, False), ("t5-large", False)])
+def test_random_weights_are_named(backbone, says, capsys):
+    assert main(["init", "one", "--backbone", backbone]) == 0
+    assert ("random weights" in capsys.readouterr().out) == says
+    assert ("random weights" in Path("one.yaml").read_text()) == says
+
+
 def test_the_command_knows_every_purpose():
     assert tuple(starting.PURPOSES) == command.PURPOSES
 
