@@ -1,4 +1,4 @@
-"""Scores that tell nothing are found before anything is learned: by `plan`, and by `benchmark check`."""
+"""Scores that mean nothing are found before anything is learned: by `plan`, and by `benchmark check`."""
 
 from __future__ import annotations
 
