@@ -171,6 +171,7 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
     known = list(dict.fromkeys(text for each in task.references for text in each))
     numbers = known if task.metric == "number_match" else []
     letters = "".join(known)
+    labels = (task.labels or ())[: TRIED if outside else None]
     most = TRIED if outside else FEW_ANSWERS if len(known) <= FEW_ANSWERS else ANSWERS
     return AnswerReport(
         metric=task.metric,
@@ -178,7 +179,8 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
         equal=_mean(equal),
         attainable=_mean(attained),
         unattainable=sum(
-            not score and any(text.strip() for text in each) for score, each in zip(whole, references, strict=True)
+            not score and (best > 0 or not outside) and any(text.strip() for text in each)
+            for score, best, each in zip(whole, equal, references, strict=True)
         ),
         lost=lost[0] if lost else None,
         empty=_mean(_scores(task, filled, [""] * len(filled))),
@@ -186,7 +188,7 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
         constant=_mean(_scores(task, rows, [most_frequent] * len(rows))),
         copied=_mean(_scores(task, rows[::4], [task.inputs[row] for row in rows[::4]])),
         confusion=_confusion(task, [most_frequent, *_spread(known, most)]),
-        labels_alike=None if outside or reads_input(task.metric) else first_alike(task.labels or (), task.metric),
+        labels_alike=None if reads_input(task.metric) else first_alike(labels, task.metric),
         letters_read=rouge_reads(letters) if task.metric in _OF_ROUGE else 1.0,
         unspaced=len(_UNSPACED.findall(letters)) / max(1, sum(map(str.isalnum, letters))),
         numbers_as_written=[text for text in numbers if is_unread(text)],
@@ -239,7 +241,11 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
 
 def _unreachable(report: AnswerReport) -> Iterator[Problem]:
     """Yield a problem if a model that repeats each reference would not score 1."""
-    whole = report.equal if report.metric == "sari" else 1.0  # which gives an equal answer less by its definition
+    outside = ":" in report.metric
+    if outside and report.equal < LOWEST:
+        count = f"{report.equal:.2f}, as a mean over {report.tried:,} test rows tried"
+        yield Problem(f"{report.metric} gives little to an answer equal to its reference", count, "", "", False)
+    whole = report.equal if outside or report.metric == "sari" else 1.0  # these define what an equal answer scores
     if report.attainable > whole - 0.0005:
         return
     example = f"{_short(report.lost[0])} is written {_short(report.lost[1])}" if report.lost else ""
