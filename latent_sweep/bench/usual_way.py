@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from latent_sweep.metrics import score_rows
+from latent_sweep.metrics import cut_answer, score_rows
 
 Example = Mapping[str, Any]
 """`prompt_ids` and `target_ids`; a test row has `references`, the accepted texts."""
@@ -207,10 +207,7 @@ def generate_answers(
 
 def answer_texts(tokenizer: Any, answers: Sequence[Sequence[int]], stop: Sequence[str]) -> list[str]:
     """Answers as text, cut at the first stop string."""
-    texts = [text.lstrip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
-    for mark in stop:
-        texts = [text.partition(mark)[0] for text in texts]
-    return [text.strip() for text in texts]
+    return [cut_answer(text, stop) for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
 
 def mean_embeddings(table: Tensor, rows: Sequence[Example]) -> Any:

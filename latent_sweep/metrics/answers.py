@@ -61,7 +61,7 @@ def without_blank_lines(text: str) -> str:
 
 
 def cut_answer(text: str, stop: Sequence[str]) -> str:
-    """Return what counts of a generated text: up to the first stop string behind some text, without blank lines."""
+    """Return a generated text up to the first stop string after some text, without the blank lines before it."""
     body = text.lstrip()
     before = text[: len(text) - len(body)]
     for mark in stop:
@@ -75,7 +75,7 @@ def normalise_answer(text: str) -> str:
 
 
 def _metric(score: Callable[..., float]) -> Callable[..., float]:
-    """Give a function the texts as they are compared: composed and trimmed; an empty answer is right for itself alone.
+    """Pass composed and trimmed texts to a metric; an empty answer scores 1 for an empty reference, else 0.
 
     Raises:
         ValueError: there is no reference.
@@ -94,7 +94,7 @@ def _metric(score: Callable[..., float]) -> Callable[..., float]:
 def exact_match(prediction: str, references: Sequence[str]) -> float:
     """1.0 where the normalised prediction equals a normalised reference, else 0.0.
 
-    Texts of which normalising leaves nothing, such as `-`, are compared as they are written.
+    A text that normalizes to nothing, such as `-`, is compared as it is written.
     """
     answer = _normalised_or_whole(prediction)
     return float(any(answer == _normalised_or_whole(reference) for reference in references))
@@ -182,8 +182,8 @@ def sari(prediction: str, references: Sequence[str], text: str) -> float:
     """SARI of one simplification against all its references (Xu et al. 2016), of words in lower case.
 
     The mean over n-grams of one to four words of (F of what is kept + P of what is deleted + F of what is added) / 3,
-    as in the authors' SARI.py; also as there, a part of which there is nothing counts 0, so that an answer equal to
-    its reference need not score 1. Words end at blanks, so punctuation counts apart only where it stands apart.
+    as in the authors' SARI.py; also as there, an empty part counts 0, so that an answer equal to its reference need
+    not score 1. Words end at blanks, so punctuation counts apart only where it stands apart.
 
     Args:
         text: what was to be simplified, the row's input.
@@ -342,9 +342,9 @@ def score_rows(
 
 
 def first_alike(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[str, str] | None:
-    """Return the first two different answers of which one scores 1 as an answer to the other; None if there are none.
+    """Return the first pair of different answers that scores 1, one as the answer to the other; None without one.
 
-    Words of one stem, which Rouge takes for equal, are passed over.
+    Rouge is not stemmed here.
 
     Raises:
         ConfigError: as `score_rows`.

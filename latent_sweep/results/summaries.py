@@ -94,7 +94,7 @@ class Configuration:
     task_scores: Mapping[str, Statistic]
     """Task -> score after the last task, in the order of learning."""
     constants: Mapping[str, float]
-    """Task -> score of its most frequent training answer; without those whose journals tell none."""
+    """Task -> score of its most frequent training answer; without tasks whose journal has none."""
     router: Mapping[str, Statistic]
     """Metric of `ROUTER_MEASURES` -> its value after the last task that has one; a mean over stages of the AUROC."""
     computed_with: Mapping[str, tuple[str, ...]]

@@ -1,8 +1,8 @@
-"""What the scores of a task can tell: are answers told apart, can they be written, and were they trained?
+"""Checks of a task's scores before training: do wrong answers score 0, can right ones be written, are they trained?
 
-Answers whose scores are known beforehand are scored by the task's own metric: an empty one, the most frequent training
-answer, a copy of the input, the references of other rows, and what is left of each reference after the backbone's
-tokenizer and the limits of an answer. Rows are sampled evenly, so the work per task is bounded.
+The task's own metric scores answers whose scores should be known: an empty one, the most frequent training answer, a
+copy of the input, references of other rows, and what the backbone's tokenizer and the limits of an answer leave of each
+reference. Rows are sampled evenly, so the work per task is bounded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS = 64
 OTHERS = 32
 """Test rows that answers of other rows are scored on, too."""
 ANSWERS = 8
-"""Such answers."""
+"""Answers that are scored on them, if there are more than `FEW_ANSWERS`."""
 TRIED = 3
 """Rows, and answers, for a metric from outside: it may be slow."""
 
@@ -137,7 +137,7 @@ class AnswerReport:
 
 @dataclass(frozen=True)
 class Problem:
-    """What scores of a task cannot be trusted for."""
+    """A reason not to trust a task's scores."""
 
     topic: str
     count: str
@@ -171,21 +171,24 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
     known = list(dict.fromkeys(text for each in task.references for text in each))
     numbers = known if task.metric == "number_match" else []
     letters = "".join(known)
+    labels = (task.labels or ())[: TRIED if outside else None]
+    most = TRIED if outside else FEW_ANSWERS if len(known) <= FEW_ANSWERS else ANSWERS
     return AnswerReport(
         metric=task.metric,
         tried=len(rows),
         equal=_mean(equal),
         attainable=_mean(attained),
         unattainable=sum(
-            not score and any(text.strip() for text in each) for score, each in zip(whole, references, strict=True)
+            not score and (best > 0 or not outside) and any(text.strip() for text in each)
+            for score, best, each in zip(whole, equal, references, strict=True)
         ),
         lost=lost[0] if lost else None,
         empty=_mean(_scores(task, filled, [""] * len(filled))),
         most_frequent=most_frequent,
         constant=_mean(_scores(task, rows, [most_frequent] * len(rows))),
         copied=_mean(_scores(task, rows[::4], [task.inputs[row] for row in rows[::4]])),
-        confusion=_confusion(task, [most_frequent, *_spread(known, TRIED if outside else ANSWERS)]),
-        labels_alike=None if outside or reads_input(task.metric) else first_alike(task.labels or (), task.metric),
+        confusion=_confusion(task, [most_frequent, *_spread(known, most)]),
+        labels_alike=None if reads_input(task.metric) else first_alike(labels, task.metric),
         letters_read=rouge_reads(letters) if task.metric in _OF_ROUGE else 1.0,
         unspaced=len(_UNSPACED.findall(letters)) / max(1, sum(map(str.isalnum, letters))),
         numbers_as_written=[text for text in numbers if is_unread(text)],
@@ -237,8 +240,12 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
 
 
 def _unreachable(report: AnswerReport) -> Iterator[Problem]:
-    """Yield a problem where even a model that repeats each reference does not score 1."""
-    whole = report.equal if report.metric == "sari" else 1.0  # which gives an equal answer less by its definition
+    """Yield a problem if a model that repeats each reference would not score 1."""
+    outside = ":" in report.metric
+    if outside and report.equal < LOWEST:
+        count = f"{report.equal:.2f}, as a mean over {report.tried:,} test rows tried"
+        yield Problem(f"{report.metric} gives little to an answer equal to its reference", count, "", "", False)
+    whole = report.equal if outside or report.metric == "sari" else 1.0  # these define what an equal answer scores
     if report.attainable > whole - 0.0005:
         return
     example = f"{_short(report.lost[0])} is written {_short(report.lost[1])}" if report.lost else ""
@@ -286,7 +293,7 @@ def _unread(report: AnswerReport) -> Iterator[Problem]:
 def other_form(train: Sequence[Row], test: Sequence[Row]) -> int:
     """Count the test rows whose Unicode normalization form is not the one that most training rows have.
 
-    Only rows tell that hold a letter which has two forms; without any in training, the form is NFC.
+    Rows without a letter that has two forms do not count. If no training row has one, the usual form is NFC.
     """
     forms = Counter(form for row in train if (form := _form(row)) is not None)
     usual = forms.most_common(1)[0][0] if forms else "NFC"
@@ -319,7 +326,8 @@ def _mean(scores: Sequence[float]) -> float:
 def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
     """Find the answer that scores 1 on most rows whose references differ from it.
 
-    Of an answer that is right in some rows, those count that are fewer: with it and with other references.
+    If it is right for some rows, the largest group of rows with one reference does not count: two labels that the
+    metric takes for equal spoil as many rows as the rarer one has.
     """
     rows = _spread(range(len(task.references)), TRIED if ":" in task.metric else OTHERS)
     most = Confusion(0, len(rows))
@@ -337,9 +345,9 @@ def _confusion(task: TaskAnswers, answers: Sequence[str]) -> Confusion:
 
 
 def _as_seen(metric: Metric, text: str) -> str:
-    """Return what tells answers apart for a reader: not case, blanks, or punctuation between words.
+    """Return a text without what readers ignore: case, blanks, and punctuation between words.
 
-    Of a number it is the last word with a digit: a metric of numbers is meant to pass over what else is written.
+    For a metric of numbers it is the last word with a digit, since such a metric ignores other words by design.
     """
     seen = " ".join(composed(text).casefold().split())
     if metric == "number_match":

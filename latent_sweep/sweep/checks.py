@@ -435,6 +435,7 @@ class Case:
             "version": CHECKS_VERSION,
             "data": [data_digest(self.spec, self.task, split, b, source=self.sources.get(split)) for split in SPLITS],
             "allow": sorted(self.task.allow),
+            "labels": list(self.task.labels or ()),
             "metric": [metric := scoring_metric(b, self.task), metric_source(metric)],
             "tokenizer": self.reader.digest,
             "family": self.reader.family,
@@ -705,7 +706,7 @@ def _check_inputs(case: Case, found: Findings) -> None:
 
 
 def _check_answers(case: Case, found: Findings) -> None:
-    """Find answers whose scores say nothing: that are not told apart, cannot be written, or were never trained."""
+    """Find answers that score like others, that no model can write, and that are never trained."""
     try:
         report = case.answer_report
     except ConfigError as error:  # of a metric from outside

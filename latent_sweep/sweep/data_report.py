@@ -141,12 +141,11 @@ class BenchmarkReport:
         return lines
 
     def _score_line(self, scores: AnswerReport) -> str:
-        best = f"the best that can be written {scores.attainable:.1%}" if self.reads_tokens else "not checked by tokens"
-        found = scores.confusion
+        written = f"{scores.attainable:.1%}" if self.reads_tokens else "not checked"
         return (
-            f"of {scores.tried:,} test rows: equal answers {scores.equal:.1%}, {best}, the most frequent training "
-            f"answer {scores.most_frequent[:40]!r} {scores.constant:.1%}, a copy of the input {scores.copied:.1%}, an "
-            f"empty answer {scores.empty:.1%}; an answer to other rows is right in {found.rows:,} of {found.of:,}"
+            f"on {scores.tried:,} test rows: references {scores.equal:.1%}, references as the tokenizer writes them "
+            f"{written}, the most frequent training answer {scores.most_frequent[:40]!r} {scores.constant:.1%}, copies "
+            f"of the input {scores.copied:.1%}, empty answers {scores.empty:.1%}"
         )
 
     def _split_lines(self, split: SplitReport) -> Iterable[str]:

@@ -409,7 +409,7 @@ def test_a_stop_string_before_the_answer_does_not_end_it(setting):
         choose=lambda logits, answers: torch.tensor([next(written)]),
     )
     assert backbone.tokenizer.decode(found[0]) == "\n red\n"
-    assert answer_text(backbone, found[0], ("\n",)) == "red"
+    assert answer_text(backbone, found[0], ("\n",)) == " red"
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,16 @@
-"""Scores that tell nothing are found before anything is learned: by `plan`, and by `benchmark check`."""
+"""Scores that mean nothing are found before anything is learned: by `plan`, and by `benchmark check`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.outside import outside_module
 from helpers.sweeps import change_benchmark, tiny, write_benchmark
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -101,6 +102,34 @@ def test_labels_equal_under_accuracy_are_refused_with_the_file(tmp_path: Path) -
 def test_a_copy_of_the_input_is_scored() -> None:
     answers = [f"row {i}" for i in range(8)]
     assert examined("edit_similarity", answers, answers, inputs=answers).copied == 1
+
+
+SCORERS = """
+def longer(prediction, references):
+    return float(len(prediction) > len(references[0]))
+
+def half(prediction, references):
+    return 0.5
+
+def tagged(prediction, references):
+    return float(prediction == references[0]) if "<" in prediction else 0.0
+"""
+
+
+@pytest.fixture
+def scorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with metrics."""
+    yield from outside_module(tmp_path, monkeypatch, SCORERS)
+
+
+def test_a_metric_from_outside_says_itself_what_an_equal_answer_scores(scorers: str) -> None:
+    (little,) = problems(examined(f"{scorers}:longer", ["a", "b"] * 4, ["a", "b"] * 4))
+    assert (little.is_fault, little.count[:4]) == (False, "0.00")
+    (empty, *_) = problems(examined(f"{scorers}:half", ["a", "b"] * 4, ["a", "b"] * 4))
+    assert (empty.is_fault, empty.count) == (True, "0.50, and 0.50 to an answer equal to its reference")
+    tags = ["<a>", "<b>"] * 4
+    (lost,) = problems(examined(f"{scorers}:tagged", tags, tags, written=lambda text, limited: text.strip("<>")))
+    assert (lost.is_fault, lost.of_tokenizer) == (True, True)
 
 
 # --- read ------------------------------------------------------------------------------------------------------------

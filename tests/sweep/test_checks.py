@@ -199,7 +199,7 @@ def test_empty_answers(own: Path, metric: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", " ", "-"])
-def test_an_answer_beside_labels_is_a_fault_even_one_without_a_letter(own: Path, answer: str) -> None:
+def test_an_answer_that_is_not_in_labels_is_a_fault_even_one_without_a_letter(own: Path, answer: str) -> None:
     change_benchmark(own, task_labels=["ax", "bx"])
     assert said_of(own) == []
     put(own, "left", "test", rows("left", "test", [answer, *["ax"] * 39]))

@@ -119,8 +119,9 @@ def test_code_that_failed_is_corrected_under_the_same_name(tmp_path, benchmark, 
     """It makes another trial of it; the one that was started has scored nothing that could be lost."""
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "metric_of_mine.py"
-    # neither a reference nor nothing, which is what it was tried on before
-    failing = "if answer and answer not in references:\n        raise ValueError('not yet')\n    "
+    # not an answer that it was tried on before: references, of other rows too, inputs, and nothing
+    tried = "not answer or answer.endswith('x') or answer.startswith('test row')"
+    failing = f"if not ({tried}):\n        raise ValueError('not yet')\n    "
     module.write_text(f"def same(answer, references):\n    {failing}return float(answer in references)\n")
     path = write(tmp_path, tiny(**small(benchmark), run__storage=str(tmp_path / "runs")))
     content = yaml.safe_load((benchmark / "benchmark.yaml").read_text())
