@@ -734,10 +734,10 @@ def _scatter_faults(router: RouterSettings, counts: Sequence[int]) -> list[str]:
             "of freedom; use none, or raise benchmark.train_per_task"
         ]
     if router.epsilon_mode == "relative" and max(pooled) <= most:
+        rows = "1 training row a task" if most == 1 else f"router.components = {most} for as many training rows a task"
         return [
-            f"router.epsilon_mode: found relative, but {max(pooled)} training row{'s' * (max(pooled) > 1)} a task for "
-            f"{most} mean{'s' * (most > 1)} scatter about nothing, and a share of a covariance of zero is zero; use "
-            "absolute, or raise benchmark.train_per_task"
+            f"router.epsilon_mode: found relative, with {rows}: each row is the mean that it is compared with, so the "
+            "covariance is zero, and so is any share of it; use absolute, or raise benchmark.train_per_task"
         ]
     return []
 

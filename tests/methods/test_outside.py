@@ -572,7 +572,7 @@ class Rewriting(Anchored):
 class Rewrite(AnchoredLearner):
     def adaptation(self, rows):
         for row in rows:
-            row["target_ids"] = row["target_ids"][:1]
+            row["prompt_ids"][-1] = 4
         return super().adaptation(rows)
 """
 
