@@ -77,7 +77,7 @@ TRIED = 3
 SPOILED_SHARE = 0.05
 """More of a task's rows than this share are a fault where some are spoiled; no packaged benchmark has as many."""
 
-OWN_CUE = re.compile(r"(?:(?:^|\n)([^\n]{1,30}[:：])|(\w+[:：]))\s*$")
+OWN_CUE = re.compile(r"(?:\n([^\n]{1,30}[:：])|(\w+[:：]))\s*$")
 """What an input ends in that asks for an answer: a short line, or a word, with a colon behind it."""
 
 INVISIBLE_ENDS = re.compile(r"^[\u00ad\u200b-\u200f\u2060\ufeff]|[\u00ad\u200b-\u200f\u2060\ufeff]$")
