@@ -86,7 +86,7 @@ INVISIBLE_ENDS = re.compile(r"^[\u00ad\u200b-\u200f\u2060\ufeff]|[\u00ad\u200b-\
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 """Control characters but tab and line feed."""
 
-UNKNOWN_SHARE = 0.2
+UNKNOWN_SHARE = 0.25
 """Share of the characters of a task's prompts, or of its targets, above which unknown ones are a fault."""
 
 CHECKS_VERSION = 6
