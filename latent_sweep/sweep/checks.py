@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 SAMPLE = 8
 """Texts that are counted in tokens to know how many characters a token has in others like them."""
 
-OWN_CUE = re.compile(r"(?:(?:^|\n)([^\n]{1,30}[:：])|(\w+[:：]))\s*$")
+OWN_CUE = re.compile(r"(?:\n([^\n]{1,30}[:：])|(\w+[:：]))\s*$")
 """What an input ends in that asks for an answer: a short line, or a word, with a colon behind it."""
 
 INVISIBLE_ENDS = re.compile(r"^[\u00ad\u200b-\u200f\u2060\ufeff]|[\u00ad\u200b-\u200f\u2060\ufeff]$")
@@ -67,7 +67,7 @@ INVISIBLE_ENDS = re.compile(r"^[\u00ad\u200b-\u200f\u2060\ufeff]|[\u00ad\u200b-\
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 """Control characters but tab and line feed."""
 
-UNKNOWN_SHARE = 0.2
+UNKNOWN_SHARE = 0.25
 """Share of the characters of a task's prompts, or of its targets, above which unknown ones are a fault."""
 
 CHECKS_VERSION = 6

@@ -1,0 +1,106 @@
+"""Folders that cannot be loaded are faults of a plan: what is missing, unreadable or too large, with the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.sweeps import tiny, write
+from helpers.tiny import load_tiny
+
+from latent_sweep.backbones.embedded_tokenizer import embedded_tokenizer_file, read_tokenizer
+from latent_sweep.backbones.files import EMBEDDED_FILE, embedded_package
+from latent_sweep.backbones.folder_checks import folder_faults, is_path
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.tokenizers import byte_tokenizer, load_tokenizer, tokenizer_at_hand
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Any) -> Path:
+    """A whole checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    load_tiny("tiny-llama").model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+def changed(saved: Path, folder: Path, file: str, change: Callable[[dict[str, Any]], Any]) -> str:
+    """A copy of the checkpoint with one of its files changed."""
+    shutil.copytree(saved, folder)
+    content = json.loads((folder / file).read_text())
+    change(content)
+    (folder / file).write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_a_whole_checkpoint_a_known_backbone_and_a_hub_name_have_no_fault(saved: Path) -> None:
+    for name in (str(saved), "t5-large", "smollm2-135m", "tiny-t5", "random:llama-2-7b", "org/name", "gpt2"):
+        assert folder_faults(BackboneSettings(name=name)) == []
+    assert folder_faults(BackboneSettings(name="t5-large", tokenizer=str(saved))) == []
+
+
+@pytest.mark.parametrize("name", ["./nofolder", "../no", "/no/folder", "~/no-such-folder", "a/b/c", "models/"])
+def test_a_path_without_a_folder_is_a_fault_of_every_command(name: str, tmp_path: Path, capsys: Any) -> None:
+    assert is_path(name)
+    path = write(tmp_path, tiny(trial__backbone={"name": name, "dtype": "float32"}))
+    for command in (["plan", path], ["run", path, "--local"], ["benchmark", "check", "builtin", "--backbone", name]):
+        assert main(command) == 2
+        assert "does not exist" in capsys.readouterr().err
+    (fault,) = folder_faults(BackboneSettings(name="t5-large", tokenizer=name))
+    assert fault.startswith("backbone.tokenizer: ")
+
+
+def test_a_folder_without_a_tokenizer_is_a_fault_unless_another_is_named(saved: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(saved / file, tmp_path / file)
+    (fault,) = folder_faults(BackboneSettings(name=str(tmp_path)))
+    assert str(tmp_path) in fault
+    assert folder_faults(BackboneSettings(name=str(tmp_path), tokenizer=str(saved))) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("tokenizer.json", lambda c: c.update(pre_tokenizer={"type": "FutureSplit"}), "tokenizer.json cannot be read"),
+        ("tokenizer.json", lambda c: c.pop("added_tokens"), "it lacks `added_tokens`"),
+        ("config.json", lambda c: c.update(vocab_size=100), "vocab_size 100"),
+        ("config.json", lambda c: c.update(_attn_implementation="flash_attention_2"), "flash_attn"),
+        ("config.json", lambda c: c.update(attn_implementation="kernels-community/none"), "kernels"),
+    ],
+)
+def test_files_that_the_installed_libraries_cannot_use_are_named(
+    saved: Path, tmp_path: Path, file: str, change: Any, said: str, capsys: Any
+) -> None:
+    name = changed(saved, tmp_path / "changed", file, change)
+    (fault,) = folder_faults(BackboneSettings(name=name))
+    assert said in fault
+    assert name in fault
+    assert main(["plan", write(tmp_path, tiny(trial__backbone={"name": name, "dtype": "float32"}))]) == 2
+    assert fault[:60] in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_transformers_cannot_make_is_a_fault_of_settings(saved: Path, tmp_path: Path) -> None:
+    """Of a hub model, whose files no plan has seen."""
+    name = changed(saved, tmp_path / "old", "tokenizer.json", lambda c: c.pop("added_tokens"))
+    with pytest.raises(ConfigError, match=r"backbone\.tokenizer: no tokenizer can be loaded"):
+        load_tokenizer(BackboneSettings(name=name))
+
+
+def test_the_embedded_tokenizer_is_the_one_that_transformers_reads(tmp_path: Path, monkeypatch: Any) -> None:
+    from transformers import AutoTokenizer
+
+    own = read_tokenizer(embedded_package() / EMBEDDED_FILE)
+    theirs = AutoTokenizer.from_pretrained(embedded_package(), gguf_file=EMBEDDED_FILE)
+    theirs.save_pretrained(tmp_path)
+    assert json.loads(own.to_str()) == json.loads((tmp_path / "tokenizer.json").read_text())
+    monkeypatch.setenv("LATENT_SWEEP_CACHE", str(tmp_path / "cache"))
+    first = tokenizer_at_hand(BackboneSettings(name="smollm2-135m", dtype="float32"))
+    assert first is not None
+    assert first.to_str() == own.to_str()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [embedded_tokenizer_file().parent.name]

@@ -1,0 +1,213 @@
+"""What a tokenizer does not read of rows, and rows that a model or a router cannot tell apart, by task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.sweeps import change_benchmark, tiny, write_benchmark
+from helpers.tiny import load_tiny
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from latent_sweep.benchmarks.prompts import PromptParts
+from latent_sweep.cli import main
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.sweep.checks import Reader, check_sweep
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.data_report import examine_benchmark
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.readable import Alphabet, alike, ends
+
+
+def latin() -> Tokenizer:
+    """A tokenizer of the characters of ASCII and é, which composes (NFKC) as T5's does."""
+    known = [chr(code) for code in range(32, 127)]
+    pieces = [("<unk>", 0.0), *((character, -1.0) for character in (*known, "é"))]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<unk>"])
+    return tokenizer
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A benchmark of two tasks with 24 training and 6 test rows each, in which nothing is wrong."""
+    return write_benchmark(tmp_path / "own")
+
+
+@pytest.fixture
+def read_by_latin(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a sweep whose tokenizer is `latin`."""
+    (tmp_path / "latin").mkdir()
+    latin().save(str(tmp_path / "latin" / "tokenizer.json"))
+    return {"trial__backbone": {"name": "tiny-llama", "tokenizer": str(tmp_path / "latin")}}
+
+
+def put(own: Path, task: str, split: str, pairs: list[tuple[str, str]]) -> None:
+    rows = [{"input": text, "output": answer} for text, answer in pairs]
+    (own / task / f"{split}.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def said_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> list[str]:
+    changes = {"trial__router": {"components": 1}, "search": {}} | changes
+    content = tiny(trial__benchmark={"name": str(own), **(benchmark or {})}, **changes)
+    sweep = parse_sweep(content, "sweep.yaml")
+    return check_sweep(sweep, expand(sweep))
+
+
+def faults_of(own: Path, benchmark: dict[str, Any] | None = None, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        said_of(own, benchmark, **changes)
+    return str(caught.value)
+
+
+# --- characters ------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_characters_are_counted_after_normalization() -> None:
+    alphabet = Alphabet(Reader("t5", latin()))
+    count = alphabet.count(["plain", "cafe\u0301", "x 中文 y", "ü"])
+    assert (count.texts, count.example) == (2, "中文ü")
+    assert count.share == pytest.approx(3 / (5 + 5 + 4 + 1))  # of characters that are no blanks, as they stand there
+    assert not Alphabet(load_tiny("tiny-llama").tokenizer).count(["中文"]).texts
+
+
+def test_words_are_what_a_tokenizer_of_words_knows() -> None:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    assert Alphabet(Reader("t5", words)).count(["a", "bc"]) == (1, 2 / 3, "bc")
+
+
+def test_some_unknown_characters_are_a_warning_by_task_and_many_a_fault(
+    own: Path, read_by_latin: dict[str, Any]
+) -> None:
+    put(own, "left", "train", [(f"train row {i} of left{' ü' * (i < 3)}", "ax") for i in range(24)])
+    (warning,) = said_of(own, **read_by_latin)
+    assert "left 3 of 24 training" in warning
+    put(own, "right", "train", [(f"{i} 这部电影很好看", "ax") for i in range(24)])
+    assert "task right" in faults_of(own, **read_by_latin)
+    change_benchmark(
+        own, tasks=[{"name": n, "metric": "accuracy", "allow": ["unknown_characters"]} for n in ("left", "right")]
+    )
+    assert any("right 24 of 24 training" in line for line in said_of(own, **read_by_latin))
+
+
+def test_a_trial_finds_what_no_plan_could(
+    own: Path, runs: Any, monkeypatch: Any, read_by_latin: dict[str, Any]
+) -> None:
+    """The tokenizer of a hub model that nobody has loaded yet."""
+    from latent_sweep.backbones import tokenizers
+
+    put(own, "right", "train", [(f"{i} 这部电影很好看", "ax") for i in range(24)])
+    (folder := Path(read_by_latin["trial__backbone"]["tokenizer"])).joinpath("tokenizer.json").unlink()
+    byte = tokenizers.byte_tokenizer()
+    byte.save_pretrained(folder)
+    monkeypatch.setattr(
+        "latent_sweep.learn.trial.Reader", lambda family, tokenizer, chat: Reader(family, latin(), chat)
+    )
+    with pytest.raises(DataError, match="task right: the tokenizer does not know"):
+        runs.run(runs.packs(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={}))
+
+
+def test_a_tokenizer_that_reads_nothing_is_a_fault(own: Path, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    Tokenizer(models.BPE({}, [])).save(str(tmp_path / "none" / "tokenizer.json"))
+    there = {"trial__backbone": {"name": "tiny-llama", "tokenizer": str(tmp_path / "none")}}
+    assert "makes no token" in faults_of(own, **there)
+
+
+# --- prompts that are alike ------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_alike_where_their_tokens_are() -> None:
+    texts = ["same 1", "same 2", "other", "same 1"]
+    prompts = [PromptParts("", text, "") for text in texts]
+    tokens = {PromptParts("", text, ""): text[:4] for text in texts}
+    assert alike(prompts, lambda parts: parts.input[:2], tokens.__getitem__) == [[0, 1, 3]]
+    assert alike(prompts, lambda parts: parts.input, tokens.__getitem__) == []  # never encoded
+
+
+@pytest.mark.parametrize(("kept", "both", "left"), [(40, False, "0123456789"), (16, False, "0123"), (-3, False, "")])
+def test_the_ends_that_surely_stay_are_a_character_for_four_tokens(kept: int, both: bool, left: str) -> None:
+    assert ends("0123456789", kept, both) == left
+    assert ends("0123456789", 16, True) == "0189"
+    assert ends("0123456789", 3, True) == ""
+
+
+@pytest.mark.parametrize("truncation", ["keep_cue", "keep_ends", "official"])
+def test_prompts_that_lose_all_differences_are_a_fault_and_some_a_warning(own: Path, truncation: str) -> None:
+    said = "Read what follows, think, and say of it in two letters what it is. "
+    last = " Nothing more." * 4
+    for split, count in (("train", 24), ("test", 6)):
+        put(own, "left", split, [(f"{said}{split} row {i}.{last}", "ax") for i in range(count)])
+    settings = {"max_source_length": 64, "truncation": truncation}
+    assert "all 24 training prompts are the same tokens" in faults_of(own, settings)
+    change_benchmark(own, task_instruction="Two letters.")
+    rows = [(f"row {i} {said}", "ax") for i in range(22)] + [(f"{said}row {i}{last}", "ax") for i in (22, 23)]
+    put(own, "left", "train", rows)
+    put(own, "left", "test", [(f"{i} of test", "ax") for i in range(6)])
+    assert any("left 2 of 24 training" in line and "same tokens" in line for line in said_of(own, settings))
+
+
+def test_prompts_of_unknown_characters_are_the_same_tokens(own: Path, read_by_latin: dict[str, Any]) -> None:
+    change_benchmark(own, task_allow=["unknown_characters"])
+    put(own, "left", "train", [(chr(0x4E00 + i) * 9, "ax") for i in range(24)])
+    assert "all 24 training prompts are the same tokens" in faults_of(own, **read_by_latin)
+
+
+# --- tasks with the same prompts -------------------------------------------------------------------------------------
+
+
+def test_tasks_with_the_same_prompts_are_a_fault_and_some_in_common_a_warning(own: Path, capsys: Any) -> None:
+    rows = json.loads((own / "left" / "train.json").read_text())
+    (own / "right" / "train.json").write_text(json.dumps(rows))
+    assert "left and right" in faults_of(own)
+    assert "left and right" in faults_of(own, {"train_per_task": 4})  # of the same file, whichever rows are taken
+    assert main(["benchmark", "check", str(own)]) == 1
+    change_benchmark(own, task_instruction="Which letters?")  # which the router reads
+    assert said_of(own) == []
+    change_benchmark(own, task_instruction="")
+    put(own, "right", "train", [(row["input"] if i < 5 else f"{i} of right", "ax") for i, row in enumerate(rows)])
+    (warning,) = said_of(own)
+    assert "left and right 5 of 24" in warning
+    (own / "right" / "train.json").write_text(json.dumps(rows))
+    change_benchmark(own, task_allow=["same_prompts"])
+    assert "left and right 24 of 24" in said_of(own)[0]
+
+
+# --- cues and characters that nobody sees ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", ["\nAnswer:", "\n### Response:\n", " Label: "])
+def test_prompts_that_end_in_a_cue_of_their_own_are_said(own: Path, tail: str) -> None:
+    put(own, "left", "train", [(f"train row {i}.{tail}", "ax") for i in range(24)])
+    (warning,) = said_of(own)
+    assert "left 24 of 24 training" in warning
+    assert repr(tail.strip()) in warning
+    change_benchmark(own, task_cue="")
+    assert said_of(own) == []
+
+
+def test_rows_with_invisible_characters_are_counted(own: Path) -> None:
+    change_benchmark(own, max_target_length=8)
+    put(own, "left", "test", [(f"{i} row", "ax\u200b" if i < 2 else "a\u200dx") for i in range(6)])
+    put(own, "right", "train", [(f"{i} row\0\r", "ax") for i in range(24)])
+    said = said_of(own)
+    assert any("left 2 of 6 test" in line for line in said)
+    assert any("right 24 training" in line for line in said)
+
+
+def test_columns_that_nothing_reads_are_named(own: Path) -> None:
+    rows = json.loads((own / "left" / "train.json").read_text())
+    more = [row | {"idx": 1, "hint": "a hint", "choices": ["a", "b"], "score": 3, "note": ""} for row in rows]
+    (own / "left" / "train.json").write_text(json.dumps(more))
+    (warning,) = said_of(own)
+    assert warning.endswith("left hint, choices")
+
+
+def test_rows_that_spell_a_special_token_are_counted(own: Path) -> None:
+    put(own, "left", "train", [(f"row {i}", "a<eos>" if i < 3 else "ax") for i in range(24)])
+    report = examine_benchmark(str(own), "tiny-llama").tasks[0]
+    assert (report.splits["train"].spelled, report.splits["test"].spelled) == (3, 0)
