@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from latent_sweep import __version__
 from latent_sweep.commands import benchmarks, completion, machine, models, results, starting, storage, sweeps, tracking
-from latent_sweep.run import carry_out, print_any_text
+from latent_sweep.run import Parser, carry_out, print_any_text
 
 CHAPTERS = (starting, benchmarks, sweeps, results, models, storage, machine, tracking)
 
@@ -28,10 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return carry_out(command, options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="latent-sweep", description="Sweeps of continual-learning trials on frozen language models."
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="latent-sweep", description="Sweeps of continual-learning trials on frozen language models.")
     parser.add_argument("--version", action="version", version=f"latent-sweep {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for chapter in CHAPTERS:

@@ -6,8 +6,10 @@ Reads the sweep, runs what is missing, mirrors it into MLflow, prints the compar
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,16 +17,49 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from latent_sweep.errors import LatentSweepError, Terminated
 from latent_sweep.security import discard_output, log_without_secrets, printable
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser of a command line that says what a misspelled command, option or choice may have been."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong, and what was meant if it is close to it; ends with 2."""
+        super().error(message + self._hint(message))
+
+    def _hint(self, message: str) -> str:
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        wrong, known = ([choice[1]], re.findall(r"[\w.-]+", choice[2])) if choice else ([], [])
+        if message.startswith("unrecognized arguments: "):
+            wrong = [word.partition("=")[0] for word in message.split() if word.startswith("-")]
+            known = self._options()
+        near = [difflib.get_close_matches(word, known, n=1) for word in wrong]
+        found = [f"{word}: did you mean {close[0]}?" for word, close in zip(wrong, near, strict=True) if close]
+        return f"\n{chr(10).join(found)}" if found else ""
+
+    def _options(self) -> list[str]:
+        """Options of this parser and of its commands."""
+        options = [name for action in self._actions for name in action.option_strings]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                options += [name for command in action.choices.values() for name in command._options()]
+        return list(dict.fromkeys(options))
+
+
+RUN_EXIT_CODES = (
+    "Exit codes: 0 every trial ended well, 1 a trial failed, 2 it could not be started, or something outside the "
+    "trials went wrong, 130 it was interrupted, 143 SIGTERM ended it."
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the job; the same as `latent-sweep run`, see `cli.main` for what it returns."""
     print_any_text()
-    parser = argparse.ArgumentParser(
-        prog="python -m latent_sweep.run", description=(__doc__ or "").partition("\n\n")[2]
+    parser = Parser(
+        prog="python -m latent_sweep.run", description=f"{(__doc__ or '').partition(chr(10) * 2)[2]} {RUN_EXIT_CODES}"
     )
     add_arguments(parser)
     return carry_out(run, parser.parse_args(arguments))

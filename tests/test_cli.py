@@ -195,3 +195,27 @@ def test_programs_read_every_setting(capsys):
     assert all(f"| `{path}` |" in printed for path in told) and printed.count("\n| `") == sum(
         map(len, sections.values())
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["pln", "a.yaml"], "plan"),
+        (["plan", "a.yaml", "--explian"], "--explain"),
+        (["run", "a.yaml", "--locl"], "--local"),
+        (["init", "a", "--purpose", "lamda"], "lambda"),
+        (["report", "a", "--format", "latx"], "latex"),
+    ],
+)
+def test_what_is_misspelled_is_answered_with_what_was_meant(arguments, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"did you mean {meant}?")
+
+
+def test_every_command_says_its_exit_codes(capsys):
+    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        helped = " ".join(command.format_help().split()).lower()
+        assert "exit code" in helped or any(isinstance(a, argparse._SubParsersAction) for a in command._actions), name

@@ -18,6 +18,7 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
+from latent_sweep.backends import driver
 from latent_sweep.backends.ray_nodes import Answer, Node, resources_here
 from latent_sweep.cli import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
@@ -314,6 +315,25 @@ def test_a_database_that_cannot_be_made_is_a_fault(tmp_path):
     (tmp_path / "file").touch()
     (found,) = examined("tracker", lambda: tracker.look_at_tracker(f"sqlite:///{tmp_path}/file/mlflow.db", False))
     assert found.mark == "fault"
+
+
+def test_packages_that_a_sweep_does_without_are_no_faults(monkeypatch):
+    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    monkeypatch.setattr(nodes, "find_spec", lambda name: None)
+    assert [found.mark for found in tracker.look_at_tracker("none", False)] == ["ok"]
+    assert [found.mark for found in tracker.look_at_tracker(None, False, needed=False)] == ["warning"]
+    assert [found.mark for found in tracker.look_at_tracker(None, False)] == ["fault"]
+    assert [found.mark for found in nodes.look_at_room(ResourceSettings())] == ["warning"]
+
+
+@pytest.mark.parametrize(("arguments", "missing"), [([], ["ray", "mlflow"]), (["--local"], ["mlflow"])])
+def test_a_run_names_the_packages_that_it_lacks(tmp_path, capsys, monkeypatch, arguments, missing):
+    monkeypatch.setattr(driver, "find_spec", lambda name: None)
+    path = write(tmp_path, tiny(run__tracking__uri=f"sqlite:///{tmp_path}/mlflow.db"))
+    assert main(["run", path, *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert [name for name in ("ray", "mlflow", "deepspeed") if f"  - {name} is" in printed] == missing
+    assert "Traceback" not in printed and not (tmp_path / "runs").exists()
 
 
 def test_nothing_is_sent_without_tls_unless_that_is_allowed(monkeypatch):

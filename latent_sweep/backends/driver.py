@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
@@ -77,6 +78,7 @@ def run_sweep(
     """
     sweep = load_sweep(path, overrides)
     say(f"checking {sweep.source}, its data and its backbone")
+    check_installed(sweep, local)
     if not local:
         check_ray_address(sweep.run.allow_insecure)
         check_cluster_answers()
@@ -250,6 +252,26 @@ def _write_model(folder: SweepFolder, tell: Callable[[str], None]) -> None:
     except Exception as error:
         log.debug("no model", exc_info=True)
         tell(f"no model was logged: {error}; `latent-sweep export {folder.path} --to mlflow` tries again")
+
+
+def check_installed(sweep: Sweep, local: bool) -> None:
+    """Refuse a run that needs a package that is not installed here.
+
+    Raises:
+        ConfigError: Ray, MLflow or DeepSpeed is missing, and the sweep or the command asks for it.
+    """
+    needs = {
+        "ray": (not local, "or run it in this process, --local"),
+        "mlflow": (sweep.run.tracking.uri != "none", "or do without a tracker, --set run.tracking.uri=none"),
+        "deepspeed": (sweep.run.engine.name == "deepspeed", "or compute with plain torch, run.engine.name: torch"),
+    }
+    faults = [
+        f"{name} is not installed, which this run needs; `pip install {name}`, {instead}"
+        for name, (needed, instead) in needs.items()
+        if needed and find_spec(name) is None
+    ]
+    if faults:
+        raise fault_report(sweep.source, faults)
 
 
 def check_engine(settings: EngineSettings) -> None:

@@ -167,7 +167,7 @@ def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
         line = first_line + error.lineno - 1
         raise DataError(f"{path}, line {line}, column {error.colno}: not valid JSON: {error.msg}.") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
-        raise DataError(f"{path}: not JSON that can be read: {error}.") from error
+        raise DataError(f"{path}: not JSON that can be read: {_said(error)}.") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _separated(path: Path) -> Iterator[tuple[str, Any]]:
                     found = {name: cell for name, cell in zip(names, cells, strict=True) if name}
                     yield f"line {reader.line_num}", found
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not CSV that can be read: {error}.") from error
+            raise DataError(f"{path}, line {reader.line_num}: not CSV that can be read: {_said(error)}.") from error
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: is not UTF-8 near line {reader.line_num + 1}; save it in UTF-8.") from error
 
@@ -240,7 +240,7 @@ def _columnar(path: Path, columns: Collection[str] | None) -> Records:
             schema = reader.schema
             batches = _pieces(stream, _known(schema.names, columns))
     except pa.ArrowException as error:
-        raise DataError(f"{path}: is not a file of {path.suffix} that can be read: {error}.") from error
+        raise DataError(f"{path}: is not a file of {path.suffix} that can be read: {_said(error)}.") from error
     return Records(_taken(path, batches, schema.names), _class_names(schema))
 
 
@@ -267,7 +267,7 @@ def _taken(path: Path, batches: Iterator[Any], names: Collection[str]) -> Iterat
                 number += 1
                 yield f"row {number}", record
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}, after row {number}: cannot be read: {error}.") from error
+        raise DataError(f"{path}, after row {number}: cannot be read: {_said(error)}.") from error
 
 
 def _shortest(batch: Any) -> Any:
@@ -295,6 +295,11 @@ def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
         return {}
 
 
+def _said(error: Exception) -> str:
+    """Return what a library says, without its full stop."""
+    return str(error).strip().rstrip(".")
+
+
 def _saved(path: Path, columns: Collection[str] | None) -> Records:
     """Open the folder of a saved data set; its arrow files are memory-mapped."""
     from datasets import ClassLabel, DatasetDict, load_from_disk
@@ -302,7 +307,7 @@ def _saved(path: Path, columns: Collection[str] | None) -> Records:
     try:
         dataset = load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # whatever a folder that is none makes of it
-        raise DataError(f"{path}: is no folder that Dataset.save_to_disk has written: {error}.") from error
+        raise DataError(f"{path}: is no folder that Dataset.save_to_disk has written: {_said(error)}.") from error
     if isinstance(dataset, DatasetDict):
         known = ", ".join(str(path / name) for name in dataset)
         raise DataError(f"{path}: holds several splits; name one of them: {known}.")

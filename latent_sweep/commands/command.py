@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""The commands of the console script, as argparse holds them."""
+from latent_sweep.run import Parser as Parser
 
-Parser = argparse.ArgumentParser
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""The commands of the console script, as argparse holds them."""
 
 SWEEP_HELP = "its folder or URI, e.g. runs/lambda; a name alone is looked for in LATENT_SWEEP_STORAGE, else in runs"
 
@@ -29,6 +29,8 @@ def add_command(
         description: what its own help says; None is `told`.
     """
     said = description or f"{told[:1].upper()}{told[1:]}."
+    if "exit code" not in said.lower():
+        said += " Exit codes: 0 done, 2 it could not be carried out, 130 it was interrupted."
     parser: Parser = commands.add_parser(name, help=told, description=said, epilog=f"Example: latent-sweep {example}")
     parser.set_defaults(carry_out=carry_out)
     return parser

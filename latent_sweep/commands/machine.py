@@ -37,6 +37,8 @@ def add(commands: Commands) -> None:
         _bench,
         "measure this machine: against the bare backbone, and the usual way",
         "bench --backbone t5-large --only step packs",
+        "Measure this machine: against the bare backbone, and the usual way. Exit codes: 0 done, 1 a part could not be "
+        "measured, 2 it could not be carried out, 130 it was interrupted.",
     )
     bench.add_argument("--backbone", default="smollm2-135m", help="as in a sweep file; default: %(default)s")
     bench.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU where there is one")

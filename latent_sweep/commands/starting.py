@@ -21,7 +21,9 @@ def add(commands: Commands) -> None:
         "Write a commented sweep file, and with --own a benchmark beside it, whose two small tasks are there to be "
         "replaced. No file is replaced.",
     )
-    init.add_argument("sweep", metavar="NAME", help="the sweep's name, or the path of its file")
+    init.add_argument("sweep", metavar="NAME", nargs="?", help="the sweep's name, or the path of its file")
+    init.add_argument("--list", action="store_true", help="list the sweep files of the package")
+    init.add_argument("--copy", metavar="SWEEP", help="copy one of these, e.g. table1, in place of a first sweep file")
     init.add_argument(
         "--purpose",
         choices=PURPOSES,
@@ -40,19 +42,42 @@ def add(commands: Commands) -> None:
 
 
 def _init(options: argparse.Namespace) -> int:
+    from latent_sweep.benchmarks.faults import unknown_name
     from latent_sweep.errors import ConfigError
     from latent_sweep.settings import local_path
     from latent_sweep.store.files import write_file
-    from latent_sweep.sweep.starting import NOTHING_TO_EXPECT, benchmark_files, has_random_weights, sweep_text
+    from latent_sweep.sweep.starting import (
+        NOTHING_TO_EXPECT,
+        benchmark_files,
+        first_comment,
+        has_random_weights,
+        packaged_sweeps,
+        sweep_text,
+    )
 
-    path = local_path(options.sweep)
+    packaged = packaged_sweeps()
+    if options.list:
+        width = max(map(len, packaged), default=0)
+        print("\n".join(f"{name:{width}}  {first_comment(file)}" for name, file in packaged.items()))
+        return 0
+    if options.copy is not None and options.copy not in packaged:
+        found = unknown_name(options.copy, packaged, "sweep")
+        raise ConfigError(f"--copy: {found}; there are {', '.join(packaged)}")
+    if (name := options.sweep or options.copy) is None:
+        raise ConfigError("init: found no name; give the sweep's name, or --list to see the sweep files of the package")
+    path = local_path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = path.with_name(f"{path.name}.yaml")
     own = path.with_name(f"{path.stem}_tasks")
+    if options.copy is not None and options.own:
+        raise ConfigError("--copy: found --own, too; a copied sweep has its benchmark, so leave one of the two out")
     for there in (path, own) if options.own else (path,):
         if there.exists():
             raise ConfigError(f"{there}: is there already; remove it, or name another sweep")
-    text = sweep_text(str(path), options.backbone, options.benchmark, options.purpose)
+    if options.copy is not None:
+        text = packaged[options.copy].read_text(encoding="utf-8")
+    else:
+        text = sweep_text(str(path), options.backbone, options.benchmark, options.purpose)
     if options.own:
         for name, content in benchmark_files().items():
             write_file(own / name, content.encode())

@@ -69,7 +69,8 @@ def add(commands: Commands) -> None:
         "delete a sweep with what no other sweep refers to, after asking",
         "delete runs/lambda",
         "Delete a sweep's folder, that of its candidates, and the snapshots that no other sweep of the storage refers "
-        "to. Says what that takes and asks. Its runs in MLflow stay.",
+        "to. Says what that takes and asks. Its runs in MLflow stay. Exit codes: 0 deleted, 1 nothing was, as that was "
+        "the answer, 2 it could not be carried out.",
     )
     add_sweep_folder(delete)
     delete.add_argument("--yes", action="store_true", help="do not ask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from latent_sweep.commands.command import Commands, add_command, add_json, add_sweep_folder, print_json
-from latent_sweep.run import add_arguments, add_sweep_arguments
+from latent_sweep.run import RUN_EXIT_CODES, add_arguments, add_sweep_arguments
 from latent_sweep.run import run as run_a_sweep
 from latent_sweep.security import printable
 
@@ -19,6 +19,7 @@ def add(commands: Commands) -> None:
             run_a_sweep,
             "run a sweep file; the same command again resumes it",
             "run sweeps/quickstart.yaml --set search.seed='[0, 1, 2]'",
+            f"Run a sweep file; the same command again resumes it. {RUN_EXIT_CODES}",
         )
     )
     plan = add_command(

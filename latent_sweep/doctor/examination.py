@@ -92,7 +92,9 @@ def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[P
     if storage is not None and ray_address() is not None:
         asked_for = (storage, needed, run.allow_insecure, run.resources)
         yield Part("cluster", [("cluster", partial(look_at_nodes, *asked_for))])
-    yield Part("tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure))])
+    yield Part(
+        "tracker", [("tracker", partial(look_at_tracker, run.tracking.uri, run.allow_insecure, read is not None))]
+    )
     yield Part(f"methods, on {device}", _methods(device))
     if read is not None and storage is not None:
         yield Part(f"sweep {read[0].name}", _of_sweep(Subject(*read, storage), asked), in_turn=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -43,6 +44,10 @@ class NodeReport:
 
 def look_at_room(resources: ResourceSettings) -> Iterator[Finding]:
     """Hold what a trial asks for against this machine, where `run` starts a cluster of it alone."""
+    if find_spec("ray") is None:
+        advice = "`pip install ray` in the version above, or run it with --local, which asks for nothing"
+        yield warning("resources", "not looked at: Ray is not installed", advice=advice)
+        return
     here = resources_here()
     if has_room([here], resources):
         yield ok("resources", f"{wanted_text(resources)}; this machine has {shape_of(here)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from latent_sweep.backends.addresses import check_tracking_address
 from latent_sweep.backends.mlflow_mirror import tracking_uri
@@ -14,12 +15,13 @@ from latent_sweep.sweep.trackers import address_faults, place_faults
 WHERE = "run.tracking.uri, or MLFLOW_TRACKING_URI"
 
 
-def look_at_tracker(uri: str | None, allow_insecure: bool) -> Iterator[Finding]:
+def look_at_tracker(uri: str | None, allow_insecure: bool, needed: bool = True) -> Iterator[Finding]:
     """Write a run into MLflow and delete it; nothing is sent to an address that a run would refuse.
 
     Args:
         uri: as in a sweep file.
         allow_insecure: as `run.allow_insecure`: what is not safe is then a warning.
+        needed: whether a sweep was given, which is tracked; without one, a missing MLflow is a warning.
     """
     address = tracking_uri(uri)
     if uri == "none":
@@ -27,6 +29,11 @@ def look_at_tracker(uri: str | None, allow_insecure: bool) -> Iterator[Finding]:
         return
     if faults := address_faults(address) or place_faults(address):
         yield fault("tracker", "; ".join(faults), f"an MLflow that takes runs ({WHERE})")
+        return
+    if find_spec("mlflow") is None:
+        finding = fault if needed else warning
+        advice = "`pip install mlflow` in the version above, or do without: run.tracking.uri: none"
+        yield finding("tracker", "not tried: MLflow is not installed", f"an MLflow that takes runs ({WHERE})", advice)
         return
     try:
         check_tracking_address(address, allow_insecure=False)

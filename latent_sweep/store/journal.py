@@ -119,7 +119,7 @@ class Journal:
                     os.fsync(file.fileno())
                 except OSError:  # what is not acknowledged does not stay, or it would be there twice
                     with suppress(OSError):
-                        file.truncate(end)
+                        os.ftruncate(file.fileno(), end)
                     raise
             if seq == 0:
                 _sync_folder(self.path.parent)  # the new file's name must survive a power cut as well

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import latent_sweep
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, TINY_VOCABULARY, BackboneSettings, describe
 from latent_sweep.benchmarks import builtin
 from latent_sweep.benchmarks.schema import BENCHMARK_FILE, BenchmarkSpec, load_benchmark
@@ -276,3 +277,18 @@ orders:                    # left out: one order, the tasks as listed
   "1": [mood, arrival]
   "2": [arrival, mood]
 """
+
+
+def packaged_sweeps() -> dict[str, Path]:
+    """Return the sweep files of the package by name: installed with it, or, in a checkout, those of the repository."""
+    package = Path(latent_sweep.__file__).parent
+    folder = package / "sweep_files"
+    return {
+        path.stem: path for path in sorted((folder if folder.is_dir() else package.parent / "sweeps").glob("*.yaml"))
+    }
+
+
+def first_comment(path: Path) -> str:
+    """Return what the first line of a sweep file says of it; empty where it is no comment."""
+    line = path.read_text(encoding="utf-8").partition("\n")[0]
+    return line.removeprefix("#").strip() if line.startswith("#") else ""
