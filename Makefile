@@ -16,7 +16,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the processes of the tests share what Python has compiled, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow conformance portability faults mutants chaos scale launches reference lint types check clean
+.PHONY: setup quickstart test test-slow conformance portability faults mutants chaos scale launches gpu-kit reference lint types check clean
 
 setup: $(STAMP)
 
@@ -68,6 +68,10 @@ scale: $(STAMP)
 # counts what a training step asks of a GPU, with an imitation of one
 launches: $(STAMP)
 	OMP_NUM_THREADS=1 $(TOOL)launches
+
+# writes what a machine with one GPU and no network needs for its first minutes (docs/first_minutes_on_a_gpu.md)
+gpu-kit: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m gpu.archives build/gpu-kit $(KIT)
 
 # writes into the documents what the code says: every setting (sweeps/README.md), what presets fill in (methods)
 reference: $(STAMP)

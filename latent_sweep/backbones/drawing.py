@@ -54,7 +54,7 @@ class _Drawing(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._drawn = 0
         self.empty: dict[int, Tensor] = {}
         """Tensors that nothing has filled yet, by address."""
@@ -65,7 +65,7 @@ class _Drawing(TorchDispatchMode):
             self.empty[args[0].data_ptr()] = args[0]
             return args[0]
         if name == "normal_":
-            mean, deviation = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            mean, deviation = (args + (0.0, 1.0)[len(args) - 1 :])[1:]
             self.empty.pop(args[0].data_ptr(), None)
             return self._fill(args[0], mean, deviation)
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -36,8 +36,9 @@ def fuse_norms(model: Any) -> None:
     Only modules of exactly a class in `FUSIBLE` change, and only their class: parameters, names and hooks stay.
     """
     for module in model.modules():
-        if _is_fusible(type(module)):
-            module.__class__ = _fused(type(module))
+        kind: Any = type(module)
+        if _is_fusible(kind):
+            module.__class__ = _fused(kind)
 
 
 def _is_fusible(kind: type) -> bool:

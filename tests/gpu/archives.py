@@ -1,0 +1,172 @@
+"""Write what a machine with one GPU and no network needs for `gpu.kit`, as archives that can be carried.
+
+    PYTHONPATH=tests python -m gpu.archives FOLDER [--python 3.12] [--mib 64]
+
+Only torch, built for the GPU, is expected there. The wheels are those of the versions installed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping, Set
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).parents[2]
+CODE = ("latent_sweep", "tests/gpu", "pyproject.toml")
+
+IMPORTED = (
+    *("transformers", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn", "threadpoolctl", "pandas"),
+    *(
+        "pydantic",
+        "PyYAML",
+        "filelock",
+        "datasets",
+        "rapidfuzz",
+        "sacrebleu",
+        "nltk",
+        "absl-py",
+        "six",
+        "rich",
+        "shtab",
+    ),
+)
+"""What the kit imports besides torch; it travels with all that it needs."""
+SOURCES = ("rouge-score",)
+"""Packages that are published as source alone, from which a wheel is made here."""
+PLATFORMS = ("2_28", "2_27", "2_24", "2_17", "2014", "2010", "1")
+"""Of manylinux, which pip matches exactly."""
+
+START = """#!/bin/sh
+# python3 has a torch that sees the GPU; whatever follows are options of gpu.kit
+set -eu
+cd "$(dirname "$0")"
+if [ ! -e site-packages/.installed ]; then  # by that name dill knows classes that it need not copy
+    python3 -m pip install -q --no-index --no-deps --target site-packages wheels/*.whl
+    touch site-packages/.installed
+fi
+export PYTHONPATH=site-packages:tests:. HF_HUB_OFFLINE=1 LATENT_SWEEP_CACHE="$PWD/cache"
+exec python3 -W ignore -m gpu.kit figures "$@"
+"""
+"""The script `start.sh` in the first archive."""
+
+
+def with_needs(*names: str, without: Set[str] = frozenset()) -> set[str]:
+    """Installed packages by their canonical names, and all that they need where no extra is asked for."""
+    found: set[str] = set()
+    open_ends = {canonicalize_name(name) for name in names}
+    while open_ends := open_ends - found - without:
+        found |= open_ends
+        needs = [Requirement(line) for name in open_ends for line in requires(name) or ()]
+        wanted = {canonicalize_name(n.name) for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})}
+        open_ends = {name for name in wanted if is_installed(name)}
+    return found
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package is here; one that is not is needed by other machines only."""
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def wheels() -> set[str]:
+    """Names of all packages that travel as published wheels."""
+    return with_needs(*IMPORTED, without={"torch", *SOURCES})
+
+
+def download(folder: Path, python: str) -> None:
+    """Bring wheels for Linux on x86-64 and this version of Python into the folder."""
+    platforms = [option for name in PLATFORMS for option in ("--platform", f"manylinux{_joined(name)}_x86_64")]
+    pip = [sys.executable, "-m", "pip"]
+    wanted = [f"{name}=={version(name)}" for name in sorted(wheels())]
+    options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
+    subprocess.run([*pip, "download", "-q", "-d", str(folder), *options, *wanted], check=True)
+    built = [f"{name}=={version(name)}" for name in SOURCES]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), *built], check=True)
+
+
+def _joined(platform: str) -> str:
+    return f"_{platform}" if "_" in platform else platform
+
+
+def code() -> dict[str, Path]:
+    """The files of the package and the kit, by their names in an archive."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *CODE],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    return {name: REPOSITORY / name for name in listed if (REPOSITORY / name).is_file()}
+
+
+def distribute(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Share files out over as few archives as first fit, largest first, finds: none exceeds `most` bytes.
+
+    Raises:
+        ValueError: a file alone exceeds it.
+    """
+    archives: list[list[str]] = []
+    rooms: list[int] = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        size = 1024 + 512 * -(-sizes[name] // 512)  # a header and whole blocks, as tar has them
+        if size > most - END:
+            raise ValueError(f"{name}: found {sizes[name]:,} bytes; an archive holds {most:,}. Raise --mib")
+        place = next((i for i, room in enumerate(rooms) if size <= room), len(rooms))
+        if place == len(rooms):
+            archives.append([])
+            rooms.append(most - END)
+        archives[place].append(name)
+        rooms[place] -= size
+    return archives
+
+
+END = 1024 + 10240
+"""What tar writes behind the last file, at most."""
+
+
+def write(files: Mapping[str, Path], folder: Path, most: int) -> list[Path]:
+    """Write files into archives `gpu-kit-0.tar`, ...; all unpack into one folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("gpu-kit-*.tar"):
+        old.unlink()
+    found = []
+    shares = distribute({name: path.stat().st_size for name, path in files.items()}, most)
+    for number, names in enumerate(shares):
+        found.append(folder / f"gpu-kit-{number}.tar")
+        with tarfile.open(found[-1], "w") as archive:
+            for name in sorted(names):
+                archive.add(files[name], name)
+    return found
+
+
+def main() -> None:
+    """Write the archives, and print their sizes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="Python's version on that machine")
+    parser.add_argument("--mib", type=int, default=64, help="size of an archive, at most")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        folder, start = Path(work) / "wheels", Path(work) / "start.sh"
+        download(folder, given.python)
+        start.write_text(START, encoding="utf-8")
+        start.chmod(0o755)
+        files = {**code(), "start.sh": start, **{f"wheels/{path.name}": path for path in folder.glob("*.whl")}}
+        for path in write(files, given.folder, given.mib << 20):
+            print(f"{path}  {path.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""The first minutes on a GPU: is it right, does it leak, how fast is it, and how fast should it be.
+
+    PYTHONPATH=tests python -m gpu.kit FOLDER [--parts machine numerics step large memory] [--seconds 600]
+
+Needs torch, transformers and no network. Every part is a process of its own with a limit, and every figure is a line of
+FOLDER/figures.jsonl as soon as it is measured, so that what is cut off keeps what it has. The last thing printed is the
+table, with what is expected of an H100 next to what was measured. `--device cpu --tiny` rehearses all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from latent_sweep.adapters import factors
+from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.backbones.architectures import drawn_model
+from latent_sweep.backbones.batches import forward
+from latent_sweep.backbones.generation import generate
+from latent_sweep.backbones.known import BYTE_IDS, BackboneSettings
+from latent_sweep.backbones.loading import Backbone, assemble
+from latent_sweep.backbones.norms import fuse_norms
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.bench.steps import bare_step_seconds
+from latent_sweep.bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
+from latent_sweep.learn.trial import run_pack
+from latent_sweep.methods import method_class
+from latent_sweep.methods.protocol import MethodContext, TaskData
+from latent_sweep.settings import as_written
+from latent_sweep.store.folders import SweepFolder
+from latent_sweep.store.storage import Storage
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.memory import GIB, predict
+from latent_sweep.sweep.plan import expand, pack
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A line of the table."""
+
+    part: str
+    what: str
+    value: float | str
+    unit: str = ""
+    expected: str = ""
+    """Of an H100; reckoned, not measured."""
+
+    def __str__(self) -> str:
+        value = f"{self.value:.4g}" if isinstance(self.value, float) else self.value
+        return f"{self.part:9} {self.what:46} {value:>10} {self.unit:10} {self.expected}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part measures, and where it writes."""
+
+    folder: Path
+    device: str
+    tiny: bool
+
+    def sync(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, call: Callable[[], Any], repeats: int = 5) -> float:
+        """Median seconds of a call that is waited for, after two that are not counted."""
+        found = []
+        for turn in range(2 + repeats):
+            self.sync()
+            began = time.perf_counter()
+            call()
+            self.sync()
+            found += [time.perf_counter() - began] * (turn >= 2)
+        return statistics.median(found)
+
+    def held(self) -> float:
+        """MiB of the GPU that tensors hold; 0 without one."""
+        return torch.cuda.memory_allocated() / 2**20 if self.device == "cuda" else 0.0
+
+    def bench(self, name: str, batch_size: int = 8) -> Workbench:
+        """A workbench with a backbone of random weights, and orthonormal factors instead of the seconds of an SVD."""
+        factors.truncated_svd = quick_factors
+        folder = self.folder / name.replace(":", "-")
+        folder.mkdir(exist_ok=True)
+        bench = Workbench(Subject(name, "bfloat16", self.device, "builtin", str(folder), self.tiny))
+        bench.sizes = replace(QUICK if self.tiny else GPU if self.device == "cuda" else CPU, batch_size=batch_size)
+        return bench
+
+
+Figures = Iterator[tuple[str, float | str, str, str]]
+"""What was measured, its value, its unit, and what is expected."""
+
+
+def quick_factors(weight: Tensor, rank: int, algorithm: str = "exact") -> factors.Factors:
+    """Orthonormal factors of the shapes that an SVD would give."""
+    U, V = (torch.linalg.qr(torch.randn(size, rank, device=weight.device))[0] for size in weight.shape)
+    return factors.Factors(U.contiguous(), torch.linspace(2, 1, rank, device=weight.device), V.contiguous())
+
+
+def rows_of(count: int, prompt: int, target: int, seed: int = 0) -> list[Example]:
+    """Rows of bytes: the shortest prompt is a quarter shorter than the longest."""
+    source = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(4, 259, (length,), generator=source).tolist()
+
+    lengths = [prompt - (prompt // 4) * i // max(1, count - 1) for i in range(count)]
+    return [{"prompt_ids": ids(length), "input_ids": ids(4), "target_ids": ids(target)} for length in lengths]
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def machine(place: Place) -> Figures:
+    """The ceilings: products, copies, launches."""
+    size, device = 256 if place.tiny else 8192, place.device
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    yield "device", name, f"torch {torch.__version__}", ""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    yield "product of bfloat16", 2 * size**3 / place.seconds(lambda: a @ b) / 1e12, "TFLOP/s", "600 to 750"
+    x = torch.zeros(1 << (20 if place.tiny else 30), device=device, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    yield "copy", 2 * x.nbytes / place.seconds(lambda: y.copy_(x)) / 1e12, "TB/s", "2.5 to 3"
+    one, count = torch.zeros(1, device=device), 1000
+    yield "launch", 1e6 * place.seconds(lambda: [one.add_(1) for _ in range(count)]) / count, "us", "3 to 5"
+
+
+CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
+    "llama": dict(num_attention_heads=8, num_key_value_heads=4, vocab_size=300, initializer_range=0.05, **BYTE_IDS),
+    "t5": dict(num_heads=8, vocab_size=300, **BYTE_IDS),
+}
+
+
+def _small(family: str, place: Place) -> dict[str, Any]:
+    wide, layers = (64, 2) if place.tiny else (512, 4)
+    if family == "t5":
+        return dict(CONFIGURATIONS[family], d_model=wide, d_kv=wide // 8, d_ff=4 * wide, num_layers=layers)
+    inner = dict(hidden_size=wide, intermediate_size=3 * wide, num_hidden_layers=layers)
+    return dict(CONFIGURATIONS[family], **inner)
+
+
+def _gradient(backbone: Backbone, method: str, folder: Path) -> Tensor:
+    """The gradient of what a method trains in a second task, in float64 on the host."""
+    kind = method_class(method)
+    bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
+    options = {"rank": 8} if method == "latent_lora" else {}
+    settings = kind.resolve(
+        as_written(kind.settings_class)(name=method, **options), f"tiny-{backbone.family}", "superni"
+    )
+    context = MethodContext(backbone, bank, folder, 8)
+    rows, source = rows_of(8, 40, 6), torch.Generator().manual_seed(1)
+    data = TaskData("numerics", 0, 1, rows, lambda purpose: torch.Generator().manual_seed(2))
+    learner = kind(settings, context).begin_task(data, [])
+    with torch.no_grad():
+        for parameter in learner.parameters().values():
+            parameter.add_((0.05 * torch.randn(parameter.shape, generator=source)).to(parameter))
+    outputs = forward(backbone, bank, rows, learner.adaptation(rows), sum(len(row["target_ids"]) for row in rows))
+    with bank.active(learner.adaptation(rows)):
+        outputs.task_loss().backward()
+    bank.remove()
+    return torch.cat([p.grad.double().cpu().flatten() for p in learner.parameters().values()])
+
+
+def numerics(place: Place) -> Figures:
+    """Gradients against float64 on the CPU: the device's must be no further from it than the CPU's of the same type."""
+    factors.truncated_svd = quick_factors_once()
+    for family in CONFIGURATIONS:
+        config, found = _small(family, place), {}
+        base = drawn_model(family, config, torch.bfloat16, "cpu").state_dict()  # numbers that all types hold
+        for device, dtype in [("cpu", torch.float64), *((d, t) for d in ("cpu", place.device) for t in TYPES)]:
+            model = drawn_model(family, config, torch.float32, "cpu").to(dtype)
+            model.load_state_dict(base)
+            said = "bfloat16" if dtype == torch.bfloat16 else "float32"
+            settings = BackboneSettings(name=f"tiny-{family}", dtype=said, device=device)
+            backbone = assemble(settings, model.to(device), None)
+            fuse_norms(backbone.model)  # wherever it computes: the same formula
+            for method in ("latent_lora", "seq_lora"):
+                found[device, dtype, method] = _gradient(backbone, method, place.folder / f"{family}-{device}-{dtype}")
+        for dtype in TYPES:
+            for method in ("latent_lora", "seq_lora"):
+                exact = found["cpu", torch.float64, method]
+                off = [
+                    float((found[device, dtype, method] - exact).norm() / exact.norm())
+                    for device in (place.device, "cpu")
+                ]
+                what = f"{family} {method} {str(dtype).removeprefix('torch.')}: off float64"
+                yield what, off[0], "", f"at most 1.5 x the CPU's {off[1]:.2g}"
+
+
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def quick_factors_once() -> Callable[..., factors.Factors]:
+    """Factors that depend on the shape alone, so that they are the same for all types and devices."""
+
+    def made(weight: Tensor, rank: int, algorithm: str = "exact") -> factors.Factors:
+        source = torch.Generator().manual_seed(sum(weight.shape))
+        U, V = (torch.linalg.qr(torch.randn(size, rank, generator=source))[0] for size in weight.shape)
+        return factors.Factors(*(part.to(weight.device) for part in (U, torch.linspace(2, 1, rank), V)))
+
+    return made
+
+
+def _steps(bench: Workbench, rows: Sequence[Example]) -> Iterator[tuple[str, float]]:
+    yield "bare backbone", 1000 * bare_step_seconds(bench, rows)
+    for method in ("latent_lora", "seq_lora"):
+        yield method, 1000 * bench.step_seconds(rows, method=method)
+
+
+def _token(place: Place, bench: Workbench, rows: int) -> float:
+    """Milliseconds that a token of every row takes, whatever the prompts take."""
+    few, many = (2, 4) if place.tiny else (8, 72)
+    endless = replace(bench.backbone, answer_end=-1)
+    prompts = [row["prompt_ids"] for row in rows_of(rows, 100, 1)]
+    learner = bench.training(rows_of(8, 20, 3), 1).learner
+    with torch.no_grad():
+        adaptation = bench.method().blend([learner.finish()], torch.ones(1, 1))
+        times = [place.seconds(partial(generate, endless, bench.bank, prompts, adaptation, n), 3) for n in (few, many)]
+    return 1000 * (times[1] - times[0]) / (many - few)
+
+
+def _pack(bench: Workbench, rows: Sequence[Example], members: int) -> float:
+    """Milliseconds of a step of so many members side by side."""
+    clock, steps = bench.clock(), bench.sizes.steps + 1
+    trainings = [bench.training(rows, steps, seed=member) for member in range(members - 1)]
+    bench.train([*trainings, bench.training(rows, steps, clock.tick, seed=members - 1)])
+    return 1000 * clock.seconds_per_step
+
+
+def step(place: Place) -> Figures:
+    """T5-Large: bound by launches."""
+    bench = place.bench("random:tiny-t5" if place.tiny else "random:t5-large")
+    began = time.perf_counter()
+    _ = bench.backbone
+    yield "weights drawn, backbone loaded", time.perf_counter() - began, "s", "below 10"
+    expected = {"bare backbone": "10 to 13", "latent_lora": "16 to 18", "seq_lora": "16 to 19"}
+    for prompt in (12,) if place.tiny else (100, 504):
+        rows, times = rows_of(8, prompt, 8), {}
+        for what, ms in _steps(bench, rows):
+            times[what] = ms
+            yield f"8 x {prompt + 8}: {what}", ms, "ms", expected[what] if prompt == 100 else ""
+        ms = _pack(bench, rows, 8)
+        yield f"8 x {prompt + 8}: pack of 8, rows a second", 8 * times["latent_lora"] / ms, "x", "at least 4"
+    yield "a token of 16 rows", _token(place, bench, 16), "ms", "3.6"
+
+
+def large(place: Place) -> Figures:
+    """Llama-2-13B: bound by products; its memory against the forecast."""
+    bench = place.bench("random:tiny-llama" if place.tiny else "random:llama-2-13b")
+    began = time.perf_counter()
+    model = bench.backbone.model
+    yield "weights drawn, backbone loaded", time.perf_counter() - began, "s", "below 30"
+    prompt, target = (12, 4) if place.tiny else (488, 24)
+    rows = [{**row, "prompt_ids": (row["prompt_ids"] * 2)[:prompt]} for row in rows_of(8, prompt, target)]
+    if place.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    ms = 1000 * bench.step_seconds(rows)
+    yield f"8 x {prompt + target}: latent_lora", ms, "ms", "345"
+    if place.device == "cuda":
+        training = {"name": "builtin", "max_source_length": prompt, "max_target_length": target}
+        content = bench.subject.sweep(training, {"gradient_checkpointing": False})
+        content["run"]["resources"]["gpus"] = 1
+        forecast = predict(first_trial(content), parse_sweep(content, "bench").run)
+        assert forecast is not None
+        peak = torch.cuda.max_memory_allocated() / GIB
+        yield "peak of memory", peak, "GiB", f"forecast {forecast.learning / GIB:.1f}, a few less"
+    rate = 4 * bench.backbone.multiplied * 8 * (prompt + target) / (ms / 1000) / 1e12
+    yield "products of the step", rate, "TFLOP/s", "at least 60 % of `product of bfloat16`"
+    bytes_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    yield "reading all weights at 3 TB/s", 1000 * bytes_read / 3e12, "ms", "8.7"
+    yield "a token of 8 rows", _token(place, bench, 8), "ms", "9.5"
+
+
+def memory(place: Place) -> Figures:
+    """Leaks: what tensors hold after each of several tasks."""
+    name = "tiny-llama" if place.tiny else "smollm2-135m"
+    tasks = ["mood", "topic", "ticket"] if place.tiny else ["mood", "topic", "ticket", "crew", "date", "past"]
+    storage = Storage(Path(tempfile.mkdtemp(dir=place.folder)))  # of which nothing is resumed
+    for method in ("latent_lora", "ewc", "gain_lora"):
+        trial = {
+            "method": {"name": method, **({"rank": 8} if method == "latent_lora" else {})},
+            "backbone": {"name": f"random:{name}", "dtype": "bfloat16", "device": place.device},
+            "benchmark": {"name": "builtin", "tasks": tasks, "train_per_task": 16, "test_per_task": 4},
+            "training": {"learning_rate": 1e-4, "epochs": 1, "batch_size": 8},
+            "router": {"components": 2},
+        }
+        trial["benchmark"]["max_target_length"] = 12
+        content = {"name": f"leak_{method}", "trial": trial, "run": {"tracking": {"uri": "none"}}}
+        (one,) = pack(expand(parse_sweep(content, "leak")))
+        seen: list[float] = []
+
+        def emit(event: Any, seen: list[float] = seen) -> None:
+            if type(event).__name__ == "StageDone":
+                place.sync()
+                seen.append(place.held())
+
+        run_pack(one, SweepFolder(storage, content["name"]), emit)
+        yield (
+            f"{method}: {len(seen)} tasks, growth after the second",
+            seen[-1] - seen[1],
+            "MiB",
+            "a few for EWC, else 0",
+        )
+
+
+PARTS: Mapping[str, tuple[Callable[[Place], Figures], int]] = {
+    "machine": (machine, 60),
+    "numerics": (numerics, 120),
+    "step": (step, 150),
+    "large": (large, 200),
+    "memory": (memory, 120),
+}
+"""In order of worth, with the seconds that each may take."""
+
+
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+
+def measure(part: str, place: Place) -> None:
+    """Run a part here, and keep each of its figures at once."""
+    with recording(place.folder) as keep:
+        for what, value, unit, expected in PARTS[part][0](place):
+            keep(Figure(part, what, value, unit, expected))
+
+
+@contextmanager
+def recording(folder: Path) -> Iterator[Callable[[Figure], None]]:
+    with open(folder / "figures.jsonl", "a", encoding="utf-8") as file:
+
+        def keep(figure: Figure) -> None:
+            file.write(json.dumps(asdict(figure)) + "\n")
+            file.flush()
+            print(figure, flush=True)
+
+        yield keep
+
+
+def run(parts: Sequence[str], place: Place, seconds: float) -> int:
+    """Run parts one after another; returns how many did not end well."""
+    began, failed = time.monotonic(), 0
+    for part in parts:
+        left = min(PARTS[part][1] * (10 if place.tiny else 1), seconds - (time.monotonic() - began))
+        options = ["--device", place.device, "--one", part, *(["--tiny"] if place.tiny else [])]
+        try:
+            code: int | str = subprocess.run(
+                [sys.executable, "-m", "gpu.kit", str(place.folder), *options], timeout=max(1, left), check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = "cut off"
+        if code:
+            failed += 1
+            with recording(place.folder) as keep:
+                keep(Figure(part, "ended badly", str(code)))
+    return failed
+
+
+def table(folder: Path) -> list[Figure]:
+    """All figures so far."""
+    lines = (folder / "figures.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Figure(**json.loads(line)) for line in lines]
+
+
+def main() -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny backbones and few numbers: a rehearsal")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=600.0, help="of all parts together")
+    parser.add_argument("--one", choices=list(PARTS), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    place = Place(given.folder.resolve(), given.device, given.tiny)
+    if given.one:
+        measure(given.one, place)
+        return 0
+    failed = run(given.parts, place, given.seconds)
+    print("\n" + "\n".join(map(str, [Figure("part", "what", "measured", "unit", "expected"), *table(place.folder)])))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
