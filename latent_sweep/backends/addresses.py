@@ -21,7 +21,7 @@ KNOCK_SECONDS = 4.0
 ANSWER_SECONDS = 1.0
 """Seconds of these for its first bytes."""
 HTTP2_SETTINGS = b"\4"
-"""The kind of the first frame that each side of an HTTP/2 connection sends, as gRPC does; at the frame's fourth byte."""
+"""The kind of the first frame of each side of an HTTP/2 connection, as gRPC has it: its fourth byte."""
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 """What a client of gRPC sends first, with empty settings."""
 
