@@ -231,7 +231,7 @@ def test_a_fault_of_the_syntax_has_its_line(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_a_fault(tmp_path):
-    assert faults_of(tmp_path / "none.yaml").startswith(f"{tmp_path / 'none.yaml'}: cannot be read: No such file")
+    assert faults_of(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory"
     assert faults_of(tmp_path) == f"{tmp_path}: cannot be read: expected a file, found a folder"
 
 
