@@ -547,7 +547,7 @@ def test_a_cluster_that_is_not_there_is_a_fault(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "")  # is put back
     code, printed = examine(capsys, sweep(tmp_path), "--address", "127.0.0.1:1")
     assert code == 1
-    assert "fault    cluster: 127.0.0.1:1 cannot be joined" in printed
+    assert "fault    cluster: RAY_ADDRESS: found 127.0.0.1:1, " in printed
 
 
 def test_a_cluster_elsewhere_without_a_token_is_not_joined(tmp_path, capsys, monkeypatch):

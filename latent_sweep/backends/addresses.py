@@ -18,7 +18,11 @@ from latent_sweep.security import redact
 
 KNOCK_SECONDS = 4.0
 """Seconds for a Ray cluster's head to accept a connection."""
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+ANSWER_SECONDS = 1.0
+"""Seconds of these for its first bytes."""
+HTTP2_SETTINGS = b"\4"
+"""The kind of the first frame of each side of an HTTP/2 connection, as gRPC has it: its fourth byte."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 """What a client of gRPC sends first, with empty settings."""
 
 
@@ -82,14 +86,18 @@ def _host_and_port(address: str) -> tuple[str, int]:
 def _knock(host: str, port: int) -> str:
     """Return why no Ray cluster listens at a port; an empty text if one may."""
     try:
-        with socket.create_connection((host, port), timeout=KNOCK_SECONDS) as connection:
+        with socket.create_connection((host, port), timeout=KNOCK_SECONDS - ANSWER_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):
                 return ""  # it waits for another greeting
+            connection.settimeout(ANSWER_SECONDS)
             connection.sendall(HTTP2_PREFACE)
-            answer = connection.recv(5)
+            with suppress(TimeoutError):  # a head may be busy
+                answer = connection.recv(9, socket.MSG_WAITALL)
+                if answer[3:4] != HTTP2_SETTINGS:
+                    return "another kind of server does, maybe the cluster's dashboard"
     except OSError as error:
         return str(error.strerror or error)
-    return "it is a web server, e.g. the cluster's dashboard" if answer == b"HTTP/" else ""
+    return ""
 
 
 def check_tracking_address(uri: str, allow_insecure: bool) -> None:

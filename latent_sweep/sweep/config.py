@@ -97,7 +97,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     try:
         content = read_yaml(local_path(path))
     except ConfigError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
+        if not isinstance(error.__cause__, FileNotFoundError) or local_path(path).is_absolute():
             raise
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
         raise ConfigError(

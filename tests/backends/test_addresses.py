@@ -1,7 +1,10 @@
 """Servers on other machines ask who calls, and secrets stay out of what is written."""
 
+import http.server
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,14 +14,19 @@ from helpers.patience import PATIENCE
 from helpers.sweep_folders import journal_of, start, write_sweep
 from helpers.sweeps import tiny, write
 
-from latent_sweep.backends.addresses import check_ray_address, check_tracking_address
+from latent_sweep.backends import addresses
+from latent_sweep.backends.addresses import check_ray_address, check_tracking_address, ray_address
 from latent_sweep.backends.driver import write_sweep as write_planned
+from latent_sweep.backends.ray_nodes import check_cluster_answers
 from latent_sweep.cli import main
+from latent_sweep.doctor.findings import examined
+from latent_sweep.doctor.nodes import look_at_nodes
 from latent_sweep.errors import ConfigError
 from latent_sweep.results.tracked import trial_content
 from latent_sweep.security import has_credentials, redact
 from latent_sweep.store.storage import Storage
 from latent_sweep.sweep.config import load_sweep
+from latent_sweep.sweep.groups import ResourceSettings
 
 CREDENTIALS = ("USERNAME", "PASSWORD", "TOKEN", "AUTH", "AWS_SIGV4", "CLIENT_CERT_PATH", "INSECURE_TLS", "URI")
 
@@ -56,6 +64,69 @@ def test_this_machines_cluster_needs_nothing(address, monkeypatch):
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     check_ray_address(allow_insecure=False)
+
+
+@pytest.mark.parametrize("address", [None, "", "  ", "local"])
+def test_a_cluster_of_our_own_is_not_looked_for(address, monkeypatch):
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert ray_address() is None
+    check_cluster_answers()
+
+
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("command", ["run", "doctor"])
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "localhost:{}", "ray://127.0.0.1:{}"])
+def test_a_cluster_that_does_not_listen_is_refused_at_once(form, command, tmp_path, monkeypatch, capsys):
+    address = form.format(unused_port())
+    began = time.monotonic()
+    if command == "run":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert main(["run", write(tmp_path, tiny())]) == 2
+        assert f"RAY_ADDRESS: found {address}" in capsys.readouterr().err
+        assert not (tmp_path / "runs").exists()
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        (found,) = examined("cluster", lambda: look_at_nodes(Storage(tmp_path), [], False, ResourceSettings()))
+        assert (found.mark, address in found.found) == ("fault", True)
+    assert time.monotonic() - began < 60, "Ray itself waits for a quarter of an hour"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "head", "127.0.0.1:99999", "http://127.0.0.1:8265", "head:port"])
+def test_what_is_no_address_of_a_head_is_refused(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        check_cluster_answers()
+
+
+def test_a_web_server_is_no_cluster(monkeypatch):
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
+        with pytest.raises(ConfigError, match="another kind of server"):
+            check_cluster_answers()
+        server.shutdown()
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(addresses, "KNOCK_SECONDS", 0.2)
+    monkeypatch.setattr(addresses, "_knock", lambda host, port: time.sleep(PATIENCE))
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    with pytest.raises(ConfigError, match="no answer"):
+        check_cluster_answers()
+
+
+def test_auto_without_a_cluster_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # others may run on this machine
+    with pytest.raises(ConfigError, match="RAY_ADDRESS: found auto"):
+        check_cluster_answers()
 
 
 def test_an_address_that_is_none_is_a_fault(monkeypatch):

@@ -147,7 +147,7 @@ def start_command(launcher, role):
 @pytest.mark.parametrize("name", LAUNCHER_FILES)
 def test_jobs_have_a_storage_a_tracker_and_the_repository(name, monkeypatch):
     launcher = read(name)
-    start = start_command(launcher, "head").replace("$HOME", "/home/ubuntu")
+    start = start_command(launcher, "head").replace("$HOME", "/srv/ubuntu")
     given = dict(word.split("=", 1) for word in shlex.split(start.partition(";")[0])[1:])
     for variable in ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(variable, given[variable])
@@ -155,7 +155,7 @@ def test_jobs_have_a_storage_a_tracker_and_the_repository(name, monkeypatch):
     assert run.storage == given["LATENT_SWEEP_STORAGE"]
     assert run.storage.startswith({"aws.yaml": "s3://", "gcp.yaml": "gs://"}[name])
     assert run.tracking.uri is None, "that of the environment"
-    assert given["MLFLOW_TRACKING_URI"].startswith("sqlite:////home/ubuntu/")
+    assert given["MLFLOW_TRACKING_URI"].startswith("sqlite:////srv/ubuntu/")
     for role in ("head", "worker"):  # a job without a working directory runs where Ray was started
         assert re.search(r"cd ~/repository; *ray start", start_command(launcher, role))
     for folder in ("latent_sweep", "sweeps"):

@@ -49,9 +49,9 @@ def test_what_it_does_not_take_is_refused_with_the_change(tmp_path, capsys, uri,
 
 
 def test_a_home_folder_is_written_out(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/srv/me")
     (fault,) = address_faults("sqlite:///~/mlflow.db")
-    assert fault.endswith("sqlite:////home/me/mlflow.db")
+    assert fault.endswith("sqlite:////srv/me/mlflow.db")
 
 
 def test_a_folder_passes_where_mlflow_is_told_to_take_it(monkeypatch):

@@ -1,0 +1,189 @@
+"""How commands end that are cut off: by SIGTERM, by a reader that has gone, by a stream without the characters."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from helpers.moments import at_step
+from helpers.patience import PATIENCE
+from helpers.ray_heads import eventually
+from helpers.sweeps import end, events, family, start, sweep_folder, tiny, wait_until, write
+
+from latent_sweep.cli import main
+from latent_sweep.errors import Terminated
+from latent_sweep.results.state import SweepWatch
+from latent_sweep.run import carry_out
+
+STEPS = 24
+LONG = tiny(trial__training__epochs=STEPS // 8, trial__training__checkpoint_every=5, search={})
+"""One trial that is cut inside its second task."""
+
+STUBBORN = """
+import argparse, sys, time
+from latent_sweep.run import carry_out
+
+def command(options):
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("first", flush=True)
+        time.sleep(600)
+
+sys.exit(carry_out(command, argparse.Namespace()))
+"""
+
+
+def runs(process):
+    """Whether a process still runs; one that nothing has collected yet does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# --- SIGTERM ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--local"], pytest.param([], marks=pytest.mark.slow)], ids=["local", "ray"])
+def test_sigterm_ends_a_run_as_an_interrupt_does(tmp_path, arguments):
+    path, moment = write(tmp_path, LONG), at_step(tmp_path / "moment", position=1, step=8, of=STEPS)
+    process = start(path, *arguments, **moment.environment)
+    try:
+        moment.wait(process)
+        members = family(process)
+        process.terminate()
+        printed, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        end(process)
+    assert process.returncode == 143, printed
+    assert "run the same command again" in printed
+    assert eventually(lambda: not any(map(runs, members)))
+    assert SweepWatch(sweep_folder(tmp_path)).look().course == "interrupted"
+    again = start(path, "--local")
+    try:
+        printed, _ = again.communicate(timeout=PATIENCE)
+    finally:
+        end(again)
+    assert again.returncode == 0, printed
+    assert [event["reused"] for event in events(sweep_folder(tmp_path), "stage")] == [False, False]
+
+
+@pytest.mark.slow
+def test_sigterm_while_ray_starts_leaves_no_process(tmp_path):
+    process = start(write(tmp_path, LONG))
+    try:
+        wait_until(lambda: any(member.name() == "gcs_server" for member in family(process)), process)
+        members = family(process)
+        process.terminate()
+        printed, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        end(process)
+    assert process.returncode == 143, printed
+    assert eventually(lambda: not any(map(runs, members)))
+
+
+def test_a_second_sigterm_ends_the_process_at_once():
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    try:
+        for line in ("begun", "first"):
+            assert process.stdout.readline() == f"{line}\n"
+            process.terminate()
+        assert process.wait(PATIENCE) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("raised_anew", [False, True])
+def test_the_exit_code_tells_which_signal_it_was(raised_anew, capsys):
+    """Also where Ray's own code raises a KeyboardInterrupt in the place of ours."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def command(options):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Terminated:
+            if raised_anew:
+                raise KeyboardInterrupt from None
+            raise
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    assert carry_out(command, None) == 143
+    assert carry_out(interrupted, None) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_who_ignores_sigterm_goes_on_ignoring_it(capsys):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert carry_out(lambda options: os.kill(os.getpid(), signal.SIGTERM) or 0, None) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_terminated_measurement_says_so(tmp_path, monkeypatch, capsys):
+    from latent_sweep.bench import run as bench_run
+
+    def terminated(bench):
+        """Be terminated."""
+        raise Terminated
+
+    monkeypatch.setattr(bench_run, "PARTS", {"step": terminated})
+    arguments = ["bench", "--backbone", "tiny-llama", "--device", "cpu", "--storage", str(tmp_path), "--only", "step"]
+    assert main(arguments) == 143
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments, shell="", **environment):
+    """A command of the console script in a process of its own, behind which a shell may put something."""
+    line = f'"{sys.executable}" -m latent_sweep.cli "$@"{shell}'
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line, "bash", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    "arguments", [["report"], ["report", "--format", "latex"], ["report", "--format", "csv"], ["status"], ["rescore"]]
+)
+def test_characters_that_a_stream_does_not_have_are_replaced(finished, encoding, arguments):
+    name, *options = arguments
+    folder = str(finished / "runs" / "tiny")
+    plain = command(name, folder, *options, PYTHONIOENCODING="utf-8")
+    done = command(name, folder, *options, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (plain.returncode, b"")
+    assert done.stdout == plain.stdout.decode().encode(encoding, errors="replace")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["settings"], ["plan", "sweeps/quickstart.yaml"], ["completion", "bash"], ["--help"]]
+)
+def test_other_commands_print_to_any_stream(arguments):
+    done = command(*arguments, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("shell", [" | head -n 1", " >&-", " 2>&-", " >&- 2>&-"])
+def test_a_run_goes_on_without_a_reader(tmp_path, shell):
+    path = write(tmp_path, tiny(trial__training__max_steps=1, search={}))
+    done = command("run", path, "--local", shell=shell)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert len(events(sweep_folder(tmp_path), "finished")) == 1
+
+
+def test_a_command_that_only_prints_ends_with_its_reader():
+    done = command("settings", shell=" | head -n 1")
+    assert (done.returncode, done.stderr) == (141, b"")
