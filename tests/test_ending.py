@@ -185,5 +185,14 @@ def test_a_run_goes_on_without_a_reader(tmp_path, shell):
 
 
 def test_a_command_that_only_prints_ends_with_its_reader():
-    done = command("settings", shell=" | head -n 1")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "latent_sweep.cli", "settings"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=PATIENCE,
+        check=False,
+    )
+    os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

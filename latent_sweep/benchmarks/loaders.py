@@ -199,10 +199,11 @@ def data_digest(
     }
     if (cue := cue_of(spec, task)) != CUE:
         content["cue"] = cue
-    if (longest := target_length(settings, task)) < settings.max_target_length:
-        content["target_length"] = longest
-    if spec.layout == "folder":
-        content["own_rows"] = versions.OWN_ROWS
+    longest = settings.max_target_length or spec.max_target_length
+    if task.max_target_length is not None and task.max_target_length < longest:
+        content["target_length"] = task.max_target_length
+    if spec.rows_version is not None:
+        content["own_rows"] = spec.rows_version
     if (wordings := definitions(task, split, settings)) != (None,):
         content["definitions"] = wordings
     return content_hash(content)

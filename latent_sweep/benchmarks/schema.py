@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from latent_sweep.benchmarks.faults import unknown_name, validation_faults
 from latent_sweep.benchmarks.hub import pinned
@@ -29,6 +29,7 @@ from latent_sweep.settings import (
     local_path,
     read_yaml,
 )
+from latent_sweep.store import versions
 from latent_sweep.store.files import FileState, state_of
 
 Metric = Annotated[str, AfterValidator(check_metric)]
@@ -171,6 +172,17 @@ class BenchmarkSpec(Settings):
     """The tasks, in the order of the tables."""
     orders: dict[str, Strings] = Field(default_factory=dict)
     """Named task sequences; the first one is the default. Left out: one order, `1`, the tasks as listed."""
+
+    _rows_version: int | None = PrivateAttr(None)
+
+    def model_post_init(self, context: Any) -> None:
+        """Remember how own data is read; a copy with a further task keeps what names the rows of its tasks."""
+        self._rows_version = versions.OWN_ROWS if self.layout == "folder" else None
+
+    @property
+    def rows_version(self) -> int | None:
+        """Version of how data of one's own becomes rows; None for published data."""
+        return self._rows_version
 
     @model_validator(mode="before")
     @classmethod

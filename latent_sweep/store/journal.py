@@ -107,15 +107,16 @@ class Journal:
         """Write an event, which is a JSON object's text that lacks its number."""
         with committing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
+            with self.path.open("a+b", buffering=0) as file:  # closing it must not write what has failed before
                 fcntl.flock(file, fcntl.LOCK_EX)  # the driver too has something to say of a trial whose worker is lost
                 last, end = _last_line(file)
                 seq = self._seq(last) + 1 if end else 0
                 line = _sealed(json.dumps({"seq": seq, **json.loads(content)}))
                 file.truncate(end)
                 try:
-                    file.write(line + b"\n")
-                    file.flush()
+                    rest = memoryview(line + b"\n")
+                    while rest:
+                        rest = rest[file.write(rest) :]
                     os.fsync(file.fileno())
                 except OSError:  # what is not acknowledged does not stay, or it would be there twice
                     with suppress(OSError):

@@ -46,6 +46,8 @@ LOWEST = 0.5
 """A best attainable score below this is a fault, and an empty answer with this share of an equal one's score."""
 NEARLY_ALL = 0.9
 """From this share on, test answers that were never trained are a fault."""
+FEWEST = 5
+"""Test rows below which they are a warning: a small subset may have one answer alone."""
 MOST_UNREAD = 0.05
 """A larger share of letters that Rouge does not read is a warning; more than `LOWEST` is a fault."""
 FEW_ANSWERS = 20
@@ -234,7 +236,7 @@ def problems(report: AnswerReport) -> Iterator[Problem]:
             f"{untrained.rows:,} of {untrained.of:,} test",
             ", ".join(untrained.answers),
             "write the answers of both splits alike, or train on all of them",
-            untrained.rows >= NEARLY_ALL * untrained.of and not untrained.too_few_trained,
+            untrained.rows >= max(FEWEST, NEARLY_ALL * untrained.of) and not untrained.too_few_trained,
             ("untrained_answers",),
         )
 

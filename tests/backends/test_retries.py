@@ -228,7 +228,7 @@ def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_row
             learning.pop()
 
     def collated(members, backbone, alike=False):
-        if not learning:
+        if not learning and len(members[0]) > 2:  # two rows are what methods try before a task is learned
             (rows,) = members
             sizes.append(len(rows))
             if len(rows) > limit:

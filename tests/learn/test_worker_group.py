@@ -157,7 +157,7 @@ def test_deepspeed_settings_that_would_be_ignored_are_refused():
     assert "run.engine.config.fp16: unknown or without effect here; allowed: zero_optimization" in refusal(fp16={})
     assert "`trial.training` decides it" in refusal(gradient_clipping=1.0)
     assert "say it as run.engine.zero_stage" in refusal(zero_optimization={"stage": 2})
-    assert "zero_optimization.stage3_prefetch: Extra inputs" in refusal(zero_optimization={"stage3_prefetch": 3})
+    assert "run.engine.config.zero_optimization.stage3_prefetch: " in refusal(zero_optimization={"stage3_prefetch": 3})
     check_engine(EngineSettings(name="deepspeed", config={"zero_optimization": {"stage3_prefetch_bucket_size": 3}}))
 
 

@@ -7,6 +7,12 @@ from latent_sweep.cli import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.sweep.config import load_sweep
 
+
+@pytest.fixture(autouse=True)
+def _no_tracker_of_other_tests(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow itself sets it: `set_tracking_uri`
+
+
 PACKAGE = "session_1/runtime_resources/working_dir_files/_ray_pkg_0123456789abcdef"
 
 

@@ -58,27 +58,20 @@ def edit(path, **changes):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_data_that_was_edited_while_a_sweep_runs_stops_its_trial(runs, benchmark, split):
+def test_data_that_was_edited_since_the_plan_stops_its_trial(runs, benchmark, split):
     """Else the store would hold, for all sweeps, a stage under the name of another one."""
     packs = runs.packs(**small(benchmark))
     (trial,) = packs[0].trials
     path = benchmark / "right" / f"{split}.json"
     original = path.read_bytes()
-
-    def edit_once(event):
-        if learns(event) and path.read_bytes() == original:
-            edit(path, output="ax", input="edited")
-
+    edit(path, output="ax", input="edited")
     with pytest.raises(DataError) as refused:
-        runs.run(packs, edit_once)
+        runs.run(packs)
     text = str(refused.value)
     assert str(path) in text and trial.source(trial.tasks[1], split) in text
     assert "Put the planned content back" in text
-    learned = 1 if split == "train" else 2
-    committed = {name for name in runs.files() if name.endswith(".safetensors")}
-    assert committed == {f"snapshots/{lineage}.safetensors" for lineage in trial.lineages()[:learned]}
-    scores = json.loads((runs.folder / "tiny" / "trials" / trial.trial_id / "scores.json").read_text())
-    assert len(scores["scores"]) == 1
+    assert not [name for name in runs.files() if name.startswith("snapshots/")], "nothing was learned"
+    assert not (runs.folder / "tiny" / "trials" / trial.trial_id / "scores.json").exists()
     assert not list((runs.folder / "tokens").glob("*.partial"))
 
     path.write_bytes(original)

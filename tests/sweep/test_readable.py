@@ -84,8 +84,7 @@ def test_some_unknown_characters_are_a_warning_by_task_and_many_a_fault(
     own: Path, read_by_latin: dict[str, Any]
 ) -> None:
     put(own, "left", "train", [(f"train row {i} of left{' ü' * (i < 3)}", "ax") for i in range(24)])
-    (warning,) = said_of(own, **read_by_latin)
-    assert "left 3 of 24 training" in warning
+    assert any("left 3 of 24 training" in line for line in said_of(own, **read_by_latin))
     put(own, "right", "train", [(f"{i} 这部电影很好看", "ax") for i in range(24)])
     assert "task right" in faults_of(own, **read_by_latin)
     change_benchmark(
@@ -170,11 +169,10 @@ def test_tasks_with_the_same_prompts_are_a_fault_and_some_in_common_a_warning(ow
     assert said_of(own) == []
     change_benchmark(own, task_instruction="")
     put(own, "right", "train", [(row["input"] if i < 5 else f"{i} of right", "ax") for i, row in enumerate(rows)])
-    (warning,) = said_of(own)
-    assert "left and right 5 of 24" in warning
+    assert any("left and right 5 of 24" in line for line in said_of(own))
     (own / "right" / "train.json").write_text(json.dumps(rows))
     change_benchmark(own, task_allow=["same_prompts"])
-    assert "left and right 24 of 24" in said_of(own)[0]
+    assert any("left and right 24 of 24" in line for line in said_of(own))
 
 
 # --- cues and characters that nobody sees ----------------------------------------------------------------------------
@@ -183,15 +181,14 @@ def test_tasks_with_the_same_prompts_are_a_fault_and_some_in_common_a_warning(ow
 @pytest.mark.parametrize("tail", ["\nAnswer:", "\n### Response:\n", " Label: "])
 def test_prompts_that_end_in_a_cue_of_their_own_are_said(own: Path, tail: str) -> None:
     put(own, "left", "train", [(f"train row {i}.{tail}", "ax") for i in range(24)])
-    (warning,) = said_of(own)
+    (warning,) = [line for line in said_of(own) if repr(tail.strip()) in line]
     assert "left 24 of 24 training" in warning
-    assert repr(tail.strip()) in warning
     change_benchmark(own, task_cue="")
-    assert said_of(own) == []
+    assert not any(repr(tail.strip()) in line for line in said_of(own))
 
 
 def test_rows_with_invisible_characters_are_counted(own: Path) -> None:
-    change_benchmark(own, max_target_length=8)
+    change_benchmark(own, max_target_length=8, task_allow=["untrained_answers"])
     put(own, "left", "test", [(f"{i} row", "ax\u200b" if i < 2 else "a\u200dx") for i in range(6)])
     put(own, "right", "train", [(f"{i} row\0\r", "ax") for i in range(24)])
     said = said_of(own)

@@ -441,15 +441,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "router.py",
         "epsilon is relative to the trace, not to the mean variance",
-        "ridge *= np.trace(covariance) / d",
-        "ridge *= np.trace(covariance)",
+        "ridge *= trace / d",
+        "ridge *= trace",
         "router::test_epsilon_is_relative_or_absolute",
     ),
     _mutant(
         "router.py",
         "epsilon's modes are swapped",
-        'settings.epsilon_mode == "relative"',
-        'settings.epsilon_mode == "absolute"',
+        'settings.epsilon_mode == "relative":\n        ridge',
+        'settings.epsilon_mode == "absolute":\n        ridge',
         "router::test_epsilon_is_relative_or_absolute",
     ),
     _mutant(
@@ -664,8 +664,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "learn/mixing.py",
         "the covariance never reads tasks to come",
-        "pooled_tasks(tasks_seen, self.n_tasks)",
-        "pooled_tasks(tasks_seen, tasks_seen)",
+        "pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, self.n_tasks)",
+        "pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, tasks_seen)",
         "mixing::test_a_covariance_of_all_tasks_reads_those_to_come",
     ),
     _mutant(
@@ -684,7 +684,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "mixing::test_gates_read_the_prompts_of_the_test_rows",
     ),
     _mutant(
-        "learn/mixing.py",
+        "backbones/features.py",
         "phi is a sum",
         ".float().mean(0)",
         ".float().sum(0)",
