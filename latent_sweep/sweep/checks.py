@@ -326,7 +326,7 @@ class Reader:
     def written(self, text: str, tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """Return what a model that repeats `text` can answer: as its tokenizer writes it, up to the limits."""
         if self.tokenizer is not None:
-            ids = self(text, add_special_tokens=False)["input_ids"][:tokens]
+            ids = tokenize(self, text).ids[:tokens]
             text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         elif FRAMES[self.family].one_space:
             text = " ".join(text.split())
