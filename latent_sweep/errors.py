@@ -37,3 +37,8 @@ class TrackingError(LatentSweepError):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM has come: everything ends as after Ctrl-C, with another exit code."""
+
+
+def unended(error: Exception) -> str:
+    """Return an error's text without the full stop at its end, for a message that goes on behind it."""
+    return str(error).rstrip(". ")

@@ -22,7 +22,7 @@ from latent_sweep.benchmarks.dataset_folders import file_digest
 from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Records
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StoreError, unended
 from latent_sweep.learn.context import Context
 from latent_sweep.learn.lexical import TaskNgrams
 from latent_sweep.methods.protocol import Method
@@ -94,8 +94,9 @@ def opened(folder: str | Path) -> tuple[ModelContent, Storage]:
         content = _content(path, found)
     except (ValidationError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(
-            f"{path / MODEL_FILE}: holds no model that this version can read: {error}. It was written by latent_sweep "
-            "of another version, or is damaged: install the version that its card names, or export it again"
+            f"{path / MODEL_FILE}: holds no model that this version can read: {unended(error)}. It was written by "
+            "latent_sweep of another version, or is damaged: install the version that its card names, or export "
+            "it again"
         ) from error
     storage = Storage(cache_folder() / "models" / file_digest(path / MODEL_FILE)[:16])
     for factors in path.glob("factors/*.safetensors"):

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mixer
-from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.errors import ConfigError, StoreError, unended
 from latent_sweep.learn.context import Context
 from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import quoted
@@ -112,8 +112,8 @@ def _settings(folder: TrialFolder) -> TrialSettings:
         settings = resolved_settings(folder.settings())
     except (ValidationError, LookupError, TypeError) as error:
         raise StoreError(
-            f"{folder.path}: has no settings of a trial of this version: {error}. Run the sweep again: that writes "
-            "them anew, and repeats nothing that is complete"
+            f"{folder.path}: has no settings of a trial of this version: {unended(error)}. Run the sweep again: that "
+            "writes them anew, and repeats nothing that is complete"
         ) from error
     benchmark = settings.benchmark
     if benchmark.data_dir is not None and not Path(benchmark.data_dir).is_dir():

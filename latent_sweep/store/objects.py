@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from latent_sweep.errors import StoreError
+from latent_sweep.errors import StoreError, unended
 from latent_sweep.security import has_credentials, quoted
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Bucket:
             yield
         except OSError as error:
             raise StoreError(
-                f"object store, {self._path(key)}: {error}. Check that the bucket exists, that this node "
+                f"object store, {self._path(key)}: {unended(error)}. Check that the bucket exists, that this node "
                 f"({socket.gethostname()}) can reach it, and that the credentials here may list, read, write and "
                 "delete. Then run the same command again."
             ) from error
@@ -187,8 +187,8 @@ def _connect(uri: str) -> tuple[FileSystem, str]:
             filesystem, root = FileSystem.from_uri(uri)
     except (ArrowInvalid, OSError, ImportError) as error:
         raise StoreError(
-            f"{uri}: pyarrow cannot open it: {error}. Check the URI and its options, and that the environment has the "
-            "credentials."
+            f"{uri}: pyarrow cannot open it: {unended(error)}. Check the URI and its options, and that the environment "
+            "has the credentials."
         ) from error
     return filesystem, root.rstrip("/")
 

@@ -51,7 +51,7 @@ from latent_sweep.benchmarks.schema import (
     target_length,
     task_sequence,
 )
-from latent_sweep.errors import ConfigError
+from latent_sweep.errors import ConfigError, unended
 from latent_sweep.labels import label, short_names
 from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.capabilities import SoftPrompted, may_make_examples, tasks_learned
@@ -208,8 +208,8 @@ class Trial:
                 return [canonical_json(method.stage_identity(position)) for position in range(len(self.tasks))]
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"method {s.method.name}: stage_identity gave what cannot be written as JSON: {error}. Expected "
-                    "numbers that are finite, texts, booleans, None, and lists and dicts of them"
+                    f"method {s.method.name}: stage_identity gave what cannot be written as JSON: {unended(error)}. "
+                    "Expected numbers that are finite, texts, booleans, None, and lists and dicts of them"
                 ) from error
 
         parts = s.method, s.training, s.benchmark, self.backbone
