@@ -183,7 +183,7 @@ def test_a_wheel_alone_starts_a_sweep(tmp_path):
     """
     tree, wheel, environment = tmp_path / "tree", tmp_path / "wheel", tmp_path / "env"
     shutil.copytree(REPOSITORY / "latent_sweep", tree / "latent_sweep", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(REPOSITORY / name, tree)
     uv = [sys.executable, "-m", "uv"]
     subprocess.run([*uv, "build", "--wheel", "--quiet", "--out-dir", wheel, tree], check=True, timeout=PATIENCE)
