@@ -39,10 +39,6 @@ def code(text):
 # --- the README and the reference ------------------------------------------------------------------------------------
 
 
-def test_the_readme_stays_short():
-    assert len(text_of("README.md").splitlines()) <= 250
-
-
 @pytest.mark.parametrize("part", reference.PARTS)
 def test_settings_reference_is_current(part):
     document, _ = reference.PARTS[part]
