@@ -175,7 +175,10 @@ def test_other_commands_print_to_any_stream(arguments):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("shell", [" | head -n 1", " >&-", " 2>&-", " >&- 2>&-"])
+@pytest.mark.parametrize(
+    "shell",
+    [" | head -n 1", *(pytest.param(shell, marks=pytest.mark.slow) for shell in (" >&-", " 2>&-", " >&- 2>&-"))],
+)
 def test_a_run_goes_on_without_a_reader(tmp_path, shell):
     path = write(tmp_path, tiny(trial__training__max_steps=1, search={}))
     done = command("run", path, "--local", shell=shell)
