@@ -56,13 +56,11 @@ def logged(tmp_path_factory):
 
 
 @pytest.fixture
-def address(logged):
+def address(logged, monkeypatch):
     """The address of the model in the sweep's run, for a client of this tracker."""
     folder, uri = logged
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(uri)
-    yield MlflowMirror(uri, sweep_folder(folder)).model_uri()
-    mlflow.set_tracking_uri(before)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # `set_tracking_uri` would leave it set for later tests
+    return MlflowMirror(uri, sweep_folder(folder)).model_uri()
 
 
 def test_the_best_model_is_logged_at_the_end(logged, address):

@@ -76,7 +76,10 @@ def head(
     """
     port, dashboard_port, agent_port, client_port = free_ports(4)
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:  # short, for names of sockets
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        replaced = ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI")  # by the script itself, where `root` gets the results
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in replaced
+        }
         results = {"LATENT_SWEEP_STORAGE": f"{home}/runs", "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow.db"}
         own = ({} if root else results) | {
             "HOME": home,
