@@ -76,7 +76,10 @@ def head(
     """
     port, dashboard_port, agent_port, client_port = free_ports(4)
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:  # short, for names of sockets
-        replaced = ("LATENT_SWEEP_STORAGE", "MLFLOW_TRACKING_URI")  # by the script itself, where `root` gets the results
+        replaced = (
+            "LATENT_SWEEP_STORAGE",
+            "MLFLOW_TRACKING_URI",
+        )  # by the script itself, where `root` gets the results
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in replaced
         }
