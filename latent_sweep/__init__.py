@@ -38,6 +38,6 @@ def open_sweep(*places: str | Path) -> SweepResults:
         StoreError: there is no sweep, or the object store cannot be reached or refuses.
     """
     from latent_sweep.results.frames import SweepResults  # pandas: whoever only imports this package does not wait
-    from latent_sweep.store import folders
+    from latent_sweep.storage import folders
 
     return SweepResults(*map(folders.open_sweep, places))

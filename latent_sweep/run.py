@@ -102,7 +102,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, optional: bool = False)
 
 def run(options: argparse.Namespace) -> int:
     """Run a sweep to its end; 1 where a trial did not come to its own."""
-    from latent_sweep.backends.driver import run_sweep
+    from latent_sweep.execution.driver import run_sweep
 
     unfinished = run_sweep(
         options.sweep, options.overrides, options.local, options.fail_fast, options.failed, options.replace

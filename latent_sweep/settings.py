@@ -1,8 +1,8 @@
 """The base of every group of settings, how the files that hold them are read, and how settings become identities.
 
-Settings live beside the class they build (`RouterSettings` in `router.py`, ...). They are frozen, refuse unknown
-keys, and never coerce: a string where a number is expected is a fault, not a guess. Their files are strict YAML of a
-bounded size, so that no file, however it came about, takes more than seconds or a few hundred megabytes to refuse.
+Each settings class is defined next to the class it configures (`RouterSettings` in `routing/gaussian.py`). Settings are
+frozen, refuse unknown keys, and never coerce: a string for a number is an error. Their files are strict YAML of a
+bounded size, so refusing a hostile file takes seconds and a few hundred megabytes at most.
 
 A group's class is what it is once resolved, each value known. What a sweep file may leave to a preset or to the paper's
 protocol is marked, and `as_written` derives the type that the file is read with; `filled` makes of the one the other.

@@ -75,7 +75,7 @@ def own_cache(tmp_path_factory, request):
     tests of this process have written goes when all of them have passed: it may lie in memory.
     """
     from latent_sweep.backbones.known import EMBEDDED
-    from latent_sweep.store.files import cache_folder
+    from latent_sweep.storage.files import cache_folder
 
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
@@ -135,7 +135,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of the small sweep, run to its end."""
-    from latent_sweep.cli import main
+    from latent_sweep.cli.main import main
 
     folder = tmp_path_factory.mktemp("finished")
     assert main(["run", write(folder, SMALL), "--local"]) == 0

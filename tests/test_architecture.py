@@ -22,21 +22,23 @@ MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path 
 ORDER = (
     ("__init__",),
     ("cli",),
-    ("commands",),
     ("run",),
     ("bench", "doctor", "testing"),
-    ("backends",),
+    ("execution",),
+    ("tracking",),
+    ("report",),
+    ("monitor",),
     ("deploy",),
     ("results",),
-    ("learn",),
+    ("training",),
     ("sweep",),
-    ("router",),
+    ("routing",),
     ("methods",),
     ("backbones",),
-    ("adapters", "benchmarks"),
-    ("store",),
+    ("adapters", "data"),
+    ("storage",),
     ("settings", "metrics"),
-    ("security", "outside"),
+    ("security", "plugins"),
     ("errors", "labels"),
 )
 """The chapters, and the files at the root, from top to bottom: each imports only from below, of its own line nothing.
@@ -46,18 +48,14 @@ circle.
 """
 
 WITHOUT_TORCH = [
-    *(f"sweep.{path.stem}" for path in (PACKAGE / "sweep").glob("[a-z]*.py")),
-    *(f"store.{path.stem}" for path in (PACKAGE / "store").glob("[a-z]*.py")),
-    *(f"commands.{path.stem}" for path in (PACKAGE / "commands").glob("[a-z]*.py")),
-    *(f"results.{path.stem}" for path in (PACKAGE / "results").glob("[a-z]*.py")),
-    *("cli", "errors", "labels", "metrics", "outside", "router", "run", "security", "settings"),
-    *("backbones.identity", "backbones.known", "methods", "methods.protocol"),
     *(
-        f"backends.{name}"
-        for name in ("addresses", "driver", "mlflow_mirror", "mlflow_model", "mlflow_probe", "retries")
+        f"{folder}.{path.stem}"
+        for folder in ("cli", "monitor", "report", "results", "storage", "sweep", "tracking")
+        for path in (PACKAGE / folder).glob("[a-z]*.py")
     ),
-    *(f"backends.{name}" for name in ("ray_group", "ray_nodes", "ray_tune")),
-    "backends.verify",
+    *("errors", "labels", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
+    *("backbones.identity", "backbones.known", "methods", "methods.protocol"),
+    *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_tune", "ray_workers", "retries")),
 ]
 """What plans, hands out and reports."""
 
@@ -81,11 +79,11 @@ def importers(package):
 def test_each_outside_system_has_one_importer():
     # what a user would write without this package is written with Ray itself
     assert importers("ray") == [
-        *("backends/ray_group.py", "backends/ray_nodes.py", "backends/ray_tune.py"),
         "bench/usual_way.py",
+        *("execution/ray_nodes.py", "execution/ray_tune.py", "execution/ray_workers.py"),
     ]
-    assert importers("mlflow") == ["backends/mlflow_mirror.py", "backends/mlflow_model.py", "backends/mlflow_probe.py"]
-    assert importers("deepspeed") in ([], ["backends/deepspeed_engine.py"])
+    assert importers("mlflow") == ["tracking/mlflow.py", "tracking/mlflow_model.py", "tracking/mlflow_probe.py"]
+    assert importers("deepspeed") in ([], ["execution/deepspeed.py"])
 
 
 IMPORTING = """
@@ -116,7 +114,7 @@ def graph():
             found = module.removeprefix("latent_sweep.")
             if module.startswith("latent_sweep.") and found in known and found != name:
                 ours[name].add(found)
-    # of `from latent_sweep.store import sealed` the package itself is no news
+    # of `from latent_sweep.storage import sealed` the package itself is no news
     return {
         name: {m for m in found if not (m in CHAPTERS and any(o.startswith(f"{m}.") for o in found))}
         for name, found in ours.items()
@@ -169,7 +167,8 @@ def test_every_chapter_says_what_it_is_for():
 SHARED = [
     name
     for name in MODULES
-    if name.split("/")[0] in ("learn", "sweep", "store", "backbones", "results", "deploy", "backends")
+    if name.split("/")[0]
+    in ("backbones", "data", "deploy", "execution", "results", "routing", "storage", "sweep", "training")
 ]
 
 

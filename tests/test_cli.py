@@ -10,7 +10,7 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, tiny, write
 
 from latent_sweep import __version__
-from latent_sweep.cli import _parser, main
+from latent_sweep.cli.main import _parser, main
 
 
 def test_help_lists_the_commands(capsys):
@@ -77,7 +77,7 @@ def test_interrupting_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("latent_sweep.backends.local.run_here", interrupted)
+    monkeypatch.setattr("latent_sweep.execution.local.run_here", interrupted)
     assert main(["run", write(tmp_path, TINY), "--local"]) == 130
     assert "run the same command again" in capsys.readouterr().err
 
@@ -93,7 +93,7 @@ def test_the_main_job_and_the_command_are_the_same(tmp_path):
 
 def test_help_imports_nothing_heavy():
     heavy = ["torch", "ray", "mlflow", "transformers", "pydantic", "yaml", "numpy"]
-    script = f"import sys; from latent_sweep.cli import _parser; print([m for m in {heavy} if m in sys.modules])"
+    script = f"import sys; from latent_sweep.cli.main import _parser; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
@@ -122,7 +122,7 @@ def test_each_command_has_an_example_that_it_understands():
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
 def test_bash_completes_commands_options_and_choices(tmp_path):
-    command = [sys.executable, "-m", "latent_sweep.cli", "completion", "bash"]
+    command = [sys.executable, "-m", "latent_sweep.cli.main", "completion", "bash"]
     script = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
     (tmp_path / "latent-sweep").write_text(script)
 

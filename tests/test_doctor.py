@@ -18,20 +18,20 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from latent_sweep.backends import driver
-from latent_sweep.backends.ray_nodes import Answer, Node, resources_here
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.doctor import examination, machine, methods, nodes, packages, tracker
 from latent_sweep.doctor.findings import examined, fault, ok
 from latent_sweep.doctor.methods import ABSOLUTE, Outcome
 from latent_sweep.doctor.storage import look_at_storage
-from latent_sweep.learn import evaluation
+from latent_sweep.execution import driver
+from latent_sweep.execution.ray_nodes import Answer, Node, resources_here
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.protocol import Learner
-from latent_sweep.store import objects
-from latent_sweep.store.objects import Bucket
-from latent_sweep.store.storage import open_storage
-from latent_sweep.sweep.groups import ResourceSettings
+from latent_sweep.storage import objects
+from latent_sweep.storage.objects import Bucket
+from latent_sweep.storage.storage import open_storage
+from latent_sweep.sweep.schema import ResourceSettings
+from latent_sweep.training import evaluation
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -583,7 +583,7 @@ def test_every_node_of_a_cluster_is_examined(tmp_path):
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
     path = [str(tmp_path / "site"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    command = [sys.executable, "-m", "latent_sweep.cli", "doctor", sweep(tmp_path, run__resources={"cpus": 64})]
+    command = [sys.executable, "-m", "latent_sweep.cli.main", "doctor", sweep(tmp_path, run__resources={"cpus": 64})]
     with cluster_of(1, 2) as (cluster, environment):
         cluster.add_node(env_vars={"PYTHONPATH": os.pathsep.join(path)}, **node(3))
         cluster.wait_for_nodes()

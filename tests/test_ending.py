@@ -12,9 +12,9 @@ from helpers.patience import PATIENCE
 from helpers.ray_heads import eventually
 from helpers.sweeps import end, events, family, start, sweep_folder, tiny, wait_until, write
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import Terminated
-from latent_sweep.results.state import SweepWatch
+from latent_sweep.monitor.state import SweepWatch
 from latent_sweep.run import carry_out
 
 STEPS = 24
@@ -144,7 +144,7 @@ def test_a_terminated_measurement_says_so(tmp_path, monkeypatch, capsys):
 
 def command(*arguments, shell="", **environment):
     """A command of the console script in a process of its own, behind which a shell may put something."""
-    line = f'"{sys.executable}" -m latent_sweep.cli "$@"{shell}'
+    line = f'"{sys.executable}" -m latent_sweep.cli.main "$@"{shell}'
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line, "bash", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -191,7 +191,7 @@ def test_a_command_that_only_prints_ends_with_its_reader():
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "latent_sweep.cli", "settings"],
+        [sys.executable, "-m", "latent_sweep.cli.main", "settings"],
         stdout=writer,
         stderr=subprocess.PIPE,
         timeout=PATIENCE,

@@ -23,11 +23,11 @@ from helpers.tiny import load_tiny
 import latent_sweep
 from latent_sweep import settings
 from latent_sweep.adapters.factors import load_factors
-from latent_sweep.cli import main
-from latent_sweep.store.files import cache_folder
-from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.journal import status
-from latent_sweep.store.storage import open_storage
+from latent_sweep.cli.main import main
+from latent_sweep.storage.files import cache_folder
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.journal import status
+from latent_sweep.storage.storage import open_storage
 from latent_sweep.sweep.config import STORAGE_FOLDERS, load_sweep
 from latent_sweep.sweep.plan import expand
 
@@ -753,7 +753,7 @@ def test_a_file_that_only_looks_like_factors_is_left_alone(tmp_path):
 LIMITED = """
 import resource, sys
 import torch
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 torch.set_num_threads(1)
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -13,8 +13,8 @@ import pytest
 from helpers.patience import PATIENCE
 
 import latent_sweep
-from latent_sweep.cli import main
-from latent_sweep.sweep.starting import packaged_sweeps
+from latent_sweep.cli.main import main
+from latent_sweep.sweep.templates import packaged_sweeps
 
 REPOSITORY = Path(latent_sweep.__file__).parent.parent
 SWEEPS = sorted(path.stem for path in (REPOSITORY / "sweeps").glob("*.yaml"))
@@ -42,7 +42,7 @@ def test_an_installed_wheel_lists_and_copies_its_sweeps(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     paths = [str(tmp_path / "site"), sysconfig.get_path("purelib")]
-    code = "import sys, latent_sweep; from latent_sweep.cli import main; print(latent_sweep.__file__); sys.exit(main())"
+    code = "import sys, latent_sweep, latent_sweep.cli.main as cli; print(latent_sweep.__file__); sys.exit(cli.main())"
 
     def ran(*arguments):
         return subprocess.run(

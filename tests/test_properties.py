@@ -15,11 +15,11 @@ from helpers.tiny import journal_at
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from latent_sweep.backends.driver import write_sweep
 from latent_sweep.errors import ConfigError, StoreError
+from latent_sweep.execution.driver import write_sweep
 from latent_sweep.settings import parse_yaml, yaml_text
-from latent_sweep.store.journal import status
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.journal import status
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep
 from latent_sweep.sweep.plan import expand
 

@@ -132,7 +132,7 @@ ELSEWHERE = {
     *("benchmark.yaml", "config.json", "dev.json", "eval.json", "test.json"),  # of one's own
     *("result.json", "scores.json", "sweep.json", "sweep.yaml", "trial.yaml", "tuning.json"),
     *("model.json", "adapter_config.json", "config.json"),  # of a model, of adapters, of a checkpoint
-    *("latent_sweep/benchmarks/x.yaml", "latent_sweep/methods/x.py", "tests/methods/test_x.py"),  # by a recipe
+    *("latent_sweep/data/x.yaml", "latent_sweep/methods/x.py", "tests/methods/test_x.py"),  # by a recipe
 }
 """Files that documents name and that are somebody's own, or a run's."""
 PATH = re.compile(r"(?:\.\.?/)*[\w.-]+(?:/[\w.-]+)*\.(?:py|yaml|yml|md|toml|sh|in|txt|json|svg|png)|Makefile")

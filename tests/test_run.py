@@ -17,16 +17,16 @@ from helpers.sweep_folders import journal_of
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
 from latent_sweep.backbones.known import KNOWN, target_shapes
-from latent_sweep.backends import mlflow_mirror
-from latent_sweep.backends.local import run_here
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.execution.local import run_here
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.store.folders import SweepFolder, open_sweep
-from latent_sweep.store.journal import stages, status
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.folders import SweepFolder, open_sweep
+from latent_sweep.storage.journal import stages, status
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
+from latent_sweep.tracking import mlflow as mlflow_mirror
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
@@ -37,7 +37,7 @@ ROUTED = {"search": {"seed": [0, 1], "router.components": [1, 2]}}
 
 WITHOUT_TORCH = """
 import sys
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 assert main(["run", sys.argv[1], "--set", "run.tracking.uri=none"]) == 0
 assert not {"torch", "transformers", "matplotlib"} & set(sys.modules)
 """

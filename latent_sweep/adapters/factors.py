@@ -28,9 +28,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.store import versions
-from latent_sweep.store.files import committing
-from latent_sweep.store.sealed import intact, is_sealed, write_sealed
+from latent_sweep.storage import versions
+from latent_sweep.storage.checksummed import intact, is_sealed, write_sealed
+from latent_sweep.storage.files import committing
 
 log = logging.getLogger(__name__)
 

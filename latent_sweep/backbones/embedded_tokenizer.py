@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.backbones.files import EMBEDDED_FILE, embedded_package, embedded_version
 from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.errors import ConfigError
-from latent_sweep.store.files import cache_folder, write_file
+from latent_sweep.storage.files import cache_folder, write_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

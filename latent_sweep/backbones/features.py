@@ -18,8 +18,8 @@ from latent_sweep.backbones.batches import placed, positions
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
-from latent_sweep.store import versions
-from latent_sweep.store.sealed import intact, write_sealed
+from latent_sweep.storage import versions
+from latent_sweep.storage.checksummed import intact, write_sealed
 
 Features = npt.NDArray[np.float32]
 

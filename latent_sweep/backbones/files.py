@@ -27,8 +27,8 @@ from latent_sweep.backbones.known import (
 )
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
-from latent_sweep.store import versions
-from latent_sweep.store.files import cache_folder
+from latent_sweep.storage import versions
+from latent_sweep.storage.files import cache_folder
 
 log = logging.getLogger(__name__)
 

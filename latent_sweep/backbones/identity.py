@@ -11,7 +11,7 @@ from typing import Any
 
 from latent_sweep.backbones.files import embedded_version
 from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, known_backbone
-from latent_sweep.store import versions
+from latent_sweep.storage import versions
 
 log = logging.getLogger(__name__)
 

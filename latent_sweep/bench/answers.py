@@ -15,9 +15,9 @@ import torch
 
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import TASKS, Workbench, first_trial
-from latent_sweep.learn.evaluation import batched
-from latent_sweep.learn.mixing import Array
-from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.routing.combination import Array
+from latent_sweep.storage.snapshots import Snapshot
+from latent_sweep.training.evaluation import batched
 
 GENERATION_RATE = "ours, trained adapter: rows answered"
 """The row that the profile's rate is taken from."""

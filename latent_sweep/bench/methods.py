@@ -14,13 +14,13 @@ from torch import Tensor
 from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.bench.rows import Reading, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench, first_trial
-from latent_sweep.learn.evaluation import path_of
-from latent_sweep.learn.member import MemberRun
-from latent_sweep.learn.training import TaskTraining, TrainingSummary
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.capabilities import Gated, prompt_read
-from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Member, Trial
+from latent_sweep.training.evaluation import path_of
+from latent_sweep.training.loop import TaskTraining, TrainingSummary
+from latent_sweep.training.run import MemberRun
 
 REFERENCE = "seq_lora"
 """The method that the others are compared with: one LoRA pair, carried from task to task."""

@@ -63,7 +63,7 @@ def _our_sweep(folder: Path, content: Mapping[str, Any]) -> tuple[float, list[fl
     """Run a sweep by our command; return its seconds, and each trial's AP."""
     import yaml
 
-    from latent_sweep.store.folders import open_sweep
+    from latent_sweep.storage.folders import open_sweep
 
     # a storage of its own: nothing that another part has left behind is read
     content = {**content, "run": {**content["run"], "storage": str(folder / "sweep")}}
@@ -210,11 +210,11 @@ def _measure_start(subject: Subject, began: str) -> None:
 
     imported = time.time() - float(began)
 
-    from latent_sweep.learn.events import Step
-    from latent_sweep.learn.trial import run_pack
-    from latent_sweep.store.folders import SweepFolder
+    from latent_sweep.storage.folders import SweepFolder
     from latent_sweep.sweep.config import parse_sweep
     from latent_sweep.sweep.plan import expand, pack
+    from latent_sweep.training.events import Step
+    from latent_sweep.training.pack import run_pack
 
     task = TASKS[subject.benchmark][0]
     benchmark = {"name": subject.benchmark, "tasks": [task], "train_per_task": 8, "test_per_task": 1}

@@ -22,16 +22,16 @@ from latent_sweep.bench.shards import shards
 from latent_sweep.bench.steps import TRAINING_RATE, history, packs, step, tasks
 from latent_sweep.bench.store import store
 from latent_sweep.bench.workbench import Subject, Workbench
-from latent_sweep.benchmarks.loaders import data_digest
-from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, task_sequence
+from latent_sweep.data.loaders import data_digest
+from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, MissingData, StoreError, Terminated
-from latent_sweep.learn.context import hardware
 from latent_sweep.security import printable, traceback_text
 from latent_sweep.settings import as_written
-from latent_sweep.store.failures import let_go
-from latent_sweep.store.storage import Storage, question
-from latent_sweep.store.versions import installed
+from latent_sweep.storage.failures import let_go
+from latent_sweep.storage.storage import Storage, question
+from latent_sweep.storage.versions import installed
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
+from latent_sweep.training.context import hardware
 
 PARTS: Mapping[str, Callable[[Workbench], list[Reading]]] = {
     "step": step,

@@ -68,8 +68,8 @@ def _rows(
 
 def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dict[str, float]:
     """Predict the memory of a worker in GiB by the memory model of `plan`."""
-    from latent_sweep.sweep.groups import RunSettings
     from latent_sweep.sweep.memory import predict
+    from latent_sweep.sweep.schema import RunSettings
 
     gpus = 1 if bench.subject.device == "cuda" else 0
     run = RunSettings.model_validate({"engine": dict(engine), "resources": {"workers": workers, "gpus": gpus}})
@@ -81,7 +81,7 @@ def _predicted(bench: Workbench, engine: Mapping[str, Any], workers: int) -> dic
 
 def _run_group(subject: Subject, engine: Mapping[str, Any], workers: int) -> list[dict[str, float]]:
     """Run a group of workers and return the values that each measured."""
-    from latent_sweep.learn.worker_group import listen
+    from latent_sweep.training.worker_group import listen
 
     meeting = listen("127.0.0.1")
     port = str(meeting.getsockname()[1])
@@ -109,9 +109,9 @@ def _measure(rank: int, size: int, port: int, subject: Subject, engine: Mapping[
     """Be one worker: load, take steps, and print what that took."""
     import torch
 
-    from latent_sweep.backends.engines import engine_of
-    from latent_sweep.learn.worker_group import join
-    from latent_sweep.sweep.groups import EngineSettings
+    from latent_sweep.execution.engines import engine_of
+    from latent_sweep.sweep.schema import EngineSettings
+    from latent_sweep.training.worker_group import join
 
     cuda = subject.device == "cuda"
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from latent_sweep.bench.rows import Reading
 from latent_sweep.bench.workbench import Workbench
-from latent_sweep.store.folders import LOCKS
-from latent_sweep.store.journal import Journal
-from latent_sweep.store.objects import requests
-from latent_sweep.store.storage import PROBES, Storage, open_storage
+from latent_sweep.storage.folders import LOCKS
+from latent_sweep.storage.journal import Journal
+from latent_sweep.storage.objects import requests
+from latent_sweep.storage.storage import PROBES, Storage, open_storage
 
 SMALL, LARGE = b"x" * 4096, b"x" * 2**20
 """About a task's predictions, and about a small adapter."""

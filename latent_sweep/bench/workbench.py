@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from latent_sweep.settings import as_written
-from latent_sweep.store.failures import give_memory_back
-from latent_sweep.store.storage import DEFAULT_PLACE, Storage
+from latent_sweep.storage.failures import give_memory_back
+from latent_sweep.storage.storage import DEFAULT_PLACE, Storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from latent_sweep.backbones.loading import Backbone
     from latent_sweep.backbones.outputs import Example
     from latent_sweep.bench.usual_way import Config
-    from latent_sweep.benchmarks.schema import Split
-    from latent_sweep.learn.context import Context
-    from latent_sweep.learn.engine import Engine
-    from latent_sweep.learn.mixing import Array, Gates, Mixer
-    from latent_sweep.learn.training import TaskTraining, TrainingSummary
+    from latent_sweep.data.schema import Split
     from latent_sweep.methods.protocol import Method
-    from latent_sweep.store.snapshots import Snapshot
+    from latent_sweep.routing.combination import Array, Gates, Mixer
+    from latent_sweep.storage.snapshots import Snapshot
     from latent_sweep.sweep.plan import Trial
+    from latent_sweep.training.context import Context
+    from latent_sweep.training.engine import Engine
+    from latent_sweep.training.loop import TaskTraining, TrainingSummary
 
 Found = TypeVar("Found")
 
@@ -196,13 +196,13 @@ class Workbench:
     @cached_property
     def context(self) -> Context:
         """Return what all measurements share: the backbone, its adapter bank, tokens."""
-        from latent_sweep.learn.context import Context
+        from latent_sweep.training.context import Context
 
         return Context(self.trial, self.subject.storage, self._engine)
 
     def free(self) -> None:
         """Give the memory of the backbone and all that hangs on it to other processes; it is loaded again if needed."""
-        from latent_sweep.learn.engine import forget_backbone
+        from latent_sweep.training.engine import forget_backbone
 
         self.__dict__.pop("context", None)
         forget_backbone()
@@ -255,9 +255,9 @@ class Workbench:
         """Make the task training that `train_pack` needs to train one adapter on rows for some steps."""
         import torch
 
-        from latent_sweep.learn.training import TaskTraining, derived_seed
         from latent_sweep.methods.protocol import TaskData
-        from latent_sweep.store.snapshots import TaskCheckpoint
+        from latent_sweep.storage.snapshots import TaskCheckpoint
+        from latent_sweep.training.loop import TaskTraining, derived_seed
 
         def generator(purpose: str) -> torch.Generator:
             return torch.Generator().manual_seed(derived_seed(seed, purpose))
@@ -272,7 +272,7 @@ class Workbench:
 
     def train(self, trainings: Sequence[TaskTraining]) -> list[TrainingSummary]:
         """Train side by side; what goes wrong is raised."""
-        from latent_sweep.learn.training import train_pack
+        from latent_sweep.training.loop import train_pack
 
         outcomes = train_pack(trainings, self.context.engine, self.bank)
         for outcome in outcomes:
@@ -327,7 +327,7 @@ class Workbench:
         self, history: Sequence[Snapshot], weights: Array, position: int, max_new_tokens: int, cache: Path
     ) -> tuple[list[str], int]:
         """Answers to a task's test rows as evaluation gives them, and how many were not known in the folder `cache`."""
-        from latent_sweep.learn.evaluation import Evaluator
+        from latent_sweep.training.evaluation import Evaluator
 
         s = self.trial.settings
         evaluator = Evaluator(

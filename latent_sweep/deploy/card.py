@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, known_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
-from latent_sweep.learn.context import Context
 from latent_sweep.methods.protocol import Mixing
-from latent_sweep.store import versions
+from latent_sweep.storage import versions
+from latent_sweep.training.context import Context
 
 LICENCES: Mapping[str, str] = {
     EMBEDDED: "apache-2.0",

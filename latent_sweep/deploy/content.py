@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from latent_sweep.benchmarks.schema import TaskSpec
-from latent_sweep.router import TaskMixture, TaskScatter
-from latent_sweep.store.snapshots import Snapshot
+from latent_sweep.data.schema import TaskSpec
+from latent_sweep.routing.gaussian import TaskMixture, TaskScatter
+from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Trial
 
 if TYPE_CHECKING:
-    from latent_sweep.learn.lexical import TaskNgrams
+    from latent_sweep.routing.ngram import TaskNgrams
 
 NOVELTY_QUANTILE = 0.99
 """A row is taken for one of no learned task where it lies farther out than this share of the held-out rows of the task

@@ -18,23 +18,23 @@ import torch
 from pydantic import ValidationError
 
 from latent_sweep.adapters.factors import kept_factors
-from latent_sweep.benchmarks.dataset_folders import file_digest
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec
+from latent_sweep.data.dataset_folders import file_digest
+from latent_sweep.data.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Records
 from latent_sweep.errors import ConfigError, StoreError, unended
-from latent_sweep.learn.context import Context
-from latent_sweep.learn.lexical import TaskNgrams
 from latent_sweep.methods.protocol import Method
-from latent_sweep.router import TaskMixture, TaskScatter
+from latent_sweep.routing.gaussian import TaskMixture, TaskScatter
+from latent_sweep.routing.ngram import TaskNgrams
 from latent_sweep.settings import local_path
-from latent_sweep.store import versions
-from latent_sweep.store.files import cache_folder, committing, write_file
-from latent_sweep.store.sealed import is_sealed, write_sealed_json
-from latent_sweep.store.snapshots import SnapshotStore
-from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.groups import resolved_settings
+from latent_sweep.storage import versions
+from latent_sweep.storage.checksummed import is_sealed, write_sealed_json
+from latent_sweep.storage.files import cache_folder, committing, write_file
+from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.schema import resolved_settings
+from latent_sweep.training.context import Context
 
 MODEL_FILE = "model.json"
 FORMAT = 1

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.benchmarks.loaders import load_rows, row_count, source_digest
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, load_benchmark, scoring_metric
+from latent_sweep.data.loaders import load_rows, row_count, source_digest
+from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark, scoring_metric
 from latent_sweep.deploy.content import ModelContent
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.metrics import metric_source
+from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings import content_hash
-from latent_sweep.store.files import cache_folder, write_file
-from latent_sweep.sweep.plan import ROUTED, SPLITS, Trial
+from latent_sweep.storage.files import cache_folder, write_file
+from latent_sweep.sweep.plan import SPLITS, Trial
 
 RowLike = Mapping[str, Any]
 """`{"input": text, "output": text or texts}`, as in a benchmark's files."""

@@ -14,7 +14,7 @@ from latent_sweep.deploy.adapters import adapter_for
 from latent_sweep.deploy.card import front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
 from latent_sweep.errors import ConfigError
-from latent_sweep.store.files import committing, write_file
+from latent_sweep.storage.files import committing, write_file
 
 if TYPE_CHECKING:
     from latent_sweep.deploy.adapters import Adapter

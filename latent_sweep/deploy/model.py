@@ -12,33 +12,33 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from latent_sweep.benchmarks.loaders import WHOLE_PROMPT
-from latent_sweep.benchmarks.prompts import bare_prompt, encode_parts, prompt_parts
-from latent_sweep.benchmarks.rows import is_whole
-from latent_sweep.benchmarks.schema import TaskSpec, stop_of, target_length
+from latent_sweep.data.loaders import WHOLE_PROMPT
+from latent_sweep.data.prompts import bare_prompt, encode_parts, prompt_parts
+from latent_sweep.data.rows import is_whole
+from latent_sweep.data.schema import TaskSpec, stop_of, target_length
 from latent_sweep.deploy import folder as folders
 from latent_sweep.deploy.content import LearnedTask, ModelContent
 from latent_sweep.deploy.lessons import Lesson, RowLike, lesson_of
 from latent_sweep.deploy.opening import BEST, content_of, find_trial, planned
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mixer
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.learn.context import Context
-from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.evaluation import AnswerEnd, Evaluator
-from latent_sweep.learn.events import say_nothing
-from latent_sweep.learn.lexical import TaskNgrams
-from latent_sweep.learn.member import MemberRun, Members
-from latent_sweep.learn.mixing import Known, Rows, pool, table_std, texts_read, weigh
-from latent_sweep.learn.stage import learn_missing
 from latent_sweep.methods.capabilities import Gated
 from latent_sweep.methods.protocol import Method
-from latent_sweep.router import GaussianRouter, normalise_embeddings
+from latent_sweep.routing.combination import Known, Rows, pool, table_std, texts_read, weigh
+from latent_sweep.routing.gaussian import ROUTED, GaussianRouter, normalise_embeddings
+from latent_sweep.routing.ngram import TaskNgrams
 from latent_sweep.security import quoted
 from latent_sweep.settings import local_path
-from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.memory import with_checkpointing
-from latent_sweep.sweep.plan import ROUTED, Member, Trial
+from latent_sweep.sweep.plan import Member, Trial
+from latent_sweep.training.context import Context
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.evaluation import AnswerEnd, Evaluator
+from latent_sweep.training.events import say_nothing
+from latent_sweep.training.run import MemberRun, Members
+from latent_sweep.training.stage import learn_missing
 
 Array = npt.NDArray[np.float64]
 Device = Literal["auto", "cpu", "cuda"]

@@ -11,14 +11,14 @@ from pydantic import ValidationError
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mixer
 from latent_sweep.errors import ConfigError, StoreError, unended
-from latent_sweep.learn.context import Context
-from latent_sweep.results.tracked import trial_name
+from latent_sweep.results.definition import trial_name
 from latent_sweep.security import quoted
-from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.store.journal import Event, mending, stages, status
-from latent_sweep.store.snapshots import Snapshot
-from latent_sweep.sweep.groups import TrialSettings, WrittenTrial, resolved_settings
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event, mending, stages, status
+from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Trial, plan_trial
+from latent_sweep.sweep.schema import TrialSettings, WrittenTrial, resolved_settings
+from latent_sweep.training.context import Context
 
 BEST = "best"
 """The finished trial with the highest AP."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.known import EMBEDDED
-from latent_sweep.benchmarks.schema import stop_of, target_length
+from latent_sweep.data.schema import stop_of, target_length
 from latent_sweep.deploy.adapters import Adapter, adapters_of
 from latent_sweep.deploy.card import base_model, front_matter, prompts_end, provenance
 from latent_sweep.deploy.folder import new_folder
-from latent_sweep.store.files import write_file
+from latent_sweep.storage.files import write_file
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from latent_sweep.benchmarks.schema import PromptSettings
+from latent_sweep.data.schema import PromptSettings
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, Records
 from latent_sweep.errors import MissingData
-from latent_sweep.learn.context import Context
-from latent_sweep.learn.mixing import DISTANCE_ROWS, Mixer
-from latent_sweep.router import GaussianRouter, PooledScatter, RouterSettings, pooled_covariance, spread
-from latent_sweep.sweep.plan import ROUTED, Trial
+from latent_sweep.routing.combination import DISTANCE_ROWS, Mixer
+from latent_sweep.routing.gaussian import (
+    ROUTED,
+    GaussianRouter,
+    PooledScatter,
+    RouterSettings,
+    pooled_covariance,
+    spread,
+)
+from latent_sweep.sweep.plan import Trial
+from latent_sweep.training.context import Context
 
 
 def records_mixer(context: Context, trial: Trial) -> Mixer:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from latent_sweep.backends.addresses import ray_address
 from latent_sweep.doctor.findings import Check, Finding, counted, examined, fault
 from latent_sweep.doctor.machine import chosen_device, has_device, look_at_cpu, look_at_disk, look_at_gpus
 from latent_sweep.doctor.methods import method_checks
@@ -18,12 +17,13 @@ from latent_sweep.doctor.storage import hostname, look_at_caches, look_at_storag
 from latent_sweep.doctor.subject import Subject, look_at_first_step, look_at_sweep
 from latent_sweep.doctor.tracker import look_at_tracker
 from latent_sweep.errors import LatentSweepError
-from latent_sweep.store.files import cache_folder
-from latent_sweep.store.storage import Storage, default_place, open_storage
+from latent_sweep.storage.files import cache_folder
+from latent_sweep.storage.storage import Storage, default_place, open_storage
 from latent_sweep.sweep.config import Sweep, load_sweep
-from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.plan import Trial, expand
+from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.sweep.tuning import choices, chosen_for, stand_ins
+from latent_sweep.tracking.addresses import ray_address
 
 
 @dataclass(frozen=True)

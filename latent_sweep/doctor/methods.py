@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 from latent_sweep.doctor.findings import Check, Finding, fault, ok, warning
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import as_written
-from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.memory import RESERVE, predict
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.schema import RunSettings
 
 if TYPE_CHECKING:
-    from latent_sweep.learn.engine import Engine
     from latent_sweep.sweep.plan import Pack, Trial
+    from latent_sweep.training.engine import Engine
 
 FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket")
@@ -143,7 +143,7 @@ def loaded(family: str, device: str) -> Engine:
     """Return an engine that holds a tiny backbone and gives it to every run."""
     from latent_sweep.backbones.known import BackboneSettings
     from latent_sweep.backbones.loading import Backbone, load_backbone
-    from latent_sweep.learn.engine import Engine
+    from latent_sweep.training.engine import Engine
 
     class Loaded(Engine):
         def load(self, settings: BackboneSettings) -> Backbone:
@@ -157,7 +157,7 @@ def outcome(name: str, family: str, device: str) -> Outcome:
     """Learn and score two tasks with a method, from nothing, and return what came of it."""
     import torch
 
-    from latent_sweep.learn.trial import run_pack
+    from latent_sweep.training.pack import run_pack
 
     on_gpu = device == "cuda"
     with TemporaryDirectory(prefix="latent-sweep-doctor-") as folder, _quiet():

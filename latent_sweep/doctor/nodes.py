@@ -8,8 +8,11 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
-from latent_sweep.backends.addresses import check_ray_address
-from latent_sweep.backends.ray_nodes import (
+from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
+from latent_sweep.doctor.machine import look_at_cpu, look_at_disk, look_at_gpus
+from latent_sweep.doctor.packages import look_at_imports, look_at_packages, versions
+from latent_sweep.doctor.storage import look_at_caches, look_at_storage, missing_folders, remove_empty
+from latent_sweep.execution.ray_nodes import (
     Answer,
     Node,
     alive_nodes,
@@ -19,14 +22,11 @@ from latent_sweep.backends.ray_nodes import (
     disconnect,
     resources_here,
 )
-from latent_sweep.backends.ray_tune import has_room, less_text, wanted_text
-from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
-from latent_sweep.doctor.machine import look_at_cpu, look_at_disk, look_at_gpus
-from latent_sweep.doctor.packages import look_at_imports, look_at_packages, versions
-from latent_sweep.doctor.storage import look_at_caches, look_at_storage, missing_folders, remove_empty
+from latent_sweep.execution.ray_tune import has_room, less_text, wanted_text
 from latent_sweep.security import log_without_secrets, redact
-from latent_sweep.store.storage import Storage, has_answer, question, sees, unseen_message
-from latent_sweep.sweep.groups import ResourceSettings
+from latent_sweep.storage.storage import Storage, has_answer, question, sees, unseen_message
+from latent_sweep.sweep.schema import ResourceSettings
+from latent_sweep.tracking.addresses import check_ray_address
 
 SHOWN = ("driver", "CPU", "RAM", "storage")
 """What is told of the first node of each shape though nothing is wrong with it; and its GPUs."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import latent_sweep
 from latent_sweep.doctor.findings import Finding, examined, fault, ok, warning
-from latent_sweep.store.versions import OURS, Declared, declared
+from latent_sweep.storage.versions import OURS, Declared, declared
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

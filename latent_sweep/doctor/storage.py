@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from latent_sweep.doctor.findings import Finding, fault, ok
-from latent_sweep.store.files import cache_folder, read_file, write_file
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.files import cache_folder, read_file, write_file
+from latent_sweep.storage.storage import Storage
 
 CONTENT = b"latent-sweep doctor wrote this and removes it\n" * 1024
 """Some 45 KB: about a trial's files, and more than a network keeps back."""

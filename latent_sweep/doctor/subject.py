@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from latent_sweep.backends.addresses import ray_address
 from latent_sweep.doctor.findings import Finding, fault, ok, warning
 from latent_sweep.doctor.machine import free_ram
 from latent_sweep.errors import MissingData
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.memory import GIB, RESERVE, decided, predict
 from latent_sweep.sweep.plan import Member, Trial, pack
+from latent_sweep.tracking.addresses import ray_address
 
 if TYPE_CHECKING:
-    from latent_sweep.learn.context import Context
-    from latent_sweep.learn.training import TaskTraining
+    from latent_sweep.training.context import Context
+    from latent_sweep.training.loop import TaskTraining
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def look_at_sweep(subject: Subject) -> Iterator[Finding]:
 
     That rows are not here is a fault; with a cluster, whose nodes may have them, a warning.
     """
-    from latent_sweep.backends.driver import check_devices, check_engine, check_pinned
-    from latent_sweep.sweep.checks import check_sweep, missing_rows
+    from latent_sweep.execution.driver import check_devices, check_engine, check_pinned
+    from latent_sweep.sweep.data_checks import check_sweep, missing_rows
 
     sweep, trials = subject.sweep, subject.trials
     check_engine(sweep.run.engine)
@@ -90,9 +90,9 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
     import torch
 
     from latent_sweep.backbones.architectures import free_memory, slow_bfloat16
-    from latent_sweep.learn.context import Context
-    from latent_sweep.learn.training import train_pack
-    from latent_sweep.sweep.checks import Reader, check_pack
+    from latent_sweep.sweep.data_checks import Reader, check_pack
+    from latent_sweep.training.context import Context
+    from latent_sweep.training.loop import train_pack
 
     (alone,) = pack([trial])
     decided_pack = decided(alone, subject.sweep.run, free_memory)
@@ -130,8 +130,8 @@ def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) ->
 
     Nothing is resumed and nothing is saved.
     """
-    from latent_sweep.learn.member import MemberRun
-    from latent_sweep.store.snapshots import TaskCheckpoint
+    from latent_sweep.storage.snapshots import TaskCheckpoint
+    from latent_sweep.training.run import MemberRun
 
     largest = max(trial.method().rank(), 1)
     training = MemberRun(Member((trial,), largest), (), context).training(

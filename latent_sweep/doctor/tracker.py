@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from latent_sweep.backends.addresses import check_tracking_address
-from latent_sweep.backends.mlflow_mirror import tracking_uri
-from latent_sweep.backends.mlflow_probe import Probe, probe_tracker
 from latent_sweep.doctor.findings import Finding, fault, ok, warning
 from latent_sweep.errors import ConfigError, TrackingError
-from latent_sweep.sweep.trackers import address_faults, place_faults
+from latent_sweep.sweep.tracking_uris import address_faults, place_faults
+from latent_sweep.tracking.addresses import check_tracking_address
+from latent_sweep.tracking.mlflow import tracking_uri
+from latent_sweep.tracking.mlflow_probe import Probe, probe_tracker
 
 WHERE = "run.tracking.uri, or MLFLOW_TRACKING_URI"
 

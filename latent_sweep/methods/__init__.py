@@ -13,7 +13,7 @@ from typing import get_args
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.capabilities import Gated
 from latent_sweep.methods.protocol import Method, MethodSettings, Mixing
-from latent_sweep.outside import code_digest, imported
+from latent_sweep.plugins import code_digest, imported
 
 METHODS: Mapping[str, str] = {
     "latent_lora": "latent_sweep.methods.latent_lora:LatentLora",

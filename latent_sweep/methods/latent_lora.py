@@ -4,7 +4,8 @@ What the paper leaves open is a setting here, with its default: the scale s = al
 (A2) and outside the penalty's scale (A3), a penalty summed over projections (A4) and not normalised (A4b), its squared
 Frobenius norm (A6), R drawn from N(0, 1e-5^2) (A7), only R_t active while task t is learned (A8), also in the ablation
 that sums adapters at inference unless `train_active: sum` is set (A9), one learning rate for R (A30), and an exact
-SVD in float32 (A35). The router's open points are in `latent_sweep.router`, the data's in `latent_sweep.benchmarks`.
+SVD in float32 (A35). The router's open points are in `latent_sweep.routing.gaussian`, the data's in
+`latent_sweep.data`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.capabilities import LowRankPairs
 from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, Settings
-from latent_sweep.store import versions
+from latent_sweep.storage import versions
 
 if TYPE_CHECKING:
     from torch import Tensor

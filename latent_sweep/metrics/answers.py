@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from latent_sweep.errors import ConfigError, unended
 from latent_sweep.metrics.numerals import last_number
-from latent_sweep.outside import code_digest, imported
+from latent_sweep.plugins import code_digest, imported
 
 Metric = str
 """A name in `METRICS`, or `package.module:function` from outside."""

@@ -1,1 +1,1 @@
-"""What came out, for people and trackers: tables, pictures, where a sweep stands, the content of runs."""
+"""Results of finished trials: score matrices, summary statistics, comparisons and data frames."""

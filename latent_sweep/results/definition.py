@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from latent_sweep.store.folders import TrialFolder
-from latent_sweep.store.journal import Event, stages
+from latent_sweep.labels import label, short_names
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event, stages
 
 Measure = Literal["AP", "LA", "BWT", "FM"]
 """Average performance, learning accuracy, backward transfer and forgetting."""
@@ -68,3 +69,9 @@ def defined_metrics(trial: TrialFolder, told: Sequence[Event], metrics: Mapping[
     """
     defined = defined_measures(trial, told)
     return {name: value for name, value in metrics.items() if _METRICS.get(name, "AP") in defined}
+
+
+def trial_name(sweep: SweepFolder, trial: TrialFolder) -> str:
+    """The settings that vary, as `lambda=0.1 seed=0`; of a sweep that varies none, the trial's id."""
+    names = short_names(sweep.axes)
+    return label({names[axis]: trial.values[axis] for axis in sweep.axes}) or trial.trial_id

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.benchmarks.prompts import split_prompts
-from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark
-from latent_sweep.results.shown import UNREADABLE, ShownTrial, shown
-from latent_sweep.store.answers import Answer, Answers, kept_answers
-from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.store.journal import stages
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.prompts import split_prompts
+from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
+from latent_sweep.results.selection import UNREADABLE, ShownTrial, shown
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import stages
+from latent_sweep.storage.predictions import Answer, Answers, kept_answers
 
 RIGHT = 0.5
 """The score, a fraction, from which an answer counts as right: exact matches have 0 or 1, Rouge-L all between."""

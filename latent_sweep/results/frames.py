@@ -21,15 +21,14 @@ import pandas as pd
 from latent_sweep.errors import ConfigError, StoreError
 from latent_sweep.labels import short_names
 from latent_sweep.results.columns import differing, value_read
-from latent_sweep.results.definition import defined_measures, defined_metrics
+from latent_sweep.results.definition import defined_measures, defined_metrics, trial_name
 from latent_sweep.results.inputs import InputTexts
 from latent_sweep.results.summaries import ROUTER_MEASURES, end_reason
-from latent_sweep.results.tracked import trial_name
 from latent_sweep.security import quoted
-from latent_sweep.store.answers import Answer, is_kept
-from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.store.journal import Event, attempts, mending, stages, status
-from latent_sweep.store.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines, told_matrix
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event, attempts, mending, stages, status
+from latent_sweep.storage.predictions import Answer, is_kept
+from latent_sweep.storage.trial_files import PREDICTIONS, SCORES, checked_answers, prediction_lines, told_matrix
 from latent_sweep.sweep.plan import values_read
 
 _TIME = "datetime64[ns, UTC]"

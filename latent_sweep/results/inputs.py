@@ -7,11 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark, scoring_metric
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, scoring_metric
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import Metric
-from latent_sweep.store.folders import TrialFolder
+from latent_sweep.storage.folders import TrialFolder
 
 
 class BenchmarkRows(NamedTuple):

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from latent_sweep.backbones.known import BackboneSettings, describe
 from latent_sweep.methods import method_class
 from latent_sweep.results.routing import backbone_digests
-from latent_sweep.results.shown import MOST_SHOWN, UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
-from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import stages
+from latent_sweep.results.selection import MOST_SHOWN, UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.journal import stages
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from latent_sweep.errors import StoreError
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.definition import Measure, defined_measures
-from latent_sweep.store.folders import TrialFolder
-from latent_sweep.store.journal import Event, stages
-from latent_sweep.store.trial_files import RowScores, checked_answers, row_scores, told_matrix
+from latent_sweep.storage.folders import TrialFolder
+from latent_sweep.storage.journal import Event, stages
+from latent_sweep.storage.trial_files import RowScores, checked_answers, row_scores, told_matrix
 
 Scores = npt.NDArray[np.float64]
 """Of the rows of one task, (rows,)."""

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from latent_sweep.benchmarks.schema import BenchmarkSettings
+from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, reads_input, score_rows
+from latent_sweep.results.definition import trial_name
 from latent_sweep.results.inputs import benchmark_rows
-from latent_sweep.results.tracked import trial_name
-from latent_sweep.store.answers import Answer, Answers, kept_answers
-from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.store.journal import Event, stages, status
-from latent_sweep.store.trial_files import EPSILON, PREDICTIONS, SCORES, damages
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import Event, stages, status
+from latent_sweep.storage.predictions import Answer, Answers, kept_answers
+from latent_sweep.storage.trial_files import EPSILON, PREDICTIONS, SCORES, damages
 
 MEASURES = ("AP", "FM")
 ROUNDING = 1e4 * EPSILON

@@ -19,14 +19,14 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 from latent_sweep.backbones.known import BackboneSettings, family_of
-from latent_sweep.benchmarks.chat import Chat, chat_of
-from latent_sweep.benchmarks.loaders import WHOLE_PROMPT, data_digest, tokens_name
-from latent_sweep.benchmarks.schema import Split, load_benchmark, target_length, task_sequence
+from latent_sweep.data.chat import Chat, chat_of
+from latent_sweep.data.loaders import WHOLE_PROMPT, data_digest, tokens_name
+from latent_sweep.data.schema import Split, load_benchmark, target_length, task_sequence
 from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
-from latent_sweep.learn.evidence import CALIBRATION_BINS, expected_calibration_error
-from latent_sweep.results.shown import UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
-from latent_sweep.router import (
+from latent_sweep.results.selection import UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
+from latent_sweep.routing.gaussian import (
+    ROUTED,
     GaussianRouter,
     PooledScatter,
     RouterSettings,
@@ -40,10 +40,10 @@ from latent_sweep.router import (
     record_path,
     scatter_name,
 )
-from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.journal import stages
-from latent_sweep.store.sealed import is_sealed
-from latent_sweep.sweep.plan import ROUTED
+from latent_sweep.routing.metrics import CALIBRATION_BINS, expected_calibration_error
+from latent_sweep.storage.checksummed import is_sealed
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.journal import stages
 
 Array = npt.NDArray[np.float64]
 Record = TypeVar("Record", TaskMixture, TaskScatter)

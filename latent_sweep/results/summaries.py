@@ -17,12 +17,12 @@ from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
+from latent_sweep.results.compute_used import AtWork, held_at_work, spent
 from latent_sweep.results.definition import Measure, defined_measures, learns_in_turn
 from latent_sweep.results.outcomes import outcomes
-from latent_sweep.results.spending import AtWork, held_at_work, spent
-from latent_sweep.store.folders import SweepFolder, TrialFolder, driven_since
-from latent_sweep.store.journal import Event, Status, attempts, restarts, stages, status
-from latent_sweep.store.trial_files import told_matrix
+from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
+from latent_sweep.storage.journal import Event, Status, attempts, restarts, stages, status
+from latent_sweep.storage.trial_files import told_matrix
 from latent_sweep.sweep.plan import is_read, values_read
 from latent_sweep.sweep.prices import Item
 from latent_sweep.sweep.tuning import read_tuning, tuning_lines

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from latent_sweep.store.journal import Event, Status, row_of, status, told_by_worker
+from latent_sweep.storage.journal import Event, Status, row_of, status, told_by_worker
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latent_sweep.benchmarks.rows import Row
-from latent_sweep.benchmarks.schema import Allowance
+from latent_sweep.data.rows import Row
+from latent_sweep.data.schema import Allowance
 from latent_sweep.metrics import (
     Metric,
     RefsPolicy,

@@ -23,17 +23,17 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from latent_sweep.benchmarks.faults import close_name, group_advice, shown, validation_faults
-from latent_sweep.benchmarks.loaders import once, one_look
-from latent_sweep.benchmarks.schema import BenchmarkSettings
+from latent_sweep.data.faults import close_name, group_advice, shown, validation_faults
+from latent_sweep.data.loaders import once, one_look
+from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.security import quoted, redact
 from latent_sweep.settings import Settings, as_written, flatten, local_path, parse_yaml, read_yaml, yaml_text
-from latent_sweep.store.storage import NODE_LOCAL
-from latent_sweep.sweep.groups import GROUPS, RunSettings, TuneSettings, WrittenTrial, every_setting
+from latent_sweep.storage.storage import NODE_LOCAL
 from latent_sweep.sweep.places import placed
+from latent_sweep.sweep.schema import GROUPS, RunSettings, TuneSettings, WrittenTrial, every_setting
 
 MOST_TRIALS = 10_000
 """Most points of a search: planning them takes five to ten seconds, and nobody compares more."""

@@ -17,13 +17,13 @@ import numpy as np
 
 from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
-from latent_sweep.benchmarks.prompts import LOST, split_prompts
-from latent_sweep.benchmarks.schema import BenchmarkSettings, Split, load_benchmark
-from latent_sweep.benchmarks.text_tokens import special_tokens
+from latent_sweep.data.prompts import LOST, split_prompts
+from latent_sweep.data.schema import BenchmarkSettings, Split, load_benchmark
+from latent_sweep.data.text_tokens import special_tokens
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import normalise_answer
 from latent_sweep.sweep.answer_checks import AnswerReport, other_form
-from latent_sweep.sweep.checks import Case, Findings, TaskPrompts, check_rows, reader_of
+from latent_sweep.sweep.data_checks import Case, Findings, TaskPrompts, check_rows, reader_of
 from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
 
 SHINGLE = 3

@@ -15,7 +15,7 @@ from typing import Any
 
 from latent_sweep.labels import format_value
 from latent_sweep.settings import canonical_json, content_hash, flatten
-from latent_sweep.store.snapshots import SnapshotStore
+from latent_sweep.storage.snapshots import SnapshotStore
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.forecast import common_values
 from latent_sweep.sweep.plan import Trial

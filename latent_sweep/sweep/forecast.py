@@ -16,25 +16,26 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from latent_sweep.backbones.known import describe
-from latent_sweep.benchmarks.loaders import load_rows, once, one_look, row_count
-from latent_sweep.benchmarks.prompts import prompt_parts
-from latent_sweep.benchmarks.schema import stop_of
+from latent_sweep.data.loaders import load_rows, once, one_look, row_count
+from latent_sweep.data.prompts import prompt_parts
+from latent_sweep.data.schema import stop_of
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.methods.capabilities import may_make_examples
+from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import canonical_json, content_hash
-from latent_sweep.store.answers import noted_stages
-from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.snapshots import SnapshotStore
-from latent_sweep.store.storage import Storage
-from latent_sweep.store.trial_files import told_rows
-from latent_sweep.sweep.checks import Reader, reader_of
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.predictions import noted_stages
+from latent_sweep.storage.snapshots import SnapshotStore
+from latent_sweep.storage.storage import Storage
+from latent_sweep.storage.trial_files import told_rows
 from latent_sweep.sweep.config import Sweep
-from latent_sweep.sweep.groups import RunSettings
+from latent_sweep.sweep.data_checks import Reader, reader_of
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, shape_of, with_checkpointing
-from latent_sweep.sweep.plan import ROUTED, Member, Pack, Trial, count_points, router_identity
+from latent_sweep.sweep.plan import Member, Pack, Trial, count_points, router_identity
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
+from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.sweep.tuning import Choice, candidate_trials, choice_names, tuning_sweep
 
 CHARACTERS_PER_TOKEN = 4.0

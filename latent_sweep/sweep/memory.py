@@ -46,8 +46,8 @@ from latent_sweep.adapters.inputs import input_of
 from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
 from latent_sweep.methods.capabilities import prompt_read, tasks_learned
-from latent_sweep.sweep.groups import ResourceSettings, RunSettings
 from latent_sweep.sweep.plan import Pack, Trial
+from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 
 GIB = 1 << 30
 
@@ -79,7 +79,7 @@ GENERATION_ROOM = 64
 """Tokens by which the key-value cache grows, up to the longest answer; as in `latent_sweep.backbones.generation`."""
 
 GATHER_ROOM = 1.25
-"""Weights are gathered to answer where so many times their size is free; as in `latent_sweep.backends`."""
+"""Weights are gathered to answer where so many times their size is free; as in `latent_sweep.execution.deepspeed`."""
 
 ZERO_DEFAULTS: Mapping[str, int] = {
     "stage3_param_persistence_threshold": 100_000,

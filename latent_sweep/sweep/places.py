@@ -15,9 +15,9 @@ from typing import Any
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
 from latent_sweep.settings import local_path
-from latent_sweep.store.storage import STORAGE_VARIABLE, default_place, in_job_package
-from latent_sweep.sweep.groups import RunSettings, TrackingSettings
-from latent_sweep.sweep.trackers import (
+from latent_sweep.storage.storage import STORAGE_VARIABLE, default_place, in_job_package
+from latent_sweep.sweep.schema import RunSettings, TrackingSettings
+from latent_sweep.sweep.tracking_uris import (
     DEFAULT_URI,
     TRACKING_VARIABLE,
     address_faults,

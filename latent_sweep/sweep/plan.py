@@ -29,8 +29,8 @@ from pydantic import ValidationError
 from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, pinned
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
-from latent_sweep.benchmarks.faults import validation_faults
-from latent_sweep.benchmarks.loaders import (
+from latent_sweep.data.faults import validation_faults
+from latent_sweep.data.loaders import (
     DATA_VARIABLE,
     data_digest,
     once,
@@ -39,8 +39,8 @@ from latent_sweep.benchmarks.loaders import (
     source_digest,
     truncation_identity,
 )
-from latent_sweep.benchmarks.prompts import CUE, cue_of
-from latent_sweep.benchmarks.schema import (
+from latent_sweep.data.prompts import CUE, cue_of
+from latent_sweep.data.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
     Split,
@@ -57,7 +57,7 @@ from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.capabilities import SoftPrompted, may_make_examples, tasks_learned
 from latent_sweep.methods.protocol import Method, MethodSettings
 from latent_sweep.metrics import metric_source
-from latent_sweep.router import RouterSettings
+from latent_sweep.routing.gaussian import ROUTED, RouterSettings
 from latent_sweep.settings import (
     canonical_json,
     content_hash,
@@ -68,12 +68,12 @@ from latent_sweep.settings import (
     local_path,
     text_hash,
 )
-from latent_sweep.store import versions
-from latent_sweep.store.failures import Phase
-from latent_sweep.store.folders import SweepFolder, TrialFolder
-from latent_sweep.store.trial_files import TrialFiles
+from latent_sweep.storage import versions
+from latent_sweep.storage.failures import Phase
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.trial_files import TrialFiles
 from latent_sweep.sweep.config import Sweep, fault_report, trial_settings
-from latent_sweep.sweep.groups import TrainingSettings, TrialSettings, WrittenTrial
+from latent_sweep.sweep.schema import TrainingSettings, TrialSettings, WrittenTrial
 
 PROTOCOL: Mapping[str, Mapping[str, Any]] = {
     "t5": dict(learning_rate=3e-4, batch_size=8, epochs=30),
@@ -88,9 +88,6 @@ SOURCE_LENGTHS: Mapping[str, int] = {"t5": 512, "llama": 1024, EMBEDDED: 512}
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 """What data files there are; validation rows are taken out of the training rows."""
-
-ROUTED = ("soft", "hard")
-"""Modes whose weights are the router's posterior."""
 
 
 @dataclass(frozen=True)
@@ -409,7 +406,7 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
 
     Args:
         together: `run.pack`: a number of trainings, or the axes whose values learn side by side; with `auto`, all that
-            can, for `latent_sweep.learn.packing` to split. Trainings that no forward pass can hold together (another
+            can, for `latent_sweep.training.packing` to split. Trainings that no forward pass can hold together (another
             method, backbone or task sequence, or dropout) never share a pack.
     """
     ranks: dict[Any, int] = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from latent_sweep.sweep.groups import PriceSettings, ResourceSettings, RunSettings
+from latent_sweep.sweep.schema import PriceSettings, ResourceSettings, RunSettings
 
 GB = 10**9
 """Bytes by which object stores charge."""

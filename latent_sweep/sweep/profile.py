@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from latent_sweep.errors import StoreError
-from latent_sweep.store.sealed import is_sealed, write_sealed_json
+from latent_sweep.storage.checksummed import is_sealed, write_sealed_json
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from latent_sweep.benchmarks.prompts import PromptParts
-from latent_sweep.benchmarks.text_tokens import tokenize, unknown_id
+from latent_sweep.data.prompts import PromptParts
+from latent_sweep.data.text_tokens import tokenize, unknown_id
 
 CHARACTERS_PER_PIECE = 4
 """Tokens that one character may take at most: byte tokenizers take one for each byte."""

@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from latent_sweep.benchmarks.schema import load_benchmark, task_sequence
+from latent_sweep.data.schema import load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.labels import format_value, label, short_names
 from latent_sweep.methods.capabilities import tasks_learned
+from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import Settings, canonical_json, flatten
-from latent_sweep.store.folders import SweepFolder, TrialFolder, tuning_name
-from latent_sweep.store.journal import stages, status
-from latent_sweep.store.sealed import is_sealed, sealed_json
+from latent_sweep.storage.checksummed import is_sealed, sealed_json
+from latent_sweep.storage.folders import SweepFolder, TrialFolder, tuning_name
+from latent_sweep.storage.journal import stages, status
 from latent_sweep.sweep.config import MOST_TRIALS, Sweep, fault_report, trial_settings
-from latent_sweep.sweep.groups import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
-from latent_sweep.sweep.plan import ROUTED, Trial, has_setting, plan_trial, points, resolve, setting, trial_faults
+from latent_sweep.sweep.plan import Trial, has_setting, plan_trial, points, resolve, setting, trial_faults
+from latent_sweep.sweep.schema import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
 
 EXACT = 9
 """Decimals of a mean score: counts of right rows tell scores apart before them, and the order of a sum only after."""

@@ -22,15 +22,15 @@ from latent_sweep.backbones.families import fused_projection, sizes
 from latent_sweep.backbones.known import KNOWN, BackboneSettings
 from latent_sweep.backbones.loading import Backbone, load_backbone
 from latent_sweep.backbones.outlines import outline
-from latent_sweep.learn import stage
-from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.events import StageDone, Step
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.testing.draws import shared_draws, validated_rows
 from latent_sweep.testing.runs import Event, Runs
 from latent_sweep.testing.stages import Stages, random_rows, undeclared, untried, with_group
+from latent_sweep.training import stage
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.events import StageDone, Step
 
 FAMILIES = ("tiny-llama", "tiny-t5")
 TASKS = ("mood", "ticket", "past")

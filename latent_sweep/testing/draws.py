@@ -20,10 +20,10 @@ from torch import Tensor
 
 from latent_sweep.backbones.batches import forward
 from latent_sweep.backbones.outputs import Example
-from latent_sweep.learn import training
 from latent_sweep.methods.protocol import Learner, Method
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.testing.stages import Stages
+from latent_sweep.training import loop as training
 
 GENERATORS: Mapping[str, Callable[[], Any]] = {
     "torch's": lambda: torch.get_rng_state().numpy().tobytes(),

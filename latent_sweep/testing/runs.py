@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.learn.events import Begun, StageDone, Step
-from latent_sweep.learn.trial import run_pack
-from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import Pack, expand, pack
+from latent_sweep.training.events import Begun, StageDone, Step
+from latent_sweep.training.pack import run_pack
 
 Event = Step | StageDone
 

@@ -25,15 +25,15 @@ from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError
-from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.training import TaskTraining, TrainingSummary, derived_seed, train_pack
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Learner, MethodContext, TaskData
 from latent_sweep.settings import Settings, as_written, flatten
-from latent_sweep.store.snapshots import TaskCheckpoint
-from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.storage.snapshots import TaskCheckpoint
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.loop import TaskTraining, TrainingSummary, derived_seed, train_pack
 
 Change = tuple[str, Settings, Trial]
 """Path of a changed setting of the method, the method's settings with it as they are written, and the trial with it."""

@@ -14,10 +14,10 @@ from latent_sweep.backbones.generation import generate
 from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.errors import ConfigError
-from latent_sweep.learn.training import recomputing
 from latent_sweep.methods._gpm import GpmSettings, InputMemory
 from latent_sweep.methods.protocol import MethodContext
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training.loop import recomputing
 
 IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, vocab_size=260)
 CAUSAL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **IDS)

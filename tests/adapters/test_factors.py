@@ -23,7 +23,8 @@ from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.stored import StoredProjection, stored_backbone
 from latent_sweep.errors import ConfigError
-from latent_sweep.store import sealed, versions
+from latent_sweep.storage import checksummed as sealed
+from latent_sweep.storage import versions
 
 
 def weight(rows, columns, seed=0, spectrum=None):

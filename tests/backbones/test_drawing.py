@@ -11,7 +11,7 @@ from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.known import KNOWN, RANDOM, BackboneSettings, known_backbone
 from latent_sweep.backbones.loading import load_backbone
-from latent_sweep.store import versions
+from latent_sweep.storage import versions
 
 TINY = [name for name in KNOWN if name.startswith("tiny-")]
 

@@ -27,12 +27,12 @@ from latent_sweep.backbones.layouts import Padded, Shared
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.outlines import linears_of, model_class, model_config, outline
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.learn.training import recomputing
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.forecast import _memory_lines
-from latent_sweep.sweep.groups import RunSettings, TrainingSettings
 from latent_sweep.sweep.memory import shape_of
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.schema import RunSettings, TrainingSettings
+from latent_sweep.training.loop import recomputing
 
 LLAMA = {name: value for name, value in KNOWN["tiny-qwen3"].config.items() if name != "head_dim"}
 OTHERS = {

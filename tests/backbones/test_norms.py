@@ -13,8 +13,8 @@ from latent_sweep.backbones.families import FAMILIES
 from latent_sweep.backbones.known import KNOWN, BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.norms import FUSIBLE, fuse_norms
-from latent_sweep.learn.engine import Engine
 from latent_sweep.testing.stages import random_rows
+from latent_sweep.training.engine import Engine
 
 WIDTH = 96
 

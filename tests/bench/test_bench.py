@@ -19,8 +19,8 @@ from latent_sweep.bench import workbench
 from latent_sweep.bench.answers import compared
 from latent_sweep.bench.rows import Reading, Target, ratio, take_turns
 from latent_sweep.bench.workbench import Subject, Workbench
-from latent_sweep.benchmarks.schema import load_benchmark
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.schema import load_benchmark
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile, write_profile
 
 pytestmark = pytest.mark.filterwarnings(
@@ -395,7 +395,7 @@ for name in ("ray", "mlflow", "deepspeed"):
 def refuse(*arguments):
     raise OSError("no network")
 socket.socket.connect = refuse
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -493,7 +493,7 @@ def test_what_another_process_needs_is_given_back_first(tmp_path, monkeypatch, p
 def test_the_start_goes_to_the_first_step(monkeypatch, tmp_path, capsys):
     """And not to what a trial says before it: that it loads its backbone."""
     from latent_sweep.bench.processes import _measure_start
-    from latent_sweep.learn.events import Begun, Step
+    from latent_sweep.training.events import Begun, Step
 
     seen = []
 
@@ -502,7 +502,7 @@ def test_the_start_goes_to_the_first_step(monkeypatch, tmp_path, capsys):
             seen.append(event)
             emit(event)
 
-    monkeypatch.setattr("latent_sweep.learn.trial.run_pack", run_pack)
+    monkeypatch.setattr("latent_sweep.training.pack.run_pack", run_pack)
     monkeypatch.setattr("os._exit", lambda code: seen.append(code))
     subject = Subject("tiny-llama", "float32", "cpu", "builtin", str(tmp_path), True, str(tmp_path / "runs"))
     _measure_start(subject, "0")

@@ -111,5 +111,5 @@ def test_a_sweep_that_the_cluster_does_not_have_is_refused(cluster, checkout):
 @pytest.mark.parametrize("command", ["status", "report", "verify"])
 def test_results_are_found_by_name_from_the_repository(checkout, submitted, command, name):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    found = done([sys.executable, "-m", "latent_sweep.cli", command, name], environment, checkout)
+    found = done([sys.executable, "-m", "latent_sweep.cli.main", command, name], environment, checkout)
     assert found.returncode == 0, found.stdout

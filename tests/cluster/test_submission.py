@@ -14,7 +14,7 @@ from helpers.ray_heads import ROOT, eventually, head
 from helpers.sweeps import TINY, events, family, results, sweep_folder, tiny, write
 from helpers.uninstalled import HIDING
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 
 pytestmark = pytest.mark.slow
 

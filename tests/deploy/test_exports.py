@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from latent_sweep import ContinualModel
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.deploy.merged import export_merged
 from latent_sweep.deploy.peft_folders import export_peft, target_modules
 from latent_sweep.errors import ConfigError
-from latent_sweep.store.folders import open_sweep
+from latent_sweep.storage.folders import open_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 """Which peft still asks transformers for."""

@@ -16,15 +16,15 @@ from helpers.sweeps import tiny, write
 from helpers.tiny import load_tiny
 
 from latent_sweep import ContinualModel
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.benchmarks.schema import TaskSpec
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.schema import TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import NOVELTY_QUANTILE
 from latent_sweep.errors import ConfigError, DataError, StoreError
 from latent_sweep.methods import METHODS, method_class
-from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
+from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
+from latent_sweep.storage.folders import open_sweep
 
 MODES = ("soft", "hard", "lexical", "sum", "last", "oracle")
 CONTINUED = [name for name in METHODS if name not in ("zero_shot", "joint_lora")]

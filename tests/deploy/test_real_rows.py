@@ -12,9 +12,9 @@ from helpers.sweeps import sweep_folder, tiny, write
 from latent_sweep import ContinualModel
 from latent_sweep.backbones.files import embedded_folder
 from latent_sweep.backbones.known import EMBEDDED
-from latent_sweep.backends.mlflow_mirror import MlflowMirror
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.tracking.mlflow import MlflowMirror
 
 pytestmark = [
     pytest.mark.slow,

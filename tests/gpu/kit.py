@@ -37,15 +37,15 @@ from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.bench.steps import bare_step_seconds
 from latent_sweep.bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
-from latent_sweep.learn.trial import run_pack
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import MethodContext, TaskData
 from latent_sweep.settings import as_written
-from latent_sweep.store.folders import SweepFolder
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import GIB, predict
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.training.pack import run_pack
 
 
 @dataclass(frozen=True)

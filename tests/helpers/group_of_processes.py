@@ -80,7 +80,7 @@ def group_of(size: int, folder: Path) -> Iterator[Callable[..., Any]]:
 def main(rank: int, size: int, port: int) -> None:
     import torch
 
-    from latent_sweep.learn.worker_group import join
+    from latent_sweep.training.worker_group import join
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -98,13 +98,13 @@ def main(rank: int, size: int, port: int) -> None:
 
 def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) -> list[dict[str, float]]:
     """Run a sweep in a folder; the terms of the loss at every step."""
-    from latent_sweep.backends.engines import engine_of
-    from latent_sweep.learn.events import Step
-    from latent_sweep.learn.trial import run_pack
-    from latent_sweep.store.folders import open_sweep
+    from latent_sweep.execution.engines import engine_of
+    from latent_sweep.storage.folders import open_sweep
     from latent_sweep.sweep.config import parse_sweep
-    from latent_sweep.sweep.groups import EngineSettings
     from latent_sweep.sweep.plan import expand, pack
+    from latent_sweep.sweep.schema import EngineSettings
+    from latent_sweep.training.events import Step
+    from latent_sweep.training.pack import run_pack
 
     parsed, storage, seen = parse_sweep(sweep, "test"), Path(folder), []
     runs_on = engine_of(EngineSettings.model_validate(engine), group)
@@ -116,8 +116,8 @@ def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) 
 def shards(group: Any) -> dict[str, list[int]]:
     """Numbers of the tiny backbone's weights that a worker holds at ZeRO stage 3: [of its shards, gathered ones]."""
     from latent_sweep.backbones.known import BackboneSettings
-    from latent_sweep.backends.engines import engine_of
-    from latent_sweep.sweep.groups import EngineSettings
+    from latent_sweep.execution.engines import engine_of
+    from latent_sweep.sweep.schema import EngineSettings
 
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     engine = engine_of(EngineSettings(name="deepspeed", zero_stage=3, gather="always", config=config), group)

@@ -9,7 +9,7 @@ import torch
 
 from helpers.tiny import learn, random_rows, task_data
 from latent_sweep.methods.protocol import MethodContext
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
 
 SMALL = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
 """Settings of the pair for the tiny backbones."""

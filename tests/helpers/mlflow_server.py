@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.sweeps import end, wait_until
-from latent_sweep.backends import mlflow_mirror
+from latent_sweep.tracking import mlflow as mlflow_mirror
 
 
 def empty_database(folder: Path) -> Path:

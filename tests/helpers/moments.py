@@ -45,7 +45,7 @@ import contextlib
 import os
 
 PLACE = os.environ["MOMENT"]
-PROGRAMS = ("latent_sweep.run", "latent_sweep.cli", "default_worker.py")
+PROGRAMS = ("latent_sweep.run", "latent_sweep.cli.main", "default_worker.py")
 
 
 def wrap():
@@ -132,4 +132,4 @@ def at_step(folder: Path, position: int, step: int, of: int | None = None) -> Mo
     """
     when = f"lambda self, at: at.doing == 'learning' and (at.position, at.step) == ({position}, {step})"
     when += "" if of is None else f" and at.steps == {of}"
-    return Moment(folder, "latent_sweep.results.progress:ProgressWriter.write", when)
+    return Moment(folder, "latent_sweep.monitor.progress:ProgressWriter.write", when)

@@ -18,14 +18,14 @@ from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example, Outputs
-from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.training import TaskTraining, train_pack
 from latent_sweep.methods import method_class
 from latent_sweep.methods.protocol import Learner, Method, MethodContext
-from latent_sweep.store.snapshots import TaskCheckpoint
-from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.storage.snapshots import TaskCheckpoint
+from latent_sweep.storage.storage import Storage
+from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.testing.stages import random_rows, task_data
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.loop import TaskTraining, train_pack
 
 STEPS = 3
 """Of a training: the second neither watches where gradients arrive nor is the last, after which nothing is prepared."""

@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from latent_sweep.metrics import ScoreMatrix
-from latent_sweep.store.answers import Answer, answers_file, changes
-from latent_sweep.store.folders import SweepFolder, TrialFolder, open_sweep
-from latent_sweep.store.journal import Journal
-from latent_sweep.store.sealed import sealed_json
+from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.folders import SweepFolder, TrialFolder, open_sweep
+from latent_sweep.storage.journal import Journal
+from latent_sweep.storage.predictions import Answer, answers_file, changes
 
 TASKS = ["sentiment", "summary", "intent"]
 CONTEXT = {

@@ -17,7 +17,7 @@ import psutil
 import yaml
 
 from helpers.patience import PATIENCE
-from latent_sweep.store.folders import SweepFolder, open_sweep
+from latent_sweep.storage.folders import SweepFolder, open_sweep
 
 TINY: dict[str, Any] = {
     "name": "tiny",

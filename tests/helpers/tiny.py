@@ -53,15 +53,15 @@ class Runs(testing.Runs):
 
 def checkpoint_at(path: Path):
     """A checkpoint inside a task, at this path of a plain folder."""
-    from latent_sweep.store.snapshots import TaskCheckpoint
-    from latent_sweep.store.storage import Storage
+    from latent_sweep.storage.snapshots import TaskCheckpoint
+    from latent_sweep.storage.storage import Storage
 
     return TaskCheckpoint(Storage(path.parent), path)
 
 
 def journal_at(path: Path):
     """A journal at this path of a plain folder."""
-    from latent_sweep.store.journal import Journal
-    from latent_sweep.store.storage import Storage
+    from latent_sweep.storage.journal import Journal
+    from latent_sweep.storage.storage import Storage
 
     return Journal(Storage(path.parent), path)

@@ -20,12 +20,12 @@ from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.lora import LoraDeltas, outputs_of
 from latent_sweep.backbones.batches import forward
 from latent_sweep.errors import DataError, NonFiniteLoss
-from latent_sweep.learn.training import recomputing
 from latent_sweep.methods import ewc
 from latent_sweep.methods.ewc import Ewc, EwcSettings, diagonal_fisher
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.methods.seq_lora import SeqLora
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training.loop import recomputing
 
 
 def random_pair(backbone, rank=4, seed=0):

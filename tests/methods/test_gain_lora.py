@@ -24,7 +24,7 @@ from latent_sweep.errors import ConfigError, DataError, LatentSweepError
 from latent_sweep.methods._gate import GateSettings, NewGate
 from latent_sweep.methods._gpm import GpmSettings
 from latent_sweep.methods.gain_lora import GainLora, GainLoraSettings
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
 
 GPM = {"eps_0": 0.7, "chunks": 1, "mask_padding": True, "cross_attention_v": "own_input"}
 GATE = {

@@ -9,7 +9,7 @@ from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
 
 TASKS = ["date", "ticket", "past"]  # the built-in second order takes them the other way round
 

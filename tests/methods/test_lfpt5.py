@@ -18,7 +18,7 @@ from latent_sweep.methods import _pseudo_samples
 from latent_sweep.methods._pseudo_samples import RowFormat, Samples, draw, padded, separator, unpadded
 from latent_sweep.methods.lfpt5 import DESCRIPTION, Lfpt5, Lfpt5Learner, Lfpt5Settings, first_prompt
 from latent_sweep.methods.protocol import MethodContext
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
 
 SEPARATOR, EOS = 1, 2
 INPUTS = ["good", "so so", "awful food", "nice", "never again", "great view"]

@@ -13,16 +13,16 @@ from pydantic import ValidationError
 from latent_sweep.adapters.lora import DeltaSum, new_branch, outputs_of
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
 from latent_sweep.backbones.known import KNOWN, target_shapes
-from latent_sweep.benchmarks.schema import load_benchmark
+from latent_sweep.data.schema import load_benchmark
 from latent_sweep.errors import ConfigError
-from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.training import TaskTraining, derived_seed, train_pack
 from latent_sweep.methods import method_class
 from latent_sweep.methods.lora import Scripts, gain_lora_scripts
 from latent_sweep.methods.o_lora import LONG_LAMBDA_1, LONG_LAMBDA_2, OLoraPenalty
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.loop import TaskTraining, derived_seed, train_pack
 
 LORA = ("seq_lora", "inc_lora", "o_lora", "joint_lora")
 ROWS = random_rows(12, seed=1)

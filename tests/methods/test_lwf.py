@@ -23,10 +23,10 @@ from pydantic import ValidationError
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.adapters.lora import LoraDeltas
 from latent_sweep.backbones.batches import forward
-from latent_sweep.learn.engine import Engine
-from latent_sweep.learn.training import TaskTraining, train_pack
 from latent_sweep.methods.lwf import Lwf, LwfSettings, divergence
 from latent_sweep.methods.seq_lora import SeqLora
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.loop import TaskTraining, train_pack
 
 
 def direct_divergence(student, teacher, temperature):

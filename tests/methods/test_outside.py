@@ -15,12 +15,12 @@ import yaml
 from helpers.patience import PATIENCE
 from helpers.sweeps import sweep_folder, tiny
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError, NonFiniteLoss
-from latent_sweep.learn.evaluation import AnswerBatch, answers_name
 from latent_sweep.methods import METHODS, method_class, source_of
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand
+from latent_sweep.training.evaluation import AnswerBatch, answers_name
 
 MODULE = '''
 """Latent-LoRA whose blends are multiplied."""
@@ -661,7 +661,7 @@ def test_the_suite_finds_what_would_spoil_a_result_and_says_how(tmp_path, monkey
     (sweep,) = [text for language, text in blocks if language == "yaml"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pulled.yaml").write_text(sweep)
-    planned = run_command(sys.executable, "-m", "latent_sweep.cli", "plan", "pulled.yaml")
+    planned = run_command(sys.executable, "-m", "latent_sweep.cli.main", "plan", "pulled.yaml")
     assert planned.returncode == 0 and "2 trials, 2 distinct trainings" in planned.stdout, planned.stderr
 
     (tmp_path / "spoiled.py").write_text(SPOILED)

@@ -29,10 +29,10 @@ from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.tokenizers import byte_tokenizer
-from latent_sweep.learn import training as training_loop
 from latent_sweep.methods import _gate, _gpm, method_class
 from latent_sweep.methods.protocol import MethodContext
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training import loop as training_loop
 
 FIXTURE = json.loads((Path(__file__).parent / "released.json").read_text())
 GATED = [case for case in FIXTURE if case.startswith("gain_lora")]

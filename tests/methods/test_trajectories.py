@@ -27,7 +27,7 @@ from latent_sweep.methods import _pseudo_samples, method_class
 from latent_sweep.methods._pseudo_samples import Samples
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
-from latent_sweep.sweep.groups import TrainingSettings
+from latent_sweep.sweep.schema import TrainingSettings
 
 LLAMA, T5 = FAMILIES
 TOLERANCE = 2e-3

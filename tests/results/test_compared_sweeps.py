@@ -7,14 +7,14 @@ import pytest
 from helpers.sweep_folders import TASKS, run_to_end, run_with_answers, write_sweep
 
 from latent_sweep import open_sweep
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
-from latent_sweep.results import report
+from latent_sweep.report import report
+from latent_sweep.report.sections import joint_sections, sections
 from latent_sweep.results.columns import differing
-from latent_sweep.results.sections import joint_sections, sections
 from latent_sweep.results.summaries import summarise_all
-from latent_sweep.store import folders
-from latent_sweep.store.sealed import read_sealed_json, write_sealed_json
+from latent_sweep.storage import folders
+from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
 
 METHODS = {"seq_lora": 0.4, "o_lora": 0.6}
 

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from helpers.sweep_folders import TASKS, run_to_end, run_with_answers, run_with_rows, start, write_sweep
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label
-from latent_sweep.results import report, summaries
+from latent_sweep.report import report
+from latent_sweep.report.sections import sections
+from latent_sweep.results import summaries
 from latent_sweep.results.comparison import Difference
 from latent_sweep.results.frames import SweepResults
-from latent_sweep.results.sections import sections
-from latent_sweep.results.tracked import trial_content
-from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.sealed import sealed_json
+from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.tracking.contents import trial_content
 
 AXES = {"method.name": ["seq_lora", "o_lora"], "seed": [0, 1, 2]}
 

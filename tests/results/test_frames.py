@@ -21,15 +21,15 @@ from matplotlib import image
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep import open_sweep
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.benchmarks.schema import BenchmarkSettings, load_benchmark
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.errors import ConfigError, DataError, StoreError
 from latent_sweep.results.frames import SweepResults
 from latent_sweep.results.inputs import BenchmarkRows
-from latent_sweep.store import objects
-from latent_sweep.store.answers import Answer, changes
-from latent_sweep.store.sealed import sealed_json
+from latent_sweep.storage import objects
+from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.predictions import Answer, changes
 from latent_sweep.sweep.config import load_sweep
 
 README = Path(__file__).parents[2] / "README.md"

@@ -13,8 +13,9 @@ from safetensors.torch import load_file as load_tensors
 
 from latent_sweep.adapters.latent import OrthoPenalty
 from latent_sweep.backbones.known import KNOWN, target_shapes
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.methods.o_lora import overlap
+from latent_sweep.report.interference_pictures import interference_pictures
 from latent_sweep.results.interference import (
     chance_share,
     compared_trials,
@@ -24,9 +25,8 @@ from latent_sweep.results.interference import (
     overlaps,
     weighted,
 )
-from latent_sweep.results.interference_pictures import interference_pictures
-from latent_sweep.results.shown import finished_trials
-from latent_sweep.store.journal import stages
+from latent_sweep.results.selection import finished_trials
+from latent_sweep.storage.journal import stages
 
 T, M, r = 4, 3, 5
 source = np.random.default_rng(0)

@@ -3,7 +3,8 @@
 import pytest
 from helpers.sweep_folders import run_to_end, write_sweep
 
-from latent_sweep.results import report, summaries
+from latent_sweep.report import report
+from latent_sweep.results import summaries
 from latent_sweep.results.published import content, find_published
 
 STREAMS = {"1": "superni", "2": "superni", "3": "long_sequence", "4": "long_sequence"}

@@ -10,9 +10,9 @@ from helpers.sweep_folders import as_before
 from helpers.sweeps import rewrite_line, sweep_folder, tiny, write, write_benchmark
 from helpers.tiny import journal_at
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.results.rescore import rescore
-from latent_sweep.store.journal import stages
+from latent_sweep.storage.journal import stages
 
 
 def tell(trial, *names):

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.sweep.answer_checks import AnswerReport, Problem, TaskAnswers, examine_answers, other_form, problems
-from latent_sweep.sweep.checks import check_sweep
 from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.data_report import examine_benchmark
 from latent_sweep.sweep.plan import expand
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.sweeps import change_benchmark, write_benchmark
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.sweep.data_report import examine_benchmark, near_duplicates
 
 

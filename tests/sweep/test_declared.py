@@ -10,15 +10,15 @@ from helpers.fields import TASKS, method_group, trial_of
 from helpers.sweeps import tiny
 from helpers.tiny import bank_of
 
-from latent_sweep.learn.trial import run_pack
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.latent_lora import LatentLora
 from latent_sweep.settings import Settings
-from latent_sweep.store.folders import open_sweep
+from latent_sweep.storage.folders import open_sweep
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import TrainingSettings
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.testing.stages import Stages, undeclared, variants, with_group
+from latent_sweep.training.pack import run_pack
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import pytest
 import torch
 from helpers.sweeps import tiny, write, write_benchmark
 
-from latent_sweep.benchmarks.loaders import DATA_VARIABLE
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import DATA_VARIABLE
 from latent_sweep.settings import content_hash
-from latent_sweep.store.snapshots import Snapshot, SnapshotStore
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.explain import explain_plan
 from latent_sweep.sweep.plan import expand

@@ -9,17 +9,17 @@ from helpers.sweeps import tiny, write, write_benchmark
 
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
-from latent_sweep.benchmarks.loaders import DATA_VARIABLE
-from latent_sweep.benchmarks.schema import load_benchmark
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import DATA_VARIABLE
+from latent_sweep.data.schema import load_benchmark
 from latent_sweep.errors import StoreError
-from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.journal import stages
-from latent_sweep.store.sealed import write_sealed_json
-from latent_sweep.store.snapshots import Snapshot, SnapshotStore
-from latent_sweep.store.storage import Storage
-from latent_sweep.sweep.checks import Reader
+from latent_sweep.storage.checksummed import write_sealed_json
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.journal import stages
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStore
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.data_checks import Reader
 from latent_sweep.sweep.forecast import Span, describe_plan, estimate, training_tokens
 from latent_sweep.sweep.plan import expand, pack
 from latent_sweep.sweep.profile import profile_path

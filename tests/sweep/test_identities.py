@@ -25,20 +25,20 @@ from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.tokenizers import byte_tokenizer
-from latent_sweep.benchmarks import schema
-from latent_sweep.benchmarks.chat import Chat
-from latent_sweep.benchmarks.loaders import data_digest, tokens_name
-from latent_sweep.benchmarks.schema import BenchmarkSpec, TaskSpec, stop_of, target_length
-from latent_sweep.learn.evaluation import AnswerBatch, answers_name
-from latent_sweep.learn.mixing import Mixer
+from latent_sweep.data import schema
+from latent_sweep.data.chat import Chat
+from latent_sweep.data.loaders import data_digest, tokens_name
+from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, stop_of, target_length
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
+from latent_sweep.routing.combination import Mixer
 from latent_sweep.settings import INFERENCE_ONLY, content_hash
-from latent_sweep.store import versions
+from latent_sweep.storage import versions
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import GROUPS, RunSettings
 from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.schema import GROUPS, RunSettings
 from latent_sweep.testing.stages import leaves, variants
+from latent_sweep.training.evaluation import AnswerBatch, answers_name
 
 EVERY = "trial training lineage rows tokens pooled record scatter answers factors"
 """trial, training, lineage, rows   as in `latent_sweep.sweep.plan`
@@ -518,7 +518,7 @@ def change_outside(subject, what, monkeypatch):
         (folder / name).rename(folder / "moved")
         return {f"{name}__name": str(folder / "moved")}
     elif what == "the device":
-        monkeypatch.setattr("latent_sweep.learn.evaluation.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+        monkeypatch.setattr("latent_sweep.training.evaluation.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     elif what == "version of the method":
         monkeypatch.setattr(LatentLora, "version", LatentLora.version + 1)
     elif what.isupper():

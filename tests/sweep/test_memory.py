@@ -16,9 +16,7 @@ from helpers.tiny import bank_of, checkpoint_at, task_data
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.known import EMBEDDED, KNOWN, BackboneSettings, KnownBackbone
 from latent_sweep.backbones.loading import load_backbone
-from latent_sweep.learn.engine import Engine
 from latent_sweep.sweep.config import parse_sweep
-from latent_sweep.sweep.groups import RunSettings
 from latent_sweep.sweep.memory import (
     GATHER_ROOM,
     GENERATION_ROOM,
@@ -32,6 +30,8 @@ from latent_sweep.sweep.memory import (
     with_checkpointing,
 )
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.training.engine import Engine
 
 LLAMA = dict(KNOWN["tiny-llama"].config, hidden_size=128, num_hidden_layers=3, intermediate_size=344, vocab_size=600)
 T5 = dict(KNOWN["tiny-t5"].config, d_model=128, num_layers=3, num_decoder_layers=3, d_kv=32, d_ff=512, vocab_size=600)
@@ -215,9 +215,9 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
     """Bytes that steps make at most, beside weights, factors and adapters; `kept` gets what autograd keeps."""
     import torch
 
-    from latent_sweep.learn.training import TaskTraining, train_pack
     from latent_sweep.methods import method_class
     from latent_sweep.methods.protocol import MethodContext
+    from latent_sweep.training.loop import TaskTraining, train_pack
 
     s = trial.settings
     backbone = backbone_of(s.backbone.name, s.backbone.dtype, s.backbone.targets)
@@ -519,7 +519,7 @@ def test_a_share_of_a_card_is_a_share_of_its_memory():
 
 def test_constants_are_those_of_the_code_they_describe():
     from latent_sweep.backbones.generation import ROOM
-    from latent_sweep.backends.deepspeed_engine import ROOM as ROOM_TO_GATHER
+    from latent_sweep.execution.deepspeed import ROOM as ROOM_TO_GATHER
 
     assert (GENERATION_ROOM, GATHER_ROOM) == (ROOM, ROOM_TO_GATHER)
 

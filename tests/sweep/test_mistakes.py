@@ -4,7 +4,7 @@ import pytest
 import yaml
 from helpers.sweeps import tiny
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 
 PLAIN = yaml.safe_dump(tiny(), sort_keys=False)
 

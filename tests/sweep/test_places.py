@@ -3,7 +3,7 @@
 import pytest
 from helpers.sweeps import tiny, write
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.sweep.config import load_sweep
 

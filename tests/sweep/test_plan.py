@@ -9,16 +9,16 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import TINY, tiny, write, write_benchmark
 from pydantic import model_validator
 
-from latent_sweep.benchmarks import loaders
-from latent_sweep.benchmarks.loaders import DATA_VARIABLE
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data import loaders
+from latent_sweep.data.loaders import DATA_VARIABLE
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
 from latent_sweep.settings import canonical_json, content_hash, json_list, json_object
-from latent_sweep.store.folders import SweepFolder, open_sweep
-from latent_sweep.store.journal import stages
-from latent_sweep.store.storage import Storage
+from latent_sweep.storage.folders import SweepFolder, open_sweep
+from latent_sweep.storage.journal import stages
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep, trial_settings
 from latent_sweep.sweep.forecast import estimate
 from latent_sweep.sweep.plan import expand, pack, plan_trial, points
@@ -436,7 +436,7 @@ def test_every_sweep_of_the_repository_has_its_own_name():
 
 def test_plan_imports_none_of_the_heavy_packages(tmp_path):
     script = (
-        "import sys; from latent_sweep.cli import main; code = main(['plan', sys.argv[1]]); "
+        "import sys; from latent_sweep.cli.main import main; code = main(['plan', sys.argv[1]]); "
         "heavy = {'torch', 'ray', 'mlflow', 'transformers', 'datasets', 'deepspeed'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )

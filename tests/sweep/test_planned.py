@@ -19,14 +19,15 @@ from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.identity import _commit, backbone_identity, pinned, unpinned
 from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
-from latent_sweep.results import report, summaries
+from latent_sweep.report import report
+from latent_sweep.results import summaries
 from latent_sweep.settings import INFERENCE_ONLY
-from latent_sweep.store import versions
-from latent_sweep.store.journal import stages, status
+from latent_sweep.storage import versions
+from latent_sweep.storage.journal import stages, status
 
 COMMIT, LATER = "a" * 40, "b" * 40
 

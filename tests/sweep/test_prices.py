@@ -9,22 +9,22 @@ from helpers.sweep_folders import journal_of, write_sweep
 from helpers.sweeps import tiny, write
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
-from latent_sweep.results.report import FORMATS, render
-from latent_sweep.results.spending import covered
+from latent_sweep.report.report import FORMATS, render
+from latent_sweep.results.compute_used import covered
 from latent_sweep.results.summaries import summarise
-from latent_sweep.store import objects
-from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.objects import Bucket
-from latent_sweep.store.sealed import sealed_json
-from latent_sweep.store.storage import Storage, open_storage
+from latent_sweep.storage import objects
+from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.objects import Bucket
+from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.forecast import describe_plan, plan_record
-from latent_sweep.sweep.groups import PriceSettings, RunSettings
 from latent_sweep.sweep.plan import expand, pack
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, gpu_price, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
+from latent_sweep.sweep.schema import PriceSettings, RunSettings
 
 PRICES = {
     "gpu_hour": {"A100": 4.0, "A100-80G": 5.0, "any": 1.0},

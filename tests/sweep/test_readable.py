@@ -11,11 +11,11 @@ from helpers.sweeps import change_benchmark, tiny, write_benchmark
 from helpers.tiny import load_tiny
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from latent_sweep.benchmarks.prompts import PromptParts
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
+from latent_sweep.data.prompts import PromptParts
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.sweep.checks import Reader, check_sweep
 from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.data_checks import Reader, check_sweep
 from latent_sweep.sweep.data_report import examine_benchmark
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.readable import Alphabet, alike, ends
@@ -104,7 +104,7 @@ def test_a_trial_finds_what_no_plan_could(
     byte = tokenizers.byte_tokenizer()
     byte.save_pretrained(folder)
     monkeypatch.setattr(
-        "latent_sweep.learn.trial.Reader", lambda family, tokenizer, chat: Reader(family, latin(), chat)
+        "latent_sweep.training.pack.Reader", lambda family, tokenizer, chat: Reader(family, latin(), chat)
     )
     with pytest.raises(DataError, match="task right: the tokenizer does not know"):
         runs.run(runs.packs(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={}))

@@ -5,13 +5,12 @@ import json
 import pytest
 from helpers.sweeps import sweep_folder, tiny, write, write_benchmark
 
-from latent_sweep.backends.driver import run_sweep, write_sweep
-from latent_sweep.backends.verify import repair_disk, verify_disk
-from latent_sweep.cli import main
+from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
+from latent_sweep.execution.driver import run_sweep, write_sweep
 from latent_sweep.results.summaries import summarise
-from latent_sweep.store.folders import open_sweep
-from latent_sweep.store.storage import open_storage
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.storage import open_storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.tuning import (
@@ -28,6 +27,7 @@ from latent_sweep.sweep.tuning import (
     tuning_lines,
     tuning_sweep,
 )
+from latent_sweep.tracking.verify import repair_disk, verify_disk
 
 RATE = "training.learning_rate"
 

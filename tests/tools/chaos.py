@@ -40,10 +40,10 @@ from typing import Any, Literal
 import psutil
 from helpers.sweeps import end, family, results, start, tiny, write
 
-from latent_sweep.cli import main as latent_sweep
-from latent_sweep.store.folders import SweepFolder, open_sweep
-from latent_sweep.store.journal import status
-from latent_sweep.store.storage import open_storage
+from latent_sweep.cli.main import main as latent_sweep
+from latent_sweep.storage.folders import SweepFolder, open_sweep
+from latent_sweep.storage.journal import status
+from latent_sweep.storage.storage import open_storage
 
 CHECKPOINT_EVERY = 10
 MODES = ("local", "ray", "objects")
@@ -72,9 +72,9 @@ import signal
 import sys
 
 if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep.run", "default_worker.py")):
-    from latent_sweep.store import leases
-    from latent_sweep.store.objects import Bucket
-    from latent_sweep.results.progress import ProgressWriter
+    from latent_sweep.storage import leases
+    from latent_sweep.storage.objects import Bucket
+    from latent_sweep.monitor.progress import ProgressWriter
 
     folder, within = os.environ["CHAOS_EVENTS"], os.environ["CHAOS_WITHIN"]
     by_the_clock = ("/ray/", "/progress/", ".lock", "/clock-")  # Tune's own files, and what is renewed every so often

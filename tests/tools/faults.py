@@ -38,8 +38,8 @@ from helpers.patience import PATIENCE
 from helpers.ray_heads import node, nodes
 from helpers.sweeps import end, events, family, results, start, sweep_folder, tiny, wait_for_line, wait_until, write
 
-from latent_sweep.cli import main as latent_sweep
-from latent_sweep.store.folders import SweepFolder
+from latent_sweep.cli.main import main as latent_sweep
+from latent_sweep.storage.folders import SweepFolder
 
 CHECKPOINT_EVERY = 20
 STEPS_PER_TASK = 80
@@ -51,7 +51,7 @@ Step = tuple[str, int, int]
 
 REPORTING = """
 if any(name in argument for argument in sys.orig_argv for name in PROGRAMS):
-    from latent_sweep.results.progress import ProgressWriter
+    from latent_sweep.monitor.progress import ProgressWriter
 
     pipe, write = os.open(os.environ["STEPS_TAKEN"], os.O_WRONLY), ProgressWriter.write
 

@@ -29,9 +29,9 @@ from helpers.mlflow_server import Server, empty_database
 from helpers.sweep_folders import run_copies, write_sweep
 from helpers.sweeps import family
 
-from latent_sweep.backends.mlflow_mirror import MlflowMirror
-from latent_sweep.results.tracked import RunContent, run_tags, trial_content
-from latent_sweep.store.folders import SweepFolder
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.tracking.contents import RunContent, run_tags, trial_content
+from latent_sweep.tracking.mlflow import MlflowMirror
 
 SEEDS = 3
 CONNECTIONS = 8

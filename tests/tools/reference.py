@@ -16,7 +16,7 @@ from typing import Any, get_args
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.settings import Settings, as_written, yaml_text
-from latent_sweep.sweep.groups import describe_settings
+from latent_sweep.sweep.schema import describe_settings
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"T5": "t5-large", "Llama": "llama-2-7b"}

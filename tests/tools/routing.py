@@ -17,11 +17,11 @@ from typing import Any, get_args
 
 import numpy as np
 
-from latent_sweep.benchmarks.schema import PromptSettings
-from latent_sweep.learn.context import Context
-from latent_sweep.store.storage import Storage
+from latent_sweep.data.schema import PromptSettings
+from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import Trial, expand
+from latent_sweep.training.context import Context
 
 ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "router, as by default": {"mode": "soft"},

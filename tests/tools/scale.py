@@ -45,10 +45,10 @@ from helpers.sweeps import start, write, write_benchmark
 from tools.chaos import HEADER as KILLS_HEADER
 from tools.chaos import KILLS_PER_SWEEP, KINDS, Events, Kill, Killed, Landed, forget, moment, object_store, outcome
 
-from latent_sweep.cli import main as latent_sweep
-from latent_sweep.store.folders import SweepFolder, open_sweep
-from latent_sweep.store.journal import status
-from latent_sweep.store.storage import open_storage
+from latent_sweep.cli.main import main as latent_sweep
+from latent_sweep.storage.folders import SweepFolder, open_sweep
+from latent_sweep.storage.journal import status
+from latent_sweep.storage.storage import open_storage
 
 TASKS = tuple(f"task{number:02}" for number in range(1, 16))
 FAILURES = 0.01
@@ -74,8 +74,8 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
         return random.Random("/".join(map(str, parts)))
 
     def imitate(trial):
-        from latent_sweep.learn import evaluation, stage
-        from latent_sweep.learn.training import TrainingSummary
+        from latent_sweep.training import evaluation, stage
+        from latent_sweep.training.loop import TrainingSummary
 
         def train_pack(trainings, engine, bank):
             outcomes = []
@@ -108,7 +108,7 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
 
         stage.train_pack, evaluation.Evaluator.score, trial.say_finished = train_pack, score, say_finished
 
-    Arrival("latent_sweep.learn.trial", imitate)
+    Arrival("latent_sweep.training.pack", imitate)
 """
 )
 """What each worker imports at its start, as `sitecustomize`."""

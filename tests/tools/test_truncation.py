@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tools.truncation import counts
 
-from latent_sweep.benchmarks.schema import load_benchmark
+from latent_sweep.data.schema import load_benchmark
 
 TOKENIZER = Path(os.environ.get("LATENT_SWEEP_DATA", "nowhere"), "t5_tokenizer")
 

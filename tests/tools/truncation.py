@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from latent_sweep.benchmarks.loaders import load_rows
-from latent_sweep.benchmarks.prompts import PromptParts, encode_parts, encode_prompt, prompt_parts
-from latent_sweep.benchmarks.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, Truncation, load_benchmark
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.prompts import PromptParts, encode_parts, encode_prompt, prompt_parts
+from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, Truncation, load_benchmark
 
 QUESTIONS: Mapping[str, str] = {
     "task002": r"Question: .*",

@@ -1,1 +1,0 @@
-"""Outside systems, one file each: nothing else imports ray, mlflow or deepspeed."""

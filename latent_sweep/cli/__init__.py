@@ -1,0 +1,1 @@
+"""The command line `latent-sweep`: one module for each group of commands."""

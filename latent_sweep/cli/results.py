@@ -1,0 +1,123 @@
+"""report, figures and rescore: what a sweep has found."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from latent_sweep.cli.command import Commands, add_command, add_json, add_sweep_folder, print_json
+from latent_sweep.security import printable
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    report = add_command(
+        commands,
+        "report",
+        _report,
+        "print the tables of a sweep that has run, or is running; as HTML, also its pictures",
+        "report runs/lambda --format html",
+        "Print the tables of a sweep; several sweeps are compared first. --format html writes one file with tables and "
+        "pictures that needs nothing beside it.",
+    )
+    report.add_argument("folders", nargs="+", metavar="folder", help="a sweep's folder or its URI, e.g. runs/lambda")
+    report.add_argument("--format", choices=["text", "markdown", "csv", "latex", "html"], default="text")
+    report.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write into this file instead of printing; default for html: report.html in the sweep's folder, or of "
+        "several sweeps in the working directory",
+    )
+    report.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help="also this axis repeats a configuration, as the seed does: benchmark.order; may be given again",
+    )
+    report.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="compare all others with this configuration: method=seq_lora; given again where it takes several settings",
+    )
+
+    figures = add_command(
+        commands,
+        "figures",
+        _figures,
+        "write every picture of a sweep as PDF and PNG, at the width of a paper's page or column",
+        "figures runs/lambda --output paper/figures",
+        "Write every picture of a sweep's report as PDF, with embedded fonts, and as PNG. A README.md beside them "
+        "holds their captions.",
+    )
+    add_sweep_folder(figures)
+    figures.add_argument("--output", metavar="FOLDER", help="default: figures in the sweep's folder")
+    figures.add_argument("--over", action="append", default=[], metavar="AXIS", help="as for report")
+    figures.add_argument("--baseline", action="append", default=[], metavar="NAME=VALUE", help="as for report")
+
+    rescore = add_command(
+        commands,
+        "rescore",
+        _rescore,
+        "compute all scores, AP and FM again from the answers that trials have kept",
+        "rescore runs/lambda",
+        "Score the kept answers of every trial again, stage by stage and task by task, against the references kept "
+        "beside them, which must be those of the benchmark's data where that is at hand; say which scores, AP or FM "
+        "are stored otherwise, and what could not be scored again and why. Generates and changes nothing. Exit codes: "
+        "0 every stored score is that of its answers, 1 one is not, or could not be computed again, 2 it could not be "
+        "looked at.",
+    )
+    add_sweep_folder(rescore)
+    add_json(rescore)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from latent_sweep.report.plain_text import terminal_width
+    from latent_sweep.report.report import render_all
+    from latent_sweep.results.summaries import summarise_all
+    from latent_sweep.storage.files import write_file
+    from latent_sweep.storage.folders import open_sweep
+
+    sweeps = [open_sweep(folder) for folder in options.folders]
+    output = Path(options.output) if options.output else None
+    if options.format == "html":
+        from latent_sweep.report.page import render_page
+        from latent_sweep.report.sections import PAGE_FILE
+
+        output = output or (sweeps[0].path / PAGE_FILE if len(sweeps) == 1 else Path(PAGE_FILE))
+        text = render_page(sweeps, options.over, options.baseline)
+    else:
+        width = terminal_width() if output is None else None
+        text = render_all(summarise_all(sweeps, options.over, options.baseline), options.format, width)
+    if output is None:
+        print(text)
+    else:
+        write_file(output, text.encode())
+        print(printable(str(output)))
+    return 0
+
+
+def _figures(options: argparse.Namespace) -> int:
+    from latent_sweep.report.export import export_pictures
+    from latent_sweep.storage.folders import open_sweep
+
+    sweep = open_sweep(options.folder)
+    folder = Path(options.output) if options.output else sweep.path / "figures"
+    names, not_drawn = export_pictures(sweep, folder, options.over, options.baseline)
+    told = [f"{len(names)} pictures as PDF and PNG in {folder}", *(f"not drawn: {text}" for text in not_drawn)]
+    print(printable("\n".join(told)))
+    return 0
+
+
+def _rescore(options: argparse.Namespace) -> int:
+    from latent_sweep.results.rescore import rescore
+    from latent_sweep.storage.folders import open_sweep
+
+    trials = rescore(open_sweep(options.folder))
+    if options.json:
+        print_json([trial.record() for trial in trials])
+    else:
+        print(printable("\n".join(line for trial in trials for line in trial.lines())))
+    return 0 if all(trial.equal for trial in trials) else 1

@@ -1,0 +1,417 @@
+"""What a benchmark is: its tasks, prompts, metrics and orders, as strict data read from YAML.
+
+A new benchmark is a new file: a `benchmark.yaml` beside folders `<task>/train.json` (or `.jsonl`) and `test.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from latent_sweep.data.faults import unknown_name, validation_faults
+from latent_sweep.data.hub import pinned
+from latent_sweep.data.mapping import SourceSpec
+from latent_sweep.errors import ConfigError
+from latent_sweep.metrics import check_metric, first_alike
+from latent_sweep.security import quoted
+from latent_sweep.settings import (
+    FROM_PRESET,
+    INFERENCE_ONLY,
+    LEFT_OUT_AT_DEFAULT,
+    NOT_IDENTITY,
+    PathText,
+    Settings,
+    local_path,
+    read_yaml,
+)
+from latent_sweep.storage import versions
+from latent_sweep.storage.files import FileState, state_of
+
+Metric = Annotated[str, AfterValidator(check_metric)]
+Split = Literal["train", "validation", "test"]
+
+Allowance = Literal[
+    "stopped_targets",
+    "long_targets",
+    "empty_answers",
+    "shared_inputs",
+    "alike_answers",
+    "unreachable_answers",
+    "untrained_answers",
+    "unknown_characters",
+    "same_prompts",
+]
+"""What would spoil scores without a word, and may be meant: targets that hold a stop string, or are too long to be
+answered, empty answers, test inputs that are training inputs too, answers that the metric does not tell apart, that no
+model can write, test answers that no training row has, characters that the tokenizer does not know, and training
+prompts that another task has, too."""
+
+Truncation = Literal["keep_cue", "keep_ends", "official"]
+
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+"""A tuple of strings that a YAML list may fill."""
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        raise ValueError(
+            f"found {quoted(name)}; expected letters, digits, '_', '-' and '.', beginning with a letter or digit, at "
+            "most 100 in all. Choose a name of these, and write any other text as `title`"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+"""A name that is safe in file names and in names of logged metrics."""
+
+BENCHMARK_FILE = "benchmark.yaml"
+
+
+class TaskSpec(Settings):
+    """One task of a benchmark: where its data lies, what is asked and how answers are scored."""
+
+    name: Name
+    """Short name, unique in its benchmark, e.g. `task1572` or `mnli`."""
+    title: str = ""
+    """Name for tables and pictures; the task's name where a file leaves it out."""
+    category: str = ""
+    """Kind of task, e.g. `summarization`."""
+    metric: Metric
+    """How a prediction is scored: `accuracy` (exact match after normalisation), `rouge_l`, `rouge_1`, `rouge_l_char`,
+    `token_f1`, `token_f1_char`, `edit_similarity`, `bleu`, `chrf`, `sari`, `number_match`, or
+    `package.module:function` from outside."""
+    instruction: str = ""
+    """Text that precedes every input, the task's definition; may be empty."""
+    paraphrases: Strings = ()
+    """The instruction in other words; read in its place by test prompts under `benchmark.prompts.definition`."""
+    labels: Strings | None = None
+    """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
+    folder: PathText = ""
+    """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
+    allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
+    """What is a warning in this task and would be a fault: `stopped_targets`, `long_targets`, `empty_answers`,
+    `shared_inputs`, `alike_answers`, `unreachable_answers`, `untrained_answers`, `unknown_characters`, `same_prompts`;
+    for whoever knows of it and means it."""
+    source: SourceSpec | None = None
+    """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
+    cue: str | None = None
+    """Text between the input and the answer; the benchmark's where a file leaves it out."""
+    stop: Strings | None = None
+    """Strings at which this task's answers end; the benchmark's where a file leaves them out."""
+    max_target_length: int | None = Field(None, ge=1)
+    """Longest target and answer of this task in tokens, at most the benchmark's; the limit of a sweep holds, too."""
+    train_rows: int | None = Field(None, ge=1)
+    """Published number of training rows; read only where the data is not at hand."""
+    test_rows: int | None = Field(None, ge=1)
+    """Published number of test rows; read only where the data is not at hand."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_rest(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or "name" not in content:
+            return content
+        return {"title": content["name"], "folder": content["name"]} | content
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return stop and _checked_stop(stop)
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> TaskSpec:
+        if self.metric == "accuracy" and (alike := first_alike(self.labels or ())):
+            raise ValueError(
+                f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
+                f"{' and '.join(map(quoted, alike))} would count as equal; leave `labels` out if that is meant, give "
+                "numbers names by `names` in a source, or take a metric of characters, such as edit_similarity"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_paraphrases(self) -> TaskSpec:
+        texts = [text.strip() for text in self.paraphrases]
+        if texts and not self.instruction.strip():
+            raise ValueError(f"task {self.name!r} has `paraphrases` of no `instruction`; add one, or leave them out")
+        if "" in texts:
+            raise ValueError(f"`paraphrases` of task {self.name!r}: found an empty one; leave it out")
+        if repeated := _repeated([self.instruction.strip(), *texts]):
+            raise ValueError(
+                f"`paraphrases` of task {self.name!r}: {quoted(repeated[0], 60)} stands there twice, or is the "
+                "`instruction`; name each wording once"
+            )
+        return self
+
+
+class BenchmarkSpec(Settings):
+    """A benchmark: its tasks, the orders they are learned in, and how prompts are written."""
+
+    name: Name
+    """Name of the benchmark; its folder's name where a file leaves it out."""
+    version: int = Field(1, ge=1)
+    """Raised whenever a change of the file changes results."""
+    title: str = ""
+    """Name for tables and pictures; the benchmark's name where a file leaves it out."""
+    prompt: Literal["superni", "long_sequence", "plain"] = "plain"
+    """Format of the prompt, see `data/prompts.py`."""
+    layout: Literal["cl_benchmark", "builtin", "folder"] = "folder"
+    """Where rows come from: the data folder, the package's own generator, or the folder of the benchmark's file."""
+    folder: PathText = Field(".", json_schema_extra=NOT_IDENTITY)
+    """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
+    stop: Strings = ()
+    """Strings at which generation ends, once some text stands before them; no target should hold one."""
+    cue: str | None = None
+    """Text between the input and the answer; `"\\nOutput: "` where a file leaves it out, and `""` for none."""
+    max_target_length: int = Field(50, ge=1)
+    """Longest target and longest answer, in tokens."""
+    tasks: tuple[TaskSpec, ...] = Field(strict=False)
+    """The tasks, in the order of the tables."""
+    orders: dict[str, Strings] = Field(default_factory=dict)
+    """Named task sequences; the first one is the default. Left out: one order, `1`, the tasks as listed."""
+
+    _rows_version: int | None = PrivateAttr(None)
+
+    def model_post_init(self, context: Any) -> None:
+        """Remember how own data is read; a copy with a further task keeps what names the rows of its tasks."""
+        self._rows_version = versions.OWN_ROWS if self.layout == "folder" else None
+
+    @property
+    def rows_version(self) -> int | None:
+        """Version of how data of one's own becomes rows; None for published data."""
+        return self._rows_version
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_left_out(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        filled = {"title": content["name"]} | content if "name" in content else dict(content)
+        if isinstance(filled.get("orders"), dict):  # YAML reads the key 1 as a number
+            filled["orders"] = {str(key) if type(key) is int else key: seq for key, seq in filled["orders"].items()}
+        return filled
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        return _checked_stop(stop)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> BenchmarkSpec:
+        names = [task.name for task in self.tasks]
+        sourced = [task.name for task in self.tasks if task.source is not None]
+        if sourced and self.layout != "folder":
+            raise ValueError(f"task {sourced[0]!r} has a `source`, but `layout` is {self.layout!r}; leave it out")
+        faults = [] if names else ["`tasks` is empty; list at least one task"]
+        faults += [f"task {name!r} is listed twice" for name in _repeated(names)]
+        faults += [
+            f"`max_target_length` of task {task.name!r} is {task.max_target_length}; expected at most the benchmark's, "
+            f"{self.max_target_length}; raise that one"
+            for task in self.tasks
+            if (task.max_target_length or 0) > self.max_target_length
+        ]
+        if not self.orders:
+            self.orders["1"] = tuple(names)
+        for key, sequence in self.orders.items():
+            faults += [f"order {key!r} is empty"] if not sequence else []
+            faults += [f"order {key!r} names task {name!r} twice" for name in _repeated(sequence)]
+            faults += [f"order {key!r}: {unknown_name(name, names, 'task')}" for name in sequence if name not in names]
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+
+def _checked_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in stop:
+        raise ValueError("found an empty string, which would end every answer at once; leave it out")
+    if repeated := _repeated(stop):
+        raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each string once")
+    return stop
+
+
+class PromptSettings(Settings):
+    """The settings of how test prompts differ from those that were trained on."""
+
+    definition: Literal["verbatim", "paraphrase", "none"] = Field("verbatim", json_schema_extra=INFERENCE_ONLY)
+    """The instruction of test prompts: as trained on, in other words, or left out. Training prompts always have it
+    verbatim. Test row i reads paraphrase i mod n of its task's n, i counted from 0 over the test rows that are read."""
+
+
+class BenchmarkSettings(Settings):
+    """The `benchmark:` group of a sweep file: which benchmark, which part of it, and how it is read and scored."""
+
+    name: PathText = Field(min_length=1)
+    """`superni`, `long_sequence`, `builtin`, or the path of a benchmark's folder or YAML file."""
+    order: int | str | None = None
+    """Task order: its key (`1`), or `<first task>_first`; left out, the benchmark's first order."""
+    tasks: Strings | None = None
+    """Learn only these tasks, in the order's sequence."""
+    train_per_task: int | None = Field(None, ge=1)
+    """Use at most this many training rows of each task (validation rows are taken out of them)."""
+    test_per_task: int | None = Field(None, ge=1, json_schema_extra=INFERENCE_ONLY)
+    """Score at most this many test rows of each task."""
+    subset_seed: int = Field(0, ge=0)
+    """Which rows a subset takes; apart from the trial's seed, so that all trials see the same rows."""
+    data_dir: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
+    """Folder that contains `CL_Benchmark`; left out, the environment variable LATENT_SWEEP_DATA."""
+    max_source_length: int = Field(ge=8, json_schema_extra=FROM_PRESET)
+    """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024, `smollm2-135m` 512."""
+    max_target_length: int = Field(ge=1, json_schema_extra=FROM_PRESET)
+    """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
+    truncation: Truncation = "keep_cue"
+    """Long prompts lose the end of their input (`keep_cue`), its middle (`keep_ends`), so that a question at the end
+    stays, or, as in the released code, whatever comes last (`official`). That code decodes the tokens that are left of
+    a T5 prompt and tokenizes their text again, and so does `official`. The paper says nothing of it."""
+    bos: Literal["auto", "off"] = "auto"
+    """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
+    chat: bool = Field(False, json_schema_extra=LEFT_OUT_AT_DEFAULT)
+    """Prompts are messages of a user, inside the chat template of the backbone's tokenizer, and answers end as an
+    assistant's do. Then `bos` says nothing: templates write their own."""
+    drop_unlabelled: bool = Field(False, json_schema_extra=INFERENCE_ONLY)
+    """Leave out test rows of accuracy tasks whose answer holds no letter or digit (131 rows of MNLI)."""
+    references: Literal["single_first", "max_over_refs"] = Field("single_first", json_schema_extra=INFERENCE_ONLY)
+    """Score against a row's first reference, or take the best score over all of them."""
+    classification_metric: Metric = Field("accuracy", json_schema_extra=INFERENCE_ONLY)
+    """Metric of accuracy tasks; the released scorer uses Rouge-L for all of SuperNI."""
+    prompts: PromptSettings = Field(PromptSettings(), json_schema_extra=INFERENCE_ONLY)
+    """How test prompts differ from training prompts: does a model, or a router, know more than one wording?"""
+    validation_fraction: float = Field(0.1, gt=0, le=0.5)
+    """Share of the training rows, at most 500 rows, that is held out where model selection asks for it."""
+    score_on: Literal["test", "validation"] = "test"
+    """Rows that answers are scored on: the test rows, or those that `validation_fraction` holds out of the training
+    rows, which then nothing else reads: what is chosen by its score has not seen the test rows."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if tasks == ():
+            raise ValueError("the list is empty; name at least one task, or leave the key out to learn all of them")
+        if tasks is not None and (repeated := _repeated(tasks)):
+            raise ValueError(f"{', '.join(map(repr, repeated))} listed twice; name each task once")
+        return tasks
+
+
+def load_benchmark(name: str) -> BenchmarkSpec:
+    """The benchmark called `name`: a packaged one, or a user's folder or YAML file; the same object until that changes.
+
+    Raises:
+        ConfigError: There is no such benchmark, or its file is not valid; every fault is listed.
+    """
+    path = _benchmark_file(name)
+    return _loaded(path, state_of(path))
+
+
+@lru_cache
+def _loaded(path: Path, state: FileState) -> BenchmarkSpec:
+    """The benchmark of a file in this state."""
+    spec = _parse(path)
+    if spec.layout == "folder":
+        tasks = tuple(_located(task, path.parent) for task in spec.tasks)
+        spec = spec.model_copy(update={"folder": str((path.parent / spec.folder).resolve()), "tasks": tasks})
+    return spec
+
+
+def _located(task: TaskSpec, folder: Path) -> TaskSpec:
+    """The task with files of its source as whole paths, and with the commit of a hub data set."""
+    source = task.source
+    if source is None:
+        return task
+
+    def whole(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str((folder / local_path(path)).resolve()) for path in paths)
+
+    update: dict[str, Any] = {"train": whole(source.train)}
+    if not isinstance(source.test, int):
+        update["test"] = whole(source.test)
+    if source.superni is not None:
+        (update["superni"],) = whole((source.superni,))
+    return task.model_copy(update={"source": pinned(source.model_copy(update=update))})
+
+
+def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:
+    """The key of the order that `settings` asks for by key, by `<first task>_first`, or by leaving it out.
+
+    Raises:
+        ConfigError: The benchmark has no such order, or several begin with that task.
+    """
+    if settings.order is None:
+        return next(iter(spec.orders))
+    wanted = str(settings.order)
+    found = [key for key, sequence in spec.orders.items() if wanted in (key, f"{sequence[0]}_first")]
+    if len(found) != 1:
+        known = ", ".join(f"{key} ({sequence[0]}_first)" for key, sequence in spec.orders.items())
+        problem = f"{wanted!r} fits several orders" if found else f"no order {wanted!r}"
+        raise ConfigError(f"benchmark.order: {problem}; benchmark {spec.name!r} has {known}. Use one of these keys.")
+    return found[0]
+
+
+def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[TaskSpec, ...]:
+    """The tasks that a trial learns, in sequence: the order of `settings`, cut to its subset of tasks.
+
+    Raises:
+        ConfigError: `benchmark.order` or `benchmark.tasks` names something that the benchmark does not have.
+    """
+    key = order_key(settings, spec)
+    sequence = spec.orders[key]
+    wanted = sequence if settings.tasks is None else settings.tasks
+    faults = [unknown_name(name, sequence, "task") for name in wanted if name not in sequence]
+    if faults:
+        raise ConfigError(f"benchmark.tasks: {'; '.join(faults)}. Order {key} of {spec.name!r}: {', '.join(sequence)}.")
+    tasks = {task.name: task for task in spec.tasks}
+    return tuple(tasks[name] for name in sequence if name in wanted)
+
+
+def scoring_metric(settings: BenchmarkSettings, task: TaskSpec) -> Metric:
+    """The metric that scores `task`: its own, or what `benchmark.classification_metric` makes of an accuracy task."""
+    return settings.classification_metric if task.metric == "accuracy" else task.metric
+
+
+def stop_of(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...]:
+    """Return the strings at which answers of `task` end: its own, or the benchmark's."""
+    return spec.stop if task.stop is None else task.stop
+
+
+def target_length(settings: BenchmarkSettings, task: TaskSpec) -> int:
+    """Return the longest target and answer of `task`, in tokens: the smaller of its own limit and the sweep's."""
+    return min(settings.max_target_length, task.max_target_length or settings.max_target_length)
+
+
+@cache
+def _packaged() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def _benchmark_file(name: str) -> Path:
+    packaged = _packaged()
+    if name in packaged:
+        return packaged[name]
+    path = local_path(name)
+    if path.is_dir():
+        path = path / BENCHMARK_FILE
+    if not path.exists() or path.is_dir():
+        raise ConfigError(
+            f"benchmark.name: {unknown_name(name, list(packaged), 'benchmark')}, and there is no file {path}. "
+            f"Use one of {', '.join(packaged)}, or the path of a folder that holds a {BENCHMARK_FILE}."
+        )
+    return path
+
+
+def _parse(path: Path) -> BenchmarkSpec:
+    try:
+        content = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"benchmark.name: not a YAML file of a benchmark: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {type(content).__name__}; expected keys such as `tasks:`")
+    try:
+        return BenchmarkSpec.model_validate({"name": Path(os.path.abspath(path)).parent.name} | content)
+    except ValidationError as error:
+        lines = "\n".join(f"  {line}" for line in validation_faults(error, BenchmarkSpec))
+        raise ConfigError(f"{path}: not a valid benchmark file:\n{lines}") from error
+
+
+def _repeated(names: Any) -> list[str]:
+    return [name for name in dict.fromkeys(names) if list(names).count(name) > 1]

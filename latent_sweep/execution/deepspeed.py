@@ -1,0 +1,286 @@
+"""DeepSpeed ZeRO: the frozen backbone in shards over a trial's workers. The only importer of deepspeed.
+
+At stage 3 the backbone is loaded in shards, one weight at a time, and gathered layer by layer as it is used. What is
+trained, about a megabyte, is whole in every worker, as the methods want it, and every worker steps it by plain torch on
+the gradients that all have added up: DeepSpeed's optimizers reserve gigabytes for buckets, for each learner anew. So
+the stages below 3, which shard what an optimizer holds, have nothing to shard, and a checkpoint is plain torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from latent_sweep.backbones.architectures import device_of, empty_model, separate_head
+from latent_sweep.backbones.files import local_folder, tensor_files
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.loading import Backbone, assemble
+from latent_sweep.backbones.stored import stored_backbone, stored_weight
+from latent_sweep.data.faults import validation_faults
+from latent_sweep.errors import ConfigError
+from latent_sweep.security import quoted
+from latent_sweep.sweep.schema import EngineSettings
+from latent_sweep.training.engine import Engine, forget_backbone
+from latent_sweep.training.worker_group import WorkerGroup
+
+log = logging.getLogger(__name__)
+
+OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+"""DeepSpeed settings that `training:` decides."""
+
+ALLOWED = ("zero_optimization", "communication_data_type", "comms_logger", "memory_breakdown", "wall_clock_breakdown")
+"""DeepSpeed's groups and settings that `run.engine.config` may hold; the others are ours or have nothing to act on."""
+
+M_MMAP_THRESHOLD = -3
+"""glibc: blocks of at least so many bytes are mapped one by one, and unmapped when they are freed."""
+
+ROOM = 1.25
+"""Weights are gathered to answer where so many times their size is free: keys and values of prompts need some too."""
+
+
+def deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
+    """DeepSpeed's JSON for these settings, with `config` merged over it.
+
+    Raises:
+        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
+    """
+    zero: dict[str, Any] = {"stage": settings.zero_stage}
+    if settings.offload == "cpu":
+        zero["offload_param"] = {"device": "cpu"}
+    _check(settings)
+    merged = {"zero_optimization": zero | dict(settings.config.get("zero_optimization", {}))}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # batches are not DeepSpeed's to count, but it wants a number
+        **{key: value for key, value in settings.config.items() if key != "zero_optimization"},
+        **merged,
+    }
+
+
+def _check(settings: EngineSettings) -> None:
+    from pydantic import ValidationError
+
+    where = "run.engine.config"
+    for key in settings.config:
+        if key in OURS:
+            raise ConfigError(f"{where}.{key}: `trial.training` decides it; leave it out")
+        if key not in ALLOWED:
+            raise ConfigError(f"{where}.{key}: unknown or without effect here; allowed: {', '.join(ALLOWED)}")
+    zero = settings.config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ConfigError(f"{where}.zero_optimization: found {quoted(zero)}; expected a mapping")
+    for key in ("stage", "offload_param", "offload_optimizer"):
+        if key in zero:
+            instead = "zero_stage" if key == "stage" else "offload"
+            raise ConfigError(f"{where}.zero_optimization.{key}: say it as run.engine.{instead}")
+    kind = _deepspeed().runtime.zero.config.DeepSpeedZeroConfig
+    try:
+        kind(**zero)
+    except ValidationError as error:
+        faults = [f"{where}.zero_optimization.{fault}" for fault in validation_faults(error, kind)]
+        raise ConfigError("\n".join(faults)) from None
+
+
+def _deepspeed() -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its optional parts
+        import deepspeed
+
+    # it calls names of torch.distributed that were given new ones
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # on CPUs it would compile an operation that only its inference kernels call, and a process killed while it
+    # compiles leaves a lock behind that the next ones wait for
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO over the workers of a group.
+
+    Args:
+        group: the workers, which have met already.
+        settings: `run.engine`.
+
+    Raises:
+        ConfigError: DeepSpeed does not know a key of `config`.
+    """
+
+    def __init__(self, group: WorkerGroup, settings: EngineSettings):
+        super().__init__(group)
+        self._settings, self._config = settings, deepspeed_config(settings)
+        self._deepspeed = _deepspeed()
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        self._deepspeed.init_distributed(dist_backend=backend, verbose=False)
+        self.answers_apart = settings.zero_stage < 3
+        self._zero: Any = None
+        self._gathered = ExitStack()
+        self._is_gathered = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts that a result records of its engine."""
+        s = self._settings
+        return {
+            "engine": "deepspeed",
+            "workers": self.group.size,
+            "zero_stage": s.zero_stage,
+            "offload": s.offload,
+            "deepspeed": self._deepspeed.__version__,
+        }
+
+    # --- the backbone ---
+
+    def load(self, settings: BackboneSettings) -> Backbone:
+        """Load the whole backbone into every worker below stage 3; at stage 3 a shard of every weight.
+
+        Weights are read one at a time, by the first worker, and sharded before the next is read: no worker ever holds
+        more than its shards and one weight.
+        """
+        if device_of(settings) != self._device.type:
+            raise ConfigError(
+                "backbone.device: found cpu, but with run.engine.name: deepspeed a worker uses the GPU that it sees; "
+                "leave the device out, or give workers none with run.resources.gpus: 0"
+            )
+        if self._settings.zero_stage < 3:
+            return super().load(settings)
+        forget_backbone()  # a whole one, that this process may have loaded before
+        folder = local_folder(settings)
+        stored = stored_backbone(settings.model_copy(update={"name": str(folder), "revision": None}))
+        if stored is None:
+            raise ConfigError(
+                f"run.engine.zero_stage: 3 reads the backbone weight by weight, but {folder} has no safetensors files "
+                "with all weights; convert the checkpoint with transformers' save_pretrained"
+            )
+        model, files = empty_model(folder), tensor_files(str(folder))
+        separate_head(model, _Stored(files))
+        _give_large_blocks_back()
+        self._shard(model, files, getattr(torch, settings.dtype))
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self._device)
+        model.requires_grad_(False)  # before DeepSpeed looks for what to optimize
+        # it remembers every module that it was ever given, and so an earlier pack's backbone
+        self._deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
+        engine, *_ = self._deepspeed.initialize(model=model, config=self._config)
+        self._zero = engine.optimizer
+        self._model = model
+        self.answers_apart = self._whole_weights_fit(model)
+        if not self.answers_apart:
+            log.warning(
+                "answers are generated with sharded weights: every new token moves %.1f GiB between the workers. Use "
+                "fewer, larger devices, or run.engine.zero_stage 0 to 2 where a device holds the weights",
+                _whole_bytes(model) / 2**30,
+            )
+        self._backbone = assemble(settings, model, stored, whole=False, before_answering=self.begin_answering)
+        return self._backbone
+
+    def _shard(self, model: Any, files: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Put the weights of the files into a model without any, each in shards."""
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        made: dict[Tensor, nn.Parameter] = {}
+        for module in model.modules():
+            for name, empty in list(module.named_parameters(recurse=False)):
+                if empty not in made:
+                    made[empty] = nn.Parameter(self._weight(names[empty], empty, files, dtype), False)
+                    self._deepspeed.zero.Init(
+                        module=_Holding(made[empty]),
+                        config_dict_or_path=self._config,
+                        dtype=dtype,
+                        remote_device="cpu" if self._settings.offload == "cpu" else None,
+                    )
+                module._parameters[name] = made[empty]  # tied weights are one parameter
+
+    def _weight(self, names: Sequence[str], empty: Tensor, files: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """Read a weight at the first worker; make room at the others, as sharding begins with the first one's."""
+        stored = [name for name in names if name in files]
+        if not stored:
+            raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
+        if not self.group.leads:
+            return torch.empty(empty.shape, dtype=dtype, device=self._device)
+        return stored_weight(files[stored[0]], stored[0]).to(self._device, dtype, copy=True)
+
+    def _whole_weights_fit(self, model: Any) -> bool:
+        """Whether every worker can hold all weights while it answers; one that cannot decides for all."""
+        if self._settings.gather != "auto":
+            return self._settings.gather == "always"
+        wanted = _whole_bytes(model)
+        if self._device.type == "cuda":
+            fits = torch.cuda.mem_get_info()[0] > ROOM * wanted
+        else:
+            fits = _available_memory() > ROOM * wanted * self.group.size  # workers may share the machine
+        does_not = torch.tensor([0.0 if fits else 1.0], device=self._device)
+        self.group.add_up([does_not])
+        return not bool(does_not)
+
+    def begin_learning(self) -> None:
+        """Give back what was gathered for answering."""
+        self._gathered.close()
+
+    def begin_answering(self) -> None:
+        """Gather the weights once for all answers until the next task is learned, where they fit."""
+        if self._zero is not None and self.answers_apart and not self._is_gathered:
+            self._gathered.enter_context(self._whole_weights())
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        # as libraries do that generate inside of training: without its hooks DeepSpeed leaves gathered weights alone
+        self._zero.partition_all_parameters()
+        self._zero._remove_module_hooks()
+        with self._deepspeed.zero.GatheredParameters(list(self._model.parameters())):
+            self._is_gathered = True
+            yield
+            self._is_gathered = False
+        self._zero.setup_zero_stage3_hooks()
+
+
+def _give_large_blocks_back() -> None:
+    """Have glibc give freed blocks of megabytes back; it would keep them, and whole weights stay, as so many holes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries give back by themselves
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
+class _Stored(Mapping[str, Tensor]):
+    """The tensors of files by name, each read when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Any]):
+        self._files = files
+
+    def __getitem__(self, name: str) -> Tensor:
+        return stored_weight(self._files[name], name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class _Holding(nn.Module):
+    """A module of one parameter: what DeepSpeed shards at a time."""
+
+    def __init__(self, parameter: nn.Parameter):
+        super().__init__()
+        self.parameter = parameter
+
+
+def _whole_bytes(model: Any) -> int:
+    """Bytes of a sharded model's weights, gathered."""
+    return sum(p.ds_numel * p.element_size() for p in model.parameters())
+
+
+def _available_memory() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))

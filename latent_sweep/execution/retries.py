@@ -1,0 +1,153 @@
+"""When a trial is tried again: decided from its journal alone, so a worker on any node decides alike.
+
+the node went away, or was taken back     always, free of charge
+the worker died on a node that stayed,    `run.max_failures` times in a row without finishing a task in between
+or lost its GPU or its storage
+out of memory while learning              once, with half the rows in a pass: the same optimisation, more slowly
+out of memory while answering             once, with every batch answered in halves, which the rows of scores tell
+out of memory in a method's statistics    once, with half the rows in a pass over them
+anything else                             never: it would happen again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from latent_sweep.security import redact
+from latent_sweep.storage.failures import Phase
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.journal import Event, Journal, status
+from latent_sweep.sweep.plan import Member, Pack, Trial
+from latent_sweep.sweep.schema import RunSettings
+
+WHILE: Mapping[Phase, str] = {
+    "learning": "while learning",
+    "answering": "while answering",
+    "statistics": "in a method's statistics",
+}
+"""What was being done, in words."""
+
+LESS_MEMORY: Mapping[Phase, str] = {
+    "learning": "lower training.micro_batch_size, or set training.gradient_checkpointing: true",
+    "answering": "lower evaluation.batch_size",
+    "statistics": "lower training.micro_batch_size",
+}
+"""What takes less memory."""
+
+LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "storage"]
+"""How a worker was lost; `storage`: it could not write or read what is stored."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The next try at a trial."""
+
+    halved: frozenset[Phase] = frozenset()
+    """What is done with half the rows in a pass, because memory did not suffice."""
+    because: str | None = None
+    """What ended the one before; None for the first."""
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """The verdict that a trial has no next try."""
+
+    because: str
+
+
+def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenUp:
+    """Decide on a trial's next try from these events of its journal, those since the sweep was launched."""
+    ends = [event for event in events if event["event"] in ("lost", "failed")]
+    if not ends:
+        return Attempt()
+    # where nobody could say any more what was being done, e.g. of a worker that was killed, it was learning
+    ran_out: list[Phase] = [event.get("during", "learning") for event in ends if event["kind"] == "out_of_memory"]
+    last = ends[-1]
+    if len(ran_out) > len(set(ran_out)):
+        phase = ran_out[-1]
+        return GivenUp(f"out of memory again {WHILE[phase]}, with half the rows in a pass; {LESS_MEMORY[phase]}")
+    if last["event"] == "failed" and last["kind"] != "out_of_memory":
+        return GivenUp(last["message"])
+    died = 0
+    for event in events:
+        if event["event"] == "stage":
+            died = 0
+        elif event["event"] == "lost" and event["kind"] in ("worker_died", "storage"):
+            died += 1
+    if died > max_failures:
+        return GivenUp(
+            f"its worker was lost {died} times without finishing a task in between, and run.max_failures allows "
+            f"{max_failures}; the last time: {last['message']}"
+        )
+    return Attempt(halved=frozenset(ran_out), because=last["kind"])
+
+
+def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Pack | None:
+    """Return the part of a pack that is left for its next try; the journals of trials that are given up say so.
+
+    Args:
+        launched: length of each trial's journal when the sweep was launched, by trial id: an earlier launch's failures
+            are forgiven.
+    """
+    members: list[Member] = []
+    halved: frozenset[Phase] = frozenset()
+    for member in pack.members:
+        trials = []
+        for trial in member.trials:
+            journal = sweep.journal(trial.trial_id)
+            events = journal.read()
+            attempt = next_attempt(events[launched.get(trial.trial_id, 0) :], run.max_failures)
+            if isinstance(attempt, Attempt):
+                trials.append(trial)
+                halved |= attempt.halved
+            elif status(events) != "failed":
+                journal.append("failed", kind="lost", message=attempt.because, task=None, step=None)
+        if trials:
+            members.append(replace(member, trials=tuple(trials)))
+    if not members:
+        return None
+    if "learning" in halved:
+        members = [_with_half_the_rows(member, run.resources.workers) for member in members]
+    return Pack(tuple(members), halved)
+
+
+def _with_half_the_rows(member: Member, workers: int) -> Member:
+    """A member whose forward passes have half as many rows; its optimizer steps, and so its identity, stay."""
+
+    def changed(trial: Trial) -> Trial:
+        training = trial.settings.training
+        rows = training.rows_in_a_pass(workers)
+        smaller = training.model_copy(update={"micro_batch_size": max(1, rows // 2)})
+        return replace(trial, settings=trial.settings.model_copy(update={"training": smaller}))
+
+    return replace(member, trials=tuple(map(changed, member.trials)))
+
+
+def unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
+    """Return the journals of a pack's trials that have not come to an end, with their events."""
+    journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
+    found = [(journal, journal.read()) for journal in journals]
+    return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]
+
+
+def say_lost(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) -> None:
+    """Say in the journals of a pack's unfinished trials that their worker was lost, before they are tried again."""
+    for journal, _ in unfinished(pack, sweep):
+        journal.append("lost", kind=kind, message=redact(message)[-2000:])
+
+
+def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> bool:
+    """Whether a trial of the pack has failed since the launch and is not tried again."""
+    for trial in pack.trials:
+        events = sweep.journal(trial.trial_id).read()[launched.get(trial.trial_id, 0) :]
+        if status(events) == "failed" and isinstance(next_attempt(events, run.max_failures), GivenUp):
+            return True
+    return False
+
+
+def journal_lengths(packs: Sequence[Pack], sweep: SweepFolder) -> dict[str, int]:
+    """Number of events in each trial's journal, by trial id."""
+    trials = [trial.trial_id for pack in packs for trial in pack.trials]
+    return {trial: len(sweep.journal(trial).read()) for trial in trials}

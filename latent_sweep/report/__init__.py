@@ -1,0 +1,1 @@
+"""Reports of a sweep: text tables, LaTeX, figures and the HTML page."""

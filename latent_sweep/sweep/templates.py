@@ -1,0 +1,294 @@
+"""A first sweep file, commented, for a backbone and a question; and a first benchmark of one's own beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import latent_sweep
+from latent_sweep.backbones.known import EMBEDDED, KNOWN, TINY_VOCABULARY, BackboneSettings, describe
+from latent_sweep.data import builtin
+from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSpec, load_benchmark
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods import DEFAULT, METHODS, method_class
+from latent_sweep.settings import parse_yaml, yaml_text
+from latent_sweep.sweep.config import parse_sweep, trial_settings
+from latent_sweep.sweep.plan import expand, resolve
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.sweep.tuning import choices, chosen_for, stand_ins
+
+LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0e-6, 1.0e-5, 1.0e-4]"
+"""Weights of the penalty around the paper's, and around what suits a backbone of 135M numbers."""
+
+RANKS = (4, 8, 16, 32)
+"""Usual ranks of adapters; the largest one is the paper's, which holds where a sweep file says nothing."""
+
+OWN_TASKS = ("mood", "arrival")
+"""What a benchmark of one's own begins with: a classification and an extraction, to be replaced."""
+OWN_ROWS: Mapping[str, int] = {"train": 64, "test": 20}
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """A question that a sweep answers."""
+
+    question: str
+    search: str
+    """Its search space: `{lambdas}` stands for weights of the penalty, `{ranks}` for ranks; the rest is as written."""
+    tuned: bool = False
+    """Whether the rate is chosen on the first tasks before the trials run."""
+
+
+_REFERENCES = """\
+  trial:
+    # references: the untouched backbone, all tasks learned together, one adapter per task with the task known
+    - {method: {name: zero_shot}}
+    - {method: {name: joint_lora}}
+    - {method: {name: inc_lora, train_active: current}, router: {mode: oracle}}
+    # the methods of the paper's tables
+"""
+
+PURPOSES: Mapping[str, Purpose] = {
+    "quickstart": Purpose(
+        "Does it run here? The router beside plain summing, for two weights of the penalty and two seeds.",
+        """\
+  method.ortho_lambda: [0.0, 1.0e-5]
+  seed: [0, 1]
+  router.mode: [soft, sum]                            # inference only: costs no training
+""",
+    ),
+    "lambda": Purpose(
+        "How strongly should adapters be kept apart?",
+        """\
+  method.ortho_lambda: {lambdas}
+  seed: [0, 1, 2]
+  router.components: [1, 3, 5, 8]                     # inference only: costs no training
+""",
+    ),
+    "rank": Purpose(
+        "How small can an adapter be?",
+        """\
+  method.rank: {ranks}
+  seed: [0, 1, 2]
+""",
+    ),
+    "router": Purpose(
+        "How much router does it take? All of it reads the same snapshots: one training per seed.",
+        """\
+  seed: [0, 1, 2]
+  router.components: [1, 3, 5, 8]
+  router.mode: [soft, hard, sum, oracle]              # oracle is told the task: what a router could reach
+""",
+    ),
+    "seeds": Purpose(
+        "How much is luck?",
+        """\
+  seed: [0, 1, 2, 3, 4]
+""",
+    ),
+    "methods": Purpose(
+        "Which method learns most and forgets least, each with the learning rate that suits it?",
+        _REFERENCES
+        + "".join(f"    - {{method: {{name: {name}}}}}\n" for name in METHODS if f"{{name: {name}}}" not in _REFERENCES)
+        + "  seed: [0, 1, 2]\n",
+        tuned=True,
+    ),
+}
+
+
+def is_small(backbone: str) -> bool:
+    """Whether a backbone is meant for CPUs: the embedded one, and those of a few thousand numbers."""
+    known = KNOWN.get(backbone)
+    return backbone == EMBEDDED or (known is not None and known.config.get("vocab_size") == TINY_VOCABULARY)
+
+
+def has_random_weights(backbone: str) -> bool:
+    """Whether a backbone is one of those of a few thousand numbers, whose weights are random."""
+    return is_small(backbone) and backbone != EMBEDDED
+
+
+NOTHING_TO_EXPECT = "random weights: scores stay at or near 0; it only shows that a sweep runs"
+"""What a sweep on such a backbone comes to."""
+
+
+def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
+    """Write a sweep file.
+
+    Args:
+        path: where it will lie, for what its comments say; its stem is the sweep's name.
+        backbone, benchmark: as a sweep file names them.
+        purpose: one of `PURPOSES`.
+
+    Raises:
+        ConfigError: the name is none that a sweep can have, or there is no such backbone or benchmark.
+    """
+    name, why, spec = Path(path).stem, PURPOSES[purpose], load_benchmark(benchmark)
+    ranks = _ranks(backbone)
+    small = is_small(backbone)
+    search = why.search.replace("{lambdas}", SMALL_LAMBDAS if small else LARGE_LAMBDAS).replace("{ranks}", str(ranks))
+    method = f"  method: {{name: {DEFAULT}}}"
+    if max(RANKS) not in ranks:
+        if why.tuned:  # the entries of the search keep what the template says of methods, and not all have a rank
+            search = _with_rank(search, ranks[-1])
+        else:
+            method = _with_rank(method, ranks[-1]).ljust(54) + f"# left out: rank {max(RANKS)}, too large here"
+    lines = [
+        f"# {why.question}",
+        "#",
+        f"#   latent-sweep plan {path}       what it would run, and how long that takes; runs nothing",
+        f"#   latent-sweep run {path}        the same command again resumes it",
+        f"#   latent-sweep report runs/{name}",
+        "#",
+        "# `latent-sweep settings` lists every setting; what is left out here is the paper's protocol.",
+        f"name: {name}",
+        "trial:                                                # one trial; search, below, says what varies",
+        method,
+        *([f"  # {backbone} has {NOTHING_TO_EXPECT}"] if has_random_weights(backbone) else []),
+        f"  backbone: {{name: {_scalar(backbone)}{', dtype: float32' if small else ', dtype: bfloat16'}}}",
+        *_benchmark_lines(spec, benchmark, small),
+        _training_line(backbone, benchmark, small),
+        "search:                                               # a list is a grid axis",
+        search.rstrip("\n"),
+        *(_tuning_lines(backbone, benchmark, spec) if why.tuned else ()),
+        "run:                                                  # how to run it; changes no result",
+        f"  resources: {'{cpus: 1}' if small else '{gpus: 1, cpus: 4}'}",
+        "  storage: runs                                       # a folder that all nodes see, or s3://bucket/prefix",
+        "  tracking: {uri: sqlite:///mlflow.db}                # or an MLflow server",
+    ]
+    text = "\n".join(lines) + "\n"
+    sweep = parse_sweep(parse_yaml(text, path), path)
+    expand(sweep, chosen_for(sweep, stand_ins(choices(sweep))))  # whatever the name and the paths hold, it can be run
+    return text
+
+
+def _ranks(backbone: str) -> list[int]:
+    """Return the usual ranks that fit a backbone, or else the largest that does; all where its shapes are not known."""
+    settings = BackboneSettings(name=backbone)
+    known = describe(settings)
+    room = max(RANKS) if known is None else min(map(min, known.adapted(settings).values()))
+    return [rank for rank in RANKS if rank <= room] or [room]
+
+
+def _with_rank(text: str, rank: int) -> str:
+    """Write the rank behind the name of each method that has one."""
+
+    def written(found: re.Match[str]) -> str:
+        fields = method_class(found[1]).settings_class.model_fields
+        return f"{found[0]}, rank: {rank}" if "rank" in fields else found[0]
+
+    return re.sub(r"method: \{name: (\w+)", written, text)
+
+
+def _scalar(text: str) -> str:
+    """Write a string as YAML may hold it inside a mapping of one line."""
+    return yaml_text([text], one_line=True).strip()[1:-1]
+
+
+def _order(key: str) -> str:
+    """Write the key of an order: a whole number may stand as it is."""
+    return key if re.fullmatch("0|[1-9][0-9]*", key) else _scalar(key)
+
+
+def _benchmark_lines(spec: BenchmarkSpec, benchmark: str, small: bool) -> list[str]:
+    """Write the benchmark, with its orders and its tasks to choose from."""
+    orders = ", ".join(f"{key} ({sequence[0]} first)" for key, sequence in spec.orders.items())
+    first = next(iter(spec.orders.values()))
+    lines = ["  benchmark:", f"    name: {_scalar(benchmark)}"]
+    if spec.layout == "cl_benchmark":
+        lines[-1] = lines[-1].ljust(54) + "# data: LATENT_SWEEP_DATA, or data_dir here"
+    lines.append(f"    order: {_order(next(iter(spec.orders)))}".ljust(54) + f"# there are: {orders}")
+    cut = small and len(first) > 4
+    some = yaml_text(first[: 4 if cut else 2], one_line=True)
+    if cut:
+        lines.append(f"    tasks: {some}".ljust(54) + f"# of {len(first)}; left out: all")
+    else:
+        lines.append(f"    # tasks: {some}".ljust(54) + f"# some of its {len(first)}")
+    if small:
+        lines += ["    train_per_task: 64", "    test_per_task: 20"]
+    return lines
+
+
+def _training_line(backbone: str, benchmark: str, small: bool) -> str:
+    """Write the training, with what is taken where the file leaves it out."""
+    training = _training(DEFAULT, backbone, benchmark)
+    told = f"left out: learning_rate {training.learning_rate:g}, batch_size {training.batch_size}"
+    line = "  training: {epochs: 2}" if small else f"  # training: {{epochs: {training.epochs}}}"
+    return line.ljust(54) + f"# {told}" + ("" if small else f", epochs {training.epochs}")
+
+
+def _training(method: str, backbone: str, benchmark: str) -> TrainingSettings:
+    """Return what a method trains with where a sweep file says nothing of it."""
+    named = {"method": method, "backbone": backbone, "benchmark": benchmark}
+    content = {"name": "any", "trial": {group: {"name": name} for group, name in named.items()}}
+    return resolve(trial_settings(parse_sweep(content, "sweep.yaml"), {})).training
+
+
+def _tuning_lines(backbone: str, benchmark: str, spec: BenchmarkSpec) -> list[str]:
+    """Write what is chosen before the trials run: rates around the one that most methods would take."""
+    tasks = min(2, min(map(len, spec.orders.values())) - 1)  # never all of the stream that is judged
+    if not tasks:
+        raise ConfigError(
+            f"init --purpose methods: rates are chosen on the first tasks, and {spec.name} has an order of one alone; "
+            "add a task, or take another purpose"
+        )
+    rate = statistics.mode(_training(method, backbone, benchmark).learning_rate for method in METHODS)
+    rates = [f"{rate * factor:.1e}" for factor in (1 / 3, 1, 3, 10, 30)]
+    return [
+        "tune:                                                 # chosen before the trials run, on rows held out of the",
+        "  on: first_tasks                                     # first tasks' training rows; test rows are never read",
+        f"  tasks: {tasks}",
+        f"  search: {{training.learning_rate: [{', '.join(rates[:4])}]}}",
+        "  by_method:",
+        "    lfpt5: {training.learning_rate: [0.1, 0.3, 0.5]}  # a soft prompt wants a far higher rate",
+        f"    {DEFAULT}: {{training.learning_rate: [{', '.join(rates)}]}}",
+    ]
+
+
+def benchmark_files() -> dict[str, str]:
+    """Write a benchmark of one's own, to be changed: its file and a few rows of two tasks, by path in its folder."""
+    spec = load_benchmark("builtin")
+    files = {BENCHMARK_FILE: _BENCHMARK}
+    for task in (task for task in spec.tasks if task.name in OWN_TASKS):
+        for split, count in OWN_ROWS.items():
+            rows = builtin.generate(task.name, "train" if split == "train" else "test")[:count]
+            lines = (json.dumps({"input": text, "output": answer}) for text, answer in rows)
+            files[f"{task.name}/{split}.jsonl"] = "".join(f"{line}\n" for line in lines)
+    return files
+
+
+_BENCHMARK = """\
+# A benchmark is data: tasks, prompts and orders here, rows beside it in <task>/train.jsonl and test.jsonl, an object
+# with `input` and `output` a line. These two small tasks are there to be replaced by your own.
+stop: ["\\n"]               # strings at which an answer ends; no target may hold one
+max_target_length: 12      # longest target and longest answer, in tokens
+tasks:
+  - name: mood             # its rows lie in mood/
+    metric: accuracy       # exact match after normalisation; rouge_l for longer answers
+    labels: [plus, minus]  # every answer of a classification task; another in a row is a fault
+    instruction: "Mark this guest review."                # stands before every input
+  - name: arrival
+    metric: rouge_l
+    instruction: "Write the timetable entry for the end of the trip."
+orders:                    # left out: one order, the tasks as listed
+  "1": [mood, arrival]
+  "2": [arrival, mood]
+"""
+
+
+def packaged_sweeps() -> dict[str, Path]:
+    """Return the sweep files of the package by name: installed with it, or, in a checkout, those of the repository."""
+    package = Path(latent_sweep.__file__).parent
+    folder = package / "sweep_files"
+    return {
+        path.stem: path for path in sorted((folder if folder.is_dir() else package.parent / "sweeps").glob("*.yaml"))
+    }
+
+
+def first_comment(path: Path) -> str:
+    """Return what the first line of a sweep file says of it; empty where it is no comment."""
+    line = path.read_text(encoding="utf-8").partition("\n")[0]
+    return line.removeprefix("#").strip() if line.startswith("#") else ""

@@ -1,0 +1,122 @@
+"""Addresses of trackers: which ones MLflow takes, and which file a local database has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from latent_sweep.security import quoted
+from latent_sweep.storage.storage import in_job_package
+
+DEFAULT_URI = "sqlite:///mlflow.db"
+TRACKING_VARIABLE = "MLFLOW_TRACKING_URI"
+"""Environment variable of MLflow's with the tracker of sweep files that do not name one by an absolute address."""
+
+SERVERS = ("http", "https")
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+DATABRICKS = ("databricks", "databricks-uc", "uc")
+
+_SQLITE_HEADER = b"SQLite format 3\0"
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of a local database; None where the address is of something else."""
+    match = re.match(r"sqlite(?:\+\w+)?:///([^?]+)", uri)
+    return Path(match[1]).absolute() if match else None
+
+
+def relative_place(uri: str) -> Path | None:
+    """Return the database or the folder that a relative address means; None where the address is of something else."""
+    if uri.startswith("databricks"):
+        return None
+    match = re.fullmatch(r"(?:sqlite(?:\+\w+)?:///|file:)?([^/:?][^:?]*)(?:\?.*)?", uri)
+    return Path(match[1]) if match else None
+
+
+def address_faults(uri: str) -> list[str]:
+    """Describe why MLflow would not take an address, as far as its text shows."""
+    if uri == "none" or uri in DATABRICKS:
+        return []
+    scheme, colon, _ = uri.partition(":")
+    kind = scheme.partition("+")[0].lower()
+    if not colon or kind == "file":
+        return _folder_faults(uri)
+    if kind == "sqlite":
+        return _sqlite_faults(uri)
+    if kind in SERVERS:
+        return [] if _host(uri) else [f"found {quoted(uri)}, which names no server; expected {kind}://HOST:PORT"]
+    if kind in (*DATABASES, *DATABRICKS, *_plugins()):
+        return []
+    return [
+        f"found {quoted(uri)}, an address of the kind {quoted(scheme)}, which MLflow does not have; expected a server, "
+        f"https://HOST, or a database, e.g. {DEFAULT_URI}"
+    ]
+
+
+def place_faults(uri: str) -> list[str]:
+    """Describe what on this machine's disk prevents the local database of an address; nothing for other addresses."""
+    if (file := sqlite_file(uri)) is None:
+        return []
+    if in_job_package(file):
+        return [
+            f"found {quoted(uri)}, a file in Ray's copy of this job's working directory, where later jobs do not find "
+            f"it. Set {TRACKING_VARIABLE} to an absolute address where the cluster starts, or add --set "
+            "run.tracking.uri=sqlite:////PATH/mlflow.db"
+        ]
+    try:
+        fault = _file_fault(file, uri)
+    except OSError as error:
+        fault = f"its file cannot be read: {error.strerror}. Name another database"
+    return [f"found {quoted(uri)}, but {fault}"] if fault else []
+
+
+def _file_fault(file: Path, uri: str) -> str:
+    """Say what is wrong with the file of a local database; nothing if MLflow can use it, or make it."""
+    if file.is_dir():
+        inside = uri.partition("?")[0].rstrip("/")
+        return f"this is a folder; expected a file, e.g. {inside}/mlflow.db"
+    nearest = next(path for path in (file, *file.parents) if path.exists())
+    if nearest == file:
+        with file.open("rb") as content:
+            header = content.read(len(_SQLITE_HEADER))
+        return "" if header in (b"", _SQLITE_HEADER) else "this file is no SQLite database. Name another one"
+    if not nearest.is_dir():
+        return f"{nearest} is a file; expected a folder there. Name another database"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"this user may not write to {nearest}. Name another database"
+    return ""
+
+
+def _folder_faults(uri: str) -> list[str]:
+    """Describe the fault of a folder as tracker, which MLflow 3 refuses unless its environment allows it."""
+    if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1"):
+        return []
+    folder = Path(re.sub(r"^file:(?://)?", "", uri))
+    database = folder if folder.suffix in (".db", ".sqlite") else folder.parent / "mlflow.db"
+    return [f"found {quoted(uri)}, a folder, where MLflow keeps no runs any more; use sqlite:///{database}"]
+
+
+def _sqlite_faults(uri: str) -> list[str]:
+    path = re.sub(r"^sqlite(?:\+\w+)?:/*", "", uri).partition("?")[0]
+    if not path or ":memory:" in path:
+        return [f"found {quoted(uri)}, a database in memory, which ends with this process; use {DEFAULT_URI}"]
+    if sqlite_file(uri) is None:  # one slash, or two, behind which SQLAlchemy reads a host
+        return [f"found {quoted(uri)}; expected three slashes before a relative path: sqlite:///{path}"]
+    if path.startswith("~"):
+        return [f"found {quoted(uri)}, where ~ stands for no home folder; use sqlite:///{Path(path).expanduser()}"]
+    return []
+
+
+def _host(uri: str) -> str | None:
+    try:
+        return urlsplit(uri).hostname
+    except ValueError:
+        return None
+
+
+def _plugins() -> list[str]:
+    """Return the kinds of addresses that installed plugins of MLflow take."""
+    return [entry.name for entry in importlib.metadata.entry_points(group="mlflow.tracking_store")]

@@ -1,0 +1,1 @@
+"""Experiment tracking: what MLflow holds of a sweep, how it is uploaded and how it is verified."""

@@ -1,0 +1,1 @@
+"""Training and evaluation of one pack of trials, task after task."""

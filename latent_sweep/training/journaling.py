@@ -1,0 +1,102 @@
+"""What a trial's journal is told while its pack runs: started, a stage done, finished, failed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from latent_sweep.data.schema import scoring_metric
+from latent_sweep.storage import versions
+from latent_sweep.storage.failures import failure_facts
+from latent_sweep.storage.journal import attempts, stages, status
+from latent_sweep.storage.snapshots import Snapshot
+from latent_sweep.storage.trial_files import TrialFiles
+from latent_sweep.sweep.plan import Trial
+from latent_sweep.training.context import Context, computed_with, hardware
+from latent_sweep.training.loop import TrainingSummary
+
+BATCHES_ANSWERED: Mapping[int, str] = {1: "whole", 2: "in halves"}
+"""How batches of answers were generated, by their passes: in bfloat16 answers depend on it."""
+
+
+def say_started(files: TrialFiles, trial: Trial, context: Context) -> None:
+    """Record that a worker takes the trial up."""
+    started: dict[str, Any] = {"attempt": len(attempts(files.journal.read())) + 1, "node": socket.gethostname()}
+    training = trial.settings.training
+    started |= {"micro_batch_size": training.micro_batch_size, "halved": sorted(context.halved)}
+    started |= {"gradient_checkpointing": training.gradient_checkpointing}
+    started |= {"versions": versions.installed(), "hardware": hardware(context.engine), "pid": os.getpid()}
+    files.journal.append("started", **started)
+
+
+def say_failed(files: TrialFiles, error: Exception, task: str | None, step: int | None) -> None:
+    """Record what stopped the trial, if it is running."""
+    if status(files.journal.read()) == "running":
+        files.journal.append("failed", **failure_facts(error), task=task, step=step)
+
+
+def say_stage(
+    files: TrialFiles,
+    trial: Trial,
+    snapshot: Snapshot,
+    summary: TrainingSummary | None,
+    scoring: Mapping[str, float],
+    context: Context,
+) -> None:
+    """Record that the newest row is there.
+
+    Args:
+        snapshot: of the task that was learned.
+        summary: of learning it; None where that was done elsewhere or earlier.
+        scoring: timings and shares of scoring it.
+    """
+    facts = snapshot.facts
+    metrics = files.matrix.measures() | dict(scoring) | facts["measures"]
+    metrics |= {"train_loss" if name == "task" else name: loss for name, loss in facts["losses"].items()}
+    if summary is not None:
+        metrics["seconds_train"] = summary.seconds
+        metrics["tokens_per_second"] = summary.tokens / max(summary.seconds, 1e-9)
+    scored_with = computed_with(context.backbone) | {"batches answered": BATCHES_ANSWERED[context.passes("answering")]}
+    how = {"steps": facts["steps"], "trained_numbers": facts.get("trained_numbers")}  # earlier versions did not count
+    how |= {"learned_with": facts["computed_with"], "scored_with": scored_with}
+    how["constant"] = context.constant(trial, len(files.rows) - 1)
+    how["scored_by"] = {t.name: scoring_metric(trial.settings.benchmark, t) for t in trial.tasks[: len(files.rows)]}
+    files.tell(snapshot.lineage, summary is None, metrics, how)
+
+
+def say_finished(files: TrialFiles, trial: Trial, lineages: Sequence[str], context: Context) -> None:
+    """Write the trial's result with its provenance, and close its journal."""
+    if files.stop is not None:
+        files.stop_again()
+        return
+    matrix = files.matrix
+    timed = ("seconds_train", "seconds_eval")
+    told = [event["metrics"] for event in stages(files.journal.read())]
+    paths = [context.store.path(lineage).relative_to(context.storage.folder) for lineage in lineages]
+    files.finish(
+        {
+            "trial_id": trial.trial_id,
+            "training_id": trial.training_id,
+            "status": "finished",
+            "metrics": matrix.measures(),
+            "scores": dict(zip(matrix.tasks, matrix.rows[-1], strict=True)),
+            "timings": {name: sum(metrics.get(name, 0.0) for metrics in told) for name in timed},
+            "generated_share": _generated_share(files, trial, context),
+            "snapshots": [str(path) for path in paths],
+            "values": dict(trial.values),
+            "versions": versions.installed(),
+            "hardware": hardware(context.engine),
+        }
+    )
+
+
+def _generated_share(files: TrialFiles, trial: Trial, context: Context) -> float:
+    """Return the share of all answers that the trial's stages asked for that was generated; the others were known."""
+    counts = [len(context.tokens(trial, position, "test")) for position in range(len(trial.tasks))]
+    asked = list(itertools.accumulate(counts))  # at each stage: the rows of all tasks seen
+    told = stages(files.journal.read())
+    shares = {event["tasks_seen"]: event["metrics"].get("generated_share", 0.0) for event in told}
+    return sum(shares[seen] * count for seen, count in enumerate(asked, start=1)) / sum(asked)

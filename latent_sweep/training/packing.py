@@ -1,0 +1,142 @@
+"""How many trainings to put into one pack: measured where they will run, and never slower than one by one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from latent_sweep.settings import content_hash
+from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
+from latent_sweep.storage.failures import let_go
+from latent_sweep.storage.snapshots import TaskCheckpoint
+from latent_sweep.storage.storage import Storage
+from latent_sweep.sweep.plan import Pack
+from latent_sweep.training.context import Context, hardware
+from latent_sweep.training.engine import forget_backbone
+from latent_sweep.training.loop import Progress, TaskTraining, train_pack
+from latent_sweep.training.run import MemberRun
+
+log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8)
+STEPS = 3
+"""Optimizer steps timed for each size; one more goes before them."""
+WORTHWHILE = 1.05
+"""A larger pack must do this many times the member-steps per second of the best smaller one."""
+
+
+@dataclass(frozen=True)
+class PackTiming:
+    """The speed of packs of one size on this machine."""
+
+    size: int
+    member_steps_per_second: float
+    peak_gib: float | None
+    """Peak GPU memory while training; None on a CPU."""
+
+
+def measure(pack: Pack, storage: Storage, threads: int | None = None) -> list[PackTiming]:
+    """Train a few steps of the pack's first task in packs of 1, 2, 4 and 8, as long as larger ones are faster.
+
+    The timings are kept in `storage` for this hardware, method, backbone and batch; nothing else is kept.
+
+    Args:
+        threads: CPU threads, as the pack itself will have; None leaves torch's own choice.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    path = storage.folder / "profiles" / f"pack-{_key(pack)}.json"
+    if (known := _known_timings(path)) is not None:
+        return known
+    context = Context(pack.trials[0], storage)
+    timings: list[PackTiming] = []
+    for size in SIZES:
+        try:
+            timings.append(_time(pack, context, size))
+        except Exception as error:  # too large for the GPU, or a member that fails: it will say so when it runs
+            log.warning("packs of %s could not be measured (%s); no larger ones are tried", size, error)
+            let_go(error)
+            forget_backbone()
+            break
+        if len(timings) > 1 and timings[-1].member_steps_per_second < timings[-2].member_steps_per_second:
+            break
+    context.close()
+    if timings:
+        write_sealed_json(path, [vars(timing) for timing in timings], indent=1)
+    return timings
+
+
+def _known_timings(path: Path) -> list[PackTiming] | None:
+    """Read what has been measured before; None where nothing was, or it is damaged: it is measured again then."""
+    content = read_sealed_json(path)
+    return None if content is None else [PackTiming(**timing) for timing in content]
+
+
+def best_size(timings: Sequence[PackTiming]) -> int:
+    """The smallest size that no measured larger one beats by a worthwhile factor; 1 where none could be measured."""
+    if not timings:
+        return 1
+    best = timings[0]
+    for timing in timings[1:]:
+        if timing.member_steps_per_second > WORTHWHILE * best.member_steps_per_second:
+            best = timing
+    return best.size
+
+
+def split(pack: Pack, size: int, slots: int) -> list[Pack]:
+    """Split the pack into parts of at most `size` members, no larger than what keeps every slot of the cluster busy."""
+    size = max(1, min(size, math.ceil(len(pack.members) / max(1, slots))))
+    return [Pack(pack.members[i : i + size]) for i in range(0, len(pack.members), size)]
+
+
+def _time(pack: Pack, context: Context, size: int) -> PackTiming:
+    """Time steps of the first task, with members repeated until there are `size`."""
+    moments: list[float] = []
+    cuda = context.backbone.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_step(step: int, steps: int, losses: Mapping[str, float]) -> None:
+        moments.append(time.monotonic())
+
+    runs = [MemberRun(pack.members[i % len(pack.members)], [], context) for i in range(size)]
+    outcomes = train_pack([_first_steps(run, on_step) for run in runs], context.engine, context.bank)
+    if failures := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+        raise failures[0]
+    laps = moments[size - 1 :: size]  # when the last member had taken its step
+    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(laps))
+    return PackTiming(size, size / seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else None)
+
+
+def _first_steps(run: MemberRun, on_step: Progress) -> TaskTraining:
+    """Make the training of the first task's first steps, without validation, resuming and saving nothing."""
+    settings = run.settings.training.model_copy(
+        update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
+    )
+    nowhere = TaskCheckpoint(run.context.storage, run.context.storage.folder / "profiles" / "none.safetensors")
+    return replace(run.training(0, on_step), settings=settings, checkpoint=nowhere, validation=(), tasks=1)
+
+
+_SIZES = ("batch_size", "micro_batch_size", "gradient_checkpointing", "optimizer")
+"""Settings of the training that decide how much of the memory and of the device a member takes."""
+
+
+def _key(pack: Pack) -> str:
+    s = pack.trials[0].settings
+    what = {
+        "method": s.method.training_identity(),
+        "backbone": s.backbone.identity(),
+        **{name: getattr(s.training, name) for name in _SIZES},
+        "benchmark": s.benchmark.training_identity(),
+        "hardware": hardware(),
+        "share": torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_available() else 1.0,
+    }
+    return content_hash(what)

@@ -1,0 +1,698 @@
+"""The benchmarks: the paper's orders and sizes, prompts to the letter, strict files, faults that name their place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers.sweeps import change_benchmark, write_benchmark
+from pydantic import ValidationError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from latent_sweep.data import builtin, loaders
+from latent_sweep.data.loaders import data_digest, load_rows, row_count, source_digest, tokenised
+from latent_sweep.data.prompts import (
+    PromptParts,
+    definitions,
+    encode_parts,
+    encode_prompt,
+    encode_target,
+    prompt_parts,
+)
+from latent_sweep.data.rows import Row
+from latent_sweep.data.schema import (
+    BenchmarkSettings,
+    BenchmarkSpec,
+    TaskSpec,
+    load_benchmark,
+    order_key,
+    scoring_metric,
+    task_sequence,
+)
+from latent_sweep.data.token_rows import TokenRows
+from latent_sweep.errors import ConfigError, DataError
+from latent_sweep.settings import content_hash
+
+PAPER_ORDERS = {
+    ("superni", "1"): """
+        Task1572 Task363 Task1290 Task181 Task002
+        Task1510 Task639 Task1729 Task073 Task1590
+        Task748 Task511 Task591 Task1687 Task875""",
+    ("superni", "2"): """
+        Task748 Task073 Task1590 Task639 Task1572
+        Task1687 Task591 Task363 Task1510 Task1729
+        Task181 Task511 Task002 Task1290 Task875""",
+    ("long_sequence", "3"): """
+        MNLI CB WiC COPA QQP
+        BoolQ RTE IMDB Yelp Amazon
+        SST-2 DBpedia AG_News MultiRC Yahoo""",
+    ("long_sequence", "4"): """
+        Yelp Amazon MNLI CB COPA
+        QQP RTE IMDB SST-2 DBpedia
+        AG_News Yahoo MultiRC BoolQ WiC""",
+}
+
+REAL_DATA = os.environ.get("LATENT_SWEEP_DATA")
+needs_real_data = pytest.mark.skipif(REAL_DATA is None, reason="LATENT_SWEEP_DATA does not name the benchmarks' data")
+
+
+def byte_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, beside <s> and </s>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def settings_of(name: object = "builtin", **changes: object) -> BenchmarkSettings:
+    limits = {"max_source_length": 512, "max_target_length": 50}
+    return BenchmarkSettings.model_validate({"name": str(name), **limits, **changes})
+
+
+def user_benchmark(folder: Path, rows: list[dict[str, object]] | None = None, **task: object) -> BenchmarkSpec:
+    """A benchmark of one task, `colour`, with `rows` for training and for test."""
+    (folder / "colour").mkdir(parents=True)
+    content = {"tasks": [{"name": "colour", "metric": "accuracy", "instruction": "Name the colour.", **task}]}
+    (folder / "benchmark.yaml").write_text(json.dumps(content))
+    for split in ("train", "test"):
+        lines = [json.dumps(row) for row in rows or numbered_rows(40)]
+        (folder / "colour" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return load_benchmark(str(folder))
+
+
+def numbered_rows(n: int) -> list[dict[str, object]]:
+    return [{"input": f"thing {i}", "output": "red" if i % 2 else "blue"} for i in range(n)]
+
+
+# The paper -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("benchmark", "order"), PAPER_ORDERS)
+def test_orders_are_those_of_the_paper(benchmark: str, order: str) -> None:
+    table = [name.replace("_", " ") for name in PAPER_ORDERS[benchmark, order].split()]
+    tasks = task_sequence(settings_of(benchmark, order=order), load_benchmark(benchmark))
+    assert [task.name.capitalize() if benchmark == "superni" else task.title for task in tasks] == table
+
+
+def test_metrics_and_sizes_are_the_published_ones() -> None:
+    superni, long_sequence = load_benchmark("superni"), load_benchmark("long_sequence")
+    assert {task.name for task in superni.tasks if task.metric == "accuracy"} == {"task363", "task875", "task1687"}
+    assert {task.metric for task in long_sequence.tasks} == {"accuracy"}
+    sizes = [
+        sum(row_count(spec, task, split, settings_of(data_dir="absent")) for task in spec.tasks)
+        for spec in (superni, long_sequence)
+        for split in ("train", "test")
+    ]
+    assert sizes == [11741, 1197, 55650, 70861]
+    assert {len([t for t in superni.tasks if t.category == task.category]) for task in superni.tasks} == {3}
+
+
+def test_a_benchmark_is_the_same_until_its_file_is_another(tmp_path: Path) -> None:
+    """In one process too, which may live for long: a notebook, a worker of many packs."""
+    own = write_benchmark(tmp_path / "own")
+    before = load_benchmark(str(own))
+    assert load_benchmark(str(own)) is before
+    change_benchmark(own, stop=["a"])
+    after = load_benchmark(str(own))
+    assert (before.stop, after.stop) == ((), ("a",))
+    (own / "benchmark.yaml").unlink()
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_benchmark(str(own))
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+def test_superni_prompt_is_exact() -> None:
+    spec = load_benchmark("superni")
+    task = next(task for task in spec.tasks if task.name == "task591")
+    assert "".join(prompt_parts(spec, task, "What floats?\nThink.")) == (
+        "Definition: Given a scientific question, generate a correct answer to it.\n"
+        "\n"
+        "Now complete the following example -\n"
+        "Input: What floats?\nThink.\n"
+        "Output: "
+    )
+
+
+def test_long_sequence_prompt_is_exact() -> None:
+    spec = load_benchmark("long_sequence")
+    tasks = {task.name: task for task in spec.tasks}
+    assert "".join(prompt_parts(spec, tasks["sst2"], "Text: a fine film")) == (
+        "Make a judgement on the sentiment of the given text.\nText: a fine film\nOutput: "
+    )
+    assert "".join(prompt_parts(spec, tasks["copa"], "Which one?\nA: x\nB: y")) == "Which one?\nA: x\nB: y\nOutput: "
+
+
+def test_plain_prompt_is_exact() -> None:
+    spec = load_benchmark("builtin")
+    task = next(task for task in spec.tasks if task.name == "mood")
+    assert "".join(prompt_parts(spec, task, "The bed was fine.")) == (
+        "Mark this guest review.\n\nThe bed was fine.\nOutput: "
+    )
+    silent = task.model_copy(update={"instruction": ""})
+    assert "".join(prompt_parts(spec, silent, "Hello")) == "Hello\nOutput: "
+
+
+def test_instruction_with_braces_is_taken_literally() -> None:
+    spec = load_benchmark("superni")
+    task = spec.tasks[0].model_copy(update={"instruction": "Fill {0} and {name}."})
+    assert prompt_parts(spec, task, "{x}") == PromptParts(
+        "Definition: Fill {0} and {name}.\n\nNow complete the following example -\nInput: ", "{x}", "\nOutput: "
+    )
+
+
+def test_prompt_that_fits_is_the_tokenized_string() -> None:
+    tokenizer = byte_tokenizer()
+    parts = PromptParts("Sort.\n", "grün 🙂", "\nOutput: ")
+    whole = tokenizer("".join(parts))["input_ids"]
+    assert encode_prompt(parts, tokenizer, "llama", len(whole)) == whole
+    assert encode_prompt(parts, tokenizer, "t5", len(whole) + 1) == [*whole, tokenizer.eos_token_id]
+    assert tokenizer.decode(encode_parts(parts, tokenizer, "llama", 512).input) == "grün 🙂"
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_bos_only_where_the_tokenizer_adds_one(family: str) -> None:
+    """Llama's does, T5's has none; those of other encoder-decoders do as they were trained."""
+    parts = PromptParts("Sort.\n", "red", "\nOutput: ")
+    adding, plain = byte_tokenizer(adds_bos=True), byte_tokenizer()
+    without = encode_prompt(parts, plain, family, 512)
+    assert encode_prompt(parts, adding, family, 512) == [0, *without]
+    assert encode_prompt(parts, adding, family, 512, bos="off") == without
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_truncation_cuts_the_input_and_keeps_the_cue(family: str) -> None:
+    tokenizer = byte_tokenizer(adds_bos=True)
+    parts = PromptParts("Sort.\n", "a long list of words", "\nOutput: ")
+    head, kept, cue = encode_parts(parts, tokenizer, family, 24)
+    assert len(head + kept + cue) == 24
+    assert tokenizer.decode(head, skip_special_tokens=True) == "Sort.\n"
+    assert tokenizer.decode(kept) == "a long list of words"[: len(kept)]
+    assert tokenizer.decode(cue, skip_special_tokens=True) == "\nOutput: "
+    assert (cue[-1] == tokenizer.eos_token_id) == (family == "t5")
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [(1, "a"), (2, "as"), (7, "a lo" + "rds"), (8, "a lo" + "ords"), (19, "a long lis" + "t of words"[-9:]), (20, "")],
+)
+def test_truncation_keeps_both_ends_of_the_input(family: str, room: int, kept: str) -> None:
+    """As many tokens of each, or one more of the beginning; nothing is cut from what fits."""
+    tokenizer, text = byte_tokenizer(adds_bos=family == "llama"), "a long lis" + "t of words"
+    parts = PromptParts("Sort.\n", text, "\nOutput: ")
+    head, found, cue = encode_parts(parts, tokenizer, family, 1 + 6 + room + 9, "keep_ends")
+    assert tokenizer.decode(found) == (kept or text)
+    assert tokenizer.decode(head, skip_special_tokens=True) == "Sort.\n"
+    assert tokenizer.decode(cue, skip_special_tokens=True) == "\nOutput: "
+    with pytest.raises(DataError, match=r"take all of its 16 tokens.*Raise it to 17 or more"):
+        encode_parts(parts, tokenizer, family, 16, "keep_ends")
+
+
+def test_official_truncation_cuts_from_the_right() -> None:
+    tokenizer = byte_tokenizer()
+    parts = PromptParts("Sort.\n", "a long list of words", "\nOutput: ")
+    whole = tokenizer("".join(parts))["input_ids"]
+    for length in (4, 12, 30):
+        assert encode_prompt(parts, tokenizer, "llama", length, "official") == whole[:length]
+        assert encode_prompt(parts, tokenizer, "t5", length, "official") == [*whole[: length - 1], 1]
+
+
+def test_prompt_without_room_for_the_input_says_what_to_raise() -> None:
+    parts = PromptParts("Sort.\n", "words", "\nOutput: ")  # 6 + 9 tokens around the input
+    with pytest.raises(DataError, match=r"max_source_length: .*'Sort\.\\n'.* all of its 15 tokens.*Raise it to 16 or"):
+        encode_prompt(parts, byte_tokenizer(), "llama", 15)
+    assert len(encode_prompt(parts, byte_tokenizer(), "llama", 16)) == 16
+
+
+def test_target_ends_with_eos_and_is_cut() -> None:
+    tokenizer = byte_tokenizer()
+    red = tokenizer("red")["input_ids"]
+    assert encode_target("red", tokenizer, "t5", 4) == encode_target("red", tokenizer, "llama", 4) == [*red, 1]
+    assert encode_target("red", tokenizer, "t5", 3) == [*red[:2], 1]
+    assert encode_target("red", tokenizer, "llama", 3) == red
+    assert encode_target("", tokenizer, "t5", 3) == [1]
+
+
+# Specs and settings --------------------------------------------------------------------------------------------------
+
+
+def test_orders_by_key_number_and_first_task() -> None:
+    spec = load_benchmark("long_sequence")
+    for order, key in ((None, "3"), (4, "4"), ("4", "4"), ("mnli_first", "3"), ("yelp_first", "4")):
+        assert order_key(settings_of("long_sequence", order=order), spec) == key
+    with pytest.raises(ConfigError, match=r"benchmark\.order: no order '1'.* has 3 \(mnli_first\), 4 \(yelp_first\)"):
+        order_key(settings_of("long_sequence", order=1), spec)
+
+
+def test_a_subset_of_tasks_keeps_the_sequence() -> None:
+    spec = load_benchmark("superni")
+    tasks = task_sequence(settings_of("superni", order=2, tasks=["task875", "task073", "task748"]), spec)
+    assert [task.name for task in tasks] == ["task748", "task073", "task875"]
+    with pytest.raises(ConfigError, match=r"benchmark\.tasks: unknown task 'task36' \(did you mean 'task363'\?\)"):
+        task_sequence(settings_of("superni", tasks=["task36"]), spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": ["mood", "topic", "mood"]}, "'mood' listed twice"),
+        ({"tasks": []}, "the list is empty"),
+        ({"train_per_task": 0}, "greater than or equal to 1"),
+        ({"train_per_task": "8"}, "valid integer"),
+        ({"validation_fraction": 0.6}, "less than or equal to 0.5"),
+        ({"order": True}, "order"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        settings_of("builtin", **changes)
+
+
+def test_where_data_lies_is_no_identity_and_how_it_is_scored_is_not_training() -> None:
+    one = settings_of("superni", data_dir="here")
+    other = settings_of("superni", data_dir="there", test_per_task=5, references="max_over_refs", drop_unlabelled=True)
+    assert "data_dir" not in one.identity()
+    assert one.identity() != other.identity()
+    assert one.training_identity() == other.training_identity()
+
+
+def test_scoring_metric_of_accuracy_tasks_can_be_rouge() -> None:
+    tasks = {task.name: task for task in load_benchmark("superni").tasks}
+    official = settings_of("superni", classification_metric="rouge_l")
+    assert scoring_metric(official, tasks["task363"]) == "rouge_l"
+    assert scoring_metric(settings_of("superni"), tasks["task363"]) == "accuracy"
+    assert scoring_metric(settings_of("superni"), tasks["task002"]) == "rouge_l"
+
+
+def test_unknown_benchmark_suggests_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"benchmark\.name: unknown benchmark 'superny' \(did you mean 'superni'\?\)"):
+        load_benchmark("superny")
+
+
+def test_a_benchmark_file_reports_every_fault(tmp_path: Path) -> None:
+    (tmp_path / "benchmark.yaml").write_text(
+        "promt: plain\n"
+        "tasks:\n"
+        "  - {name: a, metric: f1, instrution: x}\n"
+        "  - {name: b, metric: accuracy, labels: [true, false]}\n"
+        "  - {metric: accuracy}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_benchmark(str(tmp_path))
+    message = str(caught.value)
+    assert str(tmp_path / "benchmark.yaml") in message
+    for fault in (
+        "promt: unknown key 'promt' (did you mean 'prompt'?)",
+        "tasks[0].instrution: unknown key 'instrution' (did you mean 'instruction'?)",
+        "tasks[0].metric: found 'f1'",
+        "tasks[1].labels[0]: found true",
+        "tasks[2].name: missing",
+    ):
+        assert fault in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tasks: [", "not a YAML file"),
+        ("- a\n", "found list"),
+        ("tasks: []", "`tasks` is empty"),
+        ("tasks: [{name: a, metric: accuracy}, {name: a, metric: accuracy}]", "task 'a' is listed twice"),
+        (
+            "tasks: [{name: east, metric: accuracy}]\norders: {1: [eats], 2: []}",
+            r"order '1': unknown task 'eats' \(did you mean 'east'\?\); order '2' is empty",
+        ),
+    ],
+)
+def test_faulty_benchmark_files_say_why(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "benchmark.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_benchmark(str(tmp_path))
+    assert str(tmp_path / "benchmark.yaml") in str(caught.value)
+
+
+def test_two_orders_with_the_same_first_task_need_a_key(tmp_path: Path) -> None:
+    tasks = [{"name": name, "metric": "accuracy"} for name in "abc"]
+    content = {"tasks": tasks, "orders": {"1": ["a", "b", "c"], "2": ["a", "c", "b"]}}
+    (tmp_path / "benchmark.yaml").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="'a_first' fits several orders"):
+        order_key(settings_of(tmp_path, order="a_first"), load_benchmark(str(tmp_path)))
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_users_folder_needs_little(tmp_path: Path) -> None:
+    rows = [{"input": "sky", "output": ["blue", "azure"], "id": "s"}, {"input": "grass", "output": "green"}]
+    spec = user_benchmark(tmp_path / "colours", rows)
+    task = spec.tasks[0]
+    assert (spec.name, spec.title, spec.orders) == ("colours", "colours", {"1": ("colour",)})
+    assert (task.title, task.folder) == ("colour", "colour")
+    assert load_rows(spec, task, "test", settings_of(tmp_path)) == [
+        Row("s", "sky", ("blue", "azure")),
+        Row("colour-test-1", "grass", ("green",)),
+    ]
+
+
+def test_json_layouts_read_the_same(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path)
+    task, settings, file = spec.tasks[0], settings_of(tmp_path), tmp_path / "colour" / "train.json"
+    expected = load_rows(spec, task, "train", settings)
+    (tmp_path / "colour" / "train.jsonl").unlink()
+    file.write_text(json.dumps({"Definition": ["Name it."], "Instances": numbered_rows(40)}))
+    assert load_rows(spec, task, "train", settings) == expected
+    flat = [{"sentence": row["input"], "label": row["output"]} for row in numbered_rows(40)]
+    file.write_text(json.dumps(flat), encoding="utf-8-sig")
+    assert load_rows(spec, task, "train", settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train.json", b'{"Instances":\n [{"input" "a"}]}', r"train\.json, line 2, column 12: not valid JSON"),
+        ("train.json", b"[]", r"train\.json: found no rows"),
+        ("train.json", b'{"rows": []}', r"train\.json: found an object; expected a list of rows, or .*`Instances`"),
+        ("train.json", b'{"Instances": 3}', r"train\.json: found a number"),
+        ("train.json", b'["red"]', r"train\.json, \[0\]: found a string; expected an object"),
+        (
+            "train.json",
+            b'{"Instances": [{"input": "a", "output": "b"}, {"inputs": "a"}]}',
+            r"train\.json, Instances\[1\]: `input` and `output` missing; found the keys \['inputs'\]",
+        ),
+        (
+            "train.json",
+            b'[{"input": "a", "output": true}]',
+            r"\[0\]: `output` is true or false: True; expected a string",
+        ),
+        ("train.json", b'[{"input": "a", "output": []}]', r"\[0\]: `output` is a list"),
+        ("train.json", b'[{"input": "a", "output": ["b", 1]}]', r"\[0\]: `output` is a list: \['b', 1\]"),
+        ("train.json", b'[{"input": null, "output": "b"}]', r"\[0\]: `input` is null; expected a string"),
+        ("train.json", b'[{"input": "a", "output": "b", "id": {}}]', r"\[0\]: `id` is an object"),
+        ("train.json", b'[{"input": "\xff", "output": "b"}]', r"train\.json: byte 12 is not UTF-8"),
+        ("train.jsonl", b'{"input": "a", "output": "b"}\n\n{"input": ', r"train\.jsonl, line 3, column 11: not valid"),
+        (
+            "train.jsonl",
+            b'{"input": "a", "output": "b", "id": 7}\n{"input": "c", "output": "d", "id": "7"}\n',
+            r"train\.jsonl, line 2: id '7' is also that of line 1",
+        ),
+    ],
+)
+def test_malformed_data_names_the_file_and_the_row(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    spec = user_benchmark(tmp_path)
+    (tmp_path / "colour" / "train.jsonl").unlink()
+    (tmp_path / "colour" / file).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path))
+    assert str(tmp_path / "colour" / file) in str(caught.value)
+
+
+def test_two_files_for_one_split_are_refused(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path)
+    (tmp_path / "colour" / "train.json").write_text("[]")
+    with pytest.raises(DataError, match=r"train\.jsonl lies beside it"):
+        load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path))
+
+
+def test_missing_data_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_benchmark("superni")
+    task = next(task for task in spec.tasks if task.name == "task363")
+    monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
+    with pytest.raises(DataError, match=r"no data folder is set\. Set benchmark\.data_dir.*LATENT_SWEEP_DATA"):
+        load_rows(spec, task, "train", settings_of("superni"))
+    monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path))
+    looked_for = tmp_path / "SuperNI" / "task363_sst2_polarity_classification" / "test.json"
+    with pytest.raises(DataError, match="there is no such file") as caught:
+        load_rows(spec, task, "test", settings_of("superni"))
+    assert str(looked_for) in str(caught.value)
+
+    own = user_benchmark(tmp_path / "own")
+    (tmp_path / "own" / "colour" / "test.jsonl").unlink()
+    with pytest.raises(DataError, match="Put the task's rows there"):
+        row_count(own, own.tasks[0], "test", settings_of(tmp_path))
+
+
+def test_the_data_folder_may_be_cl_benchmark_or_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "CL_Benchmark" / "Long_Sequence" / "cb"
+    folder.mkdir(parents=True)
+    (folder / "train.json").write_text(json.dumps({"Instances": numbered_rows(3)}))
+    spec = load_benchmark("long_sequence")
+    task = next(task for task in spec.tasks if task.name == "cb")
+    outer, inner = settings_of("long_sequence", data_dir=str(tmp_path)), settings_of("long_sequence")
+    monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path / "CL_Benchmark"))
+    assert load_rows(spec, task, "train", outer) == load_rows(spec, task, "train", inner)
+    assert data_digest(spec, task, "train", outer) == data_digest(spec, task, "train", inner)
+    assert row_count(spec, task, "train", outer) == 3
+
+
+def test_each_split_has_a_file_of_its_own(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path, [{"input": "a", "output": "red"}])
+    (tmp_path / "colour" / "test.jsonl").write_text('{"input": "b", "output": "blue"}\n')
+    (tmp_path / "colour" / "dev.jsonl").write_text('{"input": "c", "output": "green"}\n')
+    task, settings = spec.tasks[0], settings_of(tmp_path)
+    assert [row.input for row in load_rows(spec, task, "train", settings)] == ["a"]
+    assert [row.input for row in load_rows(spec, task, "test", settings)] == ["b"]
+
+
+def test_subsets_are_nested_and_in_the_files_order(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path)
+    task = spec.tasks[0]
+    everything = load_rows(spec, task, "train", settings_of(tmp_path))
+    subsets = [load_rows(spec, task, "train", settings_of(tmp_path, train_per_task=n)) for n in (5, 10, 40, 99)]
+    assert [len(rows) for rows in subsets] == [5, 10, 40, 40]
+    assert set(subsets[0]) < set(subsets[1]) < set(everything)
+    assert subsets[1] == [row for row in everything if row in subsets[1]]
+    assert subsets[2] == everything
+    other = load_rows(spec, task, "train", settings_of(tmp_path, train_per_task=10, subset_seed=1))
+    assert set(other) != set(subsets[1])
+    test_rows = load_rows(spec, task, "test", settings_of(tmp_path, train_per_task=5, test_per_task=7))
+    assert len(test_rows) == row_count(spec, task, "test", settings_of(tmp_path, test_per_task=7)) == 7
+
+
+def test_validation_rows_come_out_of_the_training_subset(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path)
+    task, settings = spec.tasks[0], settings_of(tmp_path, train_per_task=20, validation_fraction=0.25)
+    whole = load_rows(spec, task, "train", settings)
+    train = load_rows(spec, task, "train", settings, carve_validation=True)
+    validation = load_rows(spec, task, "validation", settings)
+    assert (len(train), len(validation)) == (15, 5)
+    assert row_count(spec, task, "train", settings, carve_validation=True) == 15
+    assert row_count(spec, task, "validation", settings) == 5
+    assert set(train) | set(validation) == set(whole)
+    assert not set(train) & set(validation)
+    digests = {
+        data_digest(spec, task, "train", settings),
+        data_digest(spec, task, "train", settings, carve_validation=True),
+        data_digest(spec, task, "validation", settings),
+    }
+    assert len(digests) == 3
+    with pytest.raises(DataError, match="'colour': 1 training row; expected 2 or more"):
+        load_rows(spec, task, "validation", settings_of(tmp_path, train_per_task=1))
+
+
+def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path)
+    task, limits = spec.tasks[0], {"train_per_task": 20, "validation_fraction": 0.25}
+    usual, held_out = settings_of(tmp_path, **limits), settings_of(tmp_path, score_on="validation", **limits)
+    next((tmp_path / task.folder).glob("test.*")).unlink()
+    assert load_rows(spec, task, "test", held_out) == load_rows(spec, task, "validation", usual)
+    assert load_rows(spec, task, "train", held_out) == load_rows(spec, task, "train", usual, carve_validation=True)
+    assert [row_count(spec, task, split, held_out) for split in ("train", "validation", "test")] == [15, 5, 5]
+    assert source_digest(spec, task, "test", held_out) == source_digest(spec, task, "train", usual)
+    assert data_digest(spec, task, "test", held_out) == data_digest(spec, task, "validation", usual)
+    assert data_digest(spec, task, "train", held_out) == data_digest(spec, task, "train", usual, carve_validation=True)
+
+
+def test_rows_held_out_are_scored_with_their_instruction_as_it_is() -> None:
+    spec = load_benchmark("builtin")
+    settings = settings_of("builtin", prompts={"definition": "none"})
+    held_out = settings.model_copy(update={"score_on": "validation"})
+    assert definitions(spec.tasks[0], "test", settings) == ("",)
+    assert definitions(spec.tasks[0], "test", held_out) == (None,)
+
+
+def test_validation_is_at_most_500_rows() -> None:
+    spec = load_benchmark("long_sequence")
+    dbpedia = next(task for task in spec.tasks if task.name == "dbpedia")
+    settings = settings_of("long_sequence", data_dir="absent")
+    assert row_count(spec, dbpedia, "validation", settings) == 500
+    assert row_count(spec, dbpedia, "train", settings, carve_validation=True) == 13500
+
+
+def test_training_picks_one_reference_by_the_rows_id() -> None:
+    rows = [Row(str(i), "x", ("a", "b", "c")) for i in range(60)]
+    assert {row.target for row in rows} == {"a", "b", "c"}
+    assert [row.target for row in rows] == [Row(row.id, "other input", row.references).target for row in rows]
+
+
+def test_unlabelled_test_rows_can_be_dropped(tmp_path: Path) -> None:
+    rows = [{"input": "a", "output": "red"}, {"input": "b", "output": "-"}, {"input": "c", "output": "blue"}]
+    spec = user_benchmark(tmp_path / "accuracy", rows)
+    keep, drop = settings_of(tmp_path), settings_of(tmp_path, drop_unlabelled=True)
+    task = spec.tasks[0]
+    assert [row.input for row in load_rows(spec, task, "test", drop)] == ["a", "c"]
+    assert (row_count(spec, task, "test", keep), row_count(spec, task, "test", drop)) == (3, 2)
+    assert data_digest(spec, task, "test", keep) != data_digest(spec, task, "test", drop)
+    assert load_rows(spec, task, "train", keep) == load_rows(spec, task, "train", drop)
+    assert data_digest(spec, task, "train", keep) == data_digest(spec, task, "train", drop)
+    generation = user_benchmark(tmp_path / "rouge", rows, metric="rouge_l")
+    assert len(load_rows(generation, generation.tasks[0], "test", drop)) == 3
+
+
+def test_digest_names_the_rows_and_the_texts(tmp_path: Path) -> None:
+    spec = user_benchmark(tmp_path)
+    task, settings = spec.tasks[0], settings_of(tmp_path)
+    digest = data_digest(spec, task, "train", settings)
+    assert data_digest(spec, task, "train", settings_of(tmp_path, test_per_task=3, subset_seed=9)) == digest
+    assert data_digest(spec, task, "test", settings) != digest
+    three, four = (data_digest(spec, task, "train", settings_of(tmp_path, train_per_task=n)) for n in (3, 4))
+    assert len({three, four, digest}) == 3
+    reworded = task.model_copy(update={"instruction": "Which colour?"})
+    assert data_digest(spec, reworded, "train", settings) != digest
+    with (tmp_path / "colour" / "train.jsonl").open("a") as file:
+        file.write('{"input": "new", "output": "red"}\n')
+    assert data_digest(spec, task, "train", settings) != digest
+    assert row_count(spec, task, "train", settings) == 41
+
+
+def test_planning_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from latent_sweep.data import builtin, loaders, prompts, schema; "
+        "schema.load_benchmark('superni'); "
+        "print([m for m in ('torch', 'datasets', 'transformers', 'pandas') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# The built-in benchmark ----------------------------------------------------------------------------------------------
+
+
+def test_builtin_tasks_are_complete() -> None:
+    spec = load_benchmark("builtin")
+    assert len(spec.tasks) >= 8
+    assert {task.name for task in spec.tasks} == set(builtin.GENERATORS)
+    assert all(sorted(order) == sorted(builtin.GENERATORS) for order in spec.orders.values())
+    for task in spec.tasks:
+        train, test = (load_rows(spec, task, split, settings_of()) for split in ("train", "test"))
+        assert (len(train), len(test)) == (task.train_rows, task.test_rows) == (400, 60)
+        assert not {row.input for row in train} & {row.input for row in test}
+        assert not any("\n" in row.input + row.target for row in train + test)
+        assert len({row.id for row in train + test}) == 460
+        if task.labels:
+            assert {row.target for row in train} == {row.target for row in test} == set(task.labels)
+
+
+def test_builtin_rows_never_change_by_accident() -> None:
+    rows = {name: [builtin.generate(name, split) for split in ("train", "test")] for name in builtin.GENERATORS}
+    assert content_hash(rows) == "5c2191dee2d7cdaf"  # raise `version` in builtin.yaml with it
+    assert builtin.generate("arrival", "train")[0] == (
+        "Lucy goes to Lyon by train from Warsaw on Thursday.",
+        "stop=Lyon",
+    )
+    spec = load_benchmark("builtin")
+    assert data_digest(spec, spec.tasks[0], "train", settings_of()) == "83b27fb4e0fbc3fc"
+
+
+def test_a_builtin_task_of_another_name_is_refused() -> None:
+    spec = load_benchmark("builtin")
+    task = TaskSpec(name="moods", metric="accuracy")
+    with pytest.raises(DataError, match="no built-in task 'moods'; layout `builtin` has mood, "):
+        load_rows(spec, task, "train", settings_of())
+
+
+# The cache of token ids ----------------------------------------------------------------------------------------------
+
+
+def tokenise_mood(folder: Path, tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> TokenRows:
+    spec = load_benchmark("builtin")
+    task = next(task for task in spec.tasks if task.name == "mood")
+    settings = settings_of(test_per_task=6, **changes)
+    return tokenised(spec, task, "test", settings, tokenizer, "bytes", "t5", 512, folder)
+
+
+def test_tokenised_rows_hold_prompt_input_target_and_references(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    rows = tokenise_mood(tmp_path, tokenizer)
+    assert len(rows) == 6
+    first, spec = next(iter(rows)), load_benchmark("builtin")
+    source = load_rows(spec, spec.tasks[0], "test", settings_of())
+    origin = next(row for row in source if row.id == first["id"])
+    assert tokenizer.decode(first["prompt_ids"]) == f"Mark this guest review.\n\n{origin.input}\nOutput: </s>"
+    assert tokenizer.decode(first["input_ids"]) == origin.input
+    assert tokenizer.decode(first["target_ids"]) == f"{origin.target}</s>"
+    assert first["references"] == [origin.target]
+
+
+def test_tokenised_rows_are_read_from_the_cache(tmp_path: Path) -> None:
+    first = tokenise_mood(tmp_path, byte_tokenizer())
+    again = tokenise_mood(tmp_path, None)  # nothing is tokenized, so no tokenizer is asked
+    assert list(again) == list(first)
+    assert tokenise_mood(tmp_path, byte_tokenizer(), max_target_length=2)["target_ids"][0][-1] == 1
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "no digests"])
+def test_a_damaged_cache_is_reported_and_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    whole = list(tokenise_mood(tmp_path, byte_tokenizer()))
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (arrow,) = folder.glob("*.arrow")
+    content = arrow.read_bytes()
+    if damage == "cut":
+        arrow.write_bytes(content[:-64])
+    elif damage == "changed":
+        middle = len(content) // 2
+        arrow.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    else:
+        (folder / "sha256.json").unlink()
+    assert list(tokenise_mood(tmp_path, byte_tokenizer())) == whole
+    assert f"{folder} is damaged" in caplog.text
+
+
+def test_one_builds_the_cache_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    write = loaders._write
+    monkeypatch.setattr(loaders, "_write", lambda columns, target: (written.append(target), write(columns, target)))
+    with ThreadPoolExecutor(3) as pool:
+        lengths = list(pool.map(lambda _: len(tokenise_mood(tmp_path, byte_tokenizer())), range(3)))
+    assert lengths == [6, 6, 6]
+    assert len(written) == 1
+
+
+# The real files ------------------------------------------------------------------------------------------------------
+
+
+@needs_real_data
+@pytest.mark.parametrize("name", ["superni", "long_sequence"])
+def test_real_data_loads_and_agrees_with_the_spec(name: str) -> None:
+    spec, settings = load_benchmark(name), settings_of(name)
+    for task in spec.tasks:
+        folder = loaders.data_folder(spec, settings) / task.folder
+        definition = json.loads((folder / "train.json").read_text(encoding="utf-8"))["Definition"]
+        assert task.instruction == "".join(definition).strip()
+        train, test = (load_rows(spec, task, split, settings) for split in ("train", "test"))
+        assert not {row.input for row in train} & {row.input for row in test}
+        if task.labels:
+            answers = {reference for row in train + test for reference in row.references}
+            assert answers - {"-"} == set(task.labels)
+        assert not [row for row in train + test for stop in spec.stop if stop in "".join(row.references)]
+
+
+@needs_real_data
+def test_real_mnli_has_131_unlabelled_test_rows() -> None:
+    spec = load_benchmark("long_sequence")
+    mnli = next(task for task in spec.tasks if task.name == "mnli")
+    counts = [row_count(spec, mnli, "test", settings_of("long_sequence", drop_unlabelled=d)) for d in (False, True)]
+    assert counts == [7600, 7600 - 131]

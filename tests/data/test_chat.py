@@ -1,0 +1,232 @@
+"""Chat templates: a prompt inside one is what the template itself makes of it as a message."""
+
+import json
+
+import pytest
+import torch
+from datasets import load_from_disk
+from helpers.chats import chatting_tokenizer
+from helpers.sweeps import sweep_folder, tiny, write
+
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.tokenizers import byte_tokenizer
+from latent_sweep.cli.main import main
+from latent_sweep.data.chat import FIXED_DATE, chat_of
+from latent_sweep.data.prompts import PromptParts, encode_parts, encode_prompt, encode_target, is_cut
+from latent_sweep.errors import ConfigError, DataError
+
+CHATML = (
+    "{% for message in messages %}{{ '<im_start>' + message['role'] + '\n' + message['content'] + '<im_end>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
+)
+"""Qwen2, SmolLM2 and many others."""
+
+LLAMA2 = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + message['content'].strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
+LLAMA3 = (
+    "{{ bos_token }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ '<header>system</header>\n\nToday Date: ' + date_string + '\n\n<eot>' }}"
+    "{% for message in messages %}{{ '<header>' + message['role'] + '</header>\n\n' + message['content'] | trim + "
+    "'<eot>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<header>assistant</header>\n\n' }}{% endif %}"
+)
+
+GEMMA = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+THINKING = (
+    CHATML.removesuffix("{% endif %}")
+    + "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    + "{% endif %}"
+)
+"""Qwen3."""
+
+TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "llama3": LLAMA3, "gemma": GEMMA, "thinking": THINKING}
+ENDS = {"chatml": "<im_end>", "llama2": "<eos>", "llama3": "<eot>", "gemma": "<end_of_turn>", "thinking": "<im_end>"}
+
+
+def tokenizer_with(template):
+    tokenizer = byte_tokenizer()
+    tokens = ["<im_start>", "<im_end>", "<header>", "</header>", "<eot>", "<start_of_turn>", "<end_of_turn>"]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_stands_around_a_message_is_what_the_template_writes(name):
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    chat = chat_of(tokenizer)
+    message = "Is this good?\n\nThe soup {{ was }} cold."
+    options = {"tokenize": False, "date_string": FIXED_DATE, "enable_thinking": False}
+    asked = [{"role": "user", "content": message}]
+    assert chat.before + message + chat.after == tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, **options
+    )
+    assert tokenizer.convert_ids_to_tokens(chat.end) == ENDS[name]
+    assert chat.strips == (name in ("llama2", "llama3", "gemma"))
+
+
+def test_what_changes_a_prompt_changes_the_digest():
+    digests = {chat_of(tokenizer_with(template)).digest for template in TEMPLATES.values()}
+    assert len(digests) == len(TEMPLATES)
+    spaced = tokenizer_with(CHATML.replace("message['content']", "message['content'] | trim"))
+    assert chat_of(spaced).digest not in digests
+    assert chat_of(tokenizer_with(CHATML)).digest == chat_of(tokenizer_with(CHATML)).digest
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "has no chat template"),
+        (CHATML + "{{ strftime_now('%d %b %Y') }}", "today's date"),
+        ("{{ raise_exception('a system prompt comes first') }}", "a system prompt comes first"),
+        ("{{ messages[0]['content'] * 2 }}", "2 times; expected once"),
+        ("{{ 'no message' }}", "0 times; expected once"),
+        ("{% nonsense %}", "does not take one message"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_refused(template, said):
+    with pytest.raises(ConfigError, match=f"benchmark.chat: .*{said}"):
+        chat_of(tokenizer_with(template))
+
+
+OPTIONS = {"tokenize": False, "date_string": FIXED_DATE, "enable_thinking": False, "add_generation_prompt": True}
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_the_users_message(name, family):
+    """Whatever white space it begins or ends with; its last space goes, as the answer is no longer beside the cue."""
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    chat = chat_of(tokenizer)
+    for head, text in (("Sort.\n\n", "grün 🙂"), ("", " a line\n"), ("", "\n\n"), ("Sort.\n", "")):
+        parts = PromptParts(head, text, "\nOutput: ")
+        message = [{"role": "user", "content": f"{head}{text}\nOutput:"}]
+        written = tokenizer.apply_chat_template(message, **OPTIONS)
+        whole = tokenizer(written, add_special_tokens=False)["input_ids"]
+        assert encode_prompt(parts, tokenizer, family, 512, chat=chat) == whole
+        assert is_cut(parts, tokenizer, family, len(whole) - 1, chat=chat)
+        assert not is_cut(parts, tokenizer, family, len(whole), chat=chat)
+        target = encode_target("two words", tokenizer, family, 20, chat)
+        turns = [*message, {"role": "assistant", "content": "two words"}]
+        both = tokenizer.apply_chat_template(turns, **{**OPTIONS, "add_generation_prompt": False})
+        assert tokenizer.decode(target).removesuffix(ENDS[name]) == "two words"
+        assert tokenizer.decode(target[:-1]) in both and target[-1] == chat.end
+
+
+def test_only_the_input_of_a_message_is_cut():
+    tokenizer = tokenizer_with(CHATML)
+    chat = chat_of(tokenizer)
+    parts = PromptParts("Sort.\n", "a long list of words", "\nOutput: ")
+    whole = encode_parts(parts, tokenizer, "llama", 512, chat=chat)
+    around = len(whole.head) + len(whole.cue)
+    for truncation, kept in (("keep_cue", "a long l"), ("keep_ends", "a loords")):
+        found = encode_parts(parts, tokenizer, "llama", around + 8, truncation, chat=chat)
+        assert (found.head, found.cue) == (whole.head, whole.cue)
+        assert tokenizer.decode(found.input) == kept
+    with pytest.raises(DataError, match="expected room for the input"):
+        encode_parts(parts, tokenizer, "llama", around, chat=chat)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """A tiny backbone's tokenizer with a chat template, and the folder that it lies in."""
+    folder = tmp_path_factory.mktemp("chat")
+    return folder, chatting_tokenizer(folder / "tokenizer")
+
+
+def sweep(folder, **changes):
+    return tiny(
+        trial__backbone={"name": "tiny-llama", "dtype": "float32", "tokenizer": str(folder / "tokenizer")},
+        trial__benchmark__chat=True,
+        search=None,
+        **changes,
+    )
+
+
+def test_a_sweep_learns_and_answers_in_chats(chatting, tmp_path, capsys):
+    folder, tokenizer = chatting
+    path = write(tmp_path, sweep(folder))
+    assert main(["plan", path]) == 0
+    assert "trials count tokens before they learn" in capsys.readouterr().out
+    assert main(["run", path, "--local"]) == 0
+    caches = [load_from_disk(str(found.parent)) for found in (tmp_path / "runs" / "tokens").glob("*/state.json")]
+    assert len(caches) == 4
+    for row in (row for cache in caches for row in cache):
+        written = tokenizer.decode(row["prompt_ids"])
+        assert written.startswith("user: ") and written.endswith("\nOutput:<unk>assistant: ")
+        assert tokenizer.decode(row["target_ids"]) == row["references"][0] + "<unk>"
+    (trial,) = sweep_folder(tmp_path)
+    answers = [
+        json.loads(line)["prediction"]
+        for found in (trial.path / "predictions").glob("*.jsonl")
+        for line in found.read_text().splitlines()
+    ]
+    assert len(answers) == 24 and any(answers)
+    assert json.loads((trial.path / "result.json").read_text())["metrics"]["AP"] > 0, "so it ends its answers itself"
+
+
+def test_answers_end_where_a_turn_does(chatting):
+    """As transformers' own generation does, when told of the token."""
+    from latent_sweep.adapters.bank import AdapterBank
+    from latent_sweep.backbones.generation import generate
+    from latent_sweep.methods import method_class
+    from latent_sweep.methods.protocol import MethodContext
+    from latent_sweep.training.engine import Engine
+
+    folder, tokenizer = chatting
+    settings = BackboneSettings(name="tiny-llama", dtype="float32", tokenizer=str(folder / "tokenizer"))
+    engine = Engine(backbone=load_backbone(settings))
+    prompts = [tokenizer(f"user: {text}")["input_ids"] for text in ("one", "a longer one", "three")]
+    free = engine.backbone.model.generate(torch.tensor([prompts[0]]), max_new_tokens=12, do_sample=False)[0]
+    end = int(free[len(prompts[0]) + 3])  # the fourth token that it says
+    backbone = engine.end_answers_with(end)
+    bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
+    kind = method_class("zero_shot")
+    method = kind(kind.settings_class(name="zero_shot"), MethodContext(backbone, bank, folder, 0))
+    found = generate(backbone, bank, prompts, method.blend([], torch.ones(1, 0)), 12, (), 0)
+    for prompt, answer in zip(prompts, found, strict=True):
+        expected = backbone.model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert [token for token in answer if token != end] == [token for token in expected if token != end]
+    assert len(found[0]) <= 4 < 12
+
+
+def test_what_has_no_template_is_refused_before_anything_is_learned(tmp_path, capsys):
+    assert main(["run", write(tmp_path, tiny(trial__benchmark__chat=True, search=None)), "--local"]) == 1
+    assert "benchmark.chat: the tokenizer" in capsys.readouterr().out
+    assert not list((tmp_path / "runs").glob("snapshots/*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lfpt5", "lwf", "gain_lora", "joint_lora"])
+def test_methods_that_read_prompts_read_chats(chatting, tmp_path, method):
+    folder, _ = chatting
+    content = sweep(folder, trial__method={"name": method}, trial__training__learning_rate=0.01)
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+
+
+def test_a_chat_is_another_training(chatting, tmp_path, capsys):
+    folder, _ = chatting
+    content = sweep(folder)
+    ids = []
+    for chat in (True, False):
+        content["trial"]["benchmark"]["chat"] = chat
+        assert main(["plan", write(tmp_path, content), "--json"]) == 0
+        (trial,) = json.loads(capsys.readouterr().out)["trials"]
+        ids.append([trial["trial_id"], trial["training_id"], *trial["lineages"]])
+    assert all(one != other for one, other in zip(*ids, strict=True))

@@ -1,0 +1,259 @@
+"""Test prompts with the definition in other words, or without it; training prompts always have it verbatim."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.sweeps import tiny, write, write_benchmark
+
+from latent_sweep.backbones.tokenizers import byte_tokenizer
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import data_digest, load_rows, tokenised
+from latent_sweep.data.prompts import definitions, prompt_parts, split_prompts
+from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec, load_benchmark
+from latent_sweep.errors import ConfigError
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import Trial, expand, pack
+
+PACKAGED = ("superni", "long_sequence", "builtin")
+
+MOST_ALIKE = 0.4
+"""Largest Jaccard similarity of the character 5-grams of two wordings. The packaged ones have at most 0.33 with their
+instruction and 0.35 with each other, both of task1510, which lists nine names of relations; most have less than 0.1."""
+
+FORMATS = {
+    "task181": ['"not found"', "commas"],
+    "task748": ['" A >causes/enables> B"'],
+    "task1510": ["word1 relation word2"]
+    + [f"'{name}'" for name in ("MemberOf", "MadeOf", "Synonym", "Entails", "HasA", "HasProperty")]
+    + [f"'{name}'" for name in ("PartOf", "Antonym", "IsA")],
+    "task073": ["'A'", "'B'", "'C'", "'D'", "'E'"],
+    "mnli": ['"sentence 1"', '"sentence 2"'],
+    "qqp": ['"first sentence"', '"second sentence"'],
+}
+"""What an answer or its input must look like by the instruction, beside labels."""
+
+
+def settings_of(name: object, definition: str = "verbatim", **changes: Any) -> BenchmarkSettings:
+    content = {"name": str(name), "max_source_length": 512, "max_target_length": 50}
+    return BenchmarkSettings.model_validate(content | {"prompts": {"definition": definition}} | changes)
+
+
+def task_of(spec: BenchmarkSpec, name: str) -> TaskSpec:
+    return next(task for task in spec.tasks if task.name == name)
+
+
+def trials_of(**changes: Any) -> list[Trial]:
+    return expand(parse_sweep(tiny(**changes), "sweep.yaml"))
+
+
+# --- the packaged ones -----------------------------------------------------------------------------------------------
+
+
+def packaged() -> Iterator[Any]:
+    for name in PACKAGED:
+        for task in load_benchmark(name).tasks:
+            yield pytest.param(task, id=f"{name}-{task.name}")
+
+
+def five_grams(text: str) -> set[str]:
+    plain = " ".join(text.lower().split())
+    return {plain[i : i + 5] for i in range(len(plain) - 4)}
+
+
+def alike(one: str, other: str) -> float:
+    a, b = five_grams(one), five_grams(other)
+    return len(a & b) / len(a | b)
+
+
+def labels_named(task: TaskSpec) -> set[str]:
+    """The task's labels as its instruction spells them: `true` for True; not all instructions name them."""
+    found = (re.search(rf"\b{re.escape(label)}\b", task.instruction, re.IGNORECASE) for label in task.labels or ())
+    return {match[0] for match in found if match}
+
+
+@pytest.mark.parametrize("task", list(packaged()))
+def test_a_packaged_task_has_paraphrases_of_its_instruction(task: TaskSpec) -> None:
+    if not task.instruction:
+        assert task.name == "copa" and not task.paraphrases
+        return
+    assert len(task.paraphrases) >= 3
+    wordings = [task.instruction, *task.paraphrases]
+    for i, text in enumerate(task.paraphrases, start=1):
+        assert max(alike(text, other) for other in wordings[:i]) < MOST_ALIKE
+        missing = [part for part in (*labels_named(task), *FORMATS.get(task.name, ())) if part not in text]
+        assert not missing, text
+    lengths = sorted(map(len, task.paraphrases))
+    assert lengths[-1] > 1.2 * lengths[0]
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_paraphrase_tells_no_label_that_the_instruction_does_not(name: str) -> None:
+    """Who reads the options for the first time in a test prompt is helped, not tested."""
+    for task in load_benchmark(name).tasks:
+        unnamed = [label for label in task.labels or () if label.lower() not in task.instruction.lower()]
+        told = [
+            (text, label) for text in task.paraphrases for label in unnamed if re.search(rf"\b{label}\b", text, re.I)
+        ]
+        assert not told
+
+
+def test_labels_are_found_as_the_instruction_spells_them() -> None:
+    tasks = {task.name: task for task in load_benchmark("long_sequence").tasks}
+    assert labels_named(tasks["boolq"]) == {"true", "false"}
+    assert labels_named(tasks["mnli"]) == {"neutral", "entailment", "contradiction"}
+    assert labels_named(tasks["imdb"]) == set()
+    assert labels_named(task_of(load_benchmark("superni"), "task363")) == {"POS", "NEG"}
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "definition", "expected"),
+    [
+        ("superni", None, "Definition: Name it.\n\nNow complete the following example -\nInput: x\nOutput: "),
+        ("superni", "What?", "Definition: What?\n\nNow complete the following example -\nInput: x\nOutput: "),
+        ("superni", "", "Now complete the following example -\nInput: x\nOutput: "),
+        ("long_sequence", "What? ", "What?\nx\nOutput: "),
+        ("long_sequence", "", "x\nOutput: "),
+        ("plain", "What?", "What?\n\nx\nOutput: "),
+        ("plain", "", "x\nOutput: "),
+    ],
+)
+def test_a_definition_stands_in_place_of_the_instruction(prompt: str, definition: str | None, expected: str) -> None:
+    task = TaskSpec(name="t", metric="accuracy", instruction="Name it.")
+    spec = BenchmarkSpec.model_validate({"name": "b", "prompt": prompt, "tasks": [task]})
+    assert "".join(prompt_parts(spec, task, "x", definition)) == expected
+
+
+def test_test_rows_take_paraphrases_in_turn_and_training_rows_never() -> None:
+    spec = load_benchmark("long_sequence")
+    task, settings = task_of(spec, "boolq"), settings_of("long_sequence", "paraphrase")
+    texts = [f"text {i}" for i in range(5)]
+    heads = [parts.head for parts in split_prompts(spec, task, "test", settings, texts)]
+    assert heads == [f"{task.paraphrases[i]}\n" for i in (0, 1, 2, 0, 1)]
+    for split in ("train", "validation"):
+        assert definitions(task, split, settings) == (None,)  # type: ignore[arg-type]
+        heads = [parts.head for parts in split_prompts(spec, task, split, settings, texts)]  # type: ignore[arg-type]
+        assert set(heads) == {f"{task.instruction}\n"}
+    assert definitions(task_of(spec, "copa"), "test", settings) == (None,), "it has none to replace"
+
+
+def test_tokenised_test_rows_read_the_definition_that_is_asked_for(tmp_path: Path) -> None:
+    spec, tokenizer = load_benchmark("builtin"), byte_tokenizer()
+    task, found = task_of(spec, "mood"), {}
+    for definition in ("verbatim", "paraphrase", "none"):
+        settings = settings_of("builtin", definition, test_per_task=4)
+        rows = tokenised(spec, task, "test", settings, tokenizer, "bytes", "llama", 512, tmp_path)
+        inputs = [row.input for row in load_rows(spec, task, "test", settings)]
+        prompts = [tokenizer.decode(ids) for ids in rows["prompt_ids"]]
+        found[definition] = [p.removesuffix(f"{x}\nOutput: ") for p, x in zip(prompts, inputs, strict=True)]
+    first, second, third = (f"{text}\n\n" for text in task.paraphrases)
+    assert found["verbatim"] == [f"{task.instruction}\n\n"] * 4
+    assert found["paraphrase"] == [first, second, third, first]
+    assert found["none"] == [""] * 4
+
+
+# --- identities ------------------------------------------------------------------------------------------------------
+
+
+def test_a_digest_names_the_definitions_that_are_read() -> None:
+    spec = load_benchmark("builtin")
+    task = task_of(spec, "mood")
+    reworded = task.model_copy(update={"paraphrases": ("Good or bad?",)})
+    modes = {mode: settings_of("builtin", mode) for mode in ("verbatim", "paraphrase", "none")}
+    tests = {mode: data_digest(spec, task, "test", settings) for mode, settings in modes.items()}
+    assert len(set(tests.values())) == 3
+    assert len({data_digest(spec, task, "train", settings) for settings in modes.values()}) == 1
+    changed = {mode: data_digest(spec, reworded, "test", settings) for mode, settings in modes.items()}
+    assert [mode for mode in modes if changed[mode] != tests[mode]] == ["paraphrase"]
+
+
+def test_definitions_share_one_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    axis = {"benchmark.prompts.definition": ["verbatim", "paraphrase", "none"]}
+    trials = trials_of(search=axis)
+    assert len({trial.trial_id for trial in trials}) == 3
+    assert len({trial.training_id for trial in trials}) == len({trial.lineages() for trial in trials}) == 1
+    assert not set.intersection(*(set(trial.row_keys()) for trial in trials))
+    (only,) = pack(trials)
+    assert only.trials == tuple(trials)
+    assert main(["plan", write(tmp_path, tiny(search=axis))]) == 0
+    assert "3 trials, 1 distinct trainings in 1 packs" in capsys.readouterr().out
+
+
+def test_reworded_paraphrases_are_another_trial_where_they_are_read(tmp_path: Path) -> None:
+    own = own_benchmark(tmp_path / "own")
+
+    def ids(definition: str) -> tuple[str, str]:
+        (trial,) = trials_of(trial__benchmark={"name": str(own), "prompts": {"definition": definition}}, search={})
+        return trial.trial_id, trial.training_id
+
+    before = {definition: ids(definition) for definition in ("verbatim", "paraphrase")}
+    own_benchmark(own, paraphrases=["Still another?"])
+    after = {definition: ids(definition) for definition in before}
+    assert after["verbatim"] == before["verbatim"]
+    assert after["paraphrase"][0] != before["paraphrase"][0]
+    assert after["paraphrase"][1] == before["paraphrase"][1]
+
+
+def own_benchmark(folder: Path, **task: Any) -> Path:
+    """A benchmark of two tasks, of which the first has an instruction with paraphrases, unless told otherwise."""
+    if not folder.exists():
+        write_benchmark(folder)
+    file = folder / "benchmark.yaml"
+    content = yaml.safe_load(file.read_text())
+    content["tasks"][0] |= {"instruction": "Which?", "paraphrases": ["What is it?", "Tell which one."]} | task
+    file.write_text(yaml.safe_dump(content))
+    return folder
+
+
+# --- what plan says --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("definition", "task", "said"),
+    [
+        ("paraphrase", {"paraphrases": []}, "found 'paraphrase', but left of benchmark .* have none; add `paraphrases"),
+        ("paraphrase", {"instruction": "", "paraphrases": []}, "found 'paraphrase', but no task of own has an instr"),
+        ("none", {"instruction": " ", "paraphrases": []}, "found 'none', but no task of own has an instruction"),
+    ],
+)
+def test_definitions_that_are_not_there_are_faults(
+    tmp_path: Path, definition: str, task: dict[str, Any], said: str
+) -> None:
+    own = own_benchmark(tmp_path / "own", **task)
+    with pytest.raises(ConfigError, match=said):
+        trials_of(trial__benchmark={"name": str(own), "prompts": {"definition": definition}})
+
+
+@pytest.mark.parametrize("definition", ["paraphrase", "none"])
+def test_plan_says_which_tasks_have_no_definition(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], definition: str
+) -> None:
+    own = own_benchmark(tmp_path / "own")
+    benchmark = {"name": str(own), "prompts": {"definition": definition}}
+    router = {"components": 1}
+    assert main(["plan", write(tmp_path, tiny(trial__benchmark=benchmark, trial__router=router, search={}))]) == 0
+    topic = f"benchmark own: benchmark.prompts.definition = {definition} changes nothing where there is no instruction"
+    assert f"warning: {topic}: right 6 test rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({"instruction": ""}, "has `paraphrases` of no `instruction`"),
+        ({"paraphrases": ["a", " "]}, "found an empty one"),
+        ({"paraphrases": ["a", "b", "a "]}, "'a' stands there twice"),
+        ({"paraphrases": ["a", " Which?"]}, "'Which\\?' stands there twice, or is the `instruction`"),
+    ],
+)
+def test_paraphrases_that_say_nothing_new_are_refused(tmp_path: Path, task: dict[str, Any], said: str) -> None:
+    own = own_benchmark(tmp_path / "own", **task)
+    with pytest.raises(ConfigError, match=said):
+        load_benchmark(str(own))

@@ -1,0 +1,223 @@
+"""`benchmark init`: the file that it writes from data of every layout, and that the file reads the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+
+from latent_sweep.cli.main import main
+from latent_sweep.data.draft import draft_benchmark, tokens_about
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec, load_benchmark
+from latent_sweep.errors import ConfigError
+
+
+def written(folder: Path, capsys: Any, *options: str) -> tuple[BenchmarkSpec, dict[str, TaskSpec], str]:
+    """The benchmark that the command writes, as it is read, and its text."""
+    assert main(["benchmark", "init", str(folder), *options]) == 0, capsys.readouterr().err
+    path = options[1] if options else str(folder / "benchmark.yaml")
+    assert f"next: latent-sweep benchmark check {path}" in capsys.readouterr().out
+    spec = load_benchmark(path)
+    settings = BenchmarkSettings(name=path, max_source_length=512, max_target_length=50)
+    for task in spec.tasks:
+        for split in ("train", "test"):
+            assert load_rows(spec, task, split, settings)  # type: ignore[arg-type]
+    return spec, {task.name: task for task in spec.tasks}, Path(path).read_text()
+
+
+def put(path: Path, rows: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def rows(count: int, answer: Any, text: str = "input", target: str = "output") -> list[dict[str, Any]]:
+    return [{text: f"some words {i}", target: answer(i)} for i in range(count)]
+
+
+def test_trace(tmp_path: Path, capsys: Any) -> None:
+    tasks: dict[str, Any] = {
+        "FOMC": lambda i: "ABC"[i % 3],
+        "NumGLUE-cm": lambda i: str(1000 + i),
+        "Py150": lambda i: f"x = f({i}) <EOL>",
+        "MeetingBank": lambda i: f"The council met {i} times.\nThen it voted.",
+        "20Minuten": lambda i: f"Ein einfacher Satz {i}.",
+    }
+    for name, answer in tasks.items():
+        for split in ("train", "eval", "test"):
+            put(tmp_path / name / f"{split}.json", rows(24, answer, "prompt", "answer"))
+    spec, found, text = written(tmp_path, capsys)
+    assert {name: task.metric for name, task in found.items()} == {
+        "FOMC": "accuracy",
+        "NumGLUE-cm": "number_match",
+        "Py150": "edit_similarity",
+        "MeetingBank": "rouge_l",
+        "20Minuten": "sari",
+    }
+    assert found["FOMC"].labels == ("A", "B", "C")
+    assert {task.source for task in spec.tasks} == {None}
+    assert spec.stop == ()
+    assert "# No `stop` string: targets of MeetingBank have line breaks" in text
+    assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 8
+    assert "# 24 training and 24 test rows; inputs of 3 / 3 / 3 words" in text
+
+
+def test_the_layout_of_sapt_with_its_definitions(tmp_path: Path, capsys: Any) -> None:
+    for split in ("train", "dev", "test"):
+        content = {"Definition": ["Is it: good?"], "Instances": rows(20, lambda i: ["yes", "no"][i % 2 : i % 2 + 1])}
+        put(tmp_path / "data" / "task1_good" / f"{split}.json", content)
+    spec, found, _ = written(tmp_path / "data", capsys, "--output", str(tmp_path / "elsewhere.yaml"))
+    assert found["task1_good"].instruction == "Is it: good?"
+    assert found["task1_good"].folder == "data/task1_good"
+    assert found["task1_good"].labels == ("no", "yes")
+    assert (spec.stop, spec.max_target_length) == (("\n",), 9)
+
+
+def test_task_files_of_super_natural_instructions(tmp_path: Path, capsys: Any) -> None:
+    for name, count in (("task7_a", 250), ("task8_b", 30)):
+        instances = [{"id": f"{name}-{i}", "input": f"in {i}", "output": [f"an answer, {i}"]} for i in range(count)]
+        put(tmp_path / f"{name}.json", {"Definition": ["Do it."], "Positive Examples": [], "Instances": instances})
+    spec, found, text = written(tmp_path, capsys)
+    sources = [task.source for task in spec.tasks]
+    assert [source.test_instances for source in sources if source] == [100, 6]
+    assert (spec.prompt, found["task7_a"].instruction, found["task7_a"].metric) == ("superni", "Do it.", "rouge_l")
+    assert "# 150 training and 100 test rows" in text
+    assert "# a fifth of 30 instances are test rows; usual are the first 100" in text
+
+
+def test_pairs_of_files_with_definitions_are_one_task_each(tmp_path: Path, capsys: Any) -> None:
+    """A file of test rows is no task file of Super-NaturalInstructions, of which most would be trained on."""
+    for split, count in (("train", 30), ("test", 8)):
+        instances = [
+            {"id": f"{split}-{i}", "input": f"{split} {i}", "output": [f"an answer, {i}"]} for i in range(count)
+        ]
+        put(tmp_path / f"nli_{split}.json", {"Definition": ["Do it."], "Instances": instances})
+    instances = [{"id": f"{i}", "input": f"in {i}", "output": [f"an answer, {i}"]} for i in range(20)]
+    put(tmp_path / "task9_mctest_eval_b.json", {"Definition": ["Do it."], "Instances": instances})
+    _, found, text = written(tmp_path, capsys)
+    assert set(found) == {"nli", "task9_mctest_eval_b"}
+    assert "# 30 training and 8 test rows" in text and "Not used" not in text
+
+
+def test_labels_that_accuracy_does_not_tell_apart_are_none(tmp_path: Path, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "mood" / f"{split}.json", rows(24, lambda i: str(i % 3 - 1)))
+        put(tmp_path / "tongue" / f"{split}.json", rows(24, lambda i: ("C++", "C#")[i % 2]))
+        put(tmp_path / "yes" / f"{split}.json", rows(24, lambda i: ("Yes", "yes", "no")[i % 3]))
+    _, found, _ = written(tmp_path, capsys)
+    assert {name: (task.metric, task.labels) for name, task in found.items()} == {
+        "mood": ("number_match", None),
+        "tongue": ("accuracy", None),
+        "yes": ("accuracy", None),
+    }
+    assert main(["benchmark", "check", str(tmp_path)]) == 1  # both files have the same rows
+    assert (
+        "task tongue: accuracy gives 1 to one answer where the reference is another: 12 of 24"
+        in capsys.readouterr().out
+    )
+    (tmp_path / "own.yaml").write_text(
+        "max_target_length: 4\ntasks: [{name: mood, metric: accuracy, labels: ['-1', '0', '1']}]"
+    )
+    with pytest.raises(ConfigError, match="so '-1' and '1' would count as equal"):
+        load_benchmark(str(tmp_path / "own.yaml"))
+
+
+def test_free_answers_that_rouge_does_not_read_are_scored_by_character(tmp_path: Path, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "news" / f"{split}.json", rows(24, lambda i: f"\u7b2c{i}\u7c7b\u65b0\u95fb\u62a5\u9053"))
+        put(tmp_path / "town" / f"{split}.json", rows(24, lambda i: f"Z\u00fcrich, house number {i}"))
+    _, found, _ = written(tmp_path, capsys)
+    assert {name: task.metric for name, task in found.items()} == {"news": "rouge_l_char", "town": "rouge_l"}
+
+
+def test_the_folder_above_has_its_own_name(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "mine" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    (tmp_path / "mine" / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "mine" / "a")
+    assert "name: mine\n" not in written(Path(".."), capsys)[2]
+    assert load_benchmark("../benchmark.yaml").name == "mine"
+
+
+def test_columns_beside_those_that_are_known_are_read_or_told(tmp_path: Path, capsys: Any) -> None:
+    def row(i: int, **more: Any) -> dict[str, Any]:
+        return {"idx": i, "input": f"in {i}", "output": f"the answer is {i}", **more}
+
+    for split in ("train", "test"):
+        put(tmp_path / f"alpaca_{split}.json", [row(i, instruction=f"do {i}") for i in range(24)])
+        put(tmp_path / f"other_{split}.json", [row(i, source="a web page") for i in range(24)])
+        pairs = [{"question": f"q {i}", "sentence": f"s {i}", "label": "yes"} for i in range(24)]
+        put(tmp_path / f"qnli_{split}.json", pairs)
+    _, found, text = written(tmp_path, capsys)
+    told = {name: task.source and task.source.input for name, task in found.items()}
+    assert told == {"alpaca": None, "other": None, "qnli": "{question}\n{sentence}"}
+    assert "# not read: the columns source; " in text
+    assert "# `input` is guessed from the columns question, sentence" in text
+
+
+def test_names_that_are_taken_have_numbers_that_are_not(tmp_path: Path, capsys: Any) -> None:
+    for folder in ("a/x", "b/x", "c/x-2"):
+        for split in ("train", "test"):
+            put(tmp_path / folder / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    assert set(written(tmp_path, capsys)[1]) == {"x", "x-2", "x-2-2"}
+
+
+def test_a_folder_whose_name_files_may_not_have_gives_another_name(tmp_path: Path, capsys: Any) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "my data" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
+    assert written(tmp_path / "my data", capsys)[0].name == "my_data"
+
+
+def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
+    features = Features(
+        {"idx": Value("int32"), "sentence": Value("string"), "label": ClassLabel(names=["bad", "good"])}
+    )
+    content = {"idx": range(30), "sentence": [f"it is {i}" for i in range(30)], "label": [i % 2 for i in range(30)]}
+    labelled = Dataset.from_dict(content, features=features)
+    (tmp_path / "glue" / "data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"):
+        labelled.to_parquet(str(tmp_path / "glue" / "data" / f"{name}.parquet"))
+    hidden = labelled.map(lambda row: {"label": -1})
+    hidden.to_parquet(str(tmp_path / "glue" / "data" / "test-00000-of-00001.parquet"))
+    DatasetDict(train=labelled, test=labelled).save_to_disk(str(tmp_path / "saved"))
+    nli = "".join(f'"p, {i}",h {i},{i % 2}\n' for i in range(30))
+    for split in ("train", "test"):
+        (tmp_path / f"nli_{split}.csv").write_text(f"premise,hypothesis,gold\n{nli}")
+    answers = [{"id": i, "context": "c", "question": f"q {i}", "answers": {"text": [f"the a {i}"]}} for i in range(30)]
+    for split in ("train", "dev"):
+        (tmp_path / f"qa.{split}.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    (tmp_path / "lonely_train.csv").write_text("input,output\na,b\n")
+    spec, found, text = written(tmp_path, capsys)
+    assert set(found) == {"glue", "saved", "nli", "qa"}
+    sources = {name: task.source for name, task in found.items()}
+    told = {name: (source.input, source.output) for name, source in sources.items() if source}
+    assert told == {
+        "glue": ("{sentence}", "{label}"),
+        "saved": ("{sentence}", "{label}"),
+        "nli": ("{premise}\n{hypothesis}", "{gold}"),
+        "qa": ("{context}\n{question}", "{answers[text]}"),
+    }
+    assert found["glue"].labels == found["saved"].labels == ("bad", "good")
+    assert sources["glue"] is not None and len(sources["glue"].train) == 2
+    assert found["nli"].labels == ("0", "1")
+    assert "test rows are those of `validation`: those of `test` have no answers" in text
+    assert "test rows are those of `dev`: no file is called test" in text
+    assert "# Not used, since no file of train or of test belongs to it: lonely_train.csv" in text
+    assert spec.stop == ("\n",)
+
+
+def test_nothing_is_replaced_or_made_of_nothing(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "benchmark.yaml").write_text("mine")
+    assert main(["benchmark", "init", str(tmp_path)]) == 2
+    assert "is there already; remove it, or name another file by --output" in capsys.readouterr().err
+    assert (tmp_path / "benchmark.yaml").read_text() == "mine"
+    for folder, said in ((tmp_path, "found no task; expected folders with"), (tmp_path / "absent", "found nothing")):
+        with pytest.raises(ConfigError, match=said):
+            draft_benchmark(folder, tmp_path / "other.yaml")
+    (tmp_path / "a_train.csv").write_text("number\n1\n")
+    (tmp_path / "a_test.csv").write_text("number\n1\n")
+    with pytest.raises(ConfigError, match="found the columns 'number'; none of them can be told for the answer"):
+        draft_benchmark(tmp_path, tmp_path / "other.yaml")

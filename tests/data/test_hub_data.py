@@ -1,0 +1,99 @@
+"""Data sets of the hub, against a hub on this machine: loaded once, at a commit, and never asked for again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from datasets import ClassLabel, Dataset, Features, Value
+from helpers.hub import DATASET, serving
+from helpers.patience import PATIENCE
+
+FIRST, SECOND = "a" * 40, "b" * 40
+
+LOADING = """
+import json, sys
+from latent_sweep.data.loaders import load_rows, source_digest
+from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
+from latent_sweep.errors import LatentSweepError
+
+def loaded(folder):
+    try:
+        spec = load_benchmark(folder)
+        settings = BenchmarkSettings(name=folder, max_source_length=512, max_target_length=50)
+        (task,) = spec.tasks
+        rows = {split: load_rows(spec, task, split, settings) for split in ("train", "test")}
+    except LatentSweepError as error:
+        return str(error)
+    return {
+        "revision": task.source.revision,
+        "rows": {split: [[row.id, row.input, row.references] for row in found] for split, found in rows.items()},
+        "digests": [source_digest(spec, task, split, settings) for split in rows],
+    }
+
+print(json.dumps([loaded(folder) for folder in sys.argv[1:]]))
+"""
+
+
+def parquet(folder: Path, labels: list[int]) -> bytes:
+    """Rows as `datasets` writes them, with the names of their class labels."""
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["red", "blue"])})
+    rows = Dataset.from_dict({"text": [f"thing {i}" for i in range(len(labels))], "label": labels}, features=features)
+    rows.to_parquet(str(folder / "rows.parquet"))
+    return (folder / "rows.parquet").read_bytes()
+
+
+def benchmark(folder: Path, **source: Any) -> str:
+    mapped = {"hub": DATASET, "input": "{text}", "output": "{label}", "split": {"test": "validation"}} | source
+    folder.mkdir()
+    task = {"name": "colour", "metric": "accuracy", "labels": ["red", "blue"], "source": mapped}
+    (folder / "benchmark.yaml").write_text(yaml.safe_dump({"tasks": [task]}))
+    return str(folder)
+
+
+def load(home: Path, address: str, *folders: str) -> list[Any]:
+    """What a process of its own loads: the hub's address is read when its package is imported."""
+    told = {"HF_ENDPOINT": address, "HF_HOME": str(home / "hf"), "LATENT_SWEEP_CACHE": str(home / "cache")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, *folders],
+        env=clean | told | {"NO_PROXY": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_data_set_of_the_hub_is_loaded_once_at_its_commit(tmp_path: Path) -> None:
+    first = {"data/train-00000-of-00001.parquet": parquet(tmp_path, [0, 1, 1])}
+    first |= {"data/validation-00000-of-00001.parquet": parquet(tmp_path, [1, 0])}
+    later = {name: parquet(tmp_path, [1, 1, 1]) for name in first}
+    own, named = benchmark(tmp_path / "own"), benchmark(tmp_path / "named", revision=SECOND)
+    lacking = benchmark(tmp_path / "lacking", split={"test": "holdout"})
+    with serving({FIRST: first, SECOND: later}, {"main": FIRST}) as hub:
+        online = load(tmp_path, hub.address, own, named, lacking)
+    newest, other, said = online
+    assert newest["revision"] == FIRST
+    answers = {"train": ["red", "blue", "blue"], "test": ["blue", "red"]}
+    assert newest["rows"] == {
+        split: [[f"colour-{split}-{i}", f"thing {i}", [answer]] for i, answer in enumerate(found)]
+        for split, found in answers.items()
+    }
+    assert other["rows"]["train"] == [[f"colour-train-{i}", f"thing {i}", ["blue"]] for i in range(3)]
+    assert not set(other["digests"]) & set(newest["digests"])
+    assert f"split 'holdout' of {DATASET} at {FIRST} could not be loaded" in said
+    assert "Check `hub`, `config` and `split`" in said
+
+    unknown = benchmark(tmp_path / "unknown", revision="v9")
+    *again, said = load(tmp_path, hub.address, own, named, unknown)  # nobody answers there any more
+    assert again == online[:2]
+    assert f"no commit of {DATASET} can be found" in said

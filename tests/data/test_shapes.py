@@ -1,0 +1,131 @@
+"""Records of known shapes are rows without templates, and what a task says of its own prompts and answers holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.sweeps import change_benchmark, write_benchmark
+
+from latent_sweep.backbones.tokenizers import byte_tokenizer
+from latent_sweep.data.loaders import tokenised
+from latent_sweep.data.prompts import bare_prompt, prompt_parts
+from latent_sweep.data.rows import Row, row_of
+from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, stop_of, target_length
+from latent_sweep.errors import ConfigError, DataError
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "answer"),
+    [
+        ({"sentence": "a", "label": "b"}, "a", "b"),
+        ({"prompt": "a", "answer": "b"}, "a", "b"),
+        ({"input": "a", "output": "b", "id": "own"}, "a", "b"),
+        ({"instruction": "do", "input": "a", "output": "b"}, "do\na", "b"),
+        ({"instruction": "do", "input": "", "output": "b"}, "do", "b"),
+        ({"instruction": "do", "input": None, "output": "b"}, "do", "b"),
+        ({"instruction": "do", "output": "b"}, "do", "b"),
+        ({"prompt": "a", "completion": "b"}, "a", "b"),
+        ({"context": "c", "question": "q", "answer": "b"}, "c\nq", "b"),
+        ({"question": "q", "answer": "b"}, "q", "b"),
+        ({"messages": [message("user", "a"), message("assistant", "b")]}, "a", "b"),
+        ({"messages": [message("system", "s"), message("user", "a"), message("assistant", "b")]}, "s\n\na", "b"),
+        (
+            {"messages": [message(r, c) for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)]},
+            "User: a\nAssistant: b\nUser: c",
+            "d",
+        ),
+    ],
+)
+def test_a_record_of_a_known_shape_is_a_row(record: dict[str, Any], text: str, answer: str) -> None:
+    row = row_of("file", record, "default", None)
+    assert row == Row(record.get("id", "default"), text, (answer,))
+    assert row.unread == ()
+
+
+def test_columns_that_are_not_read_are_kept_by_name() -> None:
+    record = {"question": "q", "answer": "b", "hint": "h", "question_id": "7", "options": ["x"], "level": 3, "no": ""}
+    row = row_of("file", record, "default", None)
+    assert row is not None
+    assert row.unread == ("hint", "options")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": 3, "input": "a", "output": "b"},
+        {"messages": [message("user", "a")]},
+        {"messages": [message("user", "a"), message("user", "b")]},
+        {"messages": [message("tool", "a"), message("assistant", "b")]},
+        {"messages": "a"},
+        {"question": "a"},
+        {"text": "a"},
+    ],
+)
+def test_a_record_of_no_shape_is_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(DataError):
+        row_of("file", record, "default", None)
+
+
+# --- what a task says of its own prompts and answers -----------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return write_benchmark(tmp_path / "own")
+
+
+def test_a_task_may_have_a_cue_stop_strings_and_a_limit_of_its_own(own: Path) -> None:
+    change_benchmark(own, cue="\nA: ", stop=["\n"], task_cue="", task_stop=["."], task_max_target_length=2)
+    spec = load_benchmark(str(own))
+    left, right = spec.tasks
+    assert [prompt_parts(spec, task, "x").cue for task in spec.tasks] == ["", "\nA: "]
+    assert bare_prompt(spec, "x") == ("", "x", "\nA: ")
+    assert (stop_of(spec, left), stop_of(spec, right)) == ((".",), ("\n",))
+    for limit, lengths in ((4, [2, 4]), (1, [1, 1])):
+        settings = BenchmarkSettings(name=str(own), max_source_length=64, max_target_length=limit)
+        assert [target_length(settings, task) for task in spec.tasks] == lengths
+
+
+def test_the_rows_of_a_task_have_its_cue_and_limit(own: Path, tmp_path: Path) -> None:
+    change_benchmark(own, task_cue="", task_max_target_length=1)
+    spec, tokenizer = load_benchmark(str(own)), byte_tokenizer()
+    settings = BenchmarkSettings(name=str(own), max_source_length=64, max_target_length=4)
+    rows = [
+        tokenised(spec, task, "train", settings, tokenizer, "bytes", "llama", 64, tmp_path / "tokens")
+        for task in spec.tasks
+    ]
+    assert [tokenizer.decode(of["prompt_ids"][0], skip_special_tokens=True) for of in rows] == [
+        "train row 0 of left",
+        "train row 0 of right\nOutput: ",
+    ]
+    assert [len(of["target_ids"][0]) for of in rows] == [1, 3]
+
+
+def test_answers_of_a_task_end_where_it_says(own: Path, runs: Any) -> None:
+    def longest(**of_task: Any) -> list[int]:
+        change_benchmark(own, **of_task)
+        packs = runs.packs(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={})
+        runs.run(packs)
+        paths = runs.folder.glob(f"*/trials/{packs[0].trials[0].trial_id}*/answers/*.jsonl")
+        answers = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        return [max(len(a["prediction"]) for a in answers if a["task"] == task) for task in ("left", "right")]
+
+    assert min(longest()) > 1
+    left, right = longest(task_max_target_length=1, task_allow=["long_targets"])
+    assert left == 1 < right
+
+
+@pytest.mark.parametrize(
+    "changes", [{"task_max_target_length": 5}, {"task_stop": [""]}, {"task_stop": ["x", "x"]}, {"task_cue": 3}]
+)
+def test_what_a_task_cannot_ask_for_is_refused(own: Path, changes: dict[str, Any]) -> None:
+    change_benchmark(own, **changes)
+    with pytest.raises(ConfigError):
+        load_benchmark(str(own))

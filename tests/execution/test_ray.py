@@ -1,0 +1,452 @@
+"""The tiny sweep on a Ray cluster of its own: the same bytes as without Ray, and what only Ray can do."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+from helpers.moments import Moment, at_step
+from helpers.patience import PATIENCE
+from helpers.ray_heads import eventually, nodes
+from helpers.sweeps import HALTING_STEPS, TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
+
+from latent_sweep.cli.main import main
+from latent_sweep.execution import ray_tune
+from latent_sweep.execution import ray_workers as ray_group
+from latent_sweep.execution.ray_tune import _loss_kind, has_room, less_text
+from latent_sweep.execution.ray_workers import keep_to_share
+from latent_sweep.storage.checksummed import read_sealed_json
+from latent_sweep.storage.failures import during
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.journal import stages, status
+from latent_sweep.storage.storage import question
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.schema import ResourceSettings, RunSettings
+
+TWO_CPUS = (os.cpu_count() or 1) >= 2
+
+
+IN_TURN = """
+import sys
+from latent_sweep.execution import ray_tune
+from latent_sweep.run import main
+
+started_here = ray_tune.connect()
+import ray
+ray_tune.connect, ray.shutdown = (lambda: started_here), (lambda: None)
+for path in sys.argv[1:]:
+    code = main([path])
+    print("MLflow was imported" if "mlflow" in sys.modules else "without MLflow")
+    print(f"\\nended with {code}", flush=True)
+"""
+"""Runs one sweep after another on the cluster that the first would have started: a start costs ten seconds."""
+
+
+def run_on_ray(content, folder, **environment):
+    """Run a sweep as the main job does; returns its exit code and what it printed."""
+    process = start(write(folder, content), **environment)
+    try:
+        printed, _ = process.communicate(timeout=PATIENCE)
+        return process.returncode, printed
+    finally:
+        end(process)
+
+
+def run_in_turn(contents, folder, meanwhile, **environment):
+    """Run sweeps by name on one cluster of their own; gives what each printed with its exit code in its last line.
+
+    Returns:
+        These texts by name, and the addresses that a process listened on. `meanwhile` is called again and again.
+    """
+    paths = [write(folder / name, content) for name, content in contents.items()]
+    process = launch("-c", IN_TURN, *paths, "latent_sweep.run", **environment)
+    seen, listening, printed = set(), set(), ""
+    try:
+        while process.poll() is None:
+            members = family(process)
+            seen |= set(members)
+            listening |= listening_addresses({member.pid for member in members})
+            meanwhile()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printed, _ = process.communicate(timeout=1)
+    finally:
+        end(process, seen)
+    assert process.returncode == 0, printed
+    return dict(zip(contents, re.split(r"(?<=\nended with \d)\n", printed), strict=False)), listening
+
+
+def listening_addresses(pids):
+    """Where these processes listen."""
+    connections = psutil.net_connections("tcp")
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.pid in pids}
+
+
+WISHES = {
+    "too large": {"resources": {"cpus": 4096, "accelerator": "A100"}},
+    "too many": {"resources": {"workers": 4096, "cpus": 1}, "engine": {"name": "deepspeed"}},
+}
+"""Settings of `run` that no cluster started here can ever fulfil."""
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory):
+    """The folder of wishes that are refused and of the tiny sweep; what each printed; where processes listened.
+
+    The sweep's first pack waits at its first step until the other one is there, too.
+    """
+    folder = tmp_path_factory.mktemp("ray")
+    began = at_step(folder / "moment", position=0, step=1)
+
+    def go_on_together():
+        if len(list((folder / "tiny" / "runs" / "tiny" / "trials").glob("*/journal.jsonl"))) == (4 if TWO_CPUS else 2):
+            began.let_go()
+
+    contents = {name: tiny(**{f"run__{key}": value for key, value in wish.items()}) for name, wish in WISHES.items()}
+    return folder, *run_in_turn(contents | {"tiny": TINY}, folder, go_on_together, **began.environment)
+
+
+def test_a_sweep_on_ray_runs_to_its_end(on_ray):
+    folder, printed, _ = on_ray
+    assert printed["tiny"].endswith("ended with 0"), printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed["tiny"]
+    assert "Last result" not in printed["tiny"], "Tune itself has nothing to say"
+    assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
+        ["started", "stage", "stage", "finished"]
+    ] * 4
+
+
+def test_a_driver_without_a_tracker_does_not_import_mlflow(on_ray):
+    assert "\nwithout MLflow\n" in on_ray[1]["tiny"]
+
+
+def test_ray_changes_no_byte(on_ray, tmp_path, one_thread):
+    assert main(["run", write(tmp_path, TINY), "--local"]) == 0
+    assert results(sweep_folder(on_ray[0] / "tiny")) == results(sweep_folder(tmp_path))
+
+
+@pytest.mark.skipif(not TWO_CPUS, reason="two packs with one CPU each need two CPUs")
+def test_packs_run_side_by_side(on_ray):
+    sweep = sweep_folder(on_ray[0] / "tiny")
+    assert len({event["pid"] for event in events(sweep, "started")}) == 2
+    last_start = max(event["time"] for event in events(sweep, "started"))
+    assert last_start < min(event["time"] for event in events(sweep, "finished"))
+
+
+def test_ray_listens_on_the_loopback_interface_only(on_ray):
+    listening = on_ray[2]
+    assert listening
+    assert {ip for ip in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")} == set()
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ("too large", "a trial asks for 4096 CPU and 0 GPU (A100) on one node; the cluster has"),
+        ("too many", "a trial asks for 4096 workers at once, each with 1 CPU and 0 GPU; the cluster"),
+    ],
+)
+def test_what_can_never_come_is_refused_at_once(on_ray, wish, words):
+    folder, printed, _ = on_ray
+    assert printed[wish].endswith("ended with 2"), printed
+    assert f"error: run.resources: {words}" in printed[wish]
+    assert "Ask for less" in printed[wish]
+    assert "Traceback" not in printed[wish]
+    assert events(sweep_folder(folder / wish), "started") == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "kind"),
+    [
+        ("AUTOSCALER_DRAIN_PREEMPTED", "The actor died because its node has died.", "preempted"),
+        ("UNEXPECTED_TERMINATION", "The actor died because its node has died.", "node_lost"),
+        (None, "The actor was terminated because its node was terminated.", "node_lost"),
+        (None, "The node was low on memory.", "out_of_memory"),
+        (None, "The actor is dead because its worker process has died.", "worker_died"),
+    ],
+)
+def test_why_a_worker_was_lost_is_told_from_what_ray_says(reason, message, kind):
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
+    from ray.exceptions import ActorDiedError
+
+    context = ActorDiedErrorContext(error_message=message, actor_id=bytes(16))
+    if reason is not None:
+        context.node_death_info.reason = NodeDeathInfo.Reason.Value(reason)
+    assert _loss_kind(ActorDiedError(context)) == kind
+
+
+def test_a_worker_that_cannot_be_reached_was_lost_with_its_node():
+    from ray.exceptions import ActorUnavailableError
+
+    assert _loss_kind(ActorUnavailableError("the connection was reset", None)) == "node_lost"
+    assert _loss_kind(None) == "worker_died", "where Ray says nothing, it is counted"
+
+
+@pytest.mark.slow
+def test_without_a_gpu_asked_for_a_worker_sees_none_of_its_nodes(tmp_path):
+    """On a cluster that was there before, which knows nothing of how we start our own."""
+    seen = tmp_path / "seen"
+    tells = f"open({str(seen)!r}, 'a').write(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    looks = Moment(
+        tmp_path / "moment", "latent_sweep.training.pack:run_pack", f"lambda *pack, **more: {tells} and False"
+    )
+    content = tiny(search={}, trial__training__epochs=1, trial__benchmark__train_per_task=8)
+    with nodes(1, CUDA_VISIBLE_DEVICES="0,1", **looks.environment) as (_, environment):
+        code, printed = run_on_ray(content, tmp_path, **environment)
+    assert code == 0, printed
+    assert seen.read_text() == "''"
+
+
+@pytest.mark.parametrize(("gpus", "asked"), [(0, []), (0.01, [0.005]), (0.25, [0.225]), (0.5, [0.475]), (1, [])])
+def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch, gpus, asked):
+    """With what CUDA takes in every process beside torch's allocator, whose part alone is kept to the fraction."""
+    fractions = []
+    card = SimpleNamespace(total_memory=40 * ray_group.CONTEXT)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    keep_to_share(ResourceSettings(gpus=gpus))
+    assert fractions == pytest.approx(asked)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 0 else "3")
+
+
+def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
+    """Before it does anything else that could ask what there is."""
+    told = []
+
+    def keep(resources):
+        told.append(resources.gpus)
+        raise InterruptedError
+
+    monkeypatch.setattr(ray_group, "keep_to_share", keep)
+    sweep = parse_sweep(tiny(search={}, run__resources={"gpus": 0.5}), "test")
+    (one,) = pack(expand(sweep))
+    folder = open_sweep(tmp_path / sweep.name)
+    with pytest.raises(InterruptedError):
+        ray_tune._run_work(one, {}, folder, "", sweep.run, print)
+    with pytest.raises(InterruptedError):
+        ray_tune._measure_there(one, folder.storage, sweep.run)
+    with pytest.raises(InterruptedError):
+        ray_group._Worker(0, 2).run("127.0.0.1", 0, one, folder, sweep.run)
+    assert told == [0.5] * 3
+
+
+def test_memory_that_does_not_suffice_in_a_group_is_told_with_what_it_was_for(tmp_path, monkeypatch):
+    """So that the next try takes half the rows of that."""
+    sweep = parse_sweep(tiny(search={}, run__resources={"workers": 2}), "test")
+    (one,) = pack(expand(sweep))
+    folder = open_sweep(tmp_path / sweep.name)
+    journal = folder.journal(one.trials[0].trial_id)
+
+    def group(*of):
+        journal.append("started", attempt=1, node="n", versions={}, hardware={})
+        with during("learning"):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(ray_group, "run_group", group)
+    with question(folder.storage) as asked, pytest.raises(RuntimeError, match="out of memory"):
+        ray_tune._run_work(one, {}, folder, asked, sweep.run, print)
+    (_, failed) = journal.read()
+    assert (failed["kind"], failed["during"]) == ("out_of_memory", "learning")
+
+
+@pytest.mark.parametrize(("tasks", "grace"), [(3, 3), (4, 2), (6, 3), (15, 15), (15, 20), (1, 3)])
+def test_asha_stops_no_trial_that_has_learned_all_tasks(tasks, grace):
+    """Where a rung falls on the last task, which a grace of all tasks asks for: it would be a result thrown away."""
+    settings = {"name": "asha", "grace_tasks": grace, "reduction_factor": 2}
+    told: list[str] = []
+    scheduler = ray_tune._scheduler(RunSettings.model_validate({"scheduler": settings}), tasks, told.append)
+    scheduler.set_search_properties("AP", "max")
+    ended = []
+    for number, performance in enumerate((0.9, 0.8, 0.7, 0.95)):
+        trial = SimpleNamespace(trial_id=str(number), config={"pack_id": f"pack {number}"})
+        scheduler.on_trial_add(None, trial)
+        results = ({"tasks_seen": n, "tasks_left": tasks - n, "AP": performance} for n in range(1, tasks + 1))
+        decisions = [scheduler.on_trial_result(None, trial, result) for result in results]
+        ended.append(decisions.index("STOP") + 1 if "STOP" in decisions else None)
+    assert tasks not in ended
+    assert any(ended) == (grace < tasks), "and still those that have tasks left"
+    assert set(told) == {f"pack {number}" for number, end in enumerate(ended) if end}
+
+
+@pytest.mark.slow
+def test_asha_stops_the_worse_configurations_with_all_their_seeds(two_cpus, tmp_path):
+    content = tiny(
+        trial__benchmark__tasks=["mood", "ticket", "past"],
+        search={"seed": [0, 1], "training.learning_rate": [0.1, 1e-6, 1e-7]},
+        run__scheduler={"name": "asha", "grace_tasks": 1},
+        run__pack=["seed"],
+        run__max_concurrent=2,
+    )
+    code, printed = run_on_ray(content, tmp_path, **two_cpus)
+    assert code == 0, printed
+    by_rate = {tuple(trial.values.values()): trial for trial in sweep_folder(tmp_path)}
+    states = {values: status(trial.events()) for values, trial in by_rate.items()}
+    assert all(states[0, rate] == states[1, rate] for rate in (0.1, 1e-6, 1e-7)), "a pack of seeds is one configuration"
+    assert states[0, 0.1] == "finished"
+    stopped = [by_rate[rate] for rate, state in states.items() if state == "stopped"]
+    assert stopped  # which of the two worse ones, and after how many tasks, depends on who came first
+    for trial in stopped:
+        last = trial.events()[-1]
+        assert last["tasks_seen"] == len(stages(trial.events())) < 3
+        assert "stopped early by the scheduler" in last["reason"]
+    before = {rate: trial.events() for rate, trial in by_rate.items()}
+    code, printed = run_on_ray(content, tmp_path, **two_cpus)
+    assert code == 0
+    assert "6 of 6 trainings are complete" in printed
+    assert {rate: trial.events() for rate, trial in by_rate.items()} == before
+
+
+@pytest.mark.slow
+def test_a_failure_ends_the_sweep_where_that_is_asked_for(two_cpus, tmp_path):
+    content = tiny(
+        trial__training__epochs=1,
+        search={"training.learning_rate": [1e30, 0.1, 0.2, 0.3, 0.4, 0.5]},
+        run__max_concurrent=1,
+    )
+    process = start(write(tmp_path, content), "--fail-fast", **two_cpus)
+    try:
+        printed, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        end(process)
+    assert process.returncode == 1, printed
+    assert "a trial has failed, and the sweep ends here" in printed
+    first, *_, last = (status(trial.events()) for trial in sweep_folder(tmp_path))
+    assert (first, last) == ("failed", "pending"), "trials are handed out in their order"
+
+
+@pytest.mark.slow
+def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
+    content = tiny(search={"seed": [0, 1, 2, 3]}, trial__training__epochs=2, run__pack="auto")
+    code, printed = run_on_ray(content, tmp_path, **two_cpus)
+    assert code == 0, printed
+    assert "sweep tiny: 4 trials (4 finished)" in printed
+    (profile,) = (tmp_path / "runs" / "profiles").glob("pack-*.json")
+    sizes = [timing["size"] for timing in read_sealed_json(profile)]
+    assert sizes in ([1, 2], [1, 2, 4], [1, 2, 4, 8]), "larger packs are tried as long as they are faster"
+    packs = [path for path in (sweep_folder(tmp_path).path / "ray").iterdir() if path.is_dir()]
+    assert len(packs) >= 2, "with two slots, no pack takes more than half of the trainings"
+
+
+MEASURING = """
+import os, sys
+import ray
+from latent_sweep.execution import ray_tune
+from latent_sweep.training.packing import PackTiming
+from latent_sweep.sweep.schema import RunSettings
+
+def told(pack, storage, run):
+    return [PackTiming(1, os.getpid(), None)]
+
+class Pack:
+    members = ()
+
+ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, logging_level="ERROR")
+ray_tune._measure_there = told
+run = RunSettings.model_validate({"resources": {"gpus": 1}})
+seen, ray_tune.ray_get = [], ray.get
+ray.get = lambda wanted: seen.append(ray_tune.ray_get(wanted)) or seen[-1]
+ray_tune._measured([Pack()], None, run)
+print(int(seen[0][0][0].member_steps_per_second), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_what_has_measured_packs_on_a_gpu_leaves_it(one_thread):
+    """Its process would keep a context, a backbone and an allocator's cache beside the packs."""
+    command = [sys.executable, "-c", MEASURING]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        measuring = int(process.stdout.readline())
+        assert eventually(lambda: not psutil.pid_exists(measuring))
+    finally:
+        process.communicate("end\n", timeout=PATIENCE)
+
+
+@pytest.mark.slow
+def test_a_trial_whose_worker_is_lost_is_started_again_and_one_that_diverges_is_not(
+    two_cpus, inside_the_second_task, tmp_path
+):
+    content = tiny(
+        trial__training__epochs=HALTING_STEPS // 8,
+        trial__training__checkpoint_every=5,
+        trial__router={"components": 1},
+        search={"training.learning_rate": [0.1, 1e30]},
+    )
+    process = start(write(tmp_path, content), **two_cpus)
+    try:
+        inside_the_second_task.wait(process)
+        good, bad = sweep_folder(tmp_path)
+        assert good.events()[0]["pid"] == inside_the_second_task.pid
+        psutil.Process(inside_the_second_task.pid).kill()
+        printed, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        end(process)
+    assert process.returncode == 1, printed
+    assert [e["event"] for e in good.events()] == ["started", "stage", "lost", "started", "stage", "finished"]
+    assert good.events()[2]["kind"] == "worker_died"
+    assert [event["event"] for event in bad.events()] == ["started", "failed"]
+    assert bad.events()[-1]["kind"] == "non_finite"
+    assert "2 trials (1 finished, 1 failed)" in printed
+
+
+def test_a_worker_that_the_hosts_memory_killer_has_ended_is_a_lost_one():
+    from ray.air.execution import PlacementGroupResourceManager
+    from ray.air.execution._internal.actor_manager import RayActorManager
+    from ray.air.execution._internal.tracked_actor import TrackedActor
+    from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
+    from ray.exceptions import OutOfMemoryError
+
+    ray_tune._take_killed_for_lost()
+    told, manager = [], RayActorManager(PlacementGroupResourceManager())
+    actor = TrackedActor(1, on_error=lambda actor, error: told.append(("actor", error)))
+    task = TrackedActorTask(actor, on_error=lambda actor, error: told.append(("task", error)))
+    manager._live_actors_to_ray_actors_resources[actor] = None, mock.Mock()  # it lives, on a slot
+    manager._resource_manager = mock.Mock()
+    error = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+    manager._actor_task_failed(task, error)  # without that, Tune raises here and the run ends
+    assert told == [("actor", error), ("task", error)]
+    assert manager.is_actor_failed(actor)
+    assert _loss_kind(error) == "out_of_memory"
+
+
+@pytest.mark.slow
+def test_a_host_whose_memory_killer_leaves_no_worker_alive_fails_trials_and_not_the_sweep(tmp_path):
+    killer = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}  # every host exceeds that
+    code, printed = run_on_ray(tiny(search={"seed": [0, 1]}, run__max_failures=1), tmp_path, **killer)
+    assert code == 1, printed
+    assert "2 trials (2 failed)" in printed
+    for trial in sweep_folder(tmp_path):
+        told = trial.events()
+        assert status(told) == "failed"
+        assert {event["kind"] for event in told if event["event"] == "lost"} <= {"out_of_memory", "worker_died"}
+        assert not any(event["message"] == "None" for event in told if event["event"] == "lost")
+
+
+@pytest.mark.parametrize(
+    ("asked", "advice"),
+    [
+        ({"cpus": 64}, "--set run.resources.cpus=8"),
+        ({"gpus": 1}, "--set run.resources.gpus=0"),
+        ({"cpus": 64, "gpus": 1}, "--set run.resources.cpus=8 --set run.resources.gpus=0"),
+        ({"accelerator": "A100"}, "--set run.resources.accelerator=null"),
+        ({"cpus": 4, "workers": 9}, "--set run.resources.workers=3"),
+    ],
+)
+def test_what_is_advised_fits(asked, advice):
+    """Where a trial asks for more than there is, the settings that are named are those that do not fit."""
+    nodes = [{"CPU": 8.0}, {"CPU": 4.0, "memory": 1.0}]
+    resources = ResourceSettings(**asked)
+    assert not has_room(nodes, resources)
+    assert less_text(nodes, resources) == f"e.g. {advice}"
+    changed = dict(part.removeprefix("run.resources.").split("=") for part in advice.split() if "=" in part)
+    fitting = {name: None if value == "null" else int(value) for name, value in changed.items()}
+    assert has_room(nodes, ResourceSettings(**{**asked, **fitting}))

@@ -1,0 +1,360 @@
+"""Which trials are tried again, and how: from what their journals say."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers.sweeps import events, sweep_folder, tiny, write
+
+from latent_sweep.backbones import batches
+from latent_sweep.cli.main import main
+from latent_sweep.execution.retries import Attempt, GivenUp, next_attempt, still_to_try
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.journal import restarts, status
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.training import evaluation, stage
+from latent_sweep.training import loop as training
+from latent_sweep.training import pack as trial
+
+STARTED, STAGE = {"event": "started"}, {"event": "stage", "tasks_seen": 1}
+
+
+def lost(kind):
+    return {"event": "lost", "kind": kind, "message": kind}
+
+
+def failed(kind, **during):
+    return {"event": "failed", "kind": kind, "message": f"it was {kind}", **during}
+
+
+def after(*ends, max_failures=1):
+    return next_attempt([event for end in ends for event in (STARTED, end)], max_failures)
+
+
+def test_a_trial_that_nothing_happened_to_is_simply_tried():
+    assert next_attempt([], 3) == Attempt()
+    assert next_attempt([STARTED, STAGE], 3) == Attempt()
+
+
+@pytest.mark.parametrize("kind", ["preempted", "node_lost"])
+def test_losing_the_node_is_free(kind):
+    assert after(*[lost(kind)] * 20, max_failures=0) == Attempt(because=kind)
+
+
+def test_a_worker_may_die_so_often_in_a_row():
+    assert after(lost("worker_died")) == Attempt(because="worker_died")
+    given_up = after(lost("worker_died"), lost("worker_died"))
+    assert isinstance(given_up, GivenUp)
+    assert "2 times" in given_up.because
+    assert "max_failures" in given_up.because
+
+
+def test_a_finished_task_begins_a_new_row_of_deaths():
+    events = [STARTED, lost("worker_died"), STARTED, STAGE, lost("worker_died")]
+    assert next_attempt(events, 1) == Attempt(because="worker_died")
+
+
+def test_a_node_lost_in_between_does_not_excuse_deaths():
+    assert isinstance(after(lost("worker_died"), lost("node_lost"), lost("worker_died")), GivenUp)
+
+
+@pytest.mark.parametrize("end", [lost("out_of_memory"), failed("out_of_memory")])
+def test_out_of_memory_is_tried_once_more_with_half_the_rows(end):
+    halved = frozenset({"learning"})
+    assert after(end, max_failures=0) == Attempt(halved, because="out_of_memory")
+    assert after(end, lost("node_lost")) == Attempt(halved, because="node_lost"), "and stays halved"
+    assert isinstance(after(end, failed("out_of_memory")), GivenUp)
+
+
+def test_what_ran_out_of_memory_is_halved_and_each_once():
+    ends = [failed("out_of_memory", during=phase) for phase in ("answering", "statistics", "learning")]
+    assert after(ends[0]) == Attempt(frozenset({"answering"}), because="out_of_memory")
+    assert after(*ends[:2]) == Attempt(frozenset({"answering", "statistics"}), because="out_of_memory")
+    assert after(*ends) == Attempt(frozenset({"answering", "statistics", "learning"}), because="out_of_memory")
+    for end, words in zip(ends, ("while answering", "in a method's statistics", "while learning"), strict=True):
+        given_up = after(*ends, end)
+        assert isinstance(given_up, GivenUp) and f"out of memory again {words}" in given_up.because
+        assert "micro_batch_size" in given_up.because or "evaluation.batch_size" in given_up.because
+
+
+def test_a_storage_that_stays_away_is_given_up_with_its_reason():
+    assert after(lost("storage")) == Attempt(because="storage")
+    given_up = after(lost("storage"), lost("worker_died") | {"message": "the disk is full"})
+    assert isinstance(given_up, GivenUp)
+    assert "2 times" in given_up.because and "the disk is full" in given_up.because
+
+
+@pytest.mark.parametrize("kind", ["error", "non_finite"])
+def test_a_fault_of_the_trial_is_not_tried_again(kind):
+    assert after(failed(kind), max_failures=9) == GivenUp(f"it was {kind}")
+
+
+def test_retries_are_told_with_their_reasons():
+    events = [STARTED, lost("preempted"), STARTED, failed("out_of_memory"), STARTED, STAGE, failed("error")]
+    assert restarts(events) == ["preempted", "out_of_memory"], "the last end was not tried again"
+    assert restarts([]) == []
+
+
+def short(**changes):
+    """A sweep of two trainings that takes moments."""
+    return tiny(trial__training__epochs=1, trial__benchmark__train_per_task=8, **changes)
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch):
+    """A machine whose memory suffices for forward passes of so many rows only; the sizes that were tried."""
+    tried = []
+
+    def limit(rows):
+        def gradients(batches, engine, bank):
+            settings = batches.trainers[0].training.settings
+            size = settings.micro_batch_size or settings.batch_size
+            tried.append(size)
+            if size > rows:
+                raise MemoryError("no memory for so many rows")
+            return original(batches, engine, bank)
+
+        original = training._gradients
+        monkeypatch.setattr(training, "_gradients", gradients)
+        return tried
+
+    return limit
+
+
+def test_a_trial_that_runs_out_of_memory_ends_as_with_enough_of_it(tmp_path, capsys, out_of_memory):
+    content = short(search={"router.components": [1]})
+    assert main(["run", write(tmp_path / "enough", content), "--local"]) == 0
+    tried = out_of_memory(2)
+    assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
+    assert (tried[0], set(tried[1:])) == (4, {2})
+    (trial,) = sweep_folder(tmp_path / "less")
+    kinds = [event["event"] for event in trial.events()]
+    assert kinds == ["started", "failed", "started", "stage", "stage", "finished"]
+    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path / "less"), "started")] == [None, 2]
+    assert "started again after out_of_memory; now 2 rows in a forward pass" in capsys.readouterr().out
+    (enough,) = sweep_folder(tmp_path / "enough")
+    assert trial.trial_id == enough.trial_id, "the same optimisation"
+
+
+def test_memory_that_never_suffices_fails_the_trial(tmp_path, out_of_memory):
+    tried = out_of_memory(1)
+    path = write(tmp_path, short(search={"router.components": [1]}))
+    assert main(["run", path, "--local"]) == 1
+    assert tried == [4, 2]
+    tracebacks = [event["traceback"] for event in events(sweep_folder(tmp_path), "failed")]
+    assert all("MemoryError: no memory for so many rows" in text.splitlines()[-1] for text in tracebacks)
+    tried.clear()
+    assert main(["run", path, "--local"]) == 1
+    assert tried == [4, 2], "launched again, it is tried afresh"
+
+
+@pytest.mark.parametrize(("workers", "micro_batch_size", "halved"), [(1, None, 4), (2, None, 2), (2, 6, 2), (3, 2, 1)])
+def test_half_the_rows_are_half_of_what_a_worker_had(tmp_path, workers, micro_batch_size, halved):
+    training = {"batch_size": 8, "micro_batch_size": micro_batch_size, "learning_rate": 0.1}
+    sweep = parse_sweep(tiny(trial__training=training, run__resources={"workers": workers}), "test")
+    (whole, *_) = pack(expand(sweep))
+    journal = open_sweep(tmp_path).journal(whole.trials[0].trial_id)
+    for event in (STARTED, failed("out_of_memory")):
+        journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
+    left = still_to_try(whole, open_sweep(tmp_path), {}, sweep.run)
+    assert {trial.settings.training.micro_batch_size for trial in left.trials} == {halved}
+    assert [trial.trial_id for trial in left.trials] == [trial.trial_id for trial in whole.trials]
+
+
+def test_failed_runs_exactly_what_has_failed(tmp_path, capsys):
+    path = write(tmp_path, short(search={"training.learning_rate": [0.1, 1e30, 0.05]}))
+    assert main(["run", path, "--local", "--failed"]) == 2
+    assert "--failed: no trial of tiny has failed; without --failed" in capsys.readouterr().err
+    assert not sweep_folder(tmp_path).exists
+    assert main(["run", path, "--local", "--fail-fast"]) == 1
+    assert "the sweep ends here" in capsys.readouterr().out
+    states = [status(trial.events()) for trial in sweep_folder(tmp_path)]
+    assert states == ["finished", "failed", "pending"], "what came after the failure was not begun"
+    assert main(["run", path, "--local", "--failed"]) == 1
+    assert "1 of 3 trainings have failed before and are run again" in capsys.readouterr().out
+    starts = [len([e for e in trial.events() if e["event"] == "started"]) for trial in sweep_folder(tmp_path)]
+    assert starts == [1, 2, 0]
+    assert main(["run", path, "--local"]) == 1
+    assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished", "failed", "finished"]
+
+
+def test_answers_for_which_memory_does_not_suffice_come_in_halves(tmp_path, capsys, monkeypatch):
+    """The whole batches that were answered before are not mixed with halves, in whichever order they come."""
+    content = short(search={"router.components": [1]}, trial__evaluation={"batch_size": 8})
+    passes = []
+
+    def answered(backbone, bank, prompts, *others):
+        passes.append(len(prompts))
+        if len(prompts) > 4 and passes.count(8) == 2:  # the second stage's, whose first task has known answers
+            raise MemoryError("no memory for so many answers")
+        return original(backbone, bank, prompts, *others)
+
+    original = evaluation.generate
+    monkeypatch.setattr(evaluation, "generate", answered)
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    assert passes[:3] == [8, 4, 8], "twelve rows of a task, and the next one's"
+    assert passes[3:] == [4, 4, 2, 2] * 2, "what is known of whole batches is not taken"
+    (trial,) = sweep_folder(tmp_path)
+    (end,) = events(sweep_folder(tmp_path), "failed")
+    assert (end["kind"], end["during"]) == ("out_of_memory", "answering")
+    assert [event["halved"] for event in events(sweep_folder(tmp_path), "started")] == [[], ["answering"]]
+    assert [event["micro_batch_size"] for event in events(sweep_folder(tmp_path), "started")] == [None, None]
+    told = [event["scored_with"]["batches answered"] for event in events(sweep_folder(tmp_path), "stage")]
+    assert told == ["whole", "in halves"]
+    printed = capsys.readouterr().out
+    assert "started again after out_of_memory; now answers of half a batch at a time" in printed
+    assert "batches answered: in halves (1 trial: " in printed
+    assert status(trial.events()) == "finished"
+
+
+@pytest.mark.parametrize("method", ["ewc", "inf_lora", "gain_lora"])
+def test_statistics_for_which_memory_does_not_suffice_are_read_from_half_the_rows(tmp_path, monkeypatch, method):
+    """The passes of statistics are those outside of the loop over steps."""
+    from helpers.methods import changes
+
+    content = tiny(**changes(method, "tiny-llama"))
+    content["trial"]["benchmark"]["tasks"] = ["mood", "ticket"]
+    if method == "ewc":  # which measures no more rows at once than are learned from
+        content["trial"]["training"]["batch_size"] = 8
+    else:
+        content["trial"]["method"]["gpm"]["batch_size"] = 8
+    learning, sizes = [], []
+
+    def train(*arguments):
+        learning.append(True)
+        try:
+            return trained(*arguments)
+        finally:
+            learning.pop()
+
+    def collated(members, backbone, alike=False):
+        if not learning and len(members[0]) > 2:  # two rows are what methods try before a task is learned
+            (rows,) = members
+            sizes.append(len(rows))
+            if len(rows) > limit:
+                raise MemoryError("no memory for statistics of so many rows")
+        return original(members, backbone, alike)
+
+    trained, original, limit = stage.train_pack, batches.collate, 8
+    monkeypatch.setattr(stage, "train_pack", train)
+    monkeypatch.setattr(batches, "collate", collated)
+    assert main(["run", write(tmp_path / "enough", content), "--local"]) == 0
+    assert set(sizes) == {8}
+    sizes.clear()
+    limit = 4
+    assert main(["run", write(tmp_path / "less", content), "--local"]) == 0
+    assert (sizes[0], set(sizes[1:])) == (8, {4})
+    (end,) = events(sweep_folder(tmp_path / "less"), "failed")
+    assert (end["kind"], end["during"]) == ("out_of_memory", "statistics")
+    enough, less = (sweep_folder(tmp_path / name) for name in ("enough", "less"))
+    snapshots = sorted(enough.snapshots.folder.glob("*.safetensors"))
+    assert [path.name for path in sorted(less.snapshots.folder.glob("*.safetensors"))] == [p.name for p in snapshots]
+
+
+def test_a_try_that_failed_leaves_no_backbone_and_no_activations_behind(tmp_path, monkeypatch):
+    """The collector is off: nothing is freed by chance."""
+    alive, seen = [], []
+
+    def gradients(batches, engine, bank):
+        if not seen:
+            activations = torch.ones(1 << 20)
+            alive.extend(map(weakref.ref, (activations, engine.backbone.model, batches.trainers[0].learner)))
+            seen.append([found() is not None for found in alive])
+            raise MemoryError("no memory")
+        if len(seen) == 1:
+            seen.append([found() is not None for found in alive])
+        return original(batches, engine, bank)
+
+    original = training._gradients
+    monkeypatch.setattr(training, "_gradients", gradients)
+    path = write(tmp_path, short(search={"router.components": [1]}))
+    gc.disable()
+    try:
+        assert main(["run", path, "--local"]) == 0
+    finally:
+        gc.enable()
+    assert seen == [[True] * 3, [False] * 3]
+
+
+def test_a_member_that_failed_makes_room_for_the_others(tmp_path, monkeypatch):
+    alive, seen = [], []
+
+    def check(norm, step):
+        if not alive:
+            workspace = torch.ones(1 << 20)
+            alive.append(weakref.ref(workspace))
+            raise MemoryError("no memory")
+        return original(norm, step)
+
+    def score(member, *others):
+        seen.append(alive[0]() is not None)
+        return scored(member, *others)
+
+    original, scored = training._check_gradient, trial.score_missing
+    monkeypatch.setattr(training, "_check_gradient", check)
+    monkeypatch.setattr(trial, "score_missing", score)
+    path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
+    gc.disable()
+    try:
+        assert main(["run", path, "--local"]) == 0
+    finally:
+        gc.enable()
+    assert seen
+    assert not any(seen)
+
+
+LOST_GPU = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def losing_the_gpu(monkeypatch):
+    """A process whose GPU is lost at the first optimizer step; how often the step was tried until it is mended."""
+    tried = []
+
+    def gradients(batches, engine, bank):
+        tried.append(len(batches.trainers))
+        raise RuntimeError(LOST_GPU)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_gradients", gradients)
+        yield patched, tried
+
+
+def test_a_process_that_has_lost_its_gpu_is_not_used_again(tmp_path, capsys, losing_the_gpu):
+    patched, tried = losing_the_gpu
+    path = write(tmp_path, short(search={"seed": [0, 1]}))
+    assert main(["run", path, "--local"]) == 2
+    assert "Run the same command again" in capsys.readouterr().err
+    assert tried == [1], "neither the same trial again, nor the next one"
+    first, second = (trial.events() for trial in sweep_folder(tmp_path))
+    assert [event["event"] for event in first] == ["started", "lost"]
+    assert (first[-1]["kind"], first[-1]["message"]) == ("worker_died", LOST_GPU)
+    assert second == []
+    patched.undo()
+    assert main(["run", path, "--local"]) == 0
+    assert [status(trial.events()) for trial in sweep_folder(tmp_path)] == ["finished"] * 2
+
+
+def test_a_lost_gpu_ends_all_members_of_a_pack_at_once(tmp_path, losing_the_gpu):
+    _, tried = losing_the_gpu
+    path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
+    assert main(["run", path, "--local"]) == 2
+    assert tried == [2]
+    ends = [trial.events()[-1] for trial in sweep_folder(tmp_path)]
+    assert [(event["event"], event["kind"]) for event in ends] == [("lost", "worker_died")] * 2
+
+
+def test_on_ray_a_lost_gpu_is_told_by_whoever_starts_the_next_process(tmp_path, losing_the_gpu, monkeypatch):
+    from latent_sweep.execution.ray_tune import _loss_kind, _run_work
+    from latent_sweep.storage.storage import question
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as a worker sets it, for all that this process starts later
+    sweep = parse_sweep(tiny(search={}), "test")
+    (one,) = pack(expand(sweep))
+    folder = open_sweep(tmp_path / sweep.name)
+    with question(folder.storage) as asked, pytest.raises(RuntimeError, match="illegal memory access") as found:
+        _run_work(one, {}, folder, asked, sweep.run, print)
+    assert [event["event"] for event in folder.journal(one.trials[0].trial_id).read()] == ["started"]
+    assert _loss_kind(found.value) == "worker_died"

@@ -1,0 +1,191 @@
+"""What a terminal shows while a sweep runs, and what a pipe is given."""
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+
+import pytest
+from helpers.sweep_folders import start, write_sweep
+from helpers.sweeps import SMALL, family, sweep_folder, wait_until, write
+from rich.console import Console
+from tqdm import tqdm
+
+from latent_sweep.cli.main import main
+from latent_sweep.monitor.screen import LOG, Lines, Live, screen_for
+from latent_sweep.monitor.state import SweepWatch
+
+COLUMNS, ROWS = 100, 30
+CURSOR = "\x1b[2K"
+"""Erases a line: the screen is drawn in the place of the one before."""
+
+
+class Terminal:
+    """A pseudo terminal; what is written to it is read until it is closed."""
+
+    def __init__(self):
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        self._read = b""
+        self._thread = threading.Thread(target=self._drain, daemon=True)
+        self._thread.start()
+
+    def _drain(self):
+        with contextlib.suppress(OSError):  # Linux reports the end so
+            while part := os.read(self.master, 65536):
+                self._read += part
+
+    def text(self):
+        """Everything that was written, once nobody can write any more."""
+        os.close(self.slave)
+        self._thread.join()
+        os.close(self.master)
+        return self._read.decode().replace("\r\n", "\n")
+
+
+TERMINAL = {"TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """The environment of a terminal."""
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return monkeypatch
+
+
+@contextlib.contextmanager
+def on_terminal():
+    """Has this process write to a terminal within the block."""
+    place = Terminal()
+    with open(place.slave, "w", encoding="utf-8", closefd=False) as stream, contextlib.redirect_stdout(stream):
+        yield place
+
+
+def without_escapes(text):
+    return re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def assert_shows_a_run(text, log):
+    """A screen that changed in place, lines above it, and at its end the table, plain."""
+    shown = without_escapes(text)
+    assert text.count(CURSOR) > 2
+    assert "tiny: 2 trials (2 pending)" in shown
+    assert "tiny: 2 trials (2 finished)" in shown
+    assert re.search(r"\[\d+:\d\d\] K=1: 1/2 mood \(\d+ s\) AP", shown)
+    assert re.search(r"\[\d+:\d\d\] K=2: finished", shown)
+    assert shown.replace("\n", "").count(str(log)) == 1
+    table = text[text.rindex("sweep tiny: 2 trials (2 finished)") :]
+    assert "\x1b" not in table
+    assert re.search(r"K +n +AP", table)
+    assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h") < text.rindex("sweep tiny:"), "the cursor is there again"
+
+
+@pytest.mark.usefixtures("variables")
+def test_a_terminal_shows_one_screen_and_ends_with_the_table(tmp_path):
+    with on_terminal() as terminal:
+        assert main(["run", write(tmp_path, SMALL), "--local"]) == 0
+    assert_shows_a_run(terminal.text(), tmp_path / "runs" / "tiny" / LOG)
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_what_ray_runs(tmp_path):
+    from subprocess import Popen
+
+    place = Terminal()
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "NO_COLOR"
+    }
+    environment = inherited | TERMINAL
+    command = [sys.executable, "-m", "latent_sweep.run", write(tmp_path, SMALL)]
+    process = Popen(
+        command, env=environment, stdin=place.slave, stdout=place.slave, stderr=place.slave, start_new_session=True
+    )
+    try:
+        wait_until(lambda: list((tmp_path / "runs" / "tiny" / "progress").glob("*.json")), process)
+        process.wait()
+    finally:
+        for member in family(process):
+            with contextlib.suppress(Exception):
+                member.kill()
+    text = place.text()
+    assert process.returncode == 0, text
+    assert_shows_a_run(text, tmp_path / "runs" / "tiny" / LOG)
+    assert "starting Ray" in text
+    assert "(pid=" not in text
+    assert "(_run_in_worker" not in text
+
+
+def test_a_pipe_gets_plain_lines(tmp_path, capsys):
+    assert main(["run", write(tmp_path, SMALL), "--local"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"checking {tmp_path / 'sweep.yaml'}, its data and its backbone\n")
+    assert "\x1b" not in printed.out + printed.err
+    assert "\r" not in printed.out + printed.err
+    assert re.search(r"\[\d+:\d\d\] K=1: 1/2 mood \(\d+ s\) AP", printed.out)
+    assert not (sweep_folder(tmp_path).path / LOG).exists()
+
+
+def test_nothing_else_reaches_the_screen(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=COLUMNS, height=ROWS)
+    sweep = write_sweep(tmp_path, {"router.components": [1]})
+    before = sys.stdout, sys.stderr, logging.getLogger().handlers[:]
+    with Live(console, sweep.path / LOG) as screen:
+        kept = sys.stderr
+        screen.show(SweepWatch(sweep).look())
+        print("(pid=123) a stray line, password=hunter2secret")
+        for _ in tqdm(range(3), desc="Converting"):
+            pass
+        logging.getLogger("latent_sweep.x").warning("no node yet for [red] %s", "trials")
+        logging.getLogger("latent_sweep.x").error("a long traceback")
+        screen.tell("[red] a line of ours")
+    assert (sys.stdout, sys.stderr, logging.getLogger().handlers) == before
+    shown, log = without_escapes(console.file.getvalue()), (sweep.path / LOG).read_text()
+    assert "WARNING no node yet for [red] trials" in shown
+    assert "[red] a line of ours" in shown
+    assert not [word for word in ("pid=123", "Converting", "traceback") if word in shown]
+    assert "(pid=123) a stray line, password=***" in log
+    assert "Converting" in log
+    assert "a long traceback" in log
+    kept.write("")  # as a handler does that was made meanwhile
+    assert kept.writable()
+
+
+def test_what_is_written_after_the_screen_goes_where_it_went_before(tmp_path, capsys):
+    console = Console(file=io.StringIO(), force_terminal=True, width=COLUMNS, height=ROWS)
+    with Live(console, tmp_path / LOG):
+        kept = sys.stderr
+    kept.write("late\n")
+    assert capsys.readouterr().err == "late\n"
+
+
+def test_a_dumb_terminal_and_a_pipe_have_lines(tmp_path, variables):
+    sweep = write_sweep(tmp_path, {"router.components": [1]})
+    assert isinstance(screen_for(sweep, log=False), Lines)
+    with on_terminal() as terminal:
+        assert isinstance(screen_for(sweep, log=False), Live)
+        variables.setenv("TERM", "dumb")
+        assert isinstance(screen_for(sweep, log=False), Lines)
+    assert terminal.text() == ""
+
+
+@pytest.mark.usefixtures("variables")
+def test_watching_on_a_terminal_ends_with_the_state(tmp_path):
+    sweep = write_sweep(tmp_path, {"router.components": [1, 2]})
+    start(next(iter(sweep)))
+    with on_terminal() as terminal:
+        assert main(["status", str(sweep.path), "--watch"]) == 0
+    text = terminal.text()
+    assert CURSOR in text
+    end = text[text.rindex("sweep     lambda in ") :]
+    assert "\x1b" not in end
+    assert "interrupted: nobody runs it" in end
+    assert "trials    2 (1 interrupted, 1 pending)" in end

@@ -1,0 +1,549 @@
+"""Where a sweep stands, whoever looks: by its journals, by what its workers and its driver say, by who drives it."""
+
+import io
+import itertools
+import json
+import math
+import os
+import random
+import re
+import statistics
+import time
+from typing import get_args
+
+import pytest
+from helpers.patience import PATIENCE
+from helpers.sweep_folders import TASKS, PackOf, finish, learn, run_to_end, start, write_sweep
+from rich.console import Console
+
+from latent_sweep.cli.main import main
+from latent_sweep.errors import StoreError
+from latent_sweep.monitor import progress
+from latent_sweep.monitor import state as states
+from latent_sweep.monitor.drawing import draw
+from latent_sweep.monitor.lines import duration, news, status_lines, summary, time_left_text
+from latent_sweep.monitor.progress import ProgressWriter, say_driving
+from latent_sweep.monitor.screen import Lines, Reel
+from latent_sweep.monitor.state import SweepWatch, current
+from latent_sweep.report.sections import counts
+from latent_sweep.results.summaries import summarise
+from latent_sweep.results.trial_states import TimeLeft, time_left
+from latent_sweep.storage import heartbeat as telling
+from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.folders import driven_since, driving, open_sweep
+from latent_sweep.storage.journal import Journal
+from latent_sweep.training.events import Begun, Doing, Step
+
+AXES = {"router.components": [1, 2], "seed": [0, 1]}
+PHASES = get_args(Doing)
+
+
+def refuse(holder):
+    raise AssertionError(f"driven by {holder}")
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path, AXES)
+
+
+def look(sweep, **how):
+    return SweepWatch(sweep, **how).look()
+
+
+def another_process(monkeypatch):
+    """From here on, what is told is told by another process."""
+    monkeypatch.setattr(telling, "_TELLINGS", {})
+    monkeypatch.setattr(telling, "_NAMES", {})
+
+
+def drawn(state, width, height=24):
+    """What a terminal of this size shows, as lines without colours."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system="standard")
+    console.print(draw(state, width, height))
+    return re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()).splitlines()
+
+
+def test_nothing_has_begun(sweep):
+    state = look(sweep)
+    assert (state.course, state.counts, state.running, state.best, state.left) == (
+        "not started",
+        {"pending": 4},
+        (),
+        None,
+        None,
+    )
+    assert "not started" in status_lines(state)[1]
+    assert summary(state) == "0 of 4 trials done, 0 % of all tasks"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_a_worker_begins_is_seen(sweep, phase, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
+    first, second, *_ = sweep
+    with driving(sweep, refuse):
+        writer = ProgressWriter(sweep, PackOf(first, second), workers=2)
+        writer.write(Begun("starting"))
+        writer.write(Begun(phase, 1))
+        state = look(sweep)
+    (worker,) = state.running
+    assert (worker.doing, worker.task, worker.position, worker.n_tasks) == (phase, "summary", 1, 3)
+    assert worker.trials == ("K=1 seed=0", "K=1 seed=1")
+    assert state.course == "running"
+    assert f"{phase} summary, task 2 of 3" in summary(state)
+    (line,) = [line for line in status_lines(state) if line.startswith("now")]
+    expected = rf"now       K=1 seed=0 and 1 more: {phase} summary, task 2 of 3 \([0-9:]+; {worker.host}, 2 workers\)"
+    assert re.fullmatch(expected, line)
+
+
+def test_steps_are_told_with_their_loss(sweep, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
+    first, *_ = sweep
+    start(first)
+    learn(first, 1, 0.5)
+    with driving(sweep, refuse):
+        writer = ProgressWriter(sweep, PackOf(first))
+        writer.write(Step(1, "learning", 40, 40, {"task": 0.5, "ortho": 0.25}, "t"))
+        (worker,) = look(sweep).running
+        assert (worker.step, worker.loss) == (40, 0.75)
+        assert worker.done == pytest.approx((1 + 0.9) / 3)
+        writer.write(Step(1, "scoring", 1, 2, {}, "t"))
+        (worker,) = look(sweep).running
+        assert (worker.doing, worker.step, worker.steps, worker.loss) == ("answering", 1, 2, None)
+        assert worker.done == pytest.approx((1 + 0.95) / 3)
+
+
+def test_a_worker_that_writes_rests_before_it_writes_again(sweep, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 3600.0)
+    first, *_ = sweep
+    with driving(sweep, refuse):
+        with ProgressWriter(sweep, PackOf(first)) as writer:
+            for step in (1, 2, 40):
+                writer.write(Step(1, "learning", step, 40, {"task": 0.5}, "t"))
+                assert [worker.step for worker in look(sweep).running] == [1]
+        assert look(sweep).running == (), "that it ends is told at once"
+
+
+def test_what_was_told_in_a_pause_is_written_after_it(sweep, monkeypatch):
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.05)
+    first, *_ = sweep
+    with driving(sweep, refuse), ProgressWriter(sweep, PackOf(first)) as writer:
+        for step in range(1, 41):
+            writer.write(Step(1, "learning", step, 40, {"task": 0.5}, "t"))
+        deadline = time.monotonic() + PATIENCE
+        while [worker.step for worker in look(sweep).running] != [40]:
+            assert time.monotonic() < deadline, "the newest step is not told"
+            time.sleep(0.01)
+
+
+def test_what_is_for_display_is_not_flushed_to_disk(sweep, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    first, *_ = sweep
+    with ProgressWriter(sweep, PackOf(first)) as writer:
+        writer.write(Begun("starting"))
+    assert flushed == []
+    start(first)
+    assert flushed, "a journal is"
+
+
+def test_a_worker_counts_while_its_trials_go_on_and_its_driver_lives(sweep):
+    first, second, *_ = sweep
+    ProgressWriter(sweep, PackOf(second)).write(Begun("tokenising", 0))
+    with driving(sweep, refuse):
+        assert look(sweep).running == (), "an earlier driver's"
+        ProgressWriter(sweep, PackOf(first)).write(Begun("tokenising", 0))
+        start(first)
+        assert len(look(sweep).running) == 1
+        first.journal.append("lost", kind="worker_died", message="killed")
+        assert look(sweep).running == ()
+        ProgressWriter(sweep, PackOf(first)).write(Begun("starting"))
+        assert [worker.doing for worker in look(sweep).running] == ["starting"]
+        first.journal.append("failed", kind="error", message="no", task=None, step=None)
+        assert look(sweep).running == ()
+    ProgressWriter(sweep, PackOf(second)).write(Begun("tokenising", 0))
+    state = look(sweep)
+    assert (state.driver, state.running, state.course) == (None, (), "interrupted")
+
+
+def test_of_two_workers_that_speak_of_one_trial_the_newer_counts(sweep, monkeypatch):
+    first, second, *_ = sweep
+    with driving(sweep, refuse):
+        ProgressWriter(sweep, PackOf(first, second)).write(Begun("answering", 0))
+        another_process(monkeypatch)
+        ProgressWriter(sweep, PackOf(second)).write(Begun("preparing", 0))
+        assert [(worker.trials, worker.doing) for worker in look(sweep).running] == [
+            (("K=1 seed=0",), "answering"),
+            (("K=1 seed=1",), "preparing"),
+        ]
+
+
+def test_the_driver_says_what_it_does_until_workers_do(sweep):
+    first, *_ = sweep
+    say_driving(sweep, "starting Ray")
+    with driving(sweep, refuse):
+        assert look(sweep).driving is None, "an earlier driver's"
+        say_driving(sweep, "starting Ray")
+        state = look(sweep)
+        assert any(re.fullmatch(r"now       starting Ray, for [0-9:]+", line) for line in status_lines(state))
+        assert any(re.match(r"starting Ray \([0-9:]+\)", line) for line in drawn(state, 100))
+        ProgressWriter(sweep, PackOf(first)).write(Begun("starting"))
+        assert look(sweep).driving is None
+    assert look(sweep).driving is None
+
+
+def test_what_trials_of_one_training_tell_of_it_was_learned_once(sweep):
+    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
+    for entry in content["trials"]:
+        entry["training_id"] = f"seed{entry['values']['seed']}"
+    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    sweep = open_sweep(sweep.path)
+    watch = SweepWatch(sweep)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+        watch.look()
+    for state in (watch.look(), look(sweep)):
+        assert (state.learned, state.reused) == (6, 6)
+    cost = summarise(sweep).cost
+    assert (cost.learned, cost.reused, cost.seconds_learning) == (6, 6, 6 * 1.5)
+
+
+def test_nobody_is_at_work_until_a_loss_is_noticed(sweep):
+    first, *_ = sweep
+    for seconds, event, told in (
+        (100, "started", {"attempt": 1, "node": "a", "versions": {}, "hardware": "cpu"}),
+        (160, "failed", {"kind": "error", "message": "no", "task": None, "step": None}),
+        (90_000, "lost", {"kind": "damaged", "message": "its snapshot is gone"}),
+    ):
+        first.journal.append(event, time=float(seconds), **told)
+    assert look(sweep).seconds_at_work == 60
+
+
+def test_failures_have_their_reasons(sweep, capsys):
+    first, second, *_ = sweep
+    start(first)
+    first.journal.append("failed", kind="non_finite", message="the loss is nan\nsecond line", task="intent", step=3)
+    start(second)
+    second.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    state = look(sweep)
+    assert state.counts == {"stopped": 1, "failed": 1, "pending": 2}
+    (line,) = [line for line in status_lines(state) if line.startswith("failed")]
+    assert line == "failed    K=1 seed=0 at task intent: the loss is nan second line"
+    assert any("failed: K=1 seed=0 at task intent: the loss is nan" in line for line in drawn(state, 100))
+    assert main(["status", str(sweep.path)]) == 1
+    assert "4 (2 pending, 1 failed, 1 stopped)" in capsys.readouterr().out
+    assert main(["status", str(sweep.path), "--json"]) == 1
+    (failure,) = json.loads(capsys.readouterr().out)["failed"]
+    assert failure == {
+        "trial_id": first.trial_id,
+        "name": "K=1 seed=0",
+        "kind": "non_finite",
+        "message": "the loss is nan\nsecond line",
+        "task": "intent",
+    }
+
+
+def test_how_a_sweep_has_ended(sweep, capsys):
+    for trial, average in zip(sweep, (0.25, 0.5, 0.75, 0.5), strict=True):
+        run_to_end(trial, average, 0.1)
+    state = look(sweep)
+    assert (state.course, state.counts, state.tasks_done, state.learned, state.reused) == (
+        "ended",
+        {"finished": 4},
+        12,
+        12,
+        0,
+    )
+    assert "best      AP 75.0: K=2 seed=0 (after 3 of 3 tasks)" in status_lines(state)
+    assert main(["status", str(sweep.path), "--watch"]) == 0
+    assert capsys.readouterr().out.splitlines() == status_lines(state)
+    assert main(["status", str(sweep.path), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["course"], record["best"]["AP"], record["stages_learned"]) == ("ended", 0.75, 12)
+
+
+def test_the_best_so_far_has_seen_the_most_tasks(sweep):
+    first, second, *_ = sweep
+    start(first)
+    learn(first, 1, 0.9)
+    start(second)
+    learn(second, 1, 0.8)
+    assert look(sweep).best.trial_id == first.trial_id
+    learn(second, 2, 0.4)
+    assert look(sweep).best.trial_id == second.trial_id
+
+
+def told(trial, moment, tasks_seen=0, reused=False):
+    """An event at this moment, in Unix seconds: started, or a stage."""
+    if not tasks_seen:
+        trial.journal.append("started", time=moment, attempt=1)
+        return
+    trial.journal.append(
+        "stage",
+        time=moment,
+        tasks_seen=tasks_seen,
+        task=TASKS[tasks_seen - 1],
+        lineage=f"{trial.training_id}_{tasks_seen}",
+        reused=reused,
+        metrics={"AP": 0.5, "FM": 0.0},
+    )
+
+
+def test_the_time_left_follows_from_what_learned_stages_took(sweep, monkeypatch):
+    monkeypatch.setattr(states, "driven_since", lambda sweep: 1000.0)
+    monkeypatch.setattr(states.time, "time", lambda: 1150.0)
+    first, second, third, _ = sweep
+    told(first, 900.0)
+    told(first, 950.0, 1)  # before this driver
+    told(first, 1010.0)
+    told(first, 1030.0, 2)
+    told(second, 1040.0)
+    told(second, 1041.0, 1, reused=True)
+    assert look(sweep).left is None
+    told(second, 1071.0, 2)
+    told(third, 1080.0)
+    told(third, 1121.0, 1)
+    state = look(sweep)
+    gaps = [20.0, 30.0, 50.0]
+    remaining = 12 - 5
+    assert (state.tasks_done, state.reused, state.learned) == (5, 1, 4)
+    around = 2 * statistics.stdev(gaps) * math.sqrt(remaining + remaining**2 / 3)
+    expected = remaining * statistics.fmean(gaps) - (1150 - 1121)
+    assert state.left.seconds == pytest.approx(expected)
+    assert state.left.longest == pytest.approx(expected + around)
+    assert state.left.shortest == pytest.approx(max(0.0, expected - around))
+    assert state.seconds_at_work == pytest.approx(50 + 20 + 31 + 41)
+
+
+def test_stages_that_all_take_the_same_have_no_range():
+    left = time_left([5.0] * 4, 6, 2.0)
+    assert (left.shortest, left.seconds, left.longest) == (28.0, 28.0, 28.0)
+    assert time_left([5.0] * 2, 6, 0.0) is None
+    assert time_left([5.0] * 4, 0, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("left", "ranged"),
+    [
+        (TimeLeft(600, 500, 700), True),
+        (TimeLeft(146, 0, 479), False),
+        (TimeLeft(28, 28, 28), True),
+        (TimeLeft(0, 0, 90), False),
+    ],
+)
+def test_a_range_is_said_where_it_says_something(left, ranged):
+    text = time_left_text(left)
+    assert (f"({duration(left.shortest)} to {duration(left.longest)})" in text) == ranged
+    assert duration(left.seconds or left.longest) in text
+
+
+def test_only_journals_that_have_changed_are_read_again(sweep, monkeypatch):
+    read = []
+    read_on = Journal.read_on
+    monkeypatch.setattr(
+        Journal, "read_on", lambda self, at: read.append((self.path.parent.name, at)) or read_on(self, at)
+    )
+    watch = SweepWatch(sweep)
+    watch.look()
+    assert read == [], "there are none"
+    _, second, *_ = sweep
+    start(second)
+    end = second.journal.path.stat().st_size
+    read.clear()
+    assert watch.look().counts == {"running": 1, "pending": 3}
+    assert read == [(second.trial_id, (0, 0))]
+    learn(second, 1, 0.5)
+    read.clear()
+    assert watch.look().tasks_done == 1
+    assert read == [(second.trial_id, (end, 1))], "what was read is not read again"
+    assert watch.look().tasks_done == 1
+    assert len(read) == 1
+
+
+def test_of_many_trials_those_are_looked_at_that_somebody_tells_of(tmp_path, monkeypatch):
+    sweep = write_sweep(tmp_path, {"seed": list(range(states.ROUND * 3))})
+    trials, looked = list(sweep), []
+    state_of = states.state_of
+    monkeypatch.setattr(states, "state_of", lambda path: looked.append(path) or state_of(path))
+    watch = SweepWatch(sweep, drives=True)
+    watch.look()
+    assert len(looked) == len(trials)
+    for _ in range(2):
+        looked.clear()
+        start(trials[-1])
+        learn(trials[-1], 1, 0.5)
+        assert watch.look().tasks_done == 1
+        assert len(looked) <= 1 + 3, "its own, and a sixtieth of all"
+    another_process(monkeypatch)
+    start(trials[5])
+    monkeypatch.setattr(telling, "_TELLINGS", {})  # killed before it could tell anybody
+    assert [watch.look().counts["running"] for _ in range(states.ROUND)][-1] == 2
+
+
+def test_what_all_trials_add_up_to_is_the_same_event_by_event(tmp_path, monkeypatch):
+    monkeypatch.setattr(states.time, "time", lambda: 5000.0)
+    sweep = write_sweep(tmp_path, {"seed": list(range(6))})
+    trials, source = list(sweep), random.Random(7)
+    watch = SweepWatch(sweep, drives=True)
+    watch.look()
+    for moment in range(4100, 4200):
+        trial = source.choice(trials)
+        seen = [event["tasks_seen"] for event in trial.events() if event["event"] == "stage"]
+        what = source.choice(["started", "stage", "stage", "again", "lost", "failed", "stopped", "nothing"])
+        if what == "started":
+            told(trial, float(moment))
+        elif what == "stage" and len(seen) < len(TASKS):
+            told(trial, float(moment), len(seen) + 1, reused=source.random() < 0.3)
+        elif what == "again" and seen:
+            told(trial, float(moment), max(seen), reused=True)
+        elif what in ("lost", "failed"):
+            trial.journal.append(what, time=float(moment), kind="error", message="no", task=None, step=None)
+        elif what == "stopped":
+            trial.journal.append("stopped", time=float(moment), tasks_seen=len(seen), reason="enough")
+        kept = watch.look()
+        anew = SweepWatch(sweep, drives=True)
+        anew._began = watch._began
+        assert kept == anew.look()
+
+
+def test_a_damaged_journal_is_an_error_and_no_picture(sweep, capsys):
+    first, *_ = sweep
+    start(first)
+    first.journal.path.write_bytes(b"nothing\n")
+    with pytest.raises(StoreError, match="line 1"):
+        look(sweep)
+    assert main(["status", str(sweep.path)]) == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+def test_news_are_stages_and_ends_and_each_is_told_once(sweep):
+    first, second, *_ = sweep
+    start(first)
+    learn(first, 1, 0.5)
+    said = []
+    reel = Reel(SweepWatch(sweep, drives=True), Lines(said.append, interval_seconds=1e9))
+    reel.look()
+    assert said == []
+    learn(first, 2, 0.5)
+    learn(first, 3, 0.25)
+    finish(first, 0.25, 0.1)
+    start(second)
+    second.journal.append("failed", kind="error", message="why", task=None, step=None)
+    reel.look()
+    reel.look()
+    assert [line.partition("] ")[2] for line in said] == [
+        "K=1 seed=0: 2/3 summary (2 s) AP 50.0 FM 2.0",
+        "K=1 seed=0: 3/3 intent (2 s) AP 25.0 FM 3.0",
+        "K=1 seed=0: finished",
+        "K=1 seed=1: failed: why",
+    ]
+    start(second, attempt=2)
+    second.journal.append("failed", kind="error", message="again", task=None, step=None)
+    reel.look()
+    assert said[-1].endswith("K=1 seed=1: failed: again")
+
+
+def test_lines_about_what_runs_come_when_something_else_begins(sweep):
+    first, *_ = sweep
+    said = []
+    reel = Reel(SweepWatch(sweep, drives=True), Lines(said.append, interval_seconds=1e9))
+    for doing in ("starting Ray", "starting Ray", "waiting for workers"):
+        say_driving(sweep, doing)
+        reel.look()
+    for phase in ("starting", "tokenising"):
+        ProgressWriter(sweep, PackOf(first)).write(Begun(phase))
+        reel.look()
+    assert [line.rpartition("; ")[2] for line in said] == ["starting Ray", "waiting for workers", "starting"]
+    assert not [line for line in said if "\x1b" in line]
+
+
+@pytest.mark.parametrize(("width", "height"), list(itertools.product((100, 60), (16, 12))))
+def test_no_line_of_the_screen_is_wider_than_the_terminal_and_none_is_wrapped(tmp_path, monkeypatch, width, height):
+    names = ["[red]" + "a rather long name of a method from outside " * 2, "[/]", "[bold]b[/bold]\x1b[2J"]
+    sweep = write_sweep(tmp_path, {"method.name": names, "seed": [0, 1, 2, 3, 4, 5]})
+    trials = list(sweep)
+    for trial in trials[:6]:
+        start(trial)
+        trial.journal.append("failed", kind="error", message="[green]no " * 40, task=None, step=None)
+    with driving(sweep, refuse):
+        for trial in trials[6:]:
+            another_process(monkeypatch)
+            ProgressWriter(sweep, PackOf(trial)).write(Step(0, "learning", 3, 40, {"task": 0.5}, "t"))
+        state = look(sweep)
+    lines = drawn(state, width, height)
+    assert max(map(len, lines)) <= width
+    assert len(lines) < height, "a screen that fills the terminal scrolls it"
+    text = "\n".join(lines)
+    assert "method=[/] seed=0" in text if width == 100 else "[/]" in text
+    assert "[red]" in text
+    assert "\x1b" not in text
+    assert "more workers" in text
+    assert "more failed" in text
+    assert any("learning sentiment, task 1 of 3, step 3 of 40" in line for line in lines) == (width == 100)
+
+
+def test_the_screen_says_what_the_lines_say(sweep):
+    first, second, *_ = sweep
+    run_to_end(first, 0.5, 0.0)
+    with driving(sweep, refuse):
+        start(second)
+        ProgressWriter(sweep, PackOf(second)).write(Step(0, "learning", 3, 40, {"task": 0.5}, "t"))
+        state = look(sweep)
+    lines = drawn(state, 100)
+    assert lines[0].rstrip() == "lambda: 4 trials (1 finished, 1 running, 2 pending)"
+    assert any(line.startswith("best AP so far 50.0: K=1 seed=0 (after 3 of 3 tasks)") for line in lines)
+    assert any("3 of 12 tasks; 3 stages learned, 0 reused from the store" in line for line in lines)
+    assert any("learning sentiment, task 1 of 3, step 3 of 40, loss 0.500" in line for line in lines)
+
+
+def test_tables_count_trials_as_the_status_does(sweep):
+    """Those that nobody runs any more were interrupted."""
+    first, second, *_ = sweep
+    run_to_end(first, 0.5, 0.0)
+    start(second)
+    with driving(sweep, refuse):
+        assert counts(summarise(sweep)) == "4 trials (1 finished, 1 running, 2 pending)"
+        assert status_lines(look(sweep))[2] == "trials    4 (1 finished, 1 running, 2 pending)"
+    assert counts(summarise(sweep)) == "4 trials (1 finished, 1 interrupted, 2 pending)"
+    assert status_lines(look(sweep))[2] == "trials    4 (1 finished, 1 interrupted, 2 pending)"
+
+
+def test_a_sweep_that_is_being_tuned_is_its_candidates(tmp_path, sweep):
+    tuning = write_sweep(tmp_path, AXES, name="lambda-tuning", tuning_of="lambda")
+    assert current(sweep).name == "lambda"
+    with driving(tuning, refuse):
+        assert current(sweep).name == "lambda-tuning"
+        assert "which tunes lambda" in status_lines(look(current(sweep)))[0]
+        with driving(sweep, refuse):
+            assert current(sweep).name == "lambda"
+    (sweep.path / "sweep.json").unlink()
+    assert current(sweep).name == "lambda-tuning"
+
+
+def test_who_looks_takes_no_lease(sweep):
+    assert driven_since(sweep) is None
+    before = time.time()
+    with driving(sweep, refuse):
+        assert before <= driven_since(sweep) <= time.time()
+        assert str(look(sweep).driver).startswith("process ")
+    assert driven_since(sweep) is None
+    with driving(sweep, refuse):
+        pass
+
+
+def test_looking_writes_nothing(sweep):
+    first, *_ = sweep
+    start(first)
+    before = {path: path.stat().st_mtime_ns for path in sweep.path.rglob("*")}
+    main(["status", str(sweep.path)])
+    assert {path: path.stat().st_mtime_ns for path in sweep.path.rglob("*")} == before
+
+
+def test_where_there_is_no_sweep(tmp_path, capsys):
+    assert main(["status", str(tmp_path / "none")]) == 2
+    assert "found no sweep.json" in capsys.readouterr().err
+
+
+def test_news_of_an_earlier_look_are_none(sweep):
+    state = look(sweep)
+    assert list(news(state, state)) == []

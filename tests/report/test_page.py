@@ -1,0 +1,375 @@
+"""The report as a page."""
+
+import csv
+import html
+import io
+import json
+import re
+from html.parser import HTMLParser
+from urllib.parse import unquote
+
+import pytest
+from helpers.sweep_folders import run_to_end, start, write_sweep
+
+from latent_sweep.cli.main import main
+from latent_sweep.errors import ConfigError
+from latent_sweep.report import report
+from latent_sweep.report.page import _facts, _trial_of, all_pictures, render_page
+from latent_sweep.report.pictures import sweep_pictures
+from latent_sweep.report.sections import together
+from latent_sweep.results import summaries
+from latent_sweep.storage.checksummed import read_sealed_json, sealed_json, write_sealed_json
+from latent_sweep.storage.folders import open_sweep
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.40, 0.44, 0.52, 0.54), strict=True):
+        run_to_end(trial, average, 0.10)
+    return sweep
+
+
+class Page(HTMLParser):
+    """Checks that elements close in turn, and keeps texts of cells and every address."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.addresses, self.ids, self.cells, self._in_cell = [], [], [], [], False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        self.ids += [value for name, value in attributes if name == "id"]
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "td":
+            self.cells[-1] += data
+
+
+def test_a_page_needs_nothing_beside_it(sweep):
+    text = render_page([sweep])
+    page = Page(text)
+    assert page.open == []
+    assert page.addresses and all(address.startswith(("data:", "#")) for address in page.addresses)
+    anchors = [unquote(address[1:]) for address in page.addresses if address.startswith("#")]
+    assert len(anchors) >= 3 and set(anchors) <= set(page.ids)
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|<script src", text)
+
+
+def test_its_table_has_the_reports_numbers(sweep):
+    cells = Page(render_page([sweep])).cells
+    first = cells.index("0.0")
+    assert cells[first : first + 5] == ["0.0", "2", "42.00 ± 2.83", "42.00 ± 2.83", "10.00 ± 0.00"]
+    assert "53.00 ± 1.41" in cells
+
+
+def test_what_was_run_is_told(sweep):
+    text = html.unescape(render_page([sweep]))
+    assert "method.ortho_lambda: 0.0, 0.1; seed: 0, 1" in text
+    assert "method.name latent_lora" in text
+    assert "12 learned, 0 shared" in text
+
+
+def test_several_sweeps_are_compared(sweep, tmp_path):
+    other = write_sweep(tmp_path, {"seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
+    run_to_end(next(iter(other)), 0.48, 0.0)
+    cells = Page(render_page([sweep, other])).cells
+    assert [cells[i : i + 2] for i in (0, 8, 16)] == [["lambda", "0.1"], ["other", "0.0"], ["lambda", "0.0"]]
+
+
+def test_a_sweep_that_has_not_begun_has_a_page(tmp_path):
+    sweep = write_sweep(tmp_path, {"seed": [0, 1]})
+    start(next(iter(sweep)))
+    assert "2 trials (1 interrupted, 1 pending)" in render_page([sweep])
+
+
+def test_names_are_no_html(tmp_path):
+    name = "<script>alert(1)</script>"
+    sweep = write_sweep(tmp_path, {"method.name": [name, '"><img src=x onerror=alert(1)>'], "seed": [0]})
+    for trial in sweep:
+        run_to_end(trial, 0.4, 0.1)
+    text = render_page([sweep])
+    assert "alert(1)</script>" not in text and "<img src=x" not in text
+    assert name in Page(text).cells
+
+
+def test_the_command_writes_it_beside_the_sweep(sweep, tmp_path, capsys, monkeypatch):
+    assert main(["report", str(sweep.path), "--format", "html"]) == 0
+    assert capsys.readouterr().out.strip() == str(sweep.path / "report.html")
+    assert (sweep.path / "report.html").read_text().startswith("<!doctype html>")
+    monkeypatch.chdir(tmp_path)
+    other = write_sweep(tmp_path, {"seed": [0]}, name="other")
+    assert main(["report", str(sweep.path), str(other.path), "--format", "html"]) == 0
+    assert "2 sweeps compared" in (tmp_path / "report.html").read_text()
+    assert main(["report", str(sweep.path), "--output", "table.txt"]) == 0
+    assert (tmp_path / "table.txt").read_text().startswith("sweep lambda: 4 trials")
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
+def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
+    other = write_sweep(tmp_path, {"router.mode": ["soft"], "seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
+    run_to_end(next(iter(other)), 0.48, 0.0)
+    assert main(["report", str(sweep.path), str(other.path), "--format", format]) == 0
+    text = capsys.readouterr().out
+    if format == "csv":
+        assert text.startswith("sweep,lambda,mode,n_finished")
+        assert "\nother,0.0,soft,1,1,0,0,48.0000," in text
+    else:
+        assert text.index("2 sweeps compared") < text.index("48.00")
+        assert "soft" in text
+
+
+def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
+    """In one table, rows of one benchmark together; an axis of only one of them has a column for both."""
+    other = write_sweep(tmp_path, {"backbone.name": ["tiny-llama"]}, name="other", sweep_id="0ther0ther0ther0")
+    content = read_sealed_json(other.path / "sweep.json")
+    content["trials"][0]["params"]["benchmark.name"] = "own"
+    write_sealed_json(other.path / "sweep.json", content)
+    other = open_sweep(other.path)
+    run_to_end(next(iter(other)), 0.48, 0.0)
+    found = summaries.summarise_all([sweep, other])
+    table = together(found).table
+    assert table.header[:5] == ["sweep", "backbone", "benchmark", "lambda", "n"]
+    assert [[cell.text for cell in row[:4]] for row in table.rows] == [
+        ["lambda", "t5-large", "superni", "0.1"],
+        ["lambda", "t5-large", "superni", "0.0"],
+        ["other", "tiny-llama", "own", "0.0"],
+    ]
+    rows = list(csv.DictReader(io.StringIO(report.render_all(found, "csv"))))
+    assert [(row["benchmark"], row["backbone"]) for row in rows] == [("superni", "t5-large")] * 2 + [
+        ("own", "tiny-llama")
+    ]
+    assert "t5-large & superni &" in report.render_all(found, "latex")
+    first, second = (summaries.summarise(one) for one in (sweep, other))
+    assert "benchmark" not in together([first, first]).table.header
+    assert "backbone" not in together([second, second]).table.header
+
+
+def test_sweeps_scored_on_other_rows_or_otherwise_say_so(sweep, tmp_path):
+    """Scores of rows held out stand behind those of test rows, however high they are; what differs has a column."""
+    changed = {"score_on": "validation", "test_per_task": 4, "prompts.definition": "none", "tasks": "sentiment"}
+    for setting, value in changed.items():
+        path = f"benchmark.{setting}"
+        (trial,) = other = write_sweep(tmp_path, {path: [value]}, name=setting)
+        run_to_end(trial, 0.9, 0.0)
+        section = together(summaries.summarise_all([sweep, other]))
+        (column,) = (i for i, heading in enumerate(section.table.header) if heading == path.rpartition(".")[2])
+        assert {row[column].text for row in section.table.rows} == {"-", str(value)}
+        first = section.table.rows[0][0].text
+        assert first == ("lambda" if setting in ("score_on", "tasks") else setting)
+        assert ("rows held out of the training rows" in " ".join(section.notes)) == (setting == "score_on")
+    (trial,) = other = write_sweep(tmp_path, {"benchmark.order": [2]}, name="order")
+    assert together(summaries.summarise_all([sweep, other])).table.header[:4] == ["sweep", "order", "lambda", "n"]
+
+
+def test_a_report_of_candidates_says_what_they_are_scored_on(tmp_path):
+    """In every form: test rows are none of theirs."""
+    (trial,) = sweep = write_sweep(tmp_path, {"benchmark.score_on": ["validation"], "benchmark.test_per_task": [9]})
+    run_to_end(trial, 0.9, 0.0)
+    content = read_sealed_json(sweep.path / "sweep.json")
+    content["axes"] = content["trials"][0]["values"] = {}
+    write_sealed_json(sweep.path / "sweep.json", content)
+    sweep = open_sweep(sweep.path)
+    found = summaries.summarise(sweep)
+    for format in ("text", "markdown", "latex"):
+        assert "scores are of rows held out of the training rows" in report.render(found, format)
+    assert [row["score_on"] for row in report.records(found)] == ["validation"]
+    same = dict(_facts(sweep, found))["the same for all"]
+    assert "benchmark.score_on validation" in same and "test_per_task" not in same
+
+
+def test_rankings_of_several_sweeps_are_compared(tmp_path, capsys):
+    """Whatever rate was chosen for a configuration, it is the same one; what only one sweep has is left out."""
+    found = {
+        "here": (0.001, {"ewc": 0.1, "lwf": 0.2, "o_lora": 0.3, "gain_lora": 0.4}),
+        "elsewhere": (0.003, {"ewc": 0.2, "lwf": 0.1, "o_lora": 0.3, "gain_lora": 0.4, "tasl": 0.0}),
+        "few": (0.003, {"ewc": 0.2, "lwf": 0.1}),
+    }
+    for name, (rate, averages) in found.items():
+        axes = {"method.name": list(averages), "training.learning_rate": [rate], "seed": [0]}
+        sweep = write_sweep(tmp_path, axes, name=name)
+        tried = {"values": {"training.learning_rate": rate}, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8}
+        choice = {"shared": {}, "values": tried["values"], "tried": [tried | {"seconds": 1.0}], "remarks": []}
+        (sweep.path / "tuning.json").write_bytes(sealed_json({"chosen": [choice]}))
+        for trial, average in zip(sweep, averages.values(), strict=True):
+            run_to_end(trial, average, 0.1)
+    assert main(["report", *(str(tmp_path / name) for name in found)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "here and elsewhere rank the 4 configurations that both have by AP with Kendall's tau 0.67" in text
+    assert "1 of 6 pairs swap" in text
+    assert text.count("Kendall") == 1, "two make no ranking"
+
+
+def rankings(tmp_path, axes, *averages):
+    """What is said of the rankings of sweeps, by the AP of each one's trials; None is not run."""
+    found = []
+    for number, each in enumerate(averages):
+        sweep = write_sweep(tmp_path, axes, name=f"sweep{number}")
+        for trial, average in zip(sweep, each, strict=True):
+            if average is not None:
+                run_to_end(trial, average, 0.0)
+        found.append(summaries.summarise(sweep))
+    return [note for note in together(found).notes if "Kendall" in note]
+
+
+def test_rankings_on_other_tasks_are_no_agreement(tmp_path):
+    """Order 2 is harder for all methods, which says nothing of whether methods rank alike."""
+    axes = {"method.name": ["ewc", "lwf", "tasl"], "benchmark.order": [1, 2], "seed": [0]}
+    first, second = rankings(tmp_path, axes, (0.5, 0.1, 0.6, 0.2, 0.7, 0.3), (0.7, 0.3, 0.6, 0.2, 0.5, 0.1))
+    for note, order in ((first, 1), (second, 2)):
+        assert f"rank the 3 configurations that both have on benchmark=superni order={order} by AP" in note
+        assert "tau -1.00" in note and "3 of 3 pairs swap" in note
+
+
+def test_what_is_equal_but_for_rounding_swaps_with_nothing(tmp_path):
+    axes = {"method.name": ["ewc", "lwf", "tasl"], "seed": [0]}
+    (note,) = rankings(tmp_path, axes, (0.34, 0.33999999999999997, 0.1), (0.33999999999999997, 0.34, 0.1))
+    assert "tau 1.00" in note and "0 of 3 pairs swap" in note
+
+
+def test_a_ranking_leaves_out_what_was_stopped_and_tells_of_missing_trials(tmp_path):
+    axes = {"method.name": ["ewc", "lwf", "tasl", "o_lora"], "seed": [0, 1]}
+    whole = (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)
+    (note,) = rankings(tmp_path, axes, whole, (*whole[:7], None))
+    assert "rank the 4 configurations" in note and note.endswith("; n is 1 to 2")
+    trial = list(write_sweep(tmp_path, axes, name="sweep1"))[-1]
+    start(trial)
+    trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    sweeps = [summaries.summarise(open_sweep(tmp_path / name)) for name in ("sweep0", "sweep1")]
+    (note,) = (note for note in together(sweeps).notes if "Kendall" in note)
+    assert "rank the 3 configurations" in note and "n is" not in note
+
+
+def test_what_a_scheduler_has_left_of_a_configuration_is_nowhere_the_best(tmp_path):
+    """The mean of its better seeds compares with no other: across sweeps, in curves, and in pictures of the best."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1, 1.0], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.4, 0.5, 0.9, None, 0.3, 0.3), strict=True):
+        if average is not None:
+            run_to_end(trial, average, 0.0)
+        else:
+            start(trial)
+            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    summary = summaries.summarise(sweep)
+    assert _trial_of(sweep, summary, max).values["method.ortho_lambda"] == 0.0
+    table = together([summary, summary])
+    assert [row[1].text for row in table.table.rows[-2:]] == ["lambda=0.1"] * 2
+    assert "and comes last" in " ".join(table.notes)
+    assert [row["n_stopped"] for row in report.records(summary)] == [0, 1, 0]
+    found = {picture.name: picture for picture in sweep_pictures(summary)[0]}
+    assert [len(line.get_xdata()) for line in found["against_lambda"].figure.axes[0].lines] == [2]
+    assert "left out, for a scheduler has left the better of their trials alone: 1" in found["against_lambda"].caption
+    for name in ("over_tasks", "forgetting", "matrices"):
+        assert found[name].caption.endswith(
+            "; last, for a scheduler has left the better of their trials alone: lambda=0.1"
+        )
+    rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
+    assert rows == ["lambda=0.0", "lambda=1.0", "lambda=0.1"]
+
+
+def test_pictures_that_a_scheduler_leaves_too_little_for_are_named(tmp_path):
+    """Each configuration has a trial that was stopped; of those along another axis nothing is said."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "method.rank": [4, 8], "seed": [0, 1]})
+    for trial in sweep:
+        if trial.values["seed"] == 0:
+            run_to_end(trial, 0.5, 0.0)
+        else:
+            start(trial)
+            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    pictures, not_drawn = all_pictures(sweep, summaries.summarise(sweep))
+    assert [picture.name for picture in pictures] == ["over_tasks", "forgetting", "matrices"]
+    of = ("AP and FM against lambda", "AP and FM against rank", "AP over lambda and rank")
+    told = [f"{what}: a scheduler has stopped trials of too many configurations" for what in of]
+    assert [line for line in not_drawn if "scheduler" in line] == told
+
+
+def test_a_curve_counts_what_a_scheduler_has_left_of_its_own_points(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [None, 0.1, 1.0], "seed": [0, 1]})  # None: without lambda
+    for trial in sweep:
+        if trial.values == {"method.ortho_lambda": None, "seed": 1}:
+            start(trial)
+            trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+        else:
+            run_to_end(trial, 0.5, 0.0)
+    (curve,) = (one for one in sweep_pictures(summaries.summarise(sweep))[0] if one.name == "against_lambda")
+    assert "left out" not in curve.caption
+
+
+def test_sweeps_of_one_name_are_told_apart_and_none_counts_twice(sweep, tmp_path, capsys):
+    other = write_sweep(tmp_path / "elsewhere", {"seed": [0]})
+    main(["report", str(sweep.path), str(other.path), "--format", "csv"])
+    names = [line.split(",")[0] for line in capsys.readouterr().out.split()[1:]]
+    assert names == [str(sweep.path), str(sweep.path), str(other.path)]
+    assert main(["report", str(sweep.path), f"{sweep.path}/../{sweep.name}"]) == 2
+    assert f"report: {sweep.path} is named more than once" in capsys.readouterr().err
+
+
+def test_a_label_of_several_configurations_has_no_rank(tmp_path):
+    """Where one sweep has the rate as an axis, and in the other it was chosen."""
+    names = ["ewc", "lwf", "tasl", "o_lora"]
+    grid = write_sweep(
+        tmp_path, {"method.name": names, "training.learning_rate": [1e-3, 1e-2], "seed": [0]}, name="grid"
+    )
+    for number, trial in enumerate(grid):
+        run_to_end(trial, (0.1 + 0.1 * (number // 2)) if number % 2 == 0 else 0.9 - 0.1 * number, 0.0)
+    tuned = write_sweep(tmp_path, {"method.name": names, "training.learning_rate": [1e-3], "seed": [0]}, name="tuned")
+    values = {"training.learning_rate": 1e-3}
+    tried = {"values": values, "trial_id": "t", "score": 0.4, "loss": 1.0, "steps": 8, "seconds": 1.0}
+    choice = {"shared": {}, "values": values, "tried": [tried], "remarks": []}
+    (tuned.path / "tuning.json").write_bytes(sealed_json({"chosen": [choice]}))
+    for number, trial in enumerate(tuned):
+        run_to_end(trial, 0.1 + 0.1 * number, 0.0)
+    notes = " ".join(together([summaries.summarise(sweep) for sweep in (grid, tuned)]).notes)
+    assert "Kendall" not in notes
+
+
+def test_what_differs_between_trials_is_not_told_as_the_same_for_all(tmp_path):
+    """Defaults follow from the backbone: no axis of their own, and not the same."""
+    sweep = write_sweep(tmp_path, {"backbone.name": ["t5-large", "llama-2-7b"], "seed": [0]})
+    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
+    for entry, epochs in zip(content["trials"], (30, 15), strict=True):
+        entry["params"]["training.epochs"] = epochs
+    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    sweep = open_sweep(sweep.path)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    told = dict(_facts(sweep, summaries.summarise(sweep)))
+    assert "training.epochs" not in told["the same for all"]
+    assert told["follows from these"] == "training.epochs: 30, 15"
+    assert "benchmark.order 1" in told["the same for all"]
+
+
+def test_figures_are_written_beside_the_sweep(sweep, capsys):
+    assert main(["figures", str(sweep.path)]) == 0
+    assert "4 pictures as PDF and PNG in" in capsys.readouterr().out
+    assert (sweep.path / "figures" / "matrices.pdf").exists()
+
+
+def test_figures_of_an_earlier_call_do_not_stay_among_the_new_ones(sweep):
+    assert main(["figures", str(sweep.path), "--baseline", "lambda=0.0"]) == 0
+    folder = sweep.path / "figures"
+    assert (folder / "differences.pdf").exists()
+    (folder / "mine.pdf").write_bytes(b"of another hand")
+    assert main(["figures", str(sweep.path)]) == 0
+    listed = set(re.findall("^- `(.+?)`", (folder / "README.md").read_text(), re.MULTILINE))
+    assert {path.stem for path in folder.iterdir()} == listed | {"README", "mine"}
+    assert "differences" not in listed
+
+
+def test_an_axis_that_is_not_there_is_refused(sweep):
+    with pytest.raises(ConfigError, match="one of the sweep's axes"):
+        render_page([sweep], over=["rank"])
+
+
+def test_sizes_are_numbers(sweep):
+    sizes = re.findall(r'data-size="([^"]*)"', render_page([sweep]))
+    assert sizes and all(isinstance(json.loads(size), (int, float)) for size in sizes)

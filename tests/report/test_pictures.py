@@ -1,0 +1,271 @@
+"""The pictures of a sweep: what is drawn, and that it can be read."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from helpers.sweep_folders import TASKS, finish, learn, run_to_end, start, write_sweep
+from matplotlib.image import AxesImage
+from matplotlib.text import Text
+
+from latent_sweep.cli.main import main
+from latent_sweep.metrics import ScoreMatrix
+from latent_sweep.report.export import export_pictures
+from latent_sweep.report.figures import curve_figure
+from latent_sweep.report.pictures import MATRICES, NAMED, ROWS, forgetting_by_task, sweep_pictures
+from latent_sweep.results import summaries
+
+
+def pictures_of(sweep):
+    return {picture.name: picture for picture in sweep_pictures(summaries.summarise(sweep))[0]}
+
+
+def learned(trial, rows):
+    start(trial)
+    for seen, row in enumerate(rows, start=1):
+        learn(trial, seen, row)
+    finish(trial, float(np.mean(rows[-1])), 0.0)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Lambda and K on a grid over two seeds."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "router.components": [1, 5, 10], "seed": [0, 1]})
+    for number, trial in enumerate(sweep):
+        learned(trial, [[0.8], [0.6, 0.9], [0.5, 0.7, 0.3 + 0.02 * number]])
+    return sweep
+
+
+def test_each_picture_has_its_data(sweep):
+    found = pictures_of(sweep)
+    assert list(found) == ["against_lambda", "against_K", "lambda_and_K", "over_tasks", "forgetting", "matrices"]
+    interaction = found["lambda_and_K"].figure.axes[0].images[0].get_array()
+    last = 0.3 + 0.02 * np.arange(12).reshape(2, 3, 2).mean(2)  # (lambda, K), a mean over seeds
+    np.testing.assert_allclose(interaction, (100 * (1.2 + last) / 3).T)
+
+
+def test_lines_go_over_the_tasks_seen(sweep):
+    left, right = pictures_of(sweep)["over_tasks"].figure.axes[:2]
+    best = next(line for line in left.lines if line.get_label() == "lambda=0.1 K=10")
+    np.testing.assert_allclose(best.get_ydata(), [80, 75, 100 * (1.2 + 0.51) / 3])
+    new = next(line for line in right.lines if line.get_label() == "lambda=0.1 K=10")
+    np.testing.assert_allclose(new.get_ydata(), [80, 85, 100 * (1.7 + 0.51) / 3])
+
+
+def test_curves_against_a_setting_have_their_spread(sweep):
+    performance, _ = pictures_of(sweep)["against_K"].figure.axes[:2]
+    line = next(line for line in performance.lines if line.get_label() == "lambda=0.0")
+    means = [100 * (1.2 + 0.3 + 0.02 * (2 * k + 0.5)) / 3 for k in range(3)]
+    np.testing.assert_allclose(line.get_xdata(), [1, 5, 10])
+    np.testing.assert_allclose(line.get_ydata(), means)
+
+
+def test_bands_stay_between_0_and_100_per_cent(tmp_path):
+    """Means of 95 and 5 per cent with deviations of 7: a band of one deviation would leave both ends."""
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.9, 1.0, 0.0, 0.1), strict=True):
+        run_to_end(trial, average, 0.0)
+    found = pictures_of(sweep)
+    heights = np.concatenate(
+        [
+            path.vertices[:, 1]
+            for name in ("against_lambda", "over_tasks")
+            for axes in found[name].figure.axes
+            for band in axes.collections
+            for path in band.get_paths()
+        ]
+    )
+    assert (heights.min(), heights.max()) == (0, 100)
+    curve = curve_figure("x", (0.0, 1.0), {"": ([95.0, 5.0], [7.0, 7.0])}).axes[0]
+    (band,) = curve.collections
+    assert (band.get_paths()[0].vertices[:, 1].min(), band.get_paths()[0].vertices[:, 1].max()) == (0, 100)
+
+
+def test_what_is_not_learned_in_turn_has_no_forgetting_drawn(tmp_path):
+    sweep = write_sweep(
+        tmp_path, {"method.name": ["seq_lora", "joint_lora"], "method.ortho_lambda": [0.0, 0.1], "seed": [0]}
+    )
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    summary = summaries.summarise(sweep)
+    configurations = tuple(
+        dataclasses.replace(one, learns_in_turn=one.values["method"] == "seq_lora") for one in summary.configurations
+    )
+    found = {p.name: p for p in sweep_pictures(dataclasses.replace(summary, configurations=configurations))[0]}
+    rows = [text.get_text() for text in found["forgetting"].figure.axes[0].get_yticklabels()]
+    assert rows and all("seq_lora" in row for row in rows)
+    forgetting = found["against_lambda"].figure.axes[1]
+    drawn = {line.get_label(): np.isfinite(line.get_ydata()).all() for line in forgetting.lines}
+    assert drawn == {"method=seq_lora": True, "method=joint_lora": False}
+
+
+def test_forgetting_by_task_is_what_fm_is_the_mean_of():
+    rng = np.random.default_rng(0)
+    matrices = [
+        ScoreMatrix(tuple("abcd"), tuple(tuple(map(float, rng.random(i + 1))) for i in range(4))) for _ in range(3)
+    ]
+    found = forgetting_by_task(matrices)
+    assert found.shape == (3,)
+    assert found.mean() == pytest.approx(np.mean([matrix.forgetting() for matrix in matrices]))
+    one = ScoreMatrix(("a", "b"), ((0.9,), (0.4, 0.5)))
+    assert forgetting_by_task([one]) == pytest.approx([0.5])
+
+
+def test_nothing_finished_is_nothing_drawn(tmp_path):
+    assert pictures_of(write_sweep(tmp_path, {"seed": [0, 1]})) == {}
+
+
+def assert_legible(picture):
+    """Nothing leaves the picture, and all text is at least five points high."""
+    figure = picture.figure
+    figure.canvas.draw()
+    box, (width, height) = figure.get_tightbbox(figure.canvas.get_renderer()), figure.get_size_inches()
+    assert min(box.x0, box.y0) >= -0.01 and box.x1 <= width + 0.01 and box.y1 <= height + 0.01, (picture.name, box)
+    assert all(text.get_fontsize() >= 5 for text in figure.findobj(Text) if text.get_text())
+
+
+def test_pictures_of_a_small_sweep_are_legible(sweep):
+    for picture in pictures_of(sweep).values():
+        assert_legible(picture)
+
+
+def test_270_configurations_are_legible(tmp_path):
+    grid = {"method.ortho_lambda": [10.0**-k for k in range(9)], "method.rank": list(range(4, 34)), "seed": [0]}
+    sweep = write_sweep(tmp_path, grid)
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.3 + number / 1000, 0.1)
+    found = pictures_of(sweep)
+    for picture in found.values():
+        assert_legible(picture)
+    lines = found["over_tasks"].figure.axes[0].lines
+    assert len(lines) == 270
+    assert len([line for line in lines if not line.get_label().startswith("_")]) == NAMED
+    assert "grey the other 263" in found["over_tasks"].caption
+    assert len(found["forgetting"].figure.axes[0].get_yticks()) == ROWS
+    maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
+    assert len(maps) == MATRICES
+    assert "the 6 with the highest AP of 270" in found["matrices"].caption
+
+
+def test_fifteen_tasks_with_long_names_are_legible(tmp_path, monkeypatch):
+    names = [f"task{number:04d}_a_dataset_whose_name_goes_on_$and_on" for number in range(15)]
+    monkeypatch.setattr("helpers.sweep_folders.TASKS", names)
+    sweep = write_sweep(tmp_path, {"method.name": ["latent_lora", "package.module:AMethodFromOutside"], "seed": [0]})
+    for trial in sweep:
+        learned(trial, [[0.5] * seen for seen in range(1, 16)])
+    for picture in pictures_of(sweep).values():
+        assert_legible(picture)
+
+
+def test_pictures_become_files_with_embedded_fonts(sweep, tmp_path):
+    names, not_drawn = export_pictures(sweep, tmp_path / "out")
+    assert not_drawn
+    for text in not_drawn:
+        assert re.fullmatch(r"interference of .* seed=0: snapshot \w+ is missing", text)
+    assert len(names) == 6
+    for name in names:
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        pdf = (tmp_path / "out" / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf
+    captions = (tmp_path / "out" / "README.md").read_text()
+    assert all(f"- `{name}`: " in captions for name in names)
+    assert TASKS[0] not in captions
+    assert ".." not in captions and "?." not in captions
+
+
+def test_forgetting_says_how_many_other_streams_it_leaves_out(tmp_path, monkeypatch):
+    sweep = write_sweep(tmp_path, {"benchmark.order": ["1", "2"], "method.name": ["seq_lora", "o_lora"], "seed": [0]})
+    for trial, average in zip(sweep, (0.9, 0.3, 0.8, 0.7), strict=True):
+        order = TASKS if trial.values["benchmark.order"] == "1" else TASKS[::-1]
+        monkeypatch.setattr("helpers.sweep_folders.TASKS", order)
+        run_to_end(trial, average, 0.0)
+    caption = pictures_of(sweep)["forgetting"].caption
+    assert "with the highest AP of" not in caption
+    assert "left out, as they learn other streams of tasks than the one with the highest AP: 2" in caption
+
+
+def test_equal_configurations_are_drawn_once(tmp_path):
+    """As soft and hard routing where the router is certain; a seed that differs is a difference."""
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard", "oracle"], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.5, 0.6, 0.5, 0.6, 0.5, 0.7), strict=True):
+        run_to_end(trial, average, 0.0)
+    found = pictures_of(sweep)
+    for name in ("over_tasks", "forgetting", "matrices"):
+        assert found[name].caption.endswith("; with the same scores, and drawn once: mode=soft, mode=hard")
+    maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
+    assert [axes.get_title() for axes in maps] == ["mode=oracle", "mode=soft"], "the highest AP first"
+
+
+def test_differences_from_a_baseline_have_their_intervals(tmp_path):
+    """One worse, one the same but for a seed; the baseline itself has no row."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "o_lora", "inc_lora"], "seed": [0, 1, 2]})
+    averages = {"seq_lora": (0.5, 0.52, 0.51), "o_lora": (0.3, 0.33, 0.31), "inc_lora": (0.52, 0.5, 0.51)}
+    for trial in sweep:
+        run_to_end(trial, averages[trial.values["method.name"]][trial.values["seed"]], 0.0)
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    picture = next(picture for picture in sweep_pictures(summary)[0] if picture.name == "differences")
+    assert_legible(picture)
+    assert "; baseline: method=seq_lora; n: pairs of finished trials with the same seed, 3; " in picture.caption
+    found = {one.values["method"]: one.comparison for one in summary.configurations}
+    for axes, measure in zip(picture.figure.axes, ("AP", "LA", "BWT", "FM"), strict=True):
+        assert axes.get_title() == measure
+        _, *drawn = axes.lines
+        for name, interval, mean in zip(("inc_lora", "o_lora"), drawn[::2], drawn[1::2], strict=True):
+            difference = found[name].differences[measure]
+            bounds = difference.interval or (difference.mean, difference.mean)
+            assert list(interval.get_xdata()) == pytest.approx([100 * bound for bound in bounds])
+            assert list(mean.get_xdata()) == pytest.approx([100 * difference.mean])
+            assert (mean.get_markerfacecolor() == "white") == (not difference.told_apart)
+    performance = picture.figure.axes[0]
+    assert [text.get_text() for text in performance.get_yticklabels()] == ["inc_lora", "o_lora"]
+    assert [found[name].differences["AP"].told_apart for name in ("inc_lora", "o_lora")] == [False, True]
+    assert "differences" not in pictures_of(sweep)
+
+
+@pytest.mark.parametrize("streams", [[TASKS, TASKS[::-1]], [TASKS, TASKS[:2]]])
+def test_only_trials_of_one_stream_have_a_mean_by_task(streams, tmp_path, monkeypatch):
+    """Orders that repeat a configuration learn other tasks at a position, or are shorter."""
+    scores = {"sentiment": 0.9, "summary": 0.5, "intent": 0.1}
+    sweep = write_sweep(tmp_path, {"benchmark.order": ["1", "2"], "seed": [0]})
+    for trial, tasks in zip(sweep, streams, strict=True):
+        monkeypatch.setattr("helpers.sweep_folders.TASKS", tasks)
+        learned(trial, [[scores[task] for task in tasks[:seen]] for seen in range(1, len(tasks) + 1)])
+    found = {p.name: p for p in sweep_pictures(summaries.summarise(sweep, over=["benchmark.order"]))[0]}
+    (matrix, *_) = found["matrices"].figure.axes
+    np.testing.assert_allclose(matrix.images[0].get_array()[-1], [90, 50, 10])
+    told = "left out, as other streams of tasks than their configuration's first trial: 1"
+    assert told in found["matrices"].caption and told in found["forgetting"].caption
+    (line,) = found["over_tasks"].figure.axes[0].lines
+    orders = [[90, 70, 50], [10, 30, 50]] if len(streams[1]) == 3 else [[90, 70, 50]]  # of one length
+    np.testing.assert_allclose(line.get_ydata(), np.mean(orders, axis=0))
+
+
+def test_equal_scores_are_compared_each_with_its_own_pairs(tmp_path):
+    """Of the first to be drawn no trial has the seed of one of the baseline's."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "o_lora", "inc_lora"], "seed": [0, 1]})
+    for trial in sweep:
+        name, seed = trial.values.values()
+        if (name, seed) in {("seq_lora", 0), ("o_lora", 1), ("inc_lora", 0)}:
+            run_to_end(trial, 0.5 if name == "seq_lora" else 0.7, 0.0)
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    (picture,) = (picture for picture in sweep_pictures(summary)[0] if picture.name == "differences")
+    assert [text.get_text() for text in picture.figure.axes[0].get_yticklabels()] == ["inc_lora"]
+
+
+def test_differences_of_many_configurations_are_legible(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.rank": list(range(1, 101)), "seed": [0]})
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.3 + 0.1 * (number % 2), 0.0)
+    found = {p.name: p for p in sweep_pictures(summaries.summarise(sweep, baseline=["rank=1"]))[0]}
+    assert_legible(found["differences"])
+    assert len(found["differences"].figure.axes[0].get_yticks()) == ROWS
+    assert f"the {ROWS} with the highest AP of 99" in found["differences"].caption
+    assert found["matrices"].caption.count(" and 46 more") == 2
+
+
+def test_the_command_draws_differences(sweep, tmp_path, capsys):
+    assert main(["figures", str(sweep.path), "--output", str(tmp_path / "out"), "--baseline", "lambda=0.0 K=1"]) == 0
+    assert (tmp_path / "out" / "differences.pdf").is_file()
+    assert main(["figures", str(sweep.path), "--output", str(tmp_path / "out"), "--over", "nothing"]) == 2
+    assert "found 'nothing'" in capsys.readouterr().err

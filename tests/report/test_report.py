@@ -1,0 +1,731 @@
+import csv
+import io
+import json
+import math
+import re
+import textwrap
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, run_to_end, start, write_sweep
+from matplotlib import image
+
+from latent_sweep.errors import ConfigError
+from latent_sweep.labels import METHOD_NAMES, distinct_labels, label, short_names
+from latent_sweep.methods import METHODS
+from latent_sweep.report import report
+from latent_sweep.report.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
+from latent_sweep.report.latex import latex
+from latent_sweep.report.page import render_page
+from latent_sweep.report.sections import Cell, Section, Table, sections, together
+from latent_sweep.results import summaries
+from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.storage.folders import open_sweep
+
+AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1, 2]}
+
+
+@pytest.fixture
+def summary(tmp_path):
+    """lambda=0: AP 0.40, 0.41, 0.45 over three seeds; lambda=0.1: one seed at 0.50, one failed, one stopped."""
+    sweep = write_sweep(tmp_path, AXES)
+    trials = list(sweep)
+    for trial, average, forgetting in zip(trials, (0.40, 0.41, 0.45, 0.50), (0.10, 0.12, 0.14, 0.02), strict=False):
+        run_to_end(trial, average, forgetting)
+    start(trials[4])
+    journal_of(trials[4]).append("failed", kind="non_finite", message="the loss is nan", task="summary", step=120)
+    start(trials[5])
+    learn(trials[5], 1, 0.2)
+    journal_of(trials[5]).append("stopped", tasks_seen=1, reason="below the median")
+    return summaries.summarise(sweep)
+
+
+def test_no_two_journals_are_held_at_the_same_time(tmp_path):
+    sweep = write_sweep(tmp_path, {"seed": list(range(40))})
+    run_copies(sweep, n_tasks=30)
+    first = next(iter(sweep))  # which reads `sweep.json`
+    summaries.summarise_one(sweep, [first])  # which imports what it needs
+    tracemalloc.start()
+    try:
+        journal = first.events()
+        one, _ = tracemalloc.get_traced_memory()
+        del journal
+        tracemalloc.reset_peak()
+        summary = summaries.summarise(sweep)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert summary.configurations[0].n_finished == 40
+    assert peak < 10 * one
+
+
+def test_numbers_worked_by_hand(summary):
+    first, second = summary.configurations
+    assert first.values == {"lambda": 0.0}
+    assert (first.n_finished, first.n_trials) == (3, 3)
+    assert first.average_performance.mean == pytest.approx(0.42)
+    # deviations -0.02, -0.01, 0.03: squares sum to 0.0014, over n - 1 = 2
+    assert first.average_performance.std == pytest.approx(math.sqrt(0.0007))
+    assert first.forgetting.mean == pytest.approx(0.12)
+    assert first.forgetting.std == pytest.approx(0.02)
+    assert first.task_scores["intent"].mean == pytest.approx(0.42)
+    assert (second.n_finished, second.n_trials) == (1, 3)
+    assert second.average_performance == summaries.Statistic(mean=0.5, std=None, n=1)
+    assert summary.counts == {"finished": 4, "failed": 1, "stopped": 1}
+    # of the second one a scheduler has stopped a trial: its mean of the others is no better one
+    assert (first.n_stopped, second.n_stopped) == (0, 1)
+    assert summary.best_average_performance == pytest.approx(0.42)
+    assert [summary.is_best(one) for one in summary.configurations] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [("benchmark.tasks", [["sentiment"], None]), ("benchmark.order", [1, 2]), ("benchmark.score_on", ["test", None])],
+)
+def test_the_highest_is_marked_among_what_is_tested_on_the_same(tmp_path, path, values):
+    sweep = write_sweep(tmp_path, {path: values, "method.rank": [4, 8], "seed": [0]})
+    for trial, average in zip(sweep, (0.9, 0.8, 0.2, 0.3), strict=True):
+        run_to_end(trial, average, 0.0)
+    summary = summaries.summarise(sweep)
+    assert [summary.is_best(one) for one in summary.configurations] == [True, False, False, True]
+    assert summary.best_average_performance == 0.9
+    assert "the highest AP is marked among rows that are of one benchmark" in report.render(summary)
+    over = summaries.summarise(sweep, over=[path])
+    assert [over.is_best(one) for one in over.configurations] == [True, True], "0.55 both"
+    assert "the highest AP is marked among" not in report.render(over)
+
+
+def test_the_text_table(summary):
+    lines = report.render(summary).splitlines()
+    assert lines[0] == "sweep lambda: 6 trials (4 finished, 1 failed, 1 stopped)"
+    assert lines[2].split() == ["lambda", "n", "AP", "(%)", "LA", "(%)", "FM", "(%)"]
+    assert lines[4].split() == ["0.0", "3", "42.00", "±", "2.65", "*", "42.00", "±", "2.65", "12.00", "±", "2.00"]
+    assert lines[5].split() == ["0.1", "1/3", "50.00", "50.00", "2.00"]
+    assert any("a scheduler has stopped some trials of a row" in line for line in lines)
+    assert any("where some trials of a row have failed and others have finished" in line for line in lines)
+    assert "n: finished trials, one for each seed; mean ± sample standard deviation over them" in lines
+    assert "the same in all rows: trained 147,456, rate 0.0003, steps 24" in lines
+    assert "lambda=0.1 seed=1 failed: non_finite at task summary, step 120: the loss is nan" in lines
+    assert "lambda=0.1 seed=2 stopped: after 1 tasks: below the median" in lines
+    assert "T3 = intent" in lines
+
+
+def test_the_markdown_table(summary):
+    text = report.render(summary, "markdown")
+    assert "| lambda | n | AP (%) | LA (%) | FM (%) |\n| --- | --- | --- | --- | --- |" in text
+    assert "| 0.0 | 3 | **42.00 ± 2.65** | 42.00 ± 2.65 | 12.00 ± 2.00 |\n| 0.1 | 1/3 | 50.00 | 50.00 | 2.00 |" in text
+    assert "| 0.0 | 42.00 | 42.00 | 42.00 |" in text
+
+
+def test_the_latex_table(summary):
+    text = report.render(summary, "latex")
+    assert r"$\lambda$ & $n$ & AP (\%) & LA (\%) & FM (\%) \\" in text
+    assert r"$0.0$ & $3$ & $\mathbf{42.00} \pm 2.65$ & $42.00 \pm 2.65$ & $12.00 \pm 2.00$ \\" in text
+    assert r"\mathbf{50.00}" not in text
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
+
+
+def test_latex_tables_stand_in_floats_with_caption_label_and_notes(summary):
+    text = report.render(summary, "latex")
+    floats = re.findall(r"\\begin\{table\}(.*?)\\end\{table\}", text, re.DOTALL)
+    assert len(floats) == 2
+    for found in floats:
+        order = [r"\caption{", r"\label{tab:lambda-", r"\toprule", r"\midrule", r"\bottomrule", r"\footnotesize"]
+        assert [found.index(part) for part in order] == sorted(found.index(part) for part in order)
+    assert len(set(re.findall(r"\\label\{(.*?)\}", text))) == 2
+    assert r"\begin{tabular}{rrrrr}" in floats[0]
+
+
+@pytest.mark.parametrize(
+    ("cell", "written"),
+    [
+        (Cell("+0.81 [-1.37, +2.99] n.s.", 0.0081), r"$+0.81\ [-1.37, +2.99]\ \mathrm{n.s.}$"),
+        (Cell("-4.05", -4.05), "$-4.05$"),
+        (Cell("1e-05", 1e-5), "$10^{-5}$"),
+        (Cell("3e-05", 3e-5), r"$3 \times 10^{-5}$"),
+        (Cell("460,800", 460800), "$460{,}800$"),
+        (Cell("64 to 68", 64), r"$64\mbox{--}68$"),
+        (Cell("1/3", 1), "$1/3$"),
+        (Cell("-"), "--"),
+        (Cell("62.60 ± 3.75", 62.6, best=True), r"$\mathbf{62.60} \pm 3.75$"),
+    ],
+)
+def test_latex_writes_numbers_in_math_mode(cell, written):
+    text = latex([Section("any", "title", Table(["x"], [[cell], [Cell("1", 1.0)]]))], "name")
+    assert f"\n{written} \\\\\n" in text
+
+
+def test_latex_calls_methods_as_papers_do(tmp_path):
+    assert set(METHOD_NAMES) == set(METHODS)
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "mine_lora"], "seed": [0]})
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    text = report.render(summaries.summarise(sweep), "latex")
+    assert "\nSeqLoRA & $1$ &" in text and "\nmine\\_lora & $1$ &" in text
+    assert r"\begin{tabular}{lrrrr}" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_text_for_a_narrow_terminal_loses_nothing(tmp_path, width):
+    axes = {"method.name": ["latent_lora", "gain_lora"], "router.scope": ["prompt", "input_only"], "seed": [0, 1]}
+    sweep = write_sweep(tmp_path, axes)
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.50 + 0.01 * number, 0.1)
+    summary = summaries.summarise(sweep, baseline=["method=gain_lora", "scope=prompt"])
+    wide, narrow = (report.render(summary, width=limit) for limit in (None, width))
+    assert max(map(len, wide.splitlines())) > 80
+    assert max(map(len, narrow.splitlines())) <= width
+    letters = "".join(narrow.split())
+    for table in (section.table for section in sections(summary) if section.table):
+        for text in (*table.header, *(cell.text for row in table.rows for cell in row)):
+            assert text in narrow or wrapped(text, narrow) or "".join(text.split()) in letters
+
+
+def wrapped(text, page):
+    """Whether the words of a text, or pieces of them, are all on the page."""
+    return all(piece in page for word in text.split() for piece in textwrap.wrap(word, 8))
+
+
+def test_what_is_too_wide_is_split_and_names_its_rows_again(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    lines = report.render(summaries.summarise(sweep), width=40).partition("\n\n")[2].splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["lambda", "------", "0.0", "0.1"]
+    assert lines[4] == "" and lines[5].split() == ["lambda", "FM", "(%)"]
+
+
+@pytest.mark.parametrize(
+    ("averages", "marked"),
+    [
+        ((0.0, 0.0), [False, False]),
+        ((0.5, 0.5), [False, False]),
+        ((0.5, 0.5, 0.4), [True, True, False]),
+        ((0.5,), [False]),
+    ],
+)
+def test_the_highest_is_marked_only_where_something_is_lower(tmp_path, averages, marked):
+    sweep = write_sweep(tmp_path, {"method.rank": list(range(1, len(averages) + 1)), "seed": [0]})
+    for trial, average in zip(sweep, averages, strict=True):
+        run_to_end(trial, average, 0.0)
+    summary = summaries.summarise(sweep)
+    assert [summary.is_marked(one) for one in summary.configurations] == marked
+    assert [row["best_AP"] for row in report.records(summary)] == [average == max(averages) > 0 for average in averages]
+    text = report.render(summary)
+    assert ("* highest AP" in text) == any(marked)
+    assert ("nothing was learned" in text) == summary.nothing_learned == (not any(averages))
+
+
+def test_the_csv_table(summary):
+    rows = list(csv.DictReader(io.StringIO(report.render(summary, "csv"))))
+    assert rows[0] == {
+        "lambda": "0.0",
+        "n_finished": "3",
+        "n_trials": "3",
+        "n_stopped": "0",
+        "n_failed": "0",
+        "AP_mean": "42.0000",
+        "AP_std": "2.6458",
+        "LA_mean": "42.0000",
+        "LA_std": "2.6458",
+        "FM_mean": "12.0000",
+        "FM_std": "2.0000",
+        "best_AP": "true",
+        "trained": "147456",
+        "rate": "0.0003",
+        "steps": "24",
+        **{f"score/{task}": "42.0000" for task in TASKS},
+    }
+    assert (rows[1]["AP_std"], rows[1]["best_AP"]) == ("", "false")
+
+
+def with_constants(tmp_path, axes, constant):
+    """A sweep of finished trials whose tasks have a baseline of so much, and each more than the task before."""
+    sweep = write_sweep(tmp_path, axes)
+    for trial in sweep:
+        start(trial)
+        for seen in range(1, len(TASKS) + 1):
+            learn(trial, seen, 0.5, constant=constant(trial) + seen / 100)
+        finish(trial, 0.5, 0.0)
+    return sweep
+
+
+def test_the_most_frequent_training_answer_is_a_row_below_the_scores_by_task(tmp_path):
+    sweep = with_constants(tmp_path, AXES, lambda trial: 0.25)
+    found = summaries.summarise(sweep)
+    assert [one.constants for one in found.configurations] == [dict(zip(TASKS, (0.26, 0.27, 0.28), strict=True))] * 2
+    assert ["constant", "26.00", "27.00", "28.00"] in [line.split() for line in report.render(found).splitlines()]
+    assert "| constant | 26.00 | 27.00 | 28.00 |" in report.render(found, "markdown")
+    assert re.search(
+        r"constant(?: & *\$?2[678]\.00\$?){3} ",
+        report.render(found, "latex"),
+    )
+    assert re.search(r"constant</t[dh]>\s*<td[^>]*>26\.00</td>", render_page([sweep]))
+    for row in csv.DictReader(io.StringIO(report.render(found, "csv"))):
+        assert [row[f"constant/{task}"] for task in TASKS] == ["26.0000", "27.0000", "28.0000"]
+
+
+def test_the_most_frequent_answer_of_a_sweep_over_seeds_alone_has_a_row(tmp_path):
+    found = summaries.summarise(with_constants(tmp_path, {"seed": [0]}, lambda trial: 0.25))
+    lines = [line.split() for line in report.render(found).splitlines()]
+    assert ["trials", "50.00", "50.00", "50.00"] in lines
+    assert ["constant", "26.00", "27.00", "28.00"] in lines
+
+
+def test_baselines_that_differ_are_told_by_what_they_depend_on(tmp_path):
+    axes = {"benchmark.test_per_task": [8, 16], "method.rank": [4, 8], "seed": [0]}
+    sweep = with_constants(tmp_path, axes, lambda trial: trial.values["benchmark.test_per_task"] / 100)
+    text = report.render(summaries.summarise(sweep), "markdown")
+    name = short_names(axes)["benchmark.test_per_task"]
+    for rows, first in ((8, "9.00"), (16, "17.00")):
+        assert f"| constant ({label({name: rows})}) | - | {first} |" in text
+
+
+def test_the_share_of_answers_that_were_generated_counts_rows(tmp_path):
+    """Of a long and a short task: at the second stage only the short one's are generated."""
+    (trial,) = sweep = write_sweep(tmp_path, {"seed": [0]})
+    start(trial)
+    for seen, asked, share in ((1, 1000.0, 1.0), (2, 1010.0, 10 / 1010)):
+        metrics = {"AP": 0.5, "generated_share": share, "answers_asked": asked}
+        told = {"task": TASKS[seen - 1], "lineage": "a", "reused": False, "files": {}, "scores": {"sentiment": 0.5}}
+        journal_of(trial).append("stage", tasks_seen=seen, metrics=metrics, **told)
+    assert summaries.summarise(sweep).cost.generated_share == pytest.approx(1010 / 2010)
+
+
+def test_an_axis_that_some_trials_lack_may_repeat_configurations(tmp_path):
+    """A baseline without the setting has its pairs where the seeds are the same."""
+    sweep = write_sweep(
+        tmp_path, {"method.name": ["joint_lora", "inf_lora"], "method.gpm.energy": ["sigma2"], "seed": [0]}
+    )
+    content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
+    for place in ("values", "params"):
+        del content["trials"][0][place]["method.gpm.energy"]
+    content["trials"][0]["values"]["method.gpm.energy"] = None
+    (sweep.path / "sweep.json").write_bytes(sealed_json(content))
+    sweep = open_sweep(sweep.path)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.0)
+    found = summaries.summarise(sweep, over=["method.gpm.energy"], baseline=["method=joint_lora"])
+    assert [one.comparison is None for one in found.configurations] == [True, False]
+
+
+def test_learning_accuracy_is_the_mean_score_of_tasks_when_new(tmp_path):
+    (trial,) = sweep = write_sweep(tmp_path, {"seed": [0]})
+    start(trial)
+    for row in ([0.9], [0.5, 0.6], [0.1, 0.2, 0.3]):
+        learn(trial, len(row), row)
+    finish(trial, 0.2, 0.6)
+    (configuration,) = summaries.summarise(sweep).configurations
+    assert configuration.learning_accuracy.mean == pytest.approx((0.9 + 0.6 + 0.3) / 3)
+
+
+def test_what_was_not_learned_alike_has_a_column(tmp_path):
+    axes = {"method.name": ["seq_lora", "joint_lora"], "training.learning_rate": [3e-4, 1e-5], "seed": [0]}
+    first, second, third, _ = sweep = write_sweep(tmp_path, axes)
+    for trial, steps in ((first, [24] * 3), (second, [24] * 3), (third, [0, 0, 1200])):
+        start(trial)
+        for seen, count in enumerate(steps, start=1):
+            learn(trial, seen, 0.5, steps=count)
+        finish(trial, 0.5, 0.0)
+    text = report.render(summaries.summarise(sweep))
+    cells = [line.split("  ") for line in text.splitlines()[4:8]]
+    assert [line[-1].strip() for line in cells] == ["24", "24", "0 to 1,200", "-"]
+    assert ["0.0003" in line for line in cells] == [True, False, True, False]
+    assert "the same in all rows: trained 147,456\n" in text
+    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarise(sweep), "csv"))))
+    assert [row["steps"] for row in rows] == ["24", "24", "0 to 1200", ""]
+
+
+def test_the_rate_has_no_second_column_beside_its_axis(tmp_path):
+    """What trains nothing has no rate, whatever its settings are by default."""
+    axes = {"method.name": ["zero_shot", "seq_lora"], "training.learning_rate": [None, 1e-3, 1e-2], "seed": [0]}
+    sweep = write_sweep(tmp_path, axes)
+    for trial in sweep:
+        none = trial.values["method.name"] == "zero_shot"
+        start(trial)
+        learn(trial, 1, 0.5, steps=0 if none else 24, trained=0 if none else 147_456)
+    summary = summaries.summarise(sweep)
+    no_rate, _, _, _, low, high = summary.configurations
+    for found in ((no_rate, low, high), (no_rate, low)):
+        lines = report.render(replace(summary, configurations=found)).splitlines()
+        assert lines[2].split()[-3:] == ["(%)", "trained", "steps"]
+        assert not [line for line in lines if line.startswith("the same in all rows")]
+    rows = list(csv.DictReader(io.StringIO(report.render(summary, "csv"))))
+    assert [row["rate"] for row in rows] == ["", "", "", "", "0.001", "0.01"]
+    assert " rate " in report.render(summary).splitlines()[2], "the axis also gives one to what trains nothing"
+
+
+def test_what_few_configurations_have_is_in_one_column(tmp_path):
+    """A list of methods has an axis for each setting that one of them names; most cells would be empty."""
+    axes = {"method.name": ["ewc", "lwf", "o_lora"], "method.ewc_lambda": [None, 100.0], "method.alpha_kd": [None, 0.5]}
+    summary = summaries.summarise(write_sweep(tmp_path, axes | {"seed": [0]}))
+    wanted = {"method=ewc ewc_lambda=100.0", "method=lwf alpha_kd=0.5", "method=o_lora"}
+    three = replace(summary, configurations=[one for one in summary.configurations if label(one.values) in wanted])
+    header, _, *rows = report.render(three).splitlines()[2:7]
+    assert [re.split(r"  +", row)[:3] for row in (header, *rows)] == [
+        ["method", "its settings", "n"],
+        ["ewc", "ewc_lambda=100.0", "0/1"],
+        ["lwf", "alpha_kd=0.5", "0/1"],
+        ["o_lora", "-", "0/1"],
+    ]
+    assert "ewc_lambda" in report.render(three, "csv").splitlines()[0], "a file for programs has a column for each"
+    two = replace(three, axes=("method", "ewc_lambda"))
+    assert report.render(two).splitlines()[2].split()[:3] == ["method", "ewc_lambda", "n"], "one axis needs no other"
+
+
+def test_what_no_stage_tells_is_unknown(tmp_path):
+    text = report.render(summaries.summarise(write_sweep(tmp_path, {"seed": [0]})))
+    assert "the same in all rows: trained unknown, rate 0.0003, steps unknown" in text
+
+
+@pytest.mark.parametrize("order", ["order", "benchmark.order"])
+def test_orders_repeat_a_configuration_where_that_is_asked_for(tmp_path, order):
+    sweep = write_sweep(tmp_path, {"method.rank": [8, 16], "benchmark.order": [1, 2], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), strict=True):
+        run_to_end(trial, average, 0.0)
+    assert len(summaries.summarise(sweep).configurations) == 4
+    summary = summaries.summarise(sweep, over=[order])
+    assert summary.axes == ("rank",)
+    assert [found.average_performance.mean for found in summary.configurations] == pytest.approx([0.25, 0.65])
+    assert [found.n_finished for found in summary.configurations] == [4, 4]
+    assert "n: finished trials, one for each seed and order;" in report.render(summary)
+
+
+def test_a_configuration_says_that_its_repetitions_share_trainings(tmp_path):
+    axes = {"method.name": ["latent_lora", "seq_lora"], "router.components": [1, 2], "seed": [0, 1]}
+    sweep = write_sweep(tmp_path, axes, answering=["router.components"])
+    for trial, average in zip(sweep, (0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.6, 0.6), strict=True):
+        run_to_end(trial, average, 0.0)
+    alone = report.render(summaries.summarise(sweep))
+    assert "trainings in common" not in alone
+    summary = summaries.summarise(sweep, over=["router.components"], baseline=["method=seq_lora"])
+    assert [(one.n_trainings, one.n_finished) for one in summary.configurations] == [(2, 4), (2, 4)]
+    text = report.render(summary)
+    assert "trainings in common (2 of n 4): the deviation is not one of as many trainings" in text
+    assert "trainings in common (2 of n 4): pairs are fewer than they seem, and intervals too narrow" in text
+
+
+def test_an_axis_that_is_not_there_names_those_that_are(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.rank": [8], "seed": [0]})
+    with pytest.raises(ConfigError, match=r"found 'order'; expected one of the sweep's axes: method.rank, seed"):
+        summaries.summarise(sweep, over=["order"])
+
+
+@pytest.fixture
+def routed(tmp_path):
+    """Two modes of two seeds: `soft` with a router, `old` with what an earlier version told, `sum` without one."""
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "old", "sum"], "seed": [0, 1]})
+    for number, trial in enumerate(sweep):
+        run_to_end(trial, 0.5, 0.1)
+        for seen, last in enumerate((0.2, 0.4, 0.9), start=1):
+            metrics = {"AP": 0.5, "FM": 0.1}
+            if trial.values["router.mode"] != "sum":
+                metrics |= {"router_accuracy": last}
+            if trial.values["router.mode"] == "soft":
+                metrics |= {
+                    "router_p_correct": last / 2,
+                    "router_nll": 1.25 + number,
+                    "router_ece": 0.1,
+                    "router_one_hot": 1.0,
+                }
+                metrics |= {"router_novelty_auroc": 0.5 + 0.25 * seen} if seen < 3 else {}
+            scores = dict.fromkeys(TASKS[:seen], 0.5)
+            journal_of(trial).append("stage", tasks_seen=seen, task="x", lineage="y", scores=scores, metrics=metrics)
+        journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.1}, files={})
+    return summaries.summarise(sweep)
+
+
+def test_the_routers_table(routed):
+    text = report.render(routed)
+    table = text.partition("Router\n\n")[2].splitlines()
+    heading = "mode p(correct) (%) top-1 (%) NLL (nats) ECE (%) one-hot (%) novelty AUROC (%)"
+    assert table[0].split() == heading.split()
+    assert table[2].split() == ["soft", "45.00", "90.00", "1.75", "10.00", "100.00", "87.50"]
+    assert table[3].split() == ["old", "-", "90.00", "-", "-", "-", "-"]
+    assert table[4] == "", "there is no router without one"
+    assert "## Router\n\n| mode | p(correct) (%) |" in report.render(routed, "markdown")
+    assert r"soft & $45.00$ & $90.00$ & $1.75$ & $10.00$ & $100.00$ & $87.50$ \\" in report.render(routed, "latex")
+    soft, old, without = csv.DictReader(io.StringIO(report.render(routed, "csv")))
+    assert (soft["router_p_correct"], soft["router_nll"]) == ("45.0000", "1.7500")
+    assert soft["router_novelty_auroc"] == "87.5000"
+    assert (old["router_p_correct"], old["router_accuracy"], without["router_accuracy"]) == ("", "90.0000", "")
+
+
+def test_without_a_router_there_is_no_table_of_one(summary):
+    assert "Router" not in report.render(summary)
+    assert not any("router" in name for name in report.records(summary)[0])
+
+
+def test_an_unknown_format_names_the_known_ones(summary):
+    with pytest.raises(ConfigError, match="'html'; expected one of text, markdown, csv, latex"):
+        report.render(summary, "html")
+
+
+@pytest.mark.parametrize("format", report.FORMATS)
+def test_a_sweep_that_has_not_begun_renders(tmp_path, format):
+    summary = summaries.summarise(write_sweep(tmp_path, {"seed": [0, 1]}))
+    assert report.render(summary, format)
+    assert summary.best_average_performance is None
+    assert summaries.curves(summary) is None
+
+
+def test_latex_and_markdown_survive_special_characters(tmp_path):
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft_&", "a|b"], "seed": [0]})
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    summary = summaries.summarise(sweep)
+    assert r"soft\_\&" in report.render(summary, "latex")
+    assert r"a\|b" in report.render(summary, "markdown")
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["method.ortho_lambda", "router.components", "seed"], ["lambda", "K", "seed"]),
+        (["method.name", "backbone.name"], ["method", "backbone"]),
+        (["method.rank", "probe.rank", "seed"], ["method.rank", "probe.rank", "seed"]),
+    ],
+)
+def test_short_names(paths, expected):
+    assert list(short_names(paths).values()) == expected
+
+
+def test_distinct_labels_leave_out_what_follows_from_what_stands_before():
+    points = [
+        {"method": "zero_shot", "mode": "last", "lambda": None},
+        {"method": "latent_lora", "mode": "soft", "lambda": 0.0},
+        {"method": "latent_lora", "mode": "soft", "lambda": 1e-5},
+        {"method": "latent_lora", "mode": "sum", "lambda": 0.0},
+        {"method": "ewc", "mode": "last", "lambda": None},
+        {"method": "ewc", "mode": "last", "lambda": 0.1},
+    ]
+    assert distinct_labels(points) == [
+        "zero_shot",
+        "latent_lora mode=soft lambda=0.0",
+        "latent_lora mode=soft lambda=1e-05",
+        "latent_lora mode=sum",
+        "ewc",
+        "ewc lambda=0.1",
+    ]
+    assert distinct_labels([{"lambda": 0.1}]) == [""]
+    assert distinct_labels([]) == []
+
+
+def test_close_values_keep_different_labels():
+    assert label({"lr": 3e-05}) != label({"lr": 2e-05})
+    assert label({"lambda": 0.1, "mode": "soft", "seed": 0}) == "lambda=0.1 mode=soft seed=0"
+
+
+def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
+    for trial, average in zip(sweep, (0.3, 0.4, 0.5, 0.6, 0.7), strict=False):
+        run_to_end(trial, average, 0.0)
+    curves = summaries.curves(summaries.summarise(sweep))
+    assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
+    means, stds = curves.series["mode=soft"]
+    np.testing.assert_allclose(means, [55.0, 35.0])
+    np.testing.assert_allclose(stds, [100 * math.sqrt(0.005)] * 2)
+    means, stds = curves.series["mode=hard"]
+    np.testing.assert_allclose(means, [np.nan, 70.0])
+    assert np.isnan(stds).all()
+
+
+def test_a_row_of_which_seeds_have_failed_says_that_its_means_are_of_the_others(tmp_path):
+    """Whose learning diverged: it may have the highest AP, of the seeds that did not."""
+    sweep = write_sweep(tmp_path, {"method.rank": [4, 8], "seed": [0, 1]})
+    *trials, last = sweep
+    for trial, average in zip(trials, (0.3, 0.4, 0.5), strict=True):
+        run_to_end(trial, average, 0.0)
+    note = "where some trials of a row have failed and others have finished"
+    assert note not in report.render(summaries.summarise(sweep))
+    journal_of(last).append("failed", kind="non_finite", message="the loss is nan", task="summary", step=120)
+    summary = summaries.summarise(sweep, baseline=["rank=4"])
+    assert report.render(summary).count(note) == 2, "under the table, and under that of differences"
+    assert note in " ".join(together([summary, summary]).notes)
+    assert [row["n_failed"] for row in report.records(summary)] == [0, 1]
+
+
+def test_what_is_not_learned_task_after_task_is_named(tmp_path):
+    """A stage that learns nothing leaves behind the snapshot of the one before it, whatever the method is called."""
+    sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "all_first"], "seed": [0]})
+    first, second = sweep
+    run_to_end(first, 0.5, 0.1)
+    note = "all_first: everything is learned at the first stage, or nothing at all"
+    assert note not in report.render(summaries.summarise(sweep))
+    start(second)
+    for seen in (1, 2, 3):
+        metrics = {"AP": 0.5, "FM": 0.0}
+        scores = dict.fromkeys(TASKS[:seen], 0.5)
+        second.journal.append("stage", tasks_seen=seen, task="x", lineage="first", scores=scores, metrics=metrics)
+    second.journal.append("finished", metrics=metrics, files={})
+    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    reference = summary.configurations[1]
+    assert (reference.learning_accuracy, reference.forgetting) == (None, None)
+    assert list(reference.comparison.differences) == ["AP"]
+    assert "| all_first | 1 | 50.00 | - | - |" in report.render(summary, "markdown")
+    assert [(row["FM_mean"], row["LA_mean"], row["BWT_difference"]) for row in report.records(summary)][1] == (
+        None,
+    ) * 3
+    assert report.render(summary).count(note) == 2, "under the table, and under that of differences"
+    assert note in " ".join(together([summary, summary]).notes)
+
+
+def test_curves_leave_out_means_of_what_a_scheduler_has_left(tmp_path):
+    sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
+    *trials, last = sweep
+    for trial, average in zip(trials, (0.3, 0.4, 0.5), strict=True):
+        run_to_end(trial, average, 0.0)
+    journal_of(last).append("stopped", tasks_seen=1, reason="below the median")
+    ((means, _),) = summaries.curves(summaries.summarise(sweep)).series.values()
+    np.testing.assert_allclose(means, [np.nan, 35.0])
+
+
+def test_curves_leave_out_trials_that_have_no_such_setting(tmp_path):
+    """Where methods are compared, a setting of one of them is nothing in the trials of the others."""
+    sweep = write_sweep(tmp_path, {"backbone.targets": [["q", "v"]], "method.ortho_lambda": [None, 0.1, 0.0]})
+    for trial, average in zip(sweep, (0.2, 0.3, 0.4), strict=True):
+        run_to_end(trial, average, 0.0)
+    curves = summaries.curves(summaries.summarise(sweep))
+    assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
+    ((means, _),) = curves.series.values()
+    np.testing.assert_allclose(means, [40.0, 30.0])
+
+
+def test_the_score_matrix_as_csv():
+    text = report.score_matrix_csv(["a", "b", "c"], [[0.5], [0.25, None]])
+    assert text == "after,a,b,c\na,0.5,,\nb,0.25,,\n"
+
+
+def test_the_score_matrix_figure_writes_every_known_score_once(tmp_path):
+    figure = score_matrix_figure(["a", "b", "c"], [[0.5], [0.25, 1.0]])
+    axes = figure.axes[0]
+    assert {text.get_position(): text.get_text() for text in axes.texts} == {
+        (0, 0): "50.0",
+        (0, 1): "25.0",
+        (1, 1): "100.0",
+    }
+    figure.savefig(tmp_path / "matrix.png")
+    assert image.imread(tmp_path / "matrix.png").ndim == 3
+
+
+@pytest.mark.parametrize("n_tasks", [1, 2, 5])
+def test_the_quick_score_matrix_is_the_figure(n_tasks):
+    """Every pixel, but for the numbers and the lines between cells, which another program draws."""
+    tasks = [f"task {i}" for i in range(n_tasks)]
+    scores = [[None if (i, j) == (3, 1) else (1 + i + j) / 10 for j in range(i + 1)] for i in range(n_tasks)]
+    expected = io.BytesIO()
+    score_matrix_figure(tasks, scores).savefig(expected, format="png", dpi=QUICK_DPI)
+    expected.seek(0)
+    slow = image.imread(expected)[..., :3]
+    for _ in range(2):  # the second time with what was kept
+        quick = image.imread(io.BytesIO(score_matrix_png(tasks, scores)))
+        assert quick.shape == slow.shape
+        inside = [(i, j, 0.2) for i in range(n_tasks) for j in range(i + 1)]
+        figure = score_matrix_figure(tasks, scores)
+        figure.set_dpi(QUICK_DPI)
+        figure.draw_without_rendering()
+        places = figure.axes[0].transData.transform([(j - dy, i - dy) for i, j, dy in inside]).astype(int)
+        for x, y in places:
+            np.testing.assert_allclose(quick[-1 - y, x], slow[-1 - y, x], atol=1 / 255)
+        left, bottom = figure.axes[0].transData.transform((-0.55, n_tasks - 0.45)).astype(int)
+        np.testing.assert_array_equal(quick[:, :left], slow[:, :left])  # names of tasks
+        np.testing.assert_array_equal(quick[-bottom:], slow[-bottom:])
+        differing = (np.abs(quick - slow).max(axis=-1) > 0.2).mean()
+        assert differing < 0.03  # numbers, half a pixel beside, and half a line
+
+
+def test_fifteen_long_task_names_do_not_overlap():
+    tasks = [f"task{100 + i}_a_rather_long_name_for_a_task_indeed" for i in range(15)]
+    figure = score_matrix_figure(tasks, [[0.5] * (i + 1) for i in range(15)])
+    figure.draw_without_rendering()
+    boxes = [name.get_window_extent() for name in figure.axes[0].get_yticklabels()]
+    cells = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+    assert not any(a.overlaps(b) for i, a in enumerate(cells) for b in cells[i + 1 :])
+    assert all(box.x0 >= 0 and box.y0 >= 0 for box in boxes)
+
+
+@pytest.mark.parametrize(
+    ("x_values", "scale"), [([0.0, 0.01, 0.1], "symlog"), ([1e-5, 1e-3], "symlog"), ([1, 3, 5, 8], "linear")]
+)
+def test_the_x_axis_is_symlog_where_it_fits(x_values, scale):
+    n = len(x_values)
+    figure = curve_figure("lambda", x_values, {"": ([50.0] * n, [1.0] * n)})
+    axes = figure.axes[0]
+    assert axes.get_xscale() == scale
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [f"{x:g}" for x in x_values]
+    assert axes.get_legend() is None
+
+
+@pytest.mark.parametrize("format", ["text", "markdown"])
+def test_trials_that_were_started_again_say_why(tmp_path, format):
+    sweep = write_sweep(tmp_path, {"seed": [0, 1]})
+    first, second = sweep
+    start(first)
+    journal_of(first).append("lost", kind="node_lost", message="its node has died")
+    start(first, attempt=2)
+    journal_of(first).append("failed", kind="out_of_memory", message="no memory", task=None, step=None)
+    journal_of(first).append(
+        "started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4, halved=["learning"]
+    )
+    start(second)
+    summary = summaries.summarise(sweep)
+    line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"
+    assert summary.started_again == (line,)
+    assert line in report.render(summary, format)
+
+
+HOSTILE = "<img src=x onerror=alert(1)>|`a`[b](javascript:c)**d**\x1b[2J\n# e\u202e"
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A sweep whose values, reasons and names were written by somebody with bad intentions."""
+    sweep = write_sweep(tmp_path, {"benchmark.name": [HOSTILE, "=cmd()"], "seed": [0]}, name="a<script>\x1b[31m")
+    first, second = sweep
+    run_to_end(first, 0.5, 0.1)
+    start(second)
+    journal_of(second).append("failed", kind="error", message=HOSTILE, task="<b>t</b>", step=None)
+    return summaries.summarise(sweep)
+
+
+@pytest.mark.parametrize("format", report.FORMATS)
+def test_no_report_steers_a_terminal_or_breaks_its_lines(hostile, format):
+    text = report.render(hostile, format)
+    assert not set(text) & set("\x1b\u202e\r")
+    assert format == "csv" or "\n# e" not in text  # quotes hold it together
+    assert "onerror=alert(1)" in text
+
+
+def test_markdown_shows_html_and_markdown_as_text(hostile):
+    text = report.render(hostile, "markdown")
+    assert "<" not in text
+    assert r"&lt;img src=x onerror=alert(1)&gt;\|\`a\`\[b\](javascript:c)\*\*d\*\*\\x1b\[2J # e\\u202e" in text
+    assert text.startswith("# Sweep a&lt;script&gt;\\\\x1b\\[31m\n")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][:4]
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [6] * 4
+
+
+def test_csv_holds_no_formula(hostile, tmp_path):
+    rows = list(csv.DictReader(io.StringIO(report.render(hostile, "csv"))))
+    assert [row["benchmark"][0] for row in rows] == ["<", "'"]
+    assert rows[1]["benchmark"] == "'=cmd()"
+    numbers = write_sweep(tmp_path / "other", {"method.alpha": [-1.5, 2], "router.mode": ["-x", "+3"], "seed": [0]})
+    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarise(numbers), "csv"))))
+    assert [(row["alpha"], row["mode"]) for row in rows][:2] == [("-1.5", "'-x"), ("-1.5", "+3")]
+    assert report.score_matrix_csv(["@a"], [[0.5]]) == "after,'@a\n'@a,0.5\n"
+
+
+def test_latex_takes_no_bracket_for_an_argument(hostile, tmp_path):
+    sweep = write_sweep(tmp_path / "other", {"benchmark.tasks": [["a"], ["b"]], "seed": [0]})
+    text = report.render(summaries.summarise(sweep), "latex")
+    assert '\n{[}"a"{]} & ' in text
+    assert r"\textless{}img" in report.render(hostile, "latex")
+
+
+def test_figures_draw_dollars_as_they_are():
+    figure = curve_figure("$x", [1, 2], {"a=$\\frac{": ([50.0] * 2, [1.0] * 2), "a=$b$": ([40.0] * 2, [1.0] * 2)})
+    figure.draw_without_rendering()
+    score_matrix_figure(["$\\frac$", "b"], [[0.5], [0.5, 0.5]]).draw_without_rendering()

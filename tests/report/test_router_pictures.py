@@ -1,0 +1,554 @@
+"""Pictures of the router, the map of embeddings and rows that flipped, of real small sweeps; and how they look."""
+
+import html
+import json
+import re
+import shutil
+from itertools import combinations
+
+import numpy as np
+import pytest
+import yaml
+from helpers.chats import chatting_tokenizer
+from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, write_sweep
+from helpers.sweeps import sweep_folder, tiny, write
+
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.prompts import encode_prompt, split_prompts
+from latent_sweep.data.schema import load_benchmark
+from latent_sweep.errors import StoreError
+from latent_sweep.report.embedding_map import embedding_figure, embedding_map, layout
+from latent_sweep.report.interference_pictures import (
+    bounds_figure,
+    interference_pictures,
+    overlap_figure,
+)
+from latent_sweep.report.page import render_page
+from latent_sweep.report.panels import COLUMN, PAGE, SMALL, short_number
+from latent_sweep.report.router_pictures import (
+    confusion_figure,
+    novelty_by_stage,
+    novelty_figure,
+    posterior_figure,
+    reliability_figure,
+    router_pictures,
+)
+from latent_sweep.results.flips import choose_flips, flips
+from latent_sweep.results.interference import Bounds, Interference, interference
+from latent_sweep.results.routing import StoredRouter, confusion, own_task, reliability, routings
+from latent_sweep.results.selection import finished_trials, short_task_names
+from latent_sweep.routing.gaussian import prune
+from latent_sweep.routing.metrics import CALIBRATION_BINS
+from latent_sweep.storage.folders import SweepFolder, open_sweep
+from latent_sweep.storage.journal import stages
+from latent_sweep.storage.trial_files import TrialFiles
+
+ORDER = ["mood", "ticket", "past"]
+MODES = tiny(
+    trial__benchmark={"name": "builtin", "tasks": ORDER, "train_per_task": 32, "test_per_task": 8},
+    trial__training={"learning_rate": 0.1, "epochs": 5, "batch_size": 4},
+    trial__router={"temperature": 40.0, "components": 2},  # far softer than a good router, so that there is doubt
+    search={"router.mode": ["soft", "hard", "lexical", "sum"], "seed": [0]},
+)
+LAST_ONLY = tiny(name="last", search={"seed": [0]}, run={"keep_answers": "last", "tracking": {"uri": "none"}})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three tasks in every mode that says something of routing, and a sweep that keeps its last answers alone."""
+    folder = tmp_path_factory.mktemp("evidence")
+    for content in (MODES, LAST_ONLY):
+        assert main(["run", write(folder, content), "--local"]) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """A copy for the test to change."""
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    return sweep_folder(tmp_path)
+
+
+def of_mode(sweep, mode):
+    return next(trial for trial in sweep if trial.params["router.mode"] == mode)
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+SOME = (np.array([[0.9, 0.1], [0.4, 0.6], [0.5, 0.5], [1, 0]]), np.array([[0.2, 0.8], [0.7, 0.3]]))
+
+
+def test_confusion_by_hand():
+    np.testing.assert_array_equal(confusion(SOME), [[0.75, 0.25], [0.5, 0.5]])
+    assert [rows.tolist() for rows in own_task(SOME)] == [[0.9, 0.4, 0.5, 1], [0.8, 0.3]]
+
+
+def test_reliability_counts_every_row_in_its_bin():
+    source = np.random.default_rng(1)
+    rows = tuple(source.dirichlet(np.full(3, 0.4), size=n) for n in (50, 7, 31))
+    found = reliability(rows)
+    bins = {m: [] for m in range(CALIBRATION_BINS)}
+    for task, of_task in enumerate(rows):
+        for row in of_task:
+            (place,) = (m for m in bins if m / CALIBRATION_BINS < max(row) <= (m + 1) / CALIBRATION_BINS)
+            bins[place].append((max(row), float(row.argmax() == task)))
+    assert found.counts.tolist() == [len(members) for members in bins.values()]
+    assert found.counts.sum() == 88
+    error = 0.0
+    for place, members in bins.items():
+        if not members:
+            assert np.isnan(found.accuracy[place])
+            continue
+        sure, right = np.mean(members, axis=0)
+        assert (found.confidence[place], found.accuracy[place]) == pytest.approx((sure, right))
+        error += len(members) / 88 * abs(right - sure)
+    assert found.calibration_error == pytest.approx(error)
+
+
+def test_rows_that_cross_one_half_are_chosen_by_change_and_then_by_place():
+    new = [1.0, 1.0, 0.6, 0.2, 0.0, 0.0, 1.0, 0.5]
+    last = [0.0, 0.0, 0.4, 0.9, 1.0, 0.4, 0.9, 0.0]
+    assert choose_flips(new, last, 2) == [0, 1, 4, 3]
+    assert choose_flips(new, last, 9) == [0, 1, 7, 2, 4, 3]
+
+
+def test_layout_keeps_groups_together_and_is_repeatable():
+    source = np.random.default_rng(2)
+    rows = [source.normal(size=(12, 5)) + 40 * task for task in range(3)]
+    found = layout(rows)
+    assert [part.shape for part in found] == [(12, 2)] * 3
+    middles = [np.median(part, axis=0) for part in found]
+    for task, part in enumerate(found):
+        nearest = np.linalg.norm(part[:, None] - np.array(middles), axis=2).argmin(axis=1)
+        assert (nearest == task).all()
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(layout(rows)))
+
+
+# --- the router ------------------------------------------------------------------------------------------------------
+
+
+def test_posteriors_are_those_that_the_journal_measured(folder):
+    soft, hard, lexical = routings(sweep_folder(folder))[0]
+    assert [one.name for one in (soft, hard, lexical)] == ["mode=soft", "mode=hard", "mode=lexical"]
+    assert (soft.recomputed, hard.recomputed, lexical.recomputed) == (True, True, False)
+    assert not lexical.has_posterior
+    for one in (soft, hard):
+        told = one.trial.metrics
+        assert np.mean([rows.mean() for rows in own_task(one.probabilities)]) == pytest.approx(
+            told["router_p_correct"], rel=1e-6
+        )
+        assert reliability(one.probabilities).calibration_error == pytest.approx(told["router_ece"], rel=1e-6, abs=1e-9)
+    for one in (soft, hard, lexical):
+        right = [one.trial.metrics[f"router/accuracy/{task}"] for task in ORDER]
+        assert confusion(one.probabilities).diagonal().tolist() == pytest.approx(right)
+    assert max(soft.probabilities[0].max(axis=1)) < 0.999  # there is something to draw
+
+
+def test_without_the_store_the_weights_that_answered_are_shown(folder, copied):
+    exact, *_ = routings(sweep_folder(folder))[0]
+    shutil.rmtree(copied.storage.folder / "router")
+    before = sorted(copied.storage.folder.rglob("*"))
+    (soft, hard, _), gaps = routings(copied)
+    assert gaps == []
+    assert not soft.recomputed
+    assert soft.has_posterior
+    assert not hard.has_posterior  # its weights are 0 and 1 whatever it knew
+    threshold = soft.settings.prune_below
+    for found, rows in zip(soft.probabilities, exact.probabilities, strict=True):
+        np.testing.assert_allclose(found, prune(rows, threshold), atol=1e-9)
+    pictures, gaps = router_pictures(copied)
+    assert [picture.name for picture in pictures] == [
+        "router_posterior_1",
+        *("router_confusion_1", "router_confusion_2", "router_confusion_3"),
+        *("router_reliability", "router_novelty"),
+    ]
+    assert "where those below 1e-06 were set to zero" in pictures[0].caption
+    assert "none is pruned" not in pictures[0].caption
+    (gap,) = gaps  # of the one that has no picture of its posterior now
+    assert gap.startswith("the posterior of mode=hard seed=0: the records of its router are not in ")
+    assert sorted(copied.storage.folder.rglob("*")) == before
+
+
+def test_what_could_not_be_drawn_is_said(folder, copied, tmp_path, capsys):
+    """By the command and on the page: of copies without weights and caches."""
+    everything = ["figures", str(sweep_folder(folder).path), "--output", str(tmp_path / "all")]
+    assert main(everything) == 0
+    assert "not drawn" not in capsys.readouterr().out
+    for mode in ("soft", "lexical", "sum"):  # so that the hard one is what every picture shows
+        shutil.rmtree(of_mode(copied, mode).path)
+    for cache in ("router", "embeddings", "factors"):
+        shutil.rmtree(copied.storage.folder / cache)
+    assert main(["figures", str(copied.path)]) == 0
+    first, *told = capsys.readouterr().out.splitlines()
+    n_all, n_left = (len(list(path.glob("*.pdf"))) for path in (tmp_path / "all", copied.path / "figures"))
+    assert first.startswith(f"{n_left} pictures as PDF and PNG in ") and n_left < n_all
+    trial, runs = "of mode=hard seed=0: ", copied.storage.folder
+    assert [line.partition(" on this machine")[0] for line in told] == [
+        f"not drawn: the posterior {trial}the records of its router are not in {runs / 'router'}",
+        f"not drawn: interference {trial}the singular values of its backbone's weights are not in {runs / 'factors'}",
+        f"not drawn: the map of embeddings {trial}the pooled embeddings of task mood are not in {runs / 'embeddings'}",
+    ]
+    page = html.unescape(render_page([copied]))
+    assert [line for line in told if f"<li>N{line[1:]}</li>" not in page] == []
+
+
+def test_a_router_that_gives_other_weights_is_not_taken_for_the_trials_own(folder):
+    soft, *_ = routings(sweep_folder(folder))[0]
+    stored = StoredRouter(sweep_folder(folder), soft.trial)
+    kept = [prune(rows, soft.settings.prune_below) for rows in soft.probabilities]
+    assert len(stored.posterior(kept)) == len(ORDER)
+    others = [np.roll(rows, 1, axis=1) for rows in kept]
+    with pytest.raises(StoreError, match="other weights than those that its rows were answered with"):
+        stored.posterior(others)
+
+
+def test_a_router_of_prompts_in_a_chat_is_told_from_one_of_bare_prompts(tmp_path):
+    """Both lie in one storage, and differ in what the template puts around the prompts alone."""
+    chatting_tokenizer(tmp_path / "tokenizer")
+    backbone = {"name": "tiny-llama", "dtype": "float32", "tokenizer": str(tmp_path / "tokenizer")}
+    content = tiny(trial__backbone=backbone, trial__router={"mode": "soft"}, search={"benchmark.chat": [True, False]})
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    sweep = sweep_folder(tmp_path)
+    (chatting, bare), gaps = routings(sweep)
+    assert gaps == [] and chatting.recomputed and bare.recomputed
+    read = [StoredRouter(sweep, one.trial).embeddings(0, "train") for one in (chatting, bare)]
+    assert not np.array_equal(*read)
+    for one in (chatting, bare):
+        right = np.mean([rows.mean() for rows in own_task(one.probabilities)])
+        assert right == pytest.approx(one.trial.metrics["router_p_correct"], rel=1e-6)
+
+
+def test_what_pictures_of_the_router_show(folder):
+    sweep = sweep_folder(folder)
+    pictures = {picture.name: picture for picture in router_pictures(sweep)[0]}
+    (soft, hard, _), _ = routings(sweep)
+    names = ("posterior_1", "posterior_2", "confusion_1", "confusion_2", "confusion_3", "reliability", "novelty")
+    assert list(pictures) == [f"router_{name}" for name in names]
+
+    means, right = pictures["router_posterior_1"].figure.axes[0], own_task(soft.probabilities)
+    labels = [label.get_text() for label in means.get_yticklabels()]
+    assert labels == ["mood  1", "ticket  2", "past  3"]
+    drawn = [line.get_xdata().item() for line in means.lines if line.get_marker() == "D"]
+    assert drawn == pytest.approx([rows.mean() for rows in right])
+    assert "Trial mode=soft seed=0" in pictures["router_posterior_1"].caption
+    assert "none is pruned" in pictures["router_posterior_1"].caption
+
+    shown = np.array(pictures["router_confusion_2"].figure.axes[0].images[0].get_array())
+    np.testing.assert_allclose(shown, 100 * confusion(hard.probabilities))
+
+    above, *_ = pictures["router_reliability"].figure.axes
+    found = reliability(soft.probabilities)
+    heights = [bar.get_height() for bar in above.patches]
+    assert heights == pytest.approx(found.accuracy[found.counts > 0].tolist())
+    assert above.texts[0].get_text() == f"ECE {100 * found.calibration_error:.1f} %"
+
+    line = pictures["router_novelty"].figure.axes[0].lines[0]
+    told = {e["tasks_seen"]: e["metrics"].get("router_novelty_auroc") for e in stages(soft.trial.events)}
+    assert told[3] is None
+    assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == {1: told[1], 2: told[2]}
+
+
+def test_trials_whose_routers_are_the_same_are_shown_once(tmp_path):
+    axes = {"method.ortho_lambda": [0.0, 0.1], "router.mode": ["soft"], "seed": [0, 1]}
+    sweep = write_sweep(tmp_path, axes)
+    for trial, auroc in zip(sweep, (0.9, 0.7, 0.9, 0.7), strict=True):
+        start(trial)
+        for seen in range(1, len(TASKS) + 1):
+            learn(trial, seen, 0.5)
+        event = dict(stages(trial.events())[1])
+        again = {name: event[name] for name in event if name not in ("seq", "time", "event", "sha256")}
+        again["metrics"] |= {"router_novelty_auroc": auroc}
+        journal_of(trial).append("stage", **again)
+        journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.0}, files={})
+    assert novelty_by_stage(sweep) == {"mode=soft": {2: [0.9, 0.7]}}
+
+
+# --- flips -----------------------------------------------------------------------------------------------------------
+
+
+def answers_by_stage(trial):
+    """Prediction and score by stage, task and row, straight from the files."""
+    found, known = {}, {}
+    for stage in (1, 2, 3):
+        for line in (trial.path / "answers" / f"{stage}.jsonl").read_text().splitlines():
+            entry = json.loads(line)
+            known[entry["task"], entry["row"]] = (entry["prediction"], entry["score"])
+        found[stage] = dict(known)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["soft", "sum"])
+def test_flips_are_the_rows_that_changed_sides(folder, mode):
+    sweep = sweep_folder(folder)
+    trial = of_mode(sweep, mode)
+    answers = answers_by_stage(trial)
+    found = flips(sweep, trial, per_task=99)
+    expected = set()
+    for stage, task in ((1, "mood"), (2, "ticket")):
+        for row in range(8):
+            new, last = answers[stage][task, row][1], answers[3][task, row][1]
+            if (new >= 0.5) != (last >= 0.5):
+                expected.add((task, row, "lost" if new > last else "gained"))
+    assert {(flip.task, flip.row, flip.kind) for flip in found} == expected
+    spec = load_benchmark("builtin")
+    for flip in found:
+        (line,) = (
+            entry
+            for entry in map(json.loads, (trial.path / "predictions" / f"{flip.task}.jsonl").read_text().splitlines())
+            if entry["id"] == flip.row_id
+        )
+        assert flip.references == tuple(line["references"])
+        assert flip.weights == {ORDER[int(place)]: weight for place, weight in line["weights"].items()}
+        first = ORDER.index(flip.task) + 1
+        assert {s: tuple(a) for s, a in flip.answers.items()} == {
+            s: answers[s][flip.task, flip.row] for s in range(first, 4)
+        }
+        task = next(one for one in spec.tasks if one.name == flip.task)
+        assert flip.prompt.startswith(task.instruction.strip()[:20])
+
+
+@pytest.fixture
+def forgetful(folder, tmp_path):
+    """A sweep of one trial, after whose last task `mood` has lost rows 0 and 2, and gained row 1; and its files."""
+    sweep = write_sweep(tmp_path, {"seed": [0]})
+    (trial,) = sweep
+    scores = {
+        1: {"mood": [1, 0, 0.8, 1]},
+        2: {"mood": [1, 0, 0.8, 0], "ticket": [1, 1]},
+        3: {"mood": [0, 0.6, 0.4, 1], "ticket": [1, 1], "past": [0, 1]},
+    }
+    spec = load_benchmark("builtin")
+    settings = finished_trials(sweep_folder(folder))[0].benchmark().model_copy(update={"test_per_task": 4})
+    (trial.path / "trial.yaml").write_text(yaml.safe_dump({"benchmark": settings.model_dump(mode="json")}))
+    ids = [row.id for row in load_rows(spec, spec.tasks[0], "test", settings)]
+    start(trial)
+    files = TrialFiles(sweep, trial.trial_id, ORDER, ["a", "b", "c"])
+    for found in scores.values():
+        lines = {
+            task: [
+                {
+                    "id": ids[i] if task == "mood" else f"row {i}",
+                    "prediction": f"{task} {score}",
+                    "references": ["right"],
+                    "score": float(score),
+                    "weights": {"0": 0.75, "2": 0.25},
+                }
+                for i, score in enumerate(of_task)
+            ]
+            for task, of_task in found.items()
+        }
+        row = files.new_row()
+        for task, of_task in found.items():
+            row.add(task, float(np.mean(of_task)), lines[task])
+        files.record(row)
+        files.tell("lineage", False, {"AP": 0.5, "FM": 0.0}, {})
+    files.finish({"metrics": {"AP": 0.5, "FM": 0.0}, "scores": {}})
+    return sweep, trial
+
+
+def test_the_largest_changes_come_first_and_hold_all_that_is_known(forgetful):
+    sweep, trial = forgetful
+    found = flips(sweep, trial)
+    assert [(flip.task, flip.row, flip.kind) for flip in found] == [
+        ("mood", 0, "lost"),
+        ("mood", 2, "lost"),
+        ("mood", 1, "gained"),
+    ]
+    assert [flip.answers[3].score - flip.answers[1].score for flip in found] == pytest.approx([-1, -0.4, 0.6])
+    assert {stage: tuple(answer) for stage, answer in found[1].answers.items()} == {
+        1: ("mood 0.8", 0.8),
+        2: ("mood 0.8", 0.8),
+        3: ("mood 0.4", 0.4),
+    }
+    assert found[0].weights == {"mood": 0.75, "past": 0.25}
+    assert found[0].references == ("right",)
+    assert found[0].prompt.startswith(load_benchmark("builtin").tasks[0].instruction.strip()[:20])
+    assert [flip.row for flip in flips(sweep, trial, per_task=1)] == [0, 1]
+
+
+def test_prompts_of_other_rows_are_not_shown(forgetful):
+    sweep, trial = forgetful
+    settings = yaml.safe_load((trial.path / "trial.yaml").read_text())
+    settings["benchmark"]["test_per_task"] = 3
+    (trial.path / "trial.yaml").write_text(yaml.safe_dump(settings))
+    assert [flip.prompt for flip in flips(sweep, trial)] == [None] * 3
+
+
+def test_without_the_answers_of_both_stages_nothing_flips(folder, forgetful):
+    last = sweep_folder(folder, "last")
+    assert flips(last, next(iter(last))) == []
+    sweep, trial = forgetful
+    (trial.path / "answers" / "2.jsonl").write_text("{}\n")
+    assert flips(sweep, trial) == []
+
+
+# --- the map of embeddings -------------------------------------------------------------------------------------------
+
+
+def test_the_map_shows_what_the_router_reads(folder, llama):
+    sweep = sweep_folder(folder)
+    (soft, *_), _ = routings(sweep)
+    stored = StoredRouter(sweep, soft.trial)
+    settings, spec = soft.trial.benchmark(), load_benchmark("builtin")
+    for place, name in enumerate(ORDER):
+        task = next(one for one in spec.tasks if one.name == name)
+        rows = load_rows(spec, task, "test", settings)
+        parts = split_prompts(spec, task, "test", settings, (row.input for row in rows))
+        ids = [encode_prompt(part, llama.tokenizer, "llama", settings.max_source_length) for part in parts]
+        expected = [llama.embedding_table[prompt].double().mean(0).numpy() for prompt in ids]
+        np.testing.assert_allclose(stored.embeddings(place, "test"), expected, rtol=1e-4, atol=1e-6)
+    (picture,) = embedding_map(sweep, of_mode(sweep, "soft"))
+    axes = picture.figure.axes[0]
+    assert [len(group.get_offsets()) for group in axes.collections] == [8, 8, 8]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["1  mood", "2  ticket", "3  past"]
+    assert "8 test rows of each task" in picture.caption
+
+
+def test_why_there_is_no_map(copied):
+    trial = of_mode(copied, "soft")
+    shutil.rmtree(copied.storage.folder / "embeddings")
+    missing = "mode=soft seed=0: the pooled embeddings of task mood are not in "
+    assert embedding_map(copied, trial).startswith(missing)
+    trial.journal.append("started", attempt=2, node="node-a", versions={}, hardware="cpu")
+    assert embedding_map(copied, trial).endswith("has not finished, or its journal cannot be read")
+
+
+# --- whatever the state of a sweep -----------------------------------------------------------------------------------
+
+
+def nothing_to_show(sweep):
+    assert router_pictures(sweep) == ([], [])
+    assert routings(sweep) == ([], [])
+    assert interference_pictures(sweep) == ([], [])
+    assert interference(sweep) == ([], [])
+    assert novelty_by_stage(sweep) == {}
+
+
+def test_a_sweep_that_is_not_there_has_nothing_to_show(tmp_path):
+    (tmp_path / "none").mkdir()
+    nothing_to_show(open_sweep(tmp_path / "none"))
+
+
+def test_a_sweep_that_runs_has_nothing_to_show(tmp_path):
+    sweep: SweepFolder = write_sweep(tmp_path, {"router.mode": ["soft", "hard", "last"], "seed": [0]})
+    nothing_to_show(sweep)
+    _, running, failed = sweep
+    start(running)
+    learn(running, 1, 0.5)
+    start(failed)
+    journal_of(failed).append("failed", kind="non_finite", message="the loss is nan", task="summary", step=1)
+    nothing_to_show(sweep)
+    for trial in sweep:
+        assert flips(sweep, trial) == []
+        assert isinstance(embedding_map(sweep, trial), str)
+
+
+def test_files_that_hold_something_else_are_left_out(tmp_path):
+    sweep = write_sweep(tmp_path, {"router.mode": ["soft"], "seed": [0, 1]})
+    first, second = sweep
+    run_to_end(first, 0.5, 0.0)  # whose predictions are of one task, and not as tokens of a benchmark would be
+    start(second)
+    with journal_of(second).path.open("ab") as file:
+        file.write(b"nothing of a journal\n" * 2)
+    assert len(finished_trials(sweep)) == 1
+    pictures, (gap,) = router_pictures(sweep)
+    assert pictures == []
+    assert gap == "the router of mode=soft seed=0: its files hold something else than expected (KeyError: 'router')"
+    assert flips(sweep, first) == flips(sweep, second) == []
+    assert isinstance(embedding_map(sweep, second), str)
+
+
+def test_damaged_predictions_are_not_drawn(copied):
+    trial = of_mode(copied, "soft")
+    path = trial.path / "predictions" / "mood.jsonl"
+    path.write_text(path.read_text().replace('"weights"', '"wei"', 1))
+    found, (gap,) = routings(copied)
+    assert [one.name for one in found] == ["mode=hard", "mode=lexical"]
+    assert gap == "mode=soft seed=0: its predictions are not those that its journal tells of"
+
+
+# --- how they look ---------------------------------------------------------------------------------------------------
+
+MANY = [f"task{i:04d}_a_benchmark_name_of_$40_letters_" for i in range(15)]
+LABEL = "lambda=0.00001 components=5 mode=soft embed_norm=standardised order=3"
+
+
+def drawn_texts(figure):
+    """Every text that is drawn, with its box in pixels."""
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    texts = [text for text in figure.findobj(lambda artist: hasattr(artist, "get_fontsize")) if text.get_visible()]
+    texts = [text for text in texts if text.get_text().strip()]
+    axes_of = {text: text.axes for text in texts}
+    assert axes_of
+    return [(text, text.get_window_extent(renderer)) for text in texts]
+
+
+def many(n):
+    source = np.random.default_rng(n)
+    posteriors = [source.dirichlet(np.r_[np.full(n, 0.05)] + 2 * (np.arange(n) == i), size=40) for i in range(n)]
+    half = source.uniform(1e-7, 3e4, size=(n, n))
+    shares = source.uniform(size=(n, n))
+    values = Bounds(*(source.uniform(1e-6, 5, size=n * (n - 1) // 2) for _ in range(3)))
+
+    class Trial:
+        name = LABEL
+
+    one = Interference(Trial(), "", half, shares, 0.2, values, 1e-5, {"soft": 0.1234, "sum": 0.5, "hard": 0.0})
+    nothing = Interference(Trial(), "", half, shares, 0.2, Bounds(*(np.zeros(1) for _ in range(3))), None, {})
+    names = MANY[:n]
+    places = [source.normal(size=(30, 2)) + 5 * i for i in range(n)]
+    of_stages = {stage: [0.7, 0.9] for stage in range(1, n)}
+    return {
+        "posterior": posterior_figure(names, own_task(posteriors)),
+        "confusion": confusion_figure(names, confusion(posteriors)),
+        "reliability": reliability_figure([(LABEL, reliability(posteriors))] * min(n, 3)),
+        "novelty": novelty_figure({f"{LABEL} {i}": of_stages for i in range(3)}),
+        "overlap": overlap_figure(names, half, shares),
+        "bounds": bounds_figure([one] * 3),
+        "zeros": bounds_figure([nothing]),
+        "empty": overlap_figure(names, np.zeros((n, n)), np.full((n, n), np.nan)),
+        "map": embedding_figure(names, places),
+    }
+
+
+@pytest.mark.parametrize("n_tasks", [2, 6, 7, 15])
+def test_nothing_is_clipped_too_small_or_on_top_of_each_other(n_tasks):
+    for name, figure in many(n_tasks).items():
+        width, height = figure.get_size_inches()
+        assert COLUMN <= width <= PAGE, name
+        assert height < 9.5, name
+        page = figure.bbox
+        texts = drawn_texts(figure)
+        for text, box in texts:
+            where = f"{name} of {n_tasks}: {text.get_text()!r}"
+            assert text.get_fontsize() >= SMALL, where
+            assert not re.search(r"\^|_\{", text.get_text().replace(r"\$", "")) or "$" not in text.get_text()
+            if text.axes is None or box.width == 0:
+                continue
+            assert box.x0 >= page.x0 - 1 and box.x1 <= page.x1 + 1, where
+            assert box.y0 >= page.y0 - 1 and box.y1 <= page.y1 + 1, where
+        for axes in figure.axes:
+            for labels in (axes.get_xticklabels(), axes.get_yticklabels(), axes.texts):
+                if name == "map" and labels is axes.texts:
+                    continue
+                boxes = [t.get_window_extent() for t in labels if t.get_text() and t.get_visible()]
+                boxes = [box.shrunk(0.97, 0.8) for box in boxes if page.overlaps(box)]
+                assert not any(a.overlaps(b) for a, b in combinations(boxes, 2)), f"{name} of {n_tasks}"
+
+
+def test_short_names_stay_apart():
+    assert short_task_names(["mood", "date"]) == ["mood", "date"]
+    found = short_task_names(MANY)
+    assert len(set(found)) == 15
+    assert max(map(len, found)) <= 24
+    same = short_task_names(["a" * 20 + letter + "b" * 20 for letter in "xyz"])
+    assert len(set(same)) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (7.123, "7.1"), (0.0312, "0.031"), (0.00003, "3e-5"), (99.4, "99")]
+)
+def test_numbers_in_cells_are_short(value, text):
+    assert short_number(value) == text

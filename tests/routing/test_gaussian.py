@@ -1,0 +1,810 @@
+"""The router against densities computed by scipy, and every setting against its definition."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from scipy.linalg import solve_triangular
+from scipy.special import logsumexp, softmax
+from scipy.stats import multivariate_normal
+
+from latent_sweep.errors import LatentSweepError, StoreError
+from latent_sweep.routing.gaussian import (
+    GaussianRouter,
+    PooledScatter,
+    RouterError,
+    RouterNotFitted,
+    RouterSettings,
+    TaskMixture,
+    TaskScatter,
+    fit_mixture,
+    normalise_embeddings,
+    pooled_covariance,
+    prune,
+    scatter_of,
+)
+from latent_sweep.storage import checksummed as sealed
+
+D = 6
+
+
+def router_settings(**changes: Any) -> RouterSettings:
+    return RouterSettings.model_validate({"components": 3, **changes})
+
+
+def task_embeddings(task: int, n: int = 60, d: int = D) -> np.ndarray:
+    """Three overlapping blobs with one common, correlated noise; tasks overlap too, so posteriors are not 0 or 1."""
+    rng = np.random.default_rng(100 + task)
+    noise = rng.normal(size=(n, d)) @ np.random.default_rng(1).normal(size=(d, d)) * 0.3
+    return rng.normal(size=d) * 0.7 + rng.normal(size=(3, d))[rng.integers(3, size=n)] + noise
+
+
+SIZES = (60, 30, 90, 45)
+TASKS = [task_embeddings(task, n) for task, n in enumerate(SIZES)]
+QUERIES = np.concatenate([task_embeddings(task, n=8) for task in range(4)])
+
+
+class Records(NamedTuple):
+    """What one task leaves."""
+
+    scatter: TaskScatter
+    mixture: TaskMixture
+
+
+def records_of(tasks: Sequence[np.ndarray], settings: RouterSettings) -> list[Records]:
+    return [Records(scatter_of(X), fit_mixture(X, settings, seed=0)) for X in tasks]
+
+
+def pooled(records: Sequence[Records]) -> PooledScatter:
+    total = PooledScatter()
+    total.extend([str(i) for i in range(len(records))], lambda i: records[i].scatter)
+    return total
+
+
+def symmetric(upper: np.ndarray) -> np.ndarray:
+    """The matrix whose upper triangle this is."""
+    return np.triu(upper) + np.triu(upper, 1).T
+
+
+def covariance_of(records: Sequence[Records], settings: RouterSettings) -> np.ndarray:
+    return symmetric(pooled_covariance(pooled(records), [record.mixture for record in records], settings))
+
+
+def router_of(records: Sequence[Records], settings: RouterSettings) -> GaussianRouter:
+    mixtures = [record.mixture for record in records]
+    return GaussianRouter(settings).fit(mixtures, pooled_covariance(pooled(records), mixtures, settings))
+
+
+def fitted(settings: RouterSettings, tasks: list[np.ndarray] = TASKS) -> GaussianRouter:
+    return router_of(records_of(tasks, settings), settings)
+
+
+def full_scatter(record: Records) -> np.ndarray:
+    """(d, d) from the stored triangle."""
+    d = record.scatter.width
+    matrix = np.zeros((d, d))
+    matrix[np.tril_indices(d)] = record.scatter.triangle
+    return np.tril(matrix, -1).T + matrix
+
+
+def triangle(matrix: np.ndarray) -> np.ndarray:
+    return matrix[np.tril_indices(len(matrix))]
+
+
+def naive_covariance(mixtures: list[TaskMixture], tasks: list[np.ndarray], settings: RouterSettings) -> np.ndarray:
+    """The paper's covariance from the data itself; each input belongs to its nearest mean (K-means has converged)."""
+    residuals = []
+    for mixture, X in zip(mixtures, tasks, strict=True):
+        centres = mixture.means if settings.cov.center == "component" else X.mean(axis=0)[None]
+        nearest = ((X[:, None] - centres) ** 2).sum(axis=2).argmin(axis=1)
+        residuals.append(X - centres[nearest])
+    stacked = np.concatenate(residuals)
+    denominator = len(stacked) - (len(tasks) if settings.cov.ddof == "tasks" else 0)
+    S = stacked.T @ stacked / denominator
+    ridge = settings.epsilon * (np.trace(S) / D if settings.epsilon_mode == "relative" else 1.0)
+    return S + ridge * np.eye(D)
+
+
+# ---- the posterior -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("center", "ddof", "prior", "epsilon_mode"),
+    list(itertools.product(["task", "component"], ["none", "tasks"], ["uniform", "n_t"], ["relative", "absolute"])),
+)
+def test_posterior_equals_bayes_rule_on_densities(center: str, ddof: str, prior: str, epsilon_mode: str) -> None:
+    settings = router_settings(
+        cov={"center": center, "ddof": ddof}, prior=prior, epsilon=0.05, epsilon_mode=epsilon_mode
+    )
+    records = records_of(TASKS, settings)
+    mixtures = [record.mixture for record in records]
+    C = naive_covariance(mixtures, TASKS, settings)
+    np.testing.assert_allclose(covariance_of(records, settings), C, rtol=1e-9, atol=1e-12)
+    likelihoods = []
+    for mixture in mixtures:
+        components = [
+            pi * multivariate_normal(mu, C).pdf(QUERIES) for pi, mu in zip(mixture.shares, mixture.means, strict=True)
+        ]
+        likelihoods.append(np.sum(components, axis=0))
+    prior_weights = np.array(SIZES) if prior == "n_t" else np.ones(4)
+    joint = np.stack(likelihoods, axis=1) * prior_weights
+    expected = joint / joint.sum(axis=1, keepdims=True)
+
+    router = router_of(records, settings)
+    assert 0.05 < expected.max(axis=1).min() < 0.95, "the data should leave some inputs undecided"
+    np.testing.assert_allclose(router.posterior(QUERIES), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(np.exp(router.log_posterior(QUERIES)), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_wide_embeddings_stay_finite_and_agree_with_whitening(dtype: str) -> None:
+    """d = 1024 with fewer inputs than dimensions, all far from the origin, where float32 needs the centring."""
+    d, rng = 1024, np.random.default_rng(0)
+    origin = 100 * rng.normal(size=d)
+    tasks = [origin + 0.1 * rng.normal(size=d) + 0.5 * rng.normal(size=(150, d)) for _ in range(2)]
+    way = np.linspace(0.499, 0.501, 21)[:, None]  # from one task's mean to the other's: undecided only half way
+    queries = (1 - way) * tasks[0].mean(axis=0) + way * tasks[1].mean(axis=0)
+    settings = router_settings(components=1, dtype=dtype)
+    records = records_of(tasks, settings)
+    router = router_of(records, settings)
+
+    L = np.linalg.cholesky(covariance_of(records, settings))
+    whitened = solve_triangular(L, (queries - origin).T, lower=True).T
+    log_likelihoods = []
+    for _, mixture in records:
+        centres = solve_triangular(L, (mixture.means - origin).T, lower=True).T
+        distances = ((whitened[:, None] - centres) ** 2).sum(axis=2)
+        log_likelihoods.append(logsumexp(np.log(mixture.shares) - distances / 2, axis=1))
+    expected = softmax(np.stack(log_likelihoods, axis=1), axis=1)
+
+    log_posterior = router.log_posterior(queries)
+    assert log_posterior.dtype == np.float64
+    assert np.isfinite(log_posterior).all()
+    np.testing.assert_allclose(np.exp(log_posterior).sum(axis=1), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(np.exp(log_posterior), expected, atol=1e-10 if dtype == "float64" else 1e-4)
+    assert router.slopes_.dtype == router.offsets_.dtype == np.dtype(dtype)
+
+
+def test_largest_width_against_the_diagonal_formula() -> None:
+    """d = 5120 with a diagonal covariance, where the Mahalanobis distance is a plain weighted sum."""
+    d, rng = 5120, np.random.default_rng(0)
+    variances = rng.uniform(0.5, 2.0, size=d)
+    shares = np.array([0.3, 0.7])
+    mixtures = [TaskMixture(0.02 * rng.normal(size=(2, d)), shares, 100 * shares) for _ in range(3)]
+    queries = np.concatenate([m.means for m in mixtures]) + np.sqrt(variances) * rng.normal(size=(6, d))
+    log_likelihoods = [
+        logsumexp(np.log(shares) - 0.5 * ((queries[:, None] - m.means) ** 2 / variances).sum(axis=2), axis=1)
+        for m in mixtures
+    ]
+    covariance = np.asfortranarray(np.diag(variances))
+    posterior = GaussianRouter(router_settings()).fit(mixtures, covariance).posterior(queries)
+    np.testing.assert_allclose(posterior, softmax(np.stack(log_likelihoods, axis=1), axis=1), atol=1e-9)
+    np.testing.assert_allclose(posterior.sum(axis=1), 1.0, rtol=1e-12)
+
+
+def test_batch_order_and_size_do_not_matter() -> None:
+    router = fitted(router_settings())
+    whole = router.posterior(QUERIES)
+    shuffled = np.random.default_rng(0).permutation(len(QUERIES))
+    np.testing.assert_allclose(router.posterior(QUERIES[shuffled]), whole[shuffled], rtol=1e-12)
+    np.testing.assert_allclose(router.posterior(QUERIES[3:4]), whole[3:4], rtol=1e-12)
+    assert router.posterior(QUERIES[:0]).shape == (0, 4)
+
+
+def test_float32_embeddings_are_read_as_they_are() -> None:
+    router = fitted(router_settings())
+    single = QUERIES.astype(np.float32)
+    np.testing.assert_array_equal(router.posterior(single), router.posterior(single.astype(np.float64)))
+
+
+def test_one_task_has_all_the_weight() -> None:
+    assert (fitted(router_settings(), TASKS[:1]).posterior(QUERIES) == 1).all()
+
+
+def test_temperature_divides_the_log_posterior() -> None:
+    cold, plain, hot = (fitted(router_settings(temperature=t)).log_posterior(QUERIES) for t in (0.5, 1.0, 4.0))
+    for log_posterior, temperature in ((cold, 0.5), (hot, 4.0)):
+        np.testing.assert_allclose(np.exp(log_posterior), softmax(plain / temperature, axis=1), rtol=1e-9)
+    assert hot.max(axis=1).mean() < plain.max(axis=1).mean() < cold.max(axis=1).mean()
+
+
+def test_hard_and_soft_weights() -> None:
+    router = fitted(router_settings(prune_below=0.05))
+    posterior = router.posterior(QUERIES)
+    hard = router.weights(QUERIES, "hard")
+    assert (hard.sum(axis=1) == 1).all()
+    assert set(np.unique(hard)) == {0.0, 1.0}
+    np.testing.assert_array_equal(hard.argmax(axis=1), posterior.argmax(axis=1))
+    np.testing.assert_array_equal(router.weights(QUERIES, "soft"), prune(posterior, 0.05))
+    assert (router.weights(QUERIES, "soft") == 0).any()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_distances_are_to_the_nearest_component_of_any_task(dtype: str) -> None:
+    settings = router_settings(dtype=dtype)
+    records = records_of(TASKS, settings)
+    inverse = np.linalg.inv(covariance_of(records, settings))
+    means = np.concatenate([record.mixture.means for record in records])
+    expected = [min(np.sqrt((x - mu) @ inverse @ (x - mu)) for mu in means) for x in QUERIES]
+    found = router_of(records, settings).distances(QUERIES)
+    np.testing.assert_allclose(found, expected, rtol=1e-10 if dtype == "float64" else 1e-4)
+    np.testing.assert_allclose(router_of(records, settings).distances(means[:2]), 0, atol=1e-3)
+    with pytest.raises(RouterNotFitted, match="call `fit`"):
+        GaussianRouter(settings).distances(QUERIES)
+
+
+def test_prune() -> None:
+    weights = np.array([[0.5, 0.4, 0.1], [0.0, 0.05, 0.95]])
+    np.testing.assert_allclose(prune(weights, 0.2), [[5 / 9, 4 / 9, 0.0], [0.0, 0.0, 1.0]])
+    np.testing.assert_allclose(prune(weights, 0.0), weights)
+    np.testing.assert_allclose(prune(weights, 0.4)[0], [5 / 9, 4 / 9, 0])  # the threshold itself stays
+    np.testing.assert_allclose(prune(np.full((1, 4), 0.25), 0.9), np.full((1, 4), 0.25))  # the largest stay
+
+
+# ---- the shared covariance ---------------------------------------------------------------------------------------
+
+
+def test_pooled_covariance_by_fold_and_by_concatenation() -> None:
+    settings = router_settings(epsilon=0.0)
+    records = records_of(TASKS, settings)
+    residuals = np.concatenate([X - X.mean(axis=0) for X in TASKS])
+    np.testing.assert_allclose(covariance_of(records, settings), np.cov(residuals.T, ddof=0), rtol=1e-10, atol=1e-12)
+
+
+def test_the_fold_is_the_same_whenever_it_was_built(tmp_path: Path) -> None:
+    """Task by task, at once, cut and begun again from the stored records: the same bits."""
+    scatters = {f"task {i}": scatter_of(X) for i, X in enumerate(TASKS)}
+    names = list(scatters)
+    asked: list[str] = []
+
+    def stored(position: int) -> TaskScatter:
+        asked.append(names[position])
+        loaded = TaskScatter.load(tmp_path / names[position])
+        assert loaded is not None
+        return loaded
+
+    for name, scatter in scatters.items():
+        scatter.save(tmp_path / name)
+    at_once, by_task = PooledScatter(), PooledScatter()
+    at_once.extend(names, lambda position: scatters[names[position]])
+    for seen in range(1, 5):
+        by_task.extend(names[:seen], stored)
+        by_task.extend(names[:seen], stored)  # another trial of the same stage
+    assert asked == names, "each record is read once, however many stages there are"
+    np.testing.assert_array_equal(by_task.triangle, at_once.triangle)
+    assert by_task.count == at_once.count == sum(SIZES)
+    by_task.extend(names[:2], stored)  # back to an earlier stage
+    first_two = PooledScatter()
+    first_two.extend(names[:2], stored)
+    np.testing.assert_array_equal(by_task.triangle, first_two.triangle)
+    by_task.extend([names[0], names[2]], lambda position: stored(2 * position))  # another sequence
+    np.testing.assert_array_equal(by_task.triangle, scatters[names[0]].triangle + scatters[names[2]].triangle)
+
+
+def test_the_fold_does_not_change_a_record() -> None:
+    scatter = scatter_of(TASKS[0])
+    before = scatter.triangle.copy()
+    total = PooledScatter()
+    for name in "ab":
+        total.add(name, scatter)
+    np.testing.assert_array_equal(scatter.triangle, before)
+    np.testing.assert_array_equal(total.triangle, 2 * before)
+
+
+def test_a_fold_of_several_backbones_is_refused() -> None:
+    total = PooledScatter()
+    total.add("a", scatter_of(TASKS[0]))
+    with pytest.raises(RouterError, match=r"width 5, expected that of 1 earlier ones.*several backbones"):
+        total.add("b", scatter_of(TASKS[1][:, :5]))
+
+
+def test_fitting_leaves_the_fold_as_it_is() -> None:
+    """The Cholesky factor overwrites a covariance, never the sum that the next stage goes on with."""
+    for center, epsilon_mode in itertools.product(["task", "component"], ["relative", "absolute"]):
+        settings = router_settings(cov={"center": center}, epsilon_mode=epsilon_mode)
+        records = records_of(TASKS, settings)
+        mixtures = [record.mixture for record in records]
+        total = pooled(records)
+        before = total.triangle.copy()
+        router = GaussianRouter(settings)
+        first = router.fit(mixtures, pooled_covariance(total, mixtures, settings)).posterior(QUERIES)
+        np.testing.assert_array_equal(total.triangle, before)
+        again = router.fit(mixtures, pooled_covariance(total, mixtures, settings)).posterior(QUERIES)
+        np.testing.assert_array_equal(again, first)
+
+
+def test_epsilon_is_relative_or_absolute() -> None:
+    plain, relative, absolute = (
+        router_settings(epsilon=epsilon, epsilon_mode=mode)
+        for epsilon, mode in ((0.0, "relative"), (0.5, "relative"), (0.5, "absolute"))
+    )
+    records = records_of([TASKS[0] / 10], plain)
+    S = covariance_of(records, plain)
+    np.testing.assert_allclose(covariance_of(records, absolute), S + 0.5 * np.eye(D))
+    np.testing.assert_allclose(covariance_of(records, relative), S + 0.5 * np.trace(S) / D * np.eye(D))
+
+
+def test_relative_epsilon_does_not_see_the_scale_of_the_embeddings() -> None:
+    small = [X / 1000 for X in TASKS]
+    relative, absolute = router_settings(), router_settings(epsilon_mode="absolute")
+    np.testing.assert_allclose(
+        fitted(relative, small).posterior(QUERIES / 1000), fitted(relative).posterior(QUERIES), rtol=1e-6
+    )
+    uniform = fitted(absolute, small).posterior(QUERIES / 1000)
+    np.testing.assert_allclose(uniform, 0.25, atol=0.01)
+
+
+@pytest.mark.parametrize(("refresh", "tasks"), [("per_task", 2), ("final", 4), ("frozen_first", 1)])
+def test_refresh_chooses_the_tasks_that_are_pooled(refresh: str, tasks: int) -> None:
+    settings = router_settings(cov={"refresh": refresh})
+    assert settings.cov.pooled_tasks(tasks_seen=2, n_tasks=4) == tasks
+
+
+@pytest.mark.parametrize("center", ["task", "component"])
+@pytest.mark.parametrize("tasks", [1, 2, 4])
+def test_the_covariance_may_be_that_of_other_tasks_than_the_candidates(tasks: int, center: str) -> None:
+    settings = router_settings(cov={"center": center})
+    records = records_of(TASKS, settings)
+    mixtures = [record.mixture for record in records]
+    covariance = pooled_covariance(pooled(records[:tasks]), mixtures[:tasks], settings)
+    C = naive_covariance(mixtures[:tasks], TASKS[:tasks], settings)
+    likelihoods = [
+        sum(p * multivariate_normal(m, C).pdf(QUERIES) for p, m in zip(mixture.shares, mixture.means, strict=True))
+        for mixture in mixtures[:2]
+    ]
+    joint = np.stack(likelihoods, axis=1)
+    posterior = GaussianRouter(settings).fit(mixtures[:2], covariance).posterior(QUERIES)
+    np.testing.assert_allclose(posterior, joint / joint.sum(axis=1, keepdims=True), rtol=1e-9, atol=1e-12)
+
+
+def test_singular_covariance_is_refused_and_a_larger_epsilon_helps() -> None:
+    settings = router_settings(epsilon=0.0)
+    records = records_of([TASKS[0][:4]], settings)
+    with pytest.raises(RouterError, match=r"router\.epsilon") as caught:
+        router_of(records, settings)
+    assert isinstance(caught.value, LatentSweepError)
+    router_of(records, router_settings())  # the remedy works
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    "changes", [{}, {"epsilon": 10.0}, {"dtype": "float32"}, {"embed_norm": "l2"}, {"cov": {"center": "component"}}]
+)
+def test_a_relative_ridge_of_no_scatter_is_refused_and_an_absolute_one_helps(
+    rows: int, changes: dict[str, Any]
+) -> None:
+    """Every embedding of a task is the same: a share of a covariance of zero is zero, whatever the share."""
+    tasks = [np.repeat(X[:1], rows, axis=0).astype(np.float32) for X in TASKS]
+    settings = router_settings(components=1, **changes)
+    with pytest.raises(RouterError, match=r"router\.epsilon_mode"):
+        router_of(records_of(tasks, settings), settings)
+    absolute = router_settings(components=1, **{"epsilon": 0.5, **changes, "epsilon_mode": "absolute"})
+    records = records_of(tasks, absolute)
+    covariance = covariance_of(records, absolute)
+    assert np.triu(covariance).tolist() == (absolute.epsilon * np.eye(len(covariance))).tolist()
+    posterior = router_of(records, absolute).posterior(np.concatenate([X[:1] for X in TASKS]))
+    assert posterior.argmax(axis=1).tolist() == list(range(len(TASKS))), "the nearest mean"
+
+
+def test_components_that_leave_no_scatter_count_as_none() -> None:
+    """A component for every embedding: what is left is the rounding of a difference, which no ridge is a share of."""
+    settings = router_settings(components=4, cov={"center": "component"})
+    tasks = [X[:4] for X in TASKS]
+    with pytest.raises(RouterError, match=r"router\.epsilon_mode"):
+        router_of(records_of(tasks, settings), settings)
+    absolute = settings.model_copy(update={"epsilon_mode": "absolute"})
+    covariance = covariance_of(records_of(tasks, absolute), absolute)
+    assert np.triu(covariance).tolist() == (absolute.epsilon * np.eye(len(covariance))).tolist()
+
+
+def test_covariance_singular_to_rounding_is_refused() -> None:
+    """The last pivot is one rounding error above zero, so LAPACK alone lets it pass."""
+    C = np.array([[1.0, 1.0], [1.0, 1.0 + np.finfo(np.float64).eps]], order="F")
+    np.linalg.cholesky(C)
+    mixture = TaskMixture(np.zeros((1, 2)), np.ones(1), np.ones(1))
+    with pytest.raises(RouterError, match=r"router\.epsilon"):
+        GaussianRouter(router_settings(epsilon=0.0)).fit([mixture], C)
+
+
+def test_covariance_without_degrees_of_freedom_is_refused() -> None:
+    settings = router_settings(components=1, cov={"ddof": "tasks"})
+    with pytest.raises(RouterError, match=r"divided by 0 \(cov\.ddof: tasks\)"):
+        covariance_of(records_of([TASKS[0][:1]], settings), settings)
+
+
+# ---- fitting one task --------------------------------------------------------------------------------------------
+
+
+def test_record_of_one_task() -> None:
+    settings = router_settings()
+    X = TASKS[0]
+    scatter, record = records_of([X], settings)[0]
+    assert record.means.shape == (3, D)
+    assert record.count == scatter.count == 60
+    assert record.shares.sum() == pytest.approx(1)
+    np.testing.assert_allclose(scatter.triangle, triangle(np.cov(X.T, ddof=0) * 60))
+    assert scatter.width == D
+    np.testing.assert_allclose(record.shares @ record.means, X.mean(axis=0))
+    # A fixed point of K-means: every mean is the average of the inputs nearest to it.
+    nearest = ((X[:, None] - record.means) ** 2).sum(axis=2).argmin(axis=1)
+    for k in range(3):
+        np.testing.assert_allclose(record.means[k], X[nearest == k].mean(axis=0))
+        assert record.shares[k] == pytest.approx((nearest == k).mean())
+        assert record.counts[k] == (nearest == k).sum()
+
+
+def test_seeds_repeat_and_differ() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, D))  # no clusters, so the result depends on the first centres
+    settings = router_settings(components=8)
+    huge = 2**63 + 11
+    for seed in (0, 1, huge):
+        np.testing.assert_array_equal(fit_mixture(X, settings, seed).means, fit_mixture(X, settings, seed).means)
+    assert not np.array_equal(fit_mixture(X, settings, 0).means, fit_mixture(X, settings, 1).means)
+
+
+def inertia(X: np.ndarray, record: TaskMixture) -> float:
+    return float(((X[:, None] - record.means) ** 2).sum(axis=2).min(axis=1).sum())
+
+
+def test_kmeans_settings_reach_kmeans() -> None:
+    X = np.random.default_rng(0).normal(size=(300, D))
+    base = router_settings(components=8)
+    plain = fit_mixture(X, base, seed=0)
+    restarted = fit_mixture(X, router_settings(components=8, gmm={"n_init": 20}), seed=0)
+    assert inertia(X, restarted) < inertia(X, plain)
+    short = fit_mixture(X, router_settings(components=8, gmm={"kmeans_iters": 1}), seed=0)
+    assert inertia(X, short) > inertia(X, plain)
+    settled = fit_mixture(X, router_settings(components=8, gmm={"kmeans_iters": 500}), seed=0)
+    nearest = ((X[:, None] - settled.means) ** 2).sum(axis=2).argmin(axis=1)
+    np.testing.assert_allclose(settled.means, [X[nearest == k].mean(axis=0) for k in range(8)])
+    random_start = fit_mixture(X, router_settings(components=8, gmm={"init": "random"}), seed=0)
+    assert not np.array_equal(random_start.means, plain.means)
+
+
+def test_uniform_component_weights() -> None:
+    shared = fit_mixture(TASKS[0], router_settings(), seed=0)
+    uniform = fit_mixture(TASKS[0], router_settings(gmm={"weights": "uniform"}), seed=0)
+    np.testing.assert_array_equal(uniform.means, shared.means)
+    np.testing.assert_allclose(uniform.shares, 1 / 3)
+    assert not np.allclose(shared.shares, 1 / 3)
+
+
+def test_whiten_first_separates_clusters_that_noise_hides() -> None:
+    """Two clusters along a quiet axis beside a loud one: K-means cuts the loud axis unless it is whitened."""
+    rng = np.random.default_rng(0)
+    side = rng.integers(2, size=400)
+    X = np.stack([5 * rng.normal(size=400), side + 0.05 * rng.normal(size=400)], axis=1)
+    expected = np.sort([X[side == 0, 1].mean(), X[side == 1, 1].mean()])
+    raw = fit_mixture(X, router_settings(components=2, epsilon=1e-6), seed=0)
+    whitened = fit_mixture(X, router_settings(components=2, epsilon=1e-6, gmm={"whiten_first": True}), seed=0)
+    assert np.ptp(raw.means[:, 1]) < 0.2
+    np.testing.assert_allclose(np.sort(whitened.means[:, 1]), expected, atol=1e-9)  # averages of the raw embeddings
+
+
+@pytest.mark.parametrize("weights", ["share", "uniform"])
+def test_em_steps_follow_their_definition(weights: str) -> None:
+    start = fit_mixture(TASKS[0], router_settings(gmm={"weights": weights}), seed=0)
+    settings = router_settings(gmm={"em_iters": 2, "weights": weights})
+    X, C = TASKS[0], covariance_of([Records(scatter_of(TASKS[0]), start)], settings)
+    means, shares = start.means, start.shares
+    for _ in range(2):
+        joint = np.stack([p * multivariate_normal(m, C).pdf(X) for p, m in zip(shares, means, strict=True)], axis=1)
+        responsibilities = joint / joint.sum(axis=1, keepdims=True)
+        counts = responsibilities.sum(axis=0)
+        means = responsibilities.T @ X / counts[:, None]
+        shares = counts / len(X) if weights == "share" else shares
+    record = fit_mixture(X, settings, seed=0)
+    np.testing.assert_allclose(record.means, means, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(record.shares, shares, rtol=1e-9)
+    assert not np.allclose(record.means, start.means)
+
+
+def test_component_scatter_after_em_is_weighted_by_responsibility() -> None:
+    settings = router_settings(gmm={"em_iters": 1}, cov={"center": "component"})
+    start = fit_mixture(TASKS[0], router_settings(cov={"center": "component"}), seed=0)
+    X, C = TASKS[0], covariance_of([Records(scatter_of(TASKS[0]), start)], settings)
+    joint = [p * multivariate_normal(m, C).pdf(X) for p, m in zip(start.shares, start.means, strict=True)]
+    responsibilities = np.stack(joint, axis=1) / np.sum(joint, axis=0)[:, None]
+    (records,) = records_of([X], settings)
+    residuals = X[:, None] - records.mixture.means
+    expected = np.einsum("nk,nki,nkj->ij", responsibilities, residuals, residuals)
+    between = records.mixture.between()
+    np.testing.assert_allclose(full_scatter(records) - between.T @ between, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_shares_have_a_floor() -> None:
+    """Ten EM steps under a wide covariance would leave one component nearly empty; its weight stays near 1/n."""
+    X = np.concatenate([TASKS[0], TASKS[0][:1] + 0.01])
+    settings = router_settings(components=20, gmm={"em_iters": 30})
+    record = fit_mixture(X, settings, seed=0)
+    n = len(X)
+    floor = (1 / n) / (1 + len(record.shares) / n)  # 1/n before the shares are made to sum to one again
+    assert record.shares.min() >= floor
+    assert record.shares.sum() == pytest.approx(1)
+    assert np.isfinite(record.means).all()
+
+
+def test_one_component_is_the_mean_and_needs_no_clustering(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, settings = task_embeddings(0), router_settings(components=1)
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)  # as where it is not there: importing it takes a second
+    found = fit_mixture(X, settings, seed=7)
+    assert found.means == pytest.approx(X.mean(axis=0)[None], rel=1e-12)
+    assert (found.shares.tolist(), found.counts.tolist()) == ([1.0], [len(X)])
+    with pytest.raises(ImportError):
+        fit_mixture(X, router_settings(components=2), seed=7)
+
+
+def test_fewer_distinct_embeddings_than_components() -> None:
+    X = np.repeat(TASKS[0][:2], 5, axis=0)
+    with pytest.warns(UserWarning, match="distinct clusters"):
+        record = fit_mixture(X, router_settings(components=4), seed=0)
+    assert len(record.means) == 2
+    np.testing.assert_allclose(record.shares, 0.5)
+    other = fit_mixture(TASKS[1], router_settings(), seed=0)  # tasks may have different numbers of components
+    records = [Records(scatter_of(X), record), Records(scatter_of(TASKS[1]), other)]
+    assert router_of(records, router_settings()).posterior(X).argmax(axis=1).tolist() == [0] * 10
+
+
+def test_more_components_than_embeddings() -> None:
+    with pytest.raises(ValueError, match=r"3 components was given 2 embeddings.*Lower router\.components"):
+        fit_mixture(TASKS[0][:2], router_settings(), seed=0)
+
+
+# ---- records and router as objects -------------------------------------------------------------------------------
+
+
+def saved(record: TaskScatter | TaskMixture, path: Path) -> Any:
+    """The record as it comes back from the disk."""
+    record.save(path)
+    return type(record).load(path)
+
+
+def test_adding_a_task_needs_only_the_records(tmp_path: Path) -> None:
+    settings = router_settings()
+    records = records_of(TASKS, settings)
+    stored = [
+        Records(*(saved(part, tmp_path / f"{i}-{n}.safetensors") for n, part in enumerate(r)))
+        for i, r in enumerate(records[:3])
+    ]
+    reloaded = router_of([*stored, records[3]], settings)
+    np.testing.assert_array_equal(reloaded.log_posterior(QUERIES), router_of(records, settings).log_posterior(QUERIES))
+
+
+def test_refitting_equals_a_new_router() -> None:
+    settings = router_settings()
+    records = records_of(TASKS, settings)
+    mixtures = [record.mixture for record in records]
+    two, four = (pooled_covariance(pooled(records[:n]), mixtures[:n], settings) for n in (2, 4))
+    router = GaussianRouter(settings).fit(mixtures[:2], two.copy(order="F"))
+    first = router.posterior(QUERIES)
+    np.testing.assert_array_equal(
+        router.fit(mixtures, four).posterior(QUERIES), router_of(records, settings).posterior(QUERIES)
+    )
+    np.testing.assert_array_equal(router.fit(mixtures[:2], two).posterior(QUERIES), first)
+
+
+def test_record_round_trip_leaves_no_other_file(tmp_path: Path) -> None:
+    scatter, mixture = records_of(TASKS[:1], router_settings())[0]
+    transposed = TaskMixture(np.asfortranarray(mixture.means), mixture.shares, mixture.counts)
+    for record, original in ((scatter, scatter), (transposed, mixture)):
+        path = tmp_path / "task.safetensors"
+        record.save(path)
+        loaded = saved(record, path)  # writing again replaces
+        assert [file.name for file in tmp_path.iterdir()] == ["task.safetensors"]
+        for name in ("triangle", "count") if record is scatter else ("means", "shares", "counts", "count"):
+            np.testing.assert_array_equal(getattr(loaded, name), getattr(original, name))
+    assert isinstance(saved(scatter, tmp_path / "task.safetensors").count, int)
+
+
+def test_failed_save_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "task.safetensors"
+    scatter_of(TASKS[0]).save(path)
+    before = path.read_bytes()
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("latent_sweep.storage.snapshots.os.fsync", full_disk)
+    with pytest.raises(StoreError, match="no space left"):
+        scatter_of(TASKS[1]).save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_record_that_is_not_there(tmp_path: Path) -> None:
+    assert TaskScatter.load(tmp_path / "nothing.safetensors") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_flipped_bit_of_a_record_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "task.safetensors"
+    original = TaskMixture(np.arange(4.0).reshape(2, 2), np.full(2, 0.5), np.array([3.0, 4.0]))
+    original.save(path)
+    content = path.read_bytes()
+    assert TaskMixture.load(path) is not None
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        sealed._checks.cache_clear()  # the clock of a file system may be too coarse for a test
+        assert TaskMixture.load(path) is None, f"byte {position}"
+        assert [file.name for file in tmp_path.iterdir()] == ["task.damaged"]
+    assert "task.safetensors does not check against its digest; it is set aside as task.damaged" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"cut short", b'{"sha256":"'])
+def test_what_is_no_record_at_all_is_set_aside(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "task.safetensors"
+    path.write_bytes(content)
+    assert TaskScatter.load(path) is None
+    assert (tmp_path / "task.damaged").read_bytes() == content
+
+
+def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "task.safetensors"
+    scatter_of(TASKS[0]).save(path)
+    digests = []
+    plain = sealed._digest_without
+    monkeypatch.setattr(sealed, "_digest_without", lambda *a: digests.append(a) or plain(*a))
+    assert all(TaskScatter.load(path) is not None for _ in range(3))
+    assert len(digests) == 1
+    scatter_of(TASKS[0][:-1]).save(path)
+    loaded = TaskScatter.load(path)
+    assert loaded is not None and loaded.count == SIZES[0] - 1
+
+
+def test_records_check_themselves() -> None:
+    scatter, mixture = records_of(TASKS[:1], router_settings())[0]
+    with pytest.raises(ValueError, match=r"`means` is float32 \(3, 6\), expected float64 \(3, 6\)"):
+        TaskMixture(mixture.means.astype(np.float32), mixture.shares, mixture.counts)
+    with pytest.raises(ValueError, match=r"`means` is float64 \(2, 6\), expected float64 \(3, 6\)"):
+        TaskMixture(mixture.means[:2], mixture.shares, mixture.counts)
+    with pytest.raises(ValueError, match=r"`counts` is float64 \(1,\), expected float64 \(3,\)"):
+        TaskMixture(mixture.means, mixture.shares, mixture.counts[:1])
+    with pytest.raises(ValueError, match=r"`triangle` is float64 \(20,\), expected float64 \(d \(d \+ 1\) / 2,\)"):
+        TaskScatter(scatter.triangle[:20], 60)
+    with pytest.raises(ValueError, match=r"`triangle` is float64 \(6, 6\)"):
+        TaskScatter(np.zeros((6, 6)), 60)
+    with pytest.raises(ValueError, match="`count` is 0"):
+        TaskScatter(scatter.triangle, 0)
+
+
+def test_router_before_fit() -> None:
+    with pytest.raises(RouterNotFitted, match="call `fit`"):
+        GaussianRouter(router_settings()).posterior(QUERIES)
+
+
+def test_router_refuses_what_does_not_fit() -> None:
+    settings = router_settings()
+    router = fitted(settings)
+    with pytest.raises(RouterError, match=r"shape \(32, 5\), expected \(inputs, 6\)"):
+        router.posterior(QUERIES[:, :5])
+    broken = QUERIES.copy()
+    broken[4, 0] = np.nan
+    with pytest.raises(RouterError, match="embedding 4 of 32 is not finite"):
+        router.posterior(broken)
+    with pytest.raises(RouterError, match="is not finite"):
+        fit_mixture(broken, settings, seed=0)
+    with pytest.raises(RouterError, match="is not finite"):
+        scatter_of(broken)
+    with pytest.raises(RouterError, match="expected at least one"):
+        GaussianRouter(settings).fit([], np.eye(D))
+    mixture = fit_mixture(TASKS[0], settings, seed=0)
+    with pytest.raises(RouterError, match=r"widths \[5, 6\]"):
+        GaussianRouter(settings).fit([mixture], np.eye(D - 1))
+
+
+# ---- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_normalise_embeddings() -> None:
+    X = np.array([[3.0, 4.0], [0.0, 0.0]])
+    assert normalise_embeddings(X, "none") is X
+    np.testing.assert_allclose(normalise_embeddings(X, "l2"), [[0.6, 0.8], [0.0, 0.0]])
+    np.testing.assert_allclose(normalise_embeddings(X, "std", table_std=0.5), 2 * X)
+    for table_std in (None, 0.0, float("nan")):
+        with pytest.raises(ValueError, match="table_std is"):
+            normalise_embeddings(X, "std", table_std)
+
+
+def test_training_reads_no_router_setting() -> None:
+    assert RouterSettings().training_identity() == {}
+    for group in (RouterSettings().gmm, RouterSettings().cov, RouterSettings().pool):
+        assert group.training_identity() == {}
+
+
+def test_paper_defaults() -> None:
+    settings = RouterSettings()
+    assert (settings.components, settings.epsilon, settings.gmm.kmeans_iters) == (5, 0.01, 30)
+    assert settings.mode == "soft"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"components": 0},
+        {"components": 2.5},
+        {"epsilon": -0.1},
+        {"temperature": 0.0},
+        {"prune_below": 1.0},
+        {"mode": "softest"},
+        {"gmm": {"em_iters": -1}},
+        {"cov": {"ddof": 1}},
+        {"unknown": 1},
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="validation error"):
+        router_settings(**changes)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"mode": "hard"},
+    {"components": 2},
+    {"epsilon": 0.5},
+    {"epsilon_mode": "absolute"},
+    {"embed_norm": "l2"},
+    {"temperature": 2.0},
+    {"prior": "n_t"},
+    {"prune_below": 0.1},
+    {"dtype": "float32"},
+    {"gmm": {"em_iters": 3}},
+    {"gmm": {"init": "random"}},
+    {"gmm": {"n_init": 4}},
+    {"gmm": {"kmeans_iters": 2}},
+    {"gmm": {"weights": "uniform"}},
+    {"gmm": {"whiten_first": True}},
+    {"cov": {"center": "component"}},
+    {"cov": {"ddof": "tasks"}},
+    {"cov": {"refresh": "final"}},
+    {"pool": {"scope": "input_only"}},
+]
+
+
+def with_group(base: dict[str, Any], change: dict[str, Any]) -> RouterSettings:
+    merged = {
+        **base,
+        **{
+            name: {**base.get(name, {}), **value} if isinstance(value, dict) else value
+            for name, value in change.items()
+        },
+    }
+    return router_settings(**merged)
+
+
+@pytest.mark.parametrize("base", [{}, {"gmm": {"em_iters": 1}}, {"gmm": {"whiten_first": True}}], ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_equal_record_identity_means_equal_record(base: dict[str, Any], change: dict[str, Any]) -> None:
+    """Records are shared between trials by this identity, so whatever it leaves out must not change a record."""
+    first, second = router_settings(**base), with_group(base, change)
+    if first.record_identity() == second.record_identity():
+        one, other = (fit_mixture(TASKS[0], settings, seed=0) for settings in (first, second))
+        for name in ("means", "shares", "counts"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_record_identity_leaves_out_what_only_routing_reads() -> None:
+    plain = router_settings().record_identity()
+    routing = ({"epsilon": 0.5}, {"temperature": 2.0}, {"prior": "n_t"}, {"mode": "hard"}, {"dtype": "float32"})
+    covariance = [
+        {"cov": {name: value}} for name, value in (("center", "component"), ("ddof", "tasks"), ("refresh", "final"))
+    ]
+    for free in (*routing, *covariance):
+        assert router_settings(**free).record_identity() == plain
+    for bound in ({"components": 4}, {"embed_norm": "l2"}, {"pool": {"truncate": False}}, {"gmm": {"n_init": 2}}):
+        assert router_settings(**bound).record_identity() != plain
+
+
+def test_a_scatter_is_shared_by_all_that_pool_the_same_embeddings() -> None:
+    plain = router_settings().scatter_identity()
+    for free in ({"components": 4}, {"gmm": {"em_iters": 2}}, {"epsilon": 0.5}, {"cov": {"center": "component"}}):
+        assert router_settings(**free).scatter_identity() == plain
+    for bound in ({"embed_norm": "l2"}, {"pool": {"truncate": False}}):
+        assert router_settings(**bound).scatter_identity() != plain

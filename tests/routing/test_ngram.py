@@ -1,0 +1,108 @@
+"""The string match: by hand on small texts, against scikit-learn's vectors, and what it does in a sweep."""
+
+import numpy as np
+import pytest
+from helpers.rounding import PRODUCT
+from helpers.sweeps import tiny
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.metrics.pairwise import cosine_similarity
+
+from latent_sweep.routing.ngram import TaskNgrams, fit_ngrams, nearest, ngrams_of, similarities
+from latent_sweep.storage import versions
+from latent_sweep.sweep.config import parse_sweep
+from latent_sweep.sweep.plan import expand
+
+DEFINITIONS = ["Sort the message by its mood.", "What number comes next?", "Translate into French."]
+
+
+def prompts_of(task, words=("one", "two", "three")):
+    return [f"{DEFINITIONS[task]}\n\n{word} {task}\nOutput: " for word in words]
+
+
+def test_a_task_is_what_its_training_prompts_begin_with():
+    task = fit_ngrams(["Say it. Now: abc", "Say it. Now: xyz"])
+    assert task.shares == dict.fromkeys(ngrams_of("Say it. Now: "), 1.0)
+    assert ngrams_of("Say  IT") == {"say", "ay ", "y i", " it", "say ", "ay i", "y it", "say i", "ay it"}
+
+
+def test_without_a_common_beginning_a_task_is_the_mean_of_its_prompts():
+    assert fit_ngrams(["abc", "xabc", "yab"]).shares == {"abc": 2 / 3, "xab": 1 / 3, "xabc": 1 / 3, "yab": 1 / 3}
+
+
+def test_similarities_are_scikit_learns_cosines():
+    train = [prompts_of(task) for task in range(3)] + [["abcdef", "bcdefgh", "xyz cdef"]]
+    queries = [*prompts_of(0, ("four",)), "What number has the mood of French?", "cdefg and more", "Qq! ZZZ?"]
+    vectors = CountVectorizer(analyzer="char", ngram_range=(3, 5), binary=True, preprocessor=lambda t: t)
+    plain = [[" ".join(text.lower().split()) for text in texts] for texts in [*train, queries]]
+    vectors.fit([text for texts in plain for text in texts])
+    beginnings = [[" ".join(f"{definition}".lower().split())] for definition in DEFINITIONS] + [plain[3]]
+    tasks = [vectors.transform(texts).toarray().mean(0) for texts in beginnings]
+    known = [fit_ngrams([f"{definition} "[:-1]]) for definition in DEFINITIONS] + [fit_ngrams(train[3])]
+    expected = cosine_similarity(vectors.transform(plain[4]).toarray(), tasks)
+    np.testing.assert_allclose(similarities(queries, known), expected, atol=PRODUCT)
+    assert (similarities(queries, known)[3] == 0).all(), "nothing in common"
+    np.testing.assert_array_equal(nearest(queries, known).argmax(axis=1), [0, 1, 3, 0])
+
+
+def test_a_prompt_without_ngrams_is_like_nothing():
+    assert similarities(["", "ab"], [fit_ngrams(prompts_of(0)), TaskNgrams({})]).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("texts", [["grün 🙂 и ещё", "grün 🙂 и нет"], ["a", "b"], ["abc\0def", "xyz"], ["ab"]])
+def test_what_is_stored_is_read_again(tmp_path, texts):
+    path = tmp_path / "router" / "record.safetensors"
+    task = fit_ngrams(texts)
+    task.save(path)
+    assert TaskNgrams.load(path).shares == task.shares
+    before = path.read_bytes()
+    TaskNgrams(dict(reversed(task.shares.items()))).save(path)
+    assert path.read_bytes() == before
+    path.write_bytes(before[:-1])
+    assert TaskNgrams.load(path) is None
+    assert TaskNgrams.load(tmp_path / "nothing") is None
+
+
+# --- in a sweep ------------------------------------------------------------------------------------------------------
+
+
+def trials_over(**changes):
+    return expand(parse_sweep(tiny(**changes), "sweep.yaml"))
+
+
+def test_it_reads_no_setting_of_the_router():
+    trials = trials_over(
+        search={"router.mode": ["hard", "lexical"], "router.components": [1, 2], "router.epsilon": [1.0, 2.0]}
+    )
+    assert [dict(t.values) for t in trials if t.settings.router.mode == "lexical"] == [{"router.mode": "lexical"}]
+    assert len(trials) == 4 + 1
+    assert len({trial.training_id for trial in trials}) == 1
+
+
+def test_rows_know_the_version_of_its_records(monkeypatch):
+    def keys(mode):
+        return [trial.row_keys() for trial in trials_over(search={}, trial__router__mode=mode)]
+
+    before = {mode: keys(mode) for mode in ("lexical", "oracle")}
+    monkeypatch.setattr(versions, "RECORDS", versions.RECORDS + 1)
+    assert [mode for mode in before if keys(mode) != before[mode]] == ["lexical"]
+
+
+@pytest.mark.parametrize("method", ["inc_lora", "latent_lora"])
+def test_a_trial_is_answered_by_it(runs, method):
+    """Learned, routed, resumed: its accuracy is in the journal, and a second trial asks for nothing new."""
+    changes = {
+        "trial__benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3},
+        "trial__training": {"learning_rate": 0.1, "epochs": 1, "batch_size": 4},
+        "trial__method": {"name": method, "rank": 4},
+        "trial__router": {"mode": "lexical"},
+        "search": {"benchmark.prompts.definition": ["verbatim"]},
+    }
+    (pack,) = runs.packs(**changes)
+    runs.run([pack])
+    (trial,) = pack.trials
+    events = runs.sweep.journal(trial.trial_id).read()
+    accuracies = [event["metrics"]["router_accuracy"] for event in events if event["event"] == "stage"]
+    assert accuracies == [1.0, 1.0]
+    records = {path.name for path in (runs.folder / "router").iterdir()}
+    runs.run(runs.packs(**(changes | {"search": {"benchmark.prompts.definition": ["verbatim", "none"]}})))
+    assert {path.name for path in (runs.folder / "router").iterdir()} == records, "what it knows of tasks is shared"

@@ -1,0 +1,110 @@
+"""What is measured of the router, against its definitions: loops over rows, float64, no code in common."""
+
+import math
+
+import numpy as np
+import pytest
+
+from latent_sweep.routing.metrics import RoutingMeasures, expected_calibration_error, novelty_auroc, task_measures
+
+PRUNE_BELOW = 0.01
+NAMES = ("mood", "ticket", "date")
+
+
+def routing_measures(log_posteriors, names):
+    """What is measured of these rows, one task after the other."""
+    measures = RoutingMeasures(PRUNE_BELOW)
+    for name, rows in zip(names, log_posteriors, strict=True):
+        measures.add(name, rows)
+    return measures.measures()
+
+
+def log_posteriors():
+    """Rows of three tasks, some sure and right, some sure and wrong, some undecided."""
+    rng = np.random.default_rng(0)
+    found = []
+    for task, count in enumerate((40, 7, 60)):
+        logits = rng.normal(size=(count, 3)) * rng.choice([0.3, 2.0, 30.0], size=(count, 1))
+        logits[:, task] += 1.0
+        found.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+    return found
+
+
+def by_definition(rows, tasks):
+    """Every measure of rows of log posteriors, each with the column of its own task."""
+    bins = [[] for _ in range(15)]
+    p_correct, accuracy, nll, one_hot = [], [], [], []
+    for row, task in zip(rows, tasks, strict=True):
+        p = [math.exp(value) for value in row]
+        best = max(range(len(p)), key=p.__getitem__)
+        p_correct.append(p[task])
+        accuracy.append(best == task)
+        nll.append(-math.log(max(p[task], 2.0**-52)))
+        one_hot.append(sum(value >= PRUNE_BELOW or column == best for column, value in enumerate(p)) == 1)
+        (m,) = [m for m in range(15) if m / 15 < p[best] <= (m + 1) / 15]
+        bins[m].append((p[best], best == task))
+    ece = 0.0
+    for members in filter(None, bins):
+        confidence = sum(p for p, _ in members) / len(members)
+        right = sum(hit for _, hit in members) / len(members)
+        ece += len(members) / len(rows) * abs(right - confidence)
+    shares = {"p_correct": p_correct, "accuracy": accuracy, "nll": nll, "one_hot": one_hot}
+    return {name: sum(values) / len(rows) for name, values in shares.items()} | {"ece": ece}
+
+
+def test_every_measure_is_its_definition():
+    posteriors = log_posteriors()
+    found = routing_measures(posteriors, NAMES)
+    expected = [by_definition(rows, [task] * len(rows)) for task, rows in enumerate(posteriors)]
+    for name, measures in zip(NAMES, expected, strict=True):
+        assert {key: found.pop(f"router/{key}/{name}") for key in measures} == pytest.approx(measures, abs=1e-12)
+        assert 0 < measures["one_hot"] < 1, "all or nothing would show little"
+        assert measures["accuracy"] not in (0, 1)
+    macro = {
+        f"router_{key}": np.mean([m[key] for m in expected]) for key in ("p_correct", "accuracy", "nll", "one_hot")
+    }
+    whole = by_definition(np.concatenate(posteriors), np.repeat([0, 1, 2], [len(rows) for rows in posteriors]))
+    assert found == pytest.approx(macro | {"router_ece": whole["ece"]}, abs=1e-12)
+    assert whole["ece"] != pytest.approx(np.mean([m["ece"] for m in expected])), "it is of all rows together"
+
+
+def test_a_log_loss_has_an_end():
+    rows = np.array([[-1e6, 0.0], [-800.0, 0.0], [0.0, -1e6]])
+    found = task_measures(rows, 0, PRUNE_BELOW)
+    assert found["nll"] == pytest.approx(2 * 52 * math.log(2) / 3)
+    assert found["p_correct"] == pytest.approx(1 / 3)
+    assert found["one_hot"] == 1.0
+    assert found["ece"] == pytest.approx(2 / 3)
+
+
+def test_one_task_is_certain_and_right():
+    found = routing_measures([np.zeros((5, 1))], ["mood"])
+    expected = {"p_correct": 1.0, "accuracy": 1.0, "nll": 0.0, "ece": 0.0, "one_hot": 1.0}
+    assert found == {f"router_{key}": value for key, value in expected.items()} | {
+        f"router/{key}/mood": value for key, value in expected.items()
+    }
+    assert f"{found['router_nll']:.2f}" == "0.00", "and not -0.00"
+
+
+def test_calibration_by_hand():
+    """Two bins: 0.62 and 0.66 lie in (9/15, 10/15], right one time of two; 0.9 alone in its own, and right."""
+    found = expected_calibration_error(np.array([0.62, 0.66, 0.9]), np.array([True, False, True]))
+    assert found == pytest.approx(2 / 3 * abs(0.5 - 0.64) + 1 / 3 * abs(1 - 0.9))
+    assert expected_calibration_error(np.array([1.0, 0.5]), np.array([True, True])) == pytest.approx(0.25)
+
+
+def test_a_router_that_means_what_it_says_is_calibrated():
+    rng = np.random.default_rng(3)
+    confidence = rng.uniform(0.3, 1.0, size=200_000)
+    correct = rng.uniform(size=len(confidence)) < confidence
+    assert expected_calibration_error(confidence, correct) < 0.01
+    assert expected_calibration_error(np.sqrt(confidence), correct) > 0.05
+
+
+def test_the_area_is_the_share_of_pairs_in_order():
+    rng = np.random.default_rng(1)
+    seen, unseen = rng.integers(0, 9, size=31).astype(float), rng.integers(3, 12, size=17).astype(float)
+    pairs = [(a < b) + 0.5 * (a == b) for a in seen for b in unseen]
+    assert novelty_auroc(seen, unseen) == pytest.approx(sum(pairs) / len(pairs))
+    assert novelty_auroc(seen, unseen + 100) == 1.0
+    assert novelty_auroc(unseen + 100, seen) == 0.0

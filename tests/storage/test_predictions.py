@@ -1,0 +1,95 @@
+"""Answers of every stage from files that hold what changed."""
+
+import json
+
+import pytest
+
+from latent_sweep.storage.predictions import (
+    Answer,
+    answers_file,
+    changed,
+    changes,
+    kept_answers,
+    newest_answers,
+    stage_of,
+)
+
+FIRST = {"mood": [Answer("good", 1.0), Answer("bad", 0.0)]}
+SECOND = {"mood": [Answer("good", 1.0), Answer("ünwell", 0.5)], "ticket": [Answer("\u2028\x85\r\n", 0.0)]}
+THIRD = {**SECOND, "other": [Answer("x", 1.0)]}
+
+
+def lines(content):
+    return [tuple(json.loads(line).values()) for line in content.splitlines()]
+
+
+def told(seen, kept=True):
+    return {"tasks_seen": seen, "files": {answers_file(seen): "0" * 64} if kept else {}}
+
+
+def test_a_file_holds_what_the_stage_before_did_not_answer():
+    assert lines(changes(FIRST, {})) == [("mood", 0, "good", 1.0), ("mood", 1, "bad", 0.0)]
+    assert lines(changes(SECOND, FIRST)) == [("mood", 1, "ünwell", 0.5), ("ticket", 0, "\u2028\x85\r\n", 0.0)]
+    assert changes(SECOND, SECOND) == b""
+
+
+def test_the_files_of_all_stages_give_the_answers_of_each(tmp_path):
+    (tmp_path / "answers").mkdir()
+    before = {}
+    for seen, answers in enumerate((FIRST, SECOND, THIRD), start=1):
+        (tmp_path / answers_file(seen)).write_bytes(changes(answers, before))
+        before = answers
+    events = [told(1), told(2), told(3)]
+    found = [(event["tasks_seen"], answers) for event, answers in kept_answers(tmp_path, events)]
+    assert found == [(1, FIRST), (2, SECOND), (3, THIRD)]
+    assert newest_answers(tmp_path, events[:2]) == SECOND
+    assert newest_answers(tmp_path, []) == {}
+
+
+def test_after_a_stage_that_was_not_kept_a_file_stands_by_itself(tmp_path):
+    (tmp_path / "answers").mkdir()
+    (tmp_path / answers_file(1)).write_bytes(changes(FIRST, {}))
+    (tmp_path / answers_file(3)).write_bytes(changes(THIRD, {}))
+    events = [told(1), told(2, kept=False), told(3)]
+    assert [(event["tasks_seen"], answers) for event, answers in kept_answers(tmp_path, events)] == [
+        (1, FIRST),
+        (3, THIRD),
+    ]
+    assert newest_answers(tmp_path, events[:2]) == {}
+
+
+def test_a_score_alone_may_change():
+    """As where a metric has changed, and with it the key of the row."""
+    again = {"mood": [Answer("good", 0.5), FIRST["mood"][1]]}
+    assert lines(changes(again, FIRST)) == [("mood", 0, "good", 0.5)]
+    assert changed(FIRST, changes(again, FIRST)) == again
+
+
+def test_nothing_is_taken_over_a_gap(tmp_path):
+    (tmp_path / "answers").mkdir()
+    (tmp_path / answers_file(1)).write_bytes(changes(FIRST, {}))
+    (tmp_path / answers_file(3)).write_bytes(b"")
+    found = {event["tasks_seen"]: a for event, a in kept_answers(tmp_path, [told(1), told(2, kept=False), told(3)])}
+    assert found == {1: FIRST, 3: {}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"task": "mood", "row": 3, "prediction": "x", "score": 1.0}', "row 3 of task mood comes after 2 rows"),
+        ('{"task": "mood", "row": -1, "prediction": "x", "score": 1.0}', "row -1"),
+        ('{"task": "mood", "row": 0, "prediction": null, "score": 1.0}', "is no answer"),
+        ('{"task": "mood"}', "expected task, row, prediction and score"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_what_is_no_answer_is_refused(content, message):
+    with pytest.raises(ValueError, match=message):
+        changed(FIRST, content.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("answers/12.jsonl", 12), ("answers/x.jsonl", None), ("predictions/1.jsonl", None)]
+)
+def test_a_files_name_tells_its_stage(name, stage):
+    assert stage_of(name) == stage

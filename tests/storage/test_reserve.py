@@ -1,0 +1,91 @@
+"""A disk that is full while a sweep runs: the reason is recorded all the same, and shown."""
+
+import errno
+import json
+import os
+
+import pytest
+from helpers.sweeps import sweep_folder, tiny, write
+
+from latent_sweep.cli.main import main
+from latent_sweep.errors import StoreError
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.reserve import NAME, free_reserve, is_full, keep_reserve
+from latent_sweep.storage.snapshots import committing
+from latent_sweep.training import pack as running
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Make a disk full as long as a reserve lies at this path."""
+
+    def fill(reserve):
+        def fsync(number, plain=os.fsync):
+            if reserve is None or reserve.exists():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            plain(number)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    return fill
+
+
+def test_what_has_ended_an_attempt_is_written_into_the_reserve(tmp_path, full):
+    sweep = open_sweep(tmp_path / "tiny")
+    journal = sweep.journal("abc")
+    journal.append("started", attempt=1)
+    keep_reserve(sweep.path)
+    assert (sweep.path / NAME).stat().st_size > 10_000
+    full(sweep.path / NAME)
+    with pytest.raises(StoreError) as refused:
+        journal.append("stage", task="a")
+    assert is_full(refused.value) and (sweep.path / NAME).exists(), "it is kept for the end"
+    journal.append("lost", kind="storage", message="full")
+    assert [event["event"] for event in journal.read()] == ["started", "lost"]
+    assert not free_reserve(sweep.path)
+    full(None)
+    with pytest.raises(StoreError, match="No space left"):
+        journal.append("failed", kind="error", message="full", task=None, step=None)
+
+
+def test_a_sweep_on_a_full_disk_says_so_and_goes_on_later(tmp_path, capsys, monkeypatch):
+    path = write(tmp_path, tiny(search={"seed": [0]}))
+
+    def refuse(*arguments):
+        with committing(tmp_path / "a snapshot"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "check_pack", refuse)
+        assert main(["run", path, "--local"]) == 1
+    folder = sweep_folder(tmp_path)
+    (trial,) = folder
+    end = trial.events()[-1]
+    assert (end["event"], end["kind"]) == ("lost", "storage")
+    assert not (folder.path / NAME).exists()
+    capsys.readouterr()
+    for command in ("status", "report"):
+        assert main([command, str(folder.path)]) == 0
+        printed = capsys.readouterr().out
+        assert str(tmp_path / "a snapshot") in printed and "No space left" in printed and "latent-sweep gc" in printed
+    assert main(["status", str(folder.path), "--json"]) == 0
+    (lost,) = json.loads(capsys.readouterr().out)["lost"]
+    assert lost["trial_id"] == trial.trial_id and "No space left" in lost["message"]
+    assert main(["run", path, "--local"]) == 0
+    assert main(["status", str(folder.path)]) == 0
+    assert "No space left" not in capsys.readouterr().out
+
+
+def test_a_worker_that_ended_without_a_word_is_shown(tmp_path, capsys):
+    path = write(tmp_path, tiny(search={"seed": [0]}))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(running, "check_pack", interrupt)
+        assert main(["run", path, "--local"]) == 130
+    capsys.readouterr()
+    assert main(["status", str(sweep_folder(tmp_path).path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lost ")]
+    assert "no reason is recorded" in line
+
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt

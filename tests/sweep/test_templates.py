@@ -1,0 +1,229 @@
+"""A first sweep file is one that runs, for every question, backbone and benchmark; and so is a first benchmark."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.patience import PATIENCE
+from helpers.sweeps import write_benchmark
+
+import latent_sweep
+from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.cli import init as command
+from latent_sweep.cli.main import main
+from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.schema import load_benchmark
+from latent_sweep.settings import parse_yaml
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.journal import status
+from latent_sweep.sweep import templates as starting
+from latent_sweep.sweep.config import load_sweep, parse_sweep
+from latent_sweep.sweep.plan import expand
+from latent_sweep.sweep.tuning import candidate_trials, choices, chosen_for, stand_ins
+
+REPOSITORY = Path(latent_sweep.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def trials_of(sweep):
+    due = choices(sweep)
+    return [*candidate_trials(due), *expand(sweep, chosen_for(sweep, stand_ins(due)))]
+
+
+@pytest.mark.parametrize(("backbone", "says"), [("tiny-llama", True), (EMBEDDED, False), ("t5-large", False)])
+def test_random_weights_are_named(backbone, says, capsys):
+    assert main(["init", "one", "--backbone", backbone]) == 0
+    assert ("random weights" in capsys.readouterr().out) == says
+    assert ("random weights" in Path("one.yaml").read_text()) == says
+
+
+def test_the_command_knows_every_purpose():
+    assert tuple(starting.PURPOSES) == command.PURPOSES
+
+
+@pytest.mark.parametrize("purpose", starting.PURPOSES)
+@pytest.mark.parametrize(
+    ("backbone", "benchmark"),
+    [
+        (EMBEDDED, "builtin"),
+        ("t5-large", "superni"),
+        ("llama-2-7b", "long_sequence"),
+        ("tiny-t5", "superni"),
+        ("tiny-llama", "builtin"),
+    ],
+)
+def test_every_first_sweep_can_be_planned(purpose, backbone, benchmark):
+    text = starting.sweep_text("first.yaml", backbone, benchmark, purpose)
+    assert max(map(len, text.splitlines())) <= 120
+    sweep = parse_sweep(parse_yaml(text, "first.yaml"), "first.yaml")
+    trials = trials_of(sweep)
+    assert len(trials) > 2 and {trial.settings.backbone.name for trial in trials} == {backbone}
+    seeds = {trial.settings.seed for trial in trials}
+    assert len(seeds) >= (2 if purpose == "quickstart" else 3)
+
+
+def test_a_first_sweep_has_the_largest_usual_rank_that_fits_its_backbone():
+    def ranks(backbone, purpose):
+        text = starting.sweep_text("first.yaml", backbone, "builtin", purpose)
+        trials = trials_of(parse_sweep(parse_yaml(text, "first.yaml"), "first.yaml"))
+        return {trial.settings.method.rank for trial in trials if hasattr(trial.settings.method, "rank")}
+
+    assert ranks("tiny-llama", "quickstart") == ranks("tiny-llama", "methods") == {16}
+    assert ranks("tiny-llama", "rank") == {4, 8, 16}
+    assert ranks(EMBEDDED, "quickstart") == {32}
+    assert ranks(EMBEDDED, "rank") == {4, 8, 16, 32}
+
+
+def test_names_that_yaml_reads_otherwise_are_names(tmp_path):
+    """`no` is false there, and `1` a number."""
+    names = ("no", "1", "1e3", "on", "null")
+    own = write_benchmark(tmp_path / "own", names)
+    tasks = [{"name": name, "metric": "accuracy"} for name in names]
+    (own / "benchmark.yaml").write_text(json.dumps({"tasks": tasks, "orders": {"off": names}}))
+    text = starting.sweep_text("first.yaml", EMBEDDED, str(own), "seeds")
+    (settings,) = {trial.settings.benchmark for trial in trials_of(parse_sweep(parse_yaml(text, "f"), "first.yaml"))}
+    assert (settings.order, settings.tasks) == ("off", ("no", "1", "1e3", "on"))
+
+
+@pytest.mark.parametrize("backbone", [EMBEDDED, "t5-large"])
+def test_what_it_says_of_what_is_left_out_is_true(backbone):
+    text = starting.sweep_text("first.yaml", backbone, "superni", "seeds")
+    said = dict(re.findall(r"(learning_rate|batch_size) ([\d.e-]+)", text))
+    (settings,) = {trial.settings.training for trial in trials_of(parse_sweep(parse_yaml(text, "f"), "first.yaml"))}
+    assert {name: float(value) for name, value in said.items()} == {
+        "learning_rate": settings.learning_rate,
+        "batch_size": settings.batch_size,
+    }
+
+
+def test_a_quickstart_is_the_packages_own():
+    """Trials, and so everything stored, are shared with sweeps/quickstart.yaml."""
+    assert main(["init", "quickstart"]) == 0
+    own = load_sweep(REPOSITORY / "sweeps" / "quickstart.yaml")
+    assert {t.trial_id for t in expand(load_sweep("quickstart.yaml"))} == {t.trial_id for t in expand(own)}
+
+
+def test_init_writes_a_file_and_says_what_comes_next(tmp_path, capsys):
+    assert main(["init", "sweeps/first", "--purpose", "lambda"]) == 0
+    assert capsys.readouterr().out == "wrote sweeps/first.yaml\nnext: latent-sweep plan sweeps/first.yaml\n"
+    assert main(["plan", "sweeps/first.yaml"]) == 0
+    assert main(["init", "sweeps/first.yaml"]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["first", "--backbone", "no/such/folder.", "--benchmark", "nowhere"], "unknown benchmark 'nowhere'"),
+        (["a name"], "name: found 'a name'"),
+        (["a name", "--own"], "name: found 'a name'"),
+        (["first", "--backbone", "."], "has no config.json"),
+    ],
+)
+def test_what_cannot_be_is_said_and_nothing_is_written(arguments, said, tmp_path, capsys):
+    assert main(["init", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and "Traceback" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_are_never_chosen_on_all_of_a_benchmark(tmp_path, capsys):
+    """The two tasks of a benchmark of one's own leave one to choose on; a single task leaves none."""
+    assert main(["init", "mine", "--own", "--purpose", "methods"]) == 0
+    assert load_sweep("mine.yaml").tune.tasks == 1
+    benchmark = tmp_path / "mine_tasks" / "benchmark.yaml"
+    content = yaml.safe_load(benchmark.read_text())
+    content["orders"], content["tasks"] = {1: [content["tasks"][0]["name"]]}, content["tasks"][:1]
+    benchmark.write_text(yaml.safe_dump(content))
+    assert main(["init", "other", "--benchmark", "mine_tasks", "--purpose", "methods"]) == 2
+    assert "add a task, or take another purpose" in capsys.readouterr().err
+
+
+def test_an_own_benchmark_is_whole_and_runs(tmp_path, capsys):
+    assert main(["init", "mine", "--own"]) == 0
+    spec = load_benchmark(str(tmp_path / "mine_tasks"))
+    settings = resolve_benchmark("mine.yaml")
+    for task in spec.tasks:
+        train, test = (load_rows(spec, task, split, settings) for split in ("train", "test"))
+        assert (len(train), len(test)) == (starting.OWN_ROWS["train"], starting.OWN_ROWS["test"])
+        assert not {row.input for row in train} & {row.input for row in test}
+    assert set(spec.orders) == {"1", "2"}
+    capsys.readouterr()
+    assert main(["plan", "mine.yaml"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    few = ["search.seed=[0]", "run.tracking.uri=none", "run.page=false", "trial.backbone.name=tiny-llama"]
+    few = [part for one in (*few, "trial.method.rank=8") for part in ("--set", one)]
+    assert main(["run", "mine.yaml", "--local", *few]) == 0
+    assert [status(trial.events()) for trial in open_sweep("runs/mine")] == ["finished"] * 4
+
+
+def resolve_benchmark(path):
+    return expand(load_sweep(path))[0].settings.benchmark.model_copy(
+        update={"train_per_task": None, "test_per_task": None}
+    )
+
+
+@pytest.mark.slow
+def test_a_wheel_alone_starts_a_sweep(tmp_path):
+    """What is installed is what the tree holds: no file of the package is missing from it, and no repository is there.
+
+    The environment is new but for the packages that this one depends on, which are seen where they are.
+    """
+    tree, wheel, environment = tmp_path / "tree", tmp_path / "wheel", tmp_path / "env"
+    shutil.copytree(REPOSITORY / "latent_sweep", tree / "latent_sweep", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(REPOSITORY / name, tree)
+    uv = [sys.executable, "-m", "uv"]
+    subprocess.run([*uv, "build", "--wheel", "--quiet", "--out-dir", wheel, tree], check=True, timeout=PATIENCE)
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    install = [*uv, "pip", "install", "--quiet", "--no-deps", "--python", python, *wheel.glob("*.whl")]
+    subprocess.run(install, check=True, timeout=PATIENCE)
+    (site,) = (environment / "lib").glob("python*/site-packages")
+    # as a path and no more: what makes this tree importable there is another such file, which is not read
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (tmp_path / "work").mkdir()
+
+    def printed_by(*arguments):
+        done = subprocess.run(
+            [python, *arguments],
+            cwd=tmp_path / "work",
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(tmp_path),
+                "OMP_NUM_THREADS": "1",
+                "LATENT_SWEEP_CACHE": os.environ["LATENT_SWEEP_CACHE"],  # where the embedded backbone may be by now
+            },
+            timeout=PATIENCE,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def latent_sweep_does(*arguments):
+        return printed_by("-m", "latent_sweep.cli.main", *arguments)
+
+    found = printed_by("-c", "import latent_sweep; print(latent_sweep.__file__)")
+    assert Path(found.strip()).is_relative_to(site)
+    latent_sweep_does("init", "first")
+    assert "8 trials" in latent_sweep_does("plan", "first.yaml")
+    few = ["trial.benchmark.train_per_task=8", "trial.benchmark.test_per_task=4", "trial.benchmark.tasks=[mood, date]"]
+    few += ["search.seed=[0]", "search.method.ortho_lambda=[1.0e-5]"]
+    printed = latent_sweep_does("run", "first.yaml", "--local", *(part for one in few for part in ("--set", one)))
+    assert "AP" in printed
+    assert (tmp_path / "work" / "runs" / "first" / "report.html").stat().st_size > 10_000
+    latent_sweep_does("verify", "runs/first")

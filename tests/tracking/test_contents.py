@@ -1,0 +1,90 @@
+import random
+
+import pytest
+from helpers.sweep_folders import journal_of, start, write_sweep
+
+from latent_sweep.results.definition import defined_events
+from latent_sweep.results.summaries import summarise
+from latent_sweep.storage.folders import TrialFolder
+from latent_sweep.tracking.contents import _history, configuration_contents, trial_content, unsent
+
+
+def stage(number, seen, value):
+    return {"event": "stage", "time": float(number), "tasks_seen": seen, "scores": {}, "metrics": {"AP": value}}
+
+
+def test_a_first_bringing_sends_the_newest_value_of_each_step():
+    events = [stage(1, 1, 0.5), stage(2, 2, 0.25), stage(3, 1, 0.75)]
+    assert [(point.step, point.value) for point in unsent(events, 0)] == [(1, 0.75), (2, 0.25)]
+
+
+def test_what_has_arrived_is_not_sent_again_and_what_is_told_again_unchanged_is_no_news():
+    events = [stage(1, 1, 0.5), stage(2, 1, 0.5), stage(3, 2, 0.25)]
+    assert [(point.step, point.value) for point in unsent(events, 1)] == [(2, 0.25)]
+    assert unsent(events, 3) == []
+
+
+def test_the_end_tells_only_what_no_stage_has_told_wherever_the_last_bringing_ended():
+    end = {"event": "finished", "time": 3.0, "metrics": {"AP": 0.25, "seconds": 9.0}}
+    events = [stage(1, 1, 0.5), stage(2, 2, 0.25), end]
+    for arrived in (0, 1, 2):
+        assert [point.key for point in unsent(events, arrived)].count("seconds") == 1
+    assert [(point.key, point.step) for point in unsent(events, 2)] == [("seconds", 2)]
+
+
+def test_whenever_it_is_brought_and_whatever_is_lost_the_newest_values_are_there_in_the_end():
+    """Bringings at random moments, some of which end after some of the points and before the mark."""
+    chance = random.Random(5)
+    for _ in range(300):
+        events = [stage(n, chance.randint(1, 2), chance.choice([0.25, 0.5])) for n in range(chance.randint(1, 8))]
+        sent, arrived = {}, 0
+        for told in sorted(chance.sample(range(1, len(events) + 1), k=chance.randint(1, len(events)))):
+            points = unsent(events[:told], arrived)
+            is_cut = told < len(events) and chance.random() < 0.5
+            for point in chance.sample(points, k=chance.randint(0, len(points))) if is_cut else points:
+                sent[point.step, point.time] = point.value
+            arrived = arrived if is_cut else told
+        points = unsent(events, arrived)
+        sent |= {(point.step, point.time): point.value for point in points}
+        newest = {step: sent[step, time] for step, time in sorted(sent)}
+        assert newest == {point.step: point.value for point in _history(events)}
+
+
+def of_reference(sweep):
+    """A finished trial that leaves behind the same snapshot at every stage."""
+    (trial,) = sweep
+    start(trial)
+    for seen in (1, 2, 3):
+        scores = dict.fromkeys(["sentiment", "summary", "intent"][:seen], 0.5)
+        metrics = {"AP": 0.5, "FM": 0.0, "BWT": 0.0, "FM_scorer": 0.0}
+        told = {"tasks_seen": seen, "task": list(scores)[-1], "lineage": "first", "reused": False}
+        journal_of(trial).append("stage", **told, scores=scores, metrics=metrics)
+    journal_of(trial).append("finished", metrics=metrics, files={})
+    return trial
+
+
+@pytest.mark.parametrize("planned", [None, ("first",) * 3])
+def test_a_tracker_gets_no_measure_that_is_not_defined(tmp_path, planned):
+    """From the first stage on where the snapshots were planned, else once two stages have shown it."""
+    sweep = write_sweep(tmp_path, {"method.name": ["joint_lora"], "seed": [0]})
+    trial = of_reference(sweep)
+    trial = TrialFolder(**vars(trial) | {"lineages": planned})
+    found = {(point.key, point.step) for point in trial_content(sweep, trial, trial.events()).history}
+    others = {key for key, step in found if step > 1 or planned}
+    assert "AP" in others and others.isdisjoint({"FM", "BWT", "FM_scorer"})
+    (summary,) = configuration_contents(sweep, summarise(sweep))
+    assert {point.key for point in summary.history} == {"n", "AP_mean"}
+    events = trial.events()
+    for count in range(len(events)):  # or a tracker would hold points that nothing says any more
+        assert defined_events(trial, events[:count]) == defined_events(trial, events)[:count]
+
+
+def test_runs_are_called_by_what_tells_them_apart_and_the_seed_last(tmp_path):
+    axes = {"backbone.name": ["t5-large"], "seed": [0, 1], "method.ortho_lambda": [0.0, 0.1]}
+    sweep = write_sweep(tmp_path, axes)
+    assert [" ".join(names) for names in sweep.run_names.values()] == [
+        f"lambda={value} seed={seed}" for seed in (0, 1) for value in (0.0, 0.1)
+    ]
+    alone = write_sweep(tmp_path, {"seed": [3]}, name="alone")
+    assert list(alone.run_names.values()) == [("", "seed=3")]
+    assert list(write_sweep(tmp_path, {}, name="one").run_names.values()) == [("", "")]

@@ -1,0 +1,893 @@
+import base64
+import builtins
+import contextlib
+import gc
+import http.server
+import io
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import stat
+import threading
+import time
+import zlib
+from collections import Counter
+
+import pytest
+from helpers.patience import PATIENCE
+from helpers.sweep_folders import TASKS, finish, journal_of, learn, run_copies, run_to_end, start, write_sweep
+
+from latent_sweep.cli.main import main
+from latent_sweep.errors import StoreError, TrackingError
+from latent_sweep.report import figures
+from latent_sweep.storage.checksummed import sealed_json
+from latent_sweep.sweep.tuning import TUNING
+from latent_sweep.tracking import mlflow as mlflow_mirror
+from latent_sweep.tracking.mlflow import MirrorThread, MlflowMirror, NullMirror, mirror_for
+from latent_sweep.tracking.verify import repair_tracker, verify_tracker
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+AXES = {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]}
+
+
+@pytest.fixture(scope="module")
+def first_use(tmp_path_factory):
+    """A new default database, which takes seconds to make and no time to copy, and what making it printed."""
+    folder, printed, before = tmp_path_factory.mktemp("template"), io.StringIO(), os.umask(0o022)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(mlflow_mirror, "DEFAULT_URI", "sqlite:///a new folder/mlflow.db")
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                mlflow_mirror.quiet_client(mlflow_mirror.DEFAULT_URI).search_experiments()
+    finally:
+        os.umask(before)
+    gc.freeze()  # what MLflow's modules hold is no garbage, as in tests/conftest.py
+    return folder / "a new folder" / "mlflow.db", printed.getvalue()
+
+
+@pytest.fixture
+def uri(first_use, tmp_path):
+    shutil.copy(first_use[0], tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path / "runs", AXES)
+
+
+@pytest.fixture
+def client(uri):
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+@pytest.fixture
+def plain_matrices(monkeypatch):
+    """Drawing takes most of the time of a trial's end."""
+    monkeypatch.setattr(figures, "score_matrix_png", lambda tasks, scores: b"a picture")
+
+
+@pytest.fixture
+def plain_pictures(plain_matrices, monkeypatch):
+    monkeypatch.setattr(figures, "curve_png", lambda name, values, series: b"a picture")
+
+
+def runs_of(client, sweep, kind):
+    experiment = client.get_experiment_by_name(sweep.name)
+    return client.search_runs([experiment.experiment_id], f"tags.kind = '{kind}'", order_by=["tags.trial_id"])
+
+
+def steps_of(client, run):
+    """(metric, step) -> how many points."""
+    history = (client.get_metric_history(run.info.run_id, key) for key in run.data.metrics)
+    return Counter((point.key, point.step) for points in history for point in points)
+
+
+def artifacts_of(client, run, folder=None):
+    found = client.list_artifacts(run.info.run_id, folder)
+    files = {entry.path for entry in found if not entry.is_dir}
+    return files.union(*(artifacts_of(client, run, entry.path) for entry in found if entry.is_dir))
+
+
+WHOLE_TRIAL = {
+    **{(key, step): 1 for key in ("AP", "FM", "seconds_train") for step in (1, 2, 3)},
+    **{(f"score/{task}", step): 1 for number, task in enumerate(TASKS, start=1) for step in range(number, 4)},
+    ("seconds_total", 3): 1,
+}
+
+
+def test_a_trial_arrives_step_by_step(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    assert mirror.sync() == 0
+    assert runs_of(client, sweep, "trial") == []
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    assert mirror.sync() == 1
+    assert mirror.sync() == 0
+    (run,) = runs_of(client, sweep, "trial")
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert run.info.run_name == "lambda=0.0 seed=0"
+    assert run.info.status == "RUNNING"
+    assert run.data.params == {
+        "lambda": "0.0",
+        "seed": "0",
+        "method": "latent_lora",
+        "rank": "32",
+        "backbone": "t5-large",
+        "dtype": "bfloat16",
+        "benchmark": "superni",
+        "order": "1",
+    }
+    tags = run.data.tags
+    assert (tags["sweep"], tags["sweep_id"], tags["trial_id"]) == (sweep.name, sweep.sweep_id, trial.trial_id)
+    assert (tags["training_id"], tags["attempt"], tags["node"]) == (trial.training_id, "1", "node-a")
+    assert (tags["status"], tags["mlflow.parentRunId"]) == ("running", parent.info.run_id)
+    assert steps_of(client, run) == {("AP", 1): 1, ("FM", 1): 1, ("seconds_train", 1): 1, ("score/sentiment", 1): 1}
+
+
+def test_a_finished_trial_brings_its_files(uri, sweep, client):
+    trial = next(iter(sweep))
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert run.info.status == "FINISHED"
+    assert run.info.end_time == round(1000 * trial.events()[-1]["time"])
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert artifacts_of(client, run) == {
+        "trial.yaml",
+        "scores.json",
+        "scores.csv",
+        "score_matrix.png",
+        "result.json",
+        "journal.jsonl",
+        "predictions/sentiment.jsonl",
+        f"snapshots/{trial.training_id}_{len(TASKS)}.safetensors",
+    }
+
+
+def test_a_stage_scored_again_replaces_what_was_shown(uri, sweep, client):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.75)  # its data changed, and the same stage was scored again
+    assert MlflowMirror(uri, sweep).sync() == 1
+    assert MlflowMirror(uri, sweep).sync() == 0
+    (run,) = runs_of(client, sweep, "trial")
+    assert run.data.metrics["AP"] == 0.75
+
+
+class Crash(Exception):
+    pass
+
+
+class Crashing:
+    """What the mirror writes with, which dies right after its n-th write, as a killed driver would."""
+
+    def __init__(self, patch, writes_left, writes=("create_", "log_", "set_", "update_", "delete_")):
+        self.writes_left, self.writes = writes_left, writes
+        for name in ("quiet_client", "_artifact_repository"):
+            patch.setattr(mlflow_mirror, name, self._wrapping(getattr(mlflow_mirror, name)))
+
+    def _wrapping(self, make):
+        return lambda *arguments: Watched(make(*arguments), self)
+
+    def count(self):
+        self.writes_left -= 1
+        if self.writes_left == 0:
+            raise Crash
+
+
+class Watched:
+    """A client, or a run's artifacts, whose writes are counted."""
+
+    def __init__(self, watched, crashing):
+        self.watched, self.crashing = watched, crashing
+
+    def __getattr__(self, name):
+        method = getattr(self.watched, name)
+        return self._counted(method) if name.startswith(self.crashing.writes) else method
+
+    def _counted(self, method):
+        def call(*args, **kwargs):
+            answer = method(*args, **kwargs)
+            self.crashing.count()
+            return answer
+
+        return call
+
+
+def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path, monkeypatch, plain_pictures):
+    sweeps, crashed = [], True
+    while crashed:
+        crash_at = len(sweeps) + 1
+        sweep = write_sweep(tmp_path / "runs", {"seed": [0]}, name=f"crash{crash_at}")
+        sweeps.append(sweep)
+        run_to_end(next(iter(sweep)), 0.5, 0.1)
+        with monkeypatch.context() as patch, contextlib.suppress(TrackingError):
+            crashing = Crashing(patch, crash_at)
+            MlflowMirror(uri, sweep).close()
+        crashed = crashing.writes_left <= 0
+        MlflowMirror(uri, sweep).close()
+    assert len(sweeps) > 10
+    # looked at in the end, because MLflow finds the runs of many experiments as fast as those of one
+    experiments = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
+    found = client.search_runs([experiments[sweep.name] for sweep in sweeps], order_by=["tags.kind"])
+    for sweep in sweeps:
+        runs = [run for run in found if run.info.experiment_id == experiments[sweep.name]]
+        assert [run.data.tags["kind"] for run in runs] == ["summary", "sweep", "trial"], sweep.name
+        summary, parent, trial = runs
+        assert steps_of(client, trial) == WHOLE_TRIAL, sweep.name
+        assert set(steps_of(client, summary).values()) == set(steps_of(client, parent).values()) == {1}, sweep.name
+        assert len(artifacts_of(client, trial)) == 8, sweep.name
+        assert [run.info.status for run in runs] == ["FINISHED"] * 3, sweep.name
+
+
+def test_mlflow_writes_the_tags_of_a_batch_when_its_points_are_there(uri, sweep, client, tmp_path):
+    """Hence the mark may travel with what it speaks of: a server that is killed in between leaves no mark."""
+    start(trial := next(iter(sweep)))
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.5)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("CREATE TRIGGER no_points BEFORE INSERT ON metrics BEGIN SELECT RAISE(FAIL, 'full'); END")
+        with pytest.raises(TrackingError, match="full"):
+            MlflowMirror(uri, sweep).sync()
+        (run,) = runs_of(client, sweep, "trial")
+        assert (run.data.tags["mirrored_events"], run.data.metrics) == ("1", {})
+        database.execute("DROP TRIGGER no_points")
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert (run.data.tags["mirrored_events"], run.data.metrics["AP"]) == ("2", 0.5)
+
+
+def test_more_points_than_one_call_takes_all_arrive(uri, sweep, client, plain_pictures):
+    run_copies(sweep, 36, [next(iter(sweep))])
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    (run,) = runs_of(client, sweep, "trial")
+    assert sum(steps_of(client, run).values()) == 36 * 13 + 36 * 37 // 2 + 18 * 19 + 1 > 1000
+
+
+def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, client, plain_pictures):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    MlflowMirror(uri, sweep).sync()
+    learn(trial, 1, 0.5)
+    start(trial, attempt=2)
+    learn(trial, 2, 0.5)
+    for _ in range(2):
+        MlflowMirror(uri, sweep).sync()
+    learn(trial, 3, 0.5)
+    finish(trial, 0.5, 0.1)
+    for _ in range(2):
+        MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert run.data.tags["attempt"] == "2"
+
+
+def test_failed_stopped_and_taken_up_again(uri, sweep, client):
+    failed, stopped, *_ = sweep
+    start(failed)
+    journal_of(failed).append("failed", kind="lost", message="node gone", task="summary", step=7)
+    start(stopped)
+    learn(stopped, 1, 0.1)
+    journal_of(stopped).append("stopped", tasks_seen=1, reason="below the median")
+    mirror = MlflowMirror(uri, sweep)
+    mirror.sync()
+    first, second = runs_of(client, sweep, "trial")
+    assert (first.info.status, second.info.status) == ("FAILED", "KILLED")
+    assert first.data.tags["reason"] == "lost at task summary, step 7: node gone"
+    assert second.data.tags["reason"] == "after 1 tasks: below the median"
+    start(failed, attempt=2)
+    learn(failed, 1, 0.4)
+    mirror.sync()
+    first, _ = runs_of(client, sweep, "trial")
+    assert (first.info.status, first.data.tags["status"], first.data.tags["reason"]) == ("RUNNING", "running", "")
+
+
+def test_resuming_continues_the_same_parent(uri, sweep, client, plain_pictures):
+    for _ in range(2):
+        mirror = MlflowMirror(uri, sweep)
+        mirror.open()
+        mirror.sync()
+        mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.data.tags["launches"] == "2"
+    assert parent.info.status == "KILLED"  # nothing was trained: work is left
+
+
+def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monkeypatch, plain_matrices):
+    for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
+        run_to_end(trial, average, 0.1)
+    for _ in range(2):
+        mirror = MlflowMirror(uri, sweep)
+        mirror.open()
+        mirror.close()
+    summaries = {run.data.params["lambda"]: run for run in runs_of(client, sweep, "summary")}
+    assert set(summaries) == {"0.0", "0.1"}
+    low = summaries["0.0"]
+    assert low.info.run_name == "lambda=0.0 mean"
+    assert low.data.metrics == pytest.approx(
+        {"AP_mean": 0.42, "LA_mean": 0.42, "FM_mean": 0.1, "n": 2}
+        | {"AP_std": 0.0008**0.5, "LA_std": 0.0008**0.5, "FM_std": 0.0}
+    )
+    assert "seed" not in low.data.params
+    assert low.data.params["backbone"] == "t5-large"
+    assert set(steps_of(client, low).values()) == {1}
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics == pytest.approx({"best_AP": 0.51})
+    assert "fractions" in client.get_experiment(parent.info.experiment_id).tags["mlflow.note.content"]
+    assert artifacts_of(client, parent) == {"sweep_table.json", "report.md", "lambda_vs_AP.png"}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # load_table searches through the default client
+    table = client.load_table(parent.info.experiment_id, "sweep_table.json", [parent.info.run_id])
+    assert table["AP_mean"].tolist() == [42.0, 51.0]
+
+
+def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sweep, client, tmp_path, plain_pictures):
+    (sweep.path / TUNING).write_bytes(sealed_json({"tune": {}, "chosen": []}))
+    candidates = write_sweep(tmp_path / "runs", AXES, name="lambda-tuning", sweep_id="f00d" * 4, tuning_of="lambda")
+    for folder in (sweep, candidates):
+        for trial in folder:
+            run_to_end(trial, 0.5, 0.0)
+        mirror = mirror_for(uri, folder)
+        mirror.close()
+        assert not verify_tracker(folder, mirror).faults
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert TUNING in [file.path for file in client.list_artifacts(parent.info.run_id)]
+    for kind in ("sweep", "trial", "summary"):
+        assert {run.data.tags["tuning_of"] for run in runs_of(client, candidates, kind)} == {"lambda"}
+        assert not any("tuning_of" in run.data.tags for run in runs_of(client, sweep, kind))
+
+
+def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path, plain_pictures):
+    trial = next(iter(sweep))
+    run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    wider = write_sweep(tmp_path / "runs", AXES | {"seed": [0, 1, 2]}, sweep_id="fedcba9876543210")
+    MlflowMirror(uri, wider).sync()
+    (run,) = runs_of(client, wider, "trial")
+    parents = {parent.data.tags["sweep_id"]: parent.info.run_id for parent in runs_of(client, wider, "sweep")}
+    assert run.data.tags["sweep_id"] == "fedcba9876543210"
+    assert run.data.tags["mlflow.parentRunId"] == parents["fedcba9876543210"]
+    assert steps_of(client, run) == WHOLE_TRIAL
+
+
+def test_the_saved_view_decodes_to_this_sweeps_comparison(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    assert mirror.link() == ""
+    mirror.open()
+    experiment = client.get_experiment_by_name(sweep.name)
+    key = sweep.sweep_id
+    assert mirror.link() == (
+        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning"
+        f"&compareRunsMode=CHART&viewStateShareKey={key}"
+    )
+    view = json.loads(experiment.tags[f"mlflow.sharedViewState.{key}"])
+    scheme, packed = view["state"].split(";")
+    state = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert scheme == "deflate"
+    assert client.search_runs([experiment.experiment_id], state["searchFilter"]) == []
+    assert state["searchFilter"] == f"tags.sweep_id = '{sweep.sweep_id}' and tags.kind = 'trial'"
+    assert state["selectedColumns"] == ["metrics.`AP`", "metrics.`FM`", "params.`lambda`", "params.`seed`"]
+    scatter = [(c["xaxis"]["key"], c["yaxis"]["key"]) for c in state["compareRunCharts"] if c["type"] == "SCATTER"]
+    assert scatter == [("lambda", "AP"), ("lambda", "FM")]
+    assert [c["metricKey"] for c in state["compareRunCharts"] if c["type"] == "LINE"] == ["AP"]
+    sections = {section["uuid"] for section in state["compareRunSections"]}
+    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == {"sweep"} <= sections
+
+
+def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
+    def break_view(*_):
+        raise RuntimeError("another MLflow")
+
+    monkeypatch.setattr(mlflow_mirror, "view_state", break_view)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    assert mirror.link().endswith("runs?workflowType=machine_learning")
+
+
+def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client, plain_pictures):
+    damaged, sound, *_ = sweep
+    start(damaged)
+    with journal_of(damaged).path.open("a") as file:
+        file.write("oops\n")
+    run_to_end(sound, 0.5, 0.1)
+    with pytest.raises(StoreError, match="line 2"):
+        MlflowMirror(uri, sweep).sync()
+    assert [run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")] == [sound.trial_id]
+
+
+def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    client.delete_experiment(client.get_experiment_by_name(sweep.name).experiment_id)
+    with pytest.raises(TrackingError, match="mlflow experiments restore"):
+        MlflowMirror(uri, sweep).sync()
+
+
+@pytest.mark.slow
+def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep, monkeypatch, plain_pictures):
+    """A database under another name keeps to the umask, as does one that was there before."""
+    monkeypatch.chdir(tmp_path)
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    before = os.umask(0o022)
+    try:
+        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).close()
+        mlflow_mirror.quiet_client("sqlite:///other/named.db").search_experiments()
+        os.chmod("mlflow.db", 0o640)
+        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).sync()
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE(os.stat(name).st_mode) for name in ("mlflow.db", "mlartifacts", "other/named.db")}
+    assert modes == {"mlflow.db": 0o640, "mlartifacts": 0o700, "other/named.db": 0o644}
+    assert verify_tracker(sweep, MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep)).faults == []
+
+
+def test_a_new_default_database_is_its_owners(first_use):
+    database, _ = first_use
+    assert stat.S_IMODE(database.stat().st_mode) == 0o600
+    assert stat.S_IMODE((database.parent / "mlartifacts").stat().st_mode) == 0o700
+
+
+@pytest.fixture
+def dead_uri(monkeypatch):
+    """An address where nobody listens, with a password in it."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return f"http://user:hunter2@127.0.0.1:{port}"
+
+
+def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
+    with pytest.raises(TrackingError, match="Nothing on disk is lost") as caught:
+        MlflowMirror(dead_uri, sweep).sync()
+    assert "hunter2" not in str(caught.value)
+    assert "127.0.0.1" in str(caught.value)
+
+
+def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client, plain_pictures):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    told, started, mirror = [], threading.Event(), MlflowMirror(dead_uri, sweep)
+    connect = mirror.open
+    mirror.open = lambda: connect() if started.wait(60) else pytest.fail("`start` waits for the tracker")
+    thread = MirrorThread(mirror, interval_seconds=0.01, tell=told.append)
+    thread.start()
+    started.set()
+    assert thread.stop(timeout_seconds=60) is False
+    assert len(told) == 2
+    assert "behind" in told[0]
+    assert "latent-sweep sync" in told[1]
+    assert "hunter2" not in "".join(told)
+    revived = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+    revived.start()
+    assert revived.stop(timeout_seconds=60) is True
+    (run,) = runs_of(client, sweep, "trial")
+    assert steps_of(client, run) == WHOLE_TRIAL
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("code", [403, 500, 503])
+def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(code)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    told = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}"
+        thread = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+        thread.start()
+        assert thread.stop(timeout_seconds=60) is False
+        server.shutdown()
+    behind, left = told
+    assert f"MLflow at {uri}: " in behind
+    assert str(code) in behind
+    assert f"When it is back: latent-sweep sync {sweep.path} --uri {uri}" in left
+
+
+def test_the_command_to_catch_up_holds_all_that_it_needs_but_no_password(sweep, monkeypatch):
+    assert MlflowMirror("sqlite:///x.db", sweep, allow_insecure=True).sync_command() == (
+        f"latent-sweep sync {sweep.path} --uri sqlite:///x.db --allow-insecure"
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker")
+    assert MlflowMirror(None, sweep).sync_command() == f"latent-sweep sync {sweep.path}"
+
+
+class FlakyMirror(NullMirror):
+    """Fails a number of times, then works."""
+
+    def __init__(self, failures):
+        self.failures, self.opened, self.synced = failures, 0, threading.Event()
+
+    def open(self):
+        self.opened += 1
+
+    def sync(self):
+        self.failures -= 1
+        if self.failures >= 0:
+            raise RuntimeError("no route")
+        self.synced.set()
+        return 0
+
+
+def test_failures_are_told_once_and_so_is_recovery():
+    told, mirror = [], FlakyMirror(failures=4)
+    thread = MirrorThread(mirror, interval_seconds=0.001, longest_pause_seconds=0.01, tell=told.append)
+    thread.start()
+    assert mirror.synced.wait(PATIENCE)
+    assert thread.stop(10) is True
+    assert len(told) == 2
+    assert told[0].startswith("tracking is behind since 20")
+    assert "no route" in told[0]
+    assert told[1] == "tracking has caught up"
+    assert mirror.opened == 1
+
+
+def test_a_hanging_tracker_is_left_after_the_time_given():
+    release = threading.Event()
+
+    class Hanging(NullMirror):
+        def sync(self):
+            release.wait(30)
+            return 0
+
+    told = []
+    thread = MirrorThread(Hanging(), tell=told.append)
+    thread.start()
+    assert thread.stop(timeout_seconds=0.05) is False
+    assert len(told) == 1
+    release.set()
+
+
+def test_the_uri_is_given_or_from_the_environment_or_local(sweep, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert MlflowMirror(None, sweep).ui_command() == "mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker:5000")
+    assert MlflowMirror(None, sweep).ui_command() == "https://***@tracker:5000"
+    assert MlflowMirror("sqlite:///other.db", sweep).uri == "sqlite:///other.db"
+
+
+def test_no_tracking_is_asked_for_by_name(sweep):
+    assert isinstance(mirror_for("none", sweep), NullMirror)
+    assert isinstance(mirror_for("sqlite:///x.db", sweep), MlflowMirror)
+    assert isinstance(mirror_for(None, sweep), MlflowMirror)
+
+
+def test_mirrors_of_one_sweep_take_turns_and_see_what_the_other_has_brought(uri, sweep, client, plain_pictures):
+    first, second = MlflowMirror(uri, sweep), MlflowMirror(uri, sweep)
+    faults = []
+
+    def close(mirror):
+        try:
+            mirror.close()
+        except Exception as error:
+            faults.append(error)
+
+    for trial in list(sweep)[:2]:
+        run_to_end(trial, 0.5, 0.1)
+        threads = [threading.Thread(target=close, args=(mirror,)) for mirror in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert faults == []
+    assert [len(runs_of(client, sweep, kind)) for kind in ("sweep", "trial", "summary")] == [1, 2, 1]
+    for run in runs_of(client, sweep, "trial"):
+        assert steps_of(client, run) == WHOLE_TRIAL
+    assert verify_tracker(sweep, first).faults == []
+
+
+# --- another life ----------------------------------------------------------------------------------------------------
+
+
+def begun_again(sweep):
+    """The same sweep after its folder was deleted by hand: none of its trials has started."""
+    shutil.rmtree(sweep.path)
+    return write_sweep(sweep.storage.folder, AXES)
+
+
+def deleted_trials(client, sweep):
+    from mlflow.entities import ViewType
+
+    experiment = client.get_experiment_by_name(sweep.name)
+    found = client.search_runs([experiment.experiment_id], "tags.kind = 'trial'", ViewType.DELETED_ONLY)
+    return Counter(run.data.tags["trial_id"] for run in found)
+
+
+def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equal(uri, sweep, client, plain_pictures):
+    first, second, *_ = sweep
+    for trial in (first, second):
+        run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).close()
+    sweep = begun_again(sweep)
+    mirror = MlflowMirror(uri, sweep)
+    start(first)
+    learn(first, 1, 0.75)
+    assert len(verify_tracker(sweep, mirror).faults) > 0
+    assert mirror.sync() == 1
+    assert [run.data.metrics["AP"] for run in runs_of(client, sweep, "trial")] == [0.75, 0.5]
+    assert deleted_trials(client, sweep) == {first.trial_id: 1}
+    run_to_end(second, 0.25, 0.0)
+    learn(first, 2, 0.75)
+    learn(first, 3, 0.75)
+    finish(first, 0.75, 0.0)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    assert deleted_trials(client, sweep) == {first.trial_id: 1, second.trial_id: 1}
+    for run in runs_of(client, sweep, "trial"):
+        assert steps_of(client, run) == WHOLE_TRIAL
+    assert mirror.sync() == 0
+
+
+def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_sync(
+    uri, sweep, client, monkeypatch, plain_pictures
+):
+    trials, moments = list(sweep), [("create_", 1), ("log_", 2), ("set_", 1), ("delete_", 1)]
+    for trial in trials:
+        run_to_end(trial, 0.5, 0.1)
+    MlflowMirror(uri, sweep).close()
+    sweep = begun_again(sweep)
+    for number, (trial, (dies_after, writes_left)) in enumerate(zip(trials, moments, strict=True), start=1):
+        run_to_end(trial, 0.75, 0.1)
+        with monkeypatch.context() as patch:
+            Crashing(patch, writes_left, dies_after)
+            with pytest.raises(TrackingError, match="Crash"):
+                MlflowMirror(uri, sweep).sync()
+        there = {run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")}
+        assert there == {trial.trial_id for trial in trials}, "it is never gone"
+        MlflowMirror(uri, sweep).sync()
+        assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials[:number]}, dies_after
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+    assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials}
+
+
+def test_a_mean_of_fewer_trials_than_before_is_shown(uri, sweep, client, plain_pictures):
+    """MLflow shows the value of the highest step, which is the number of trials: the old mean, in the same run."""
+    for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
+        run_to_end(trial, average, 0.0)
+    MlflowMirror(uri, sweep).close()
+    (_, second, *_) = sweep
+    fail_again(second)
+    told = verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    assert "metric AP_mean: shows 0.6, of step 2; expected step 1" in told
+    MlflowMirror(uri, sweep).close()
+    shown = {run.data.metrics["n"]: run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")}
+    assert shown == {1.0: 0.5, 2.0: 0.4}
+    assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
+
+
+def test_a_mean_says_how_many_trials_it_is_not_of(uri, sweep, client, plain_pictures):
+    first, second, third, fourth = sweep
+    for trial in (first, second, third):
+        run_to_end(trial, 0.5, 0.0)
+    MlflowMirror(uri, sweep).close()
+
+    def told():
+        tags = [run.data.tags for run in runs_of(client, sweep, "summary")]
+        return sorted((each["n_trials"], each["n_stopped"], each["n_failed"]) for each in tags)
+
+    assert told() == [("2", "0", "0"), ("2", "0", "0")]
+    start(fourth)
+    journal_of(fourth).append("stopped", tasks_seen=1, reason="below the median")
+    assert "tag n_stopped: found '0'; expected '1'" in verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    MlflowMirror(uri, sweep).close()
+    assert told() == [("2", "0", "0"), ("2", "1", "0")]
+    assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
+
+
+def test_a_mean_of_no_trial_any_more_is_shown_nowhere(uri, sweep, client, plain_pictures):
+    """Neither in a run of its configuration nor as the best of the sweep, which has fewer finished trials then."""
+    for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
+        run_to_end(trial, average, 0.0)
+    MlflowMirror(uri, sweep).close()
+    first, second, *others = sweep
+    fail_again(first, second)
+    told = verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    assert "found 1 runs; expected none" in told
+    assert "metric best_AP at step" in told
+    MlflowMirror(uri, sweep).close()
+    assert [run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")] == [0.4]
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.data.metrics == {"best_AP": 0.4}
+    mirror = MlflowMirror(uri, sweep)
+    assert verify_tracker(sweep, mirror).faults == []
+    fail_again(*others)
+    mirror.close()
+    assert runs_of(client, sweep, "summary") == []
+    (fault,) = verify_tracker(sweep, mirror).faults
+    assert fault.endswith("metric best_AP: shows 0.4; expected none")
+    repair_tracker(sweep, mirror)
+    assert verify_tracker(sweep, mirror).faults == []
+
+
+def fail_again(*trials):
+    for trial in trials:
+        journal_of(trial).append("lost", kind="outdated", message="its data has changed")
+        start(trial, 2)
+        journal_of(trial).append("failed", kind="error", message="no", task=None, step=None)
+
+
+def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
+    """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
+    mirror = MlflowMirror(uri, sweep)
+    for average in (0.5, 0.75, 0.5):
+        sweep = mirror.sweep = begun_again(sweep)
+        run_to_end(next(iter(sweep)), average, 0.1)
+        mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    assert parent.data.metrics == {"best_AP": 0.5}
+    assert sum(steps_of(client, parent).values()) == 3
+    assert verify_tracker(sweep, mirror).faults == []
+    last = max(step for _, step in steps_of(client, parent))
+    client.log_metric(parent.info.run_id, "best_AP", 0.5, step=last)
+    (fault,) = verify_tracker(sweep, mirror).faults
+    assert f"metric best_AP at step {last}: found 0.5 1 times too often" in fault
+
+
+def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_pictures):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    (parent,) = runs_of(client, sweep, "sweep")
+    client.delete_run(parent.info.run_id)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.close()
+    assert verify_tracker(sweep, mirror).faults == []
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
+    from mlflow.entities import Metric
+
+    for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
+        run_to_end(trial, average, 0.1)
+    mirror = MlflowMirror(uri, sweep)
+    mirror.open()
+    mirror.close()
+    verdict = verify_tracker(sweep, mirror)
+    assert verdict.faults == []
+    assert verdict.counts["runs"] == 4 + 2 + 1
+    assert verdict.counts["points"] == 4 * len(WHOLE_TRIAL) + 2 * 7 + 1
+    assert verdict.counts["artifacts"] == 4 * 8 + 3
+
+    changed, doubled, lost, failed = runs_of(client, sweep, "trial")
+    (parent,) = runs_of(client, sweep, "sweep")
+    summary = next(run for run in runs_of(client, sweep, "summary") if run.data.params["lambda"] == "0.1")
+    client.set_tag(changed.info.run_id, "training_id", "another")
+    client.log_text(changed.info.run_id, (sweep.path / "trials/trial0000/scores.json").read_text()[::-1], "scores.json")
+    client.log_text(changed.info.run_id, "", "snapshots/training0000_3.safetensors")
+    client.log_metric(doubled.info.run_id, "AP", 0.44, step=2)
+    client.log_batch(doubled.info.run_id, metrics=[Metric("FM", 0.9, 9_999_999_999_999, 1)])
+    client.delete_run(lost.info.run_id)
+    client.set_terminated(failed.info.run_id, "FAILED")
+    copied = client.create_run(parent.info.experiment_id, tags=dict(summary.data.tags))
+    stray_tags = {"kind": "trial", "sweep_id": sweep.sweep_id, "trial_id": "stray"}
+    client.create_run(parent.info.experiment_id, tags=stray_tags)
+    ((_, last),) = steps_of(client, parent)
+    client.log_metric(parent.info.run_id, "best_AP", 0.99, step=last)
+    mirrored = "lambda=0.0 seed"
+    assert sorted(verify_tracker(sweep, mirror).faults) == sorted(
+        [
+            f"{mirrored}=0: tag training_id: found 'another'; expected 'training0000'",
+            f"{mirrored}=0: artifact scores.json: found another content than on disk",
+            f"{mirrored}=0: artifact snapshots/training0000_3.safetensors: found 0 bytes; expected 7",
+            f"{mirrored}=1: metric AP at step 2: found 0.44 1 times too often",
+            f"{mirrored}=1: metric FM at step 1: found 0.9 1 times too often",
+            f"{mirrored}=1: metric FM at step 1: found 0.9; expected 0.01",
+            "lambda=0.1 seed=0: found 0 runs; expected one",
+            "lambda=0.1 seed=1: found status FAILED; expected FINISHED",
+            "lambda=0.1 mean: found 2 runs; expected one",
+            "trial stray: found 1 runs; expected none",
+            f"sweep {sweep.name} {time.strftime('%Y-%m-%d')}: metric best_AP at step {last}: found 0.99; expected 0.51",
+        ]
+    )
+    assert copied.info.run_id != summary.info.run_id
+    repair_tracker(sweep, mirror)
+    verdict = verify_tracker(sweep, mirror)
+    assert verdict.faults == []
+    assert verdict.counts["runs"] == 4 + 2 + 1
+    assert [run.info.run_id == changed.info.run_id for run in runs_of(client, sweep, "trial")] == [False] * 4
+
+
+def test_a_journal_that_went_on_differs_until_it_is_brought(uri, sweep, capsys):
+    trial = next(iter(sweep))
+    start(trial)
+    learn(trial, 1, 0.5)
+    arguments = [str(sweep.path), "--uri", uri]
+    assert main(["sync", *arguments]) == 0
+    assert main(["verify", *arguments]) == 0
+    learn(trial, 2, 0.5)
+    learn(trial, 1, 0.75)  # scored again: the value before stays in the history
+    assert main(["verify", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "lambda=0.0 seed=0: metric AP at step 2: found None; expected 0.5" in printed
+    assert "lambda=0.0 seed=0: metric AP at step 1: found 0.5; expected 0.75" in printed
+    assert "tag mirrored_events: found '2'; expected '4'" in printed
+    assert main(["sync", *arguments]) == 0
+    assert main(["verify", *arguments]) == 0
+    assert "equal; looked at 2 runs" in capsys.readouterr().out
+
+
+def test_the_command_repairs_the_tracker(uri, sweep, client, capsys, plain_pictures):
+    learned = next(iter(sweep))
+    start(learned)
+    learn(learned, 1, 0.5)
+    arguments = ["verify", str(sweep.path), "--uri", uri]
+    assert main([*arguments, "--repair"]) == 0
+    (run,) = runs_of(client, sweep, "trial")
+    client.log_metric(run.info.run_id, "AP", 0.9, step=1)
+    capsys.readouterr()
+    assert main(arguments) == 1
+    assert "the same command with --repair mends it" in capsys.readouterr().out
+    assert main([*arguments, "--repair"]) == 0
+    printed = capsys.readouterr().out
+    assert "found 0.9; expected 0.5" in printed
+    assert "repaired\nequal; looked at 2 runs" in printed
+    (again,) = runs_of(client, sweep, "trial")
+    assert again.info.run_id != run.info.run_id
+    assert main(arguments) == 0
+
+
+def test_an_unreachable_tracker_cannot_be_verified(dead_uri, sweep, capsys):
+    assert main(["verify", str(sweep.path), "--uri", dead_uri]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "disk\nequal; looked at nothing\n"
+    assert "error: MLflow at http://***@127.0.0.1" in printed.err
+
+
+def test_a_new_database_is_made_quietly_with_its_folder(first_use):
+    database, printed = first_use
+    assert database.exists()
+    assert printed == ""
+
+
+def test_no_request_finds_out_anew_that_this_is_not_databricks(uri, monkeypatch):
+    from mlflow.tracking.request_header.registry import resolve_request_headers
+
+    mlflow_mirror.quiet_client(uri)
+    asked, load = [], builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", lambda name, *rest: asked.append(name) or load(name, *rest))
+    assert "User-Agent" in resolve_request_headers()
+    assert not [name for name in asked if name.startswith(("dbruntime", "IPython", "pyspark"))]
+
+
+def test_a_local_database_is_told_by_the_thread_that_asks(uri, sweep, client, monkeypatch, plain_pictures):
+    """A new thread for each sync has a new heap: a driver of hundreds of trials held several times what it used."""
+    for trial in sweep:
+        run_to_end(trial, 0.5, 0.1)
+    monkeypatch.delattr(mlflow_mirror.threading, "Thread")
+    assert MlflowMirror(uri, sweep).sync() == len(list(sweep)) == len(runs_of(client, sweep, "trial")) > 1
+
+
+def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path, plain_pictures):
+    run_to_end(next(iter(sweep)), 0.5, 0.1)
+    MlflowMirror(uri, sweep).sync()
+    (run,) = runs_of(client, sweep, "trial")
+    assert (tmp_path / "mlartifacts" / sweep.name / run.info.run_id / "artifacts" / "score_matrix.png").exists()

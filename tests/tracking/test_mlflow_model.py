@@ -1,0 +1,256 @@
+"""The winner's model in MLflow: what it answers there is what the sweep has answered."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import mlflow
+import pandas as pd
+import pytest
+from helpers.methods import OPTIONS
+from helpers.patience import PATIENCE
+from helpers.sweeps import end, launch, sweep_folder, tiny, wait_until, write
+
+from latent_sweep import ContinualModel
+from latent_sweep.cli.main import main
+from latent_sweep.deploy.folder import is_model, opened
+from latent_sweep.deploy.opening import find_trial
+from latent_sweep.errors import ConfigError
+from latent_sweep.storage.journal import stages
+from latent_sweep.tracking.contents import MODEL_FOLDER
+from latent_sweep.tracking.mlflow import MlflowMirror
+from latent_sweep.tracking.mlflow_model import log_best, requirements
+from latent_sweep.tracking.verify import verify_tracker
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*type hint is inferred as AnyType.*:UserWarning")
+"""MLflow's, of its own type hints, when its part for models is imported."""
+
+FRAME = ("seq", "time", "event", "sha256")
+"""What a journal adds to what an event says."""
+TEXTS = ["the room was clean", "the lift is broken", "zzz qqq"]
+
+
+def content(uri, **run):
+    return tiny(
+        search={"router.components": [1, 2]},
+        trial__method={"name": "latent_lora", **OPTIONS["latent_lora"]},
+        trial__benchmark={"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3},
+        trial__training={"learning_rate": 0.05, "epochs": 2, "batch_size": 4},
+        run={"page": False, "tracking": {"uri": uri}, **run},
+    )
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A sweep whose best model was logged at its end: its folder, and the tracker."""
+    folder = tmp_path_factory.mktemp("logged")
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    assert main(["run", write(folder, content(uri, log_model="best")), "--local"]) == 0
+    return folder, uri
+
+
+@pytest.fixture
+def address(logged, monkeypatch):
+    """The address of the model in the sweep's run, for a client of this tracker."""
+    folder, uri = logged
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # `set_tracking_uri` would leave it set for later tests
+    return MlflowMirror(uri, sweep_folder(folder)).model_uri()
+
+
+def test_the_best_model_is_logged_at_the_end(logged, address):
+    folder, uri = logged
+    sweep = sweep_folder(folder)
+    assert is_model(sweep.path / MODEL_FOLDER / "data" / "continual_model")
+    verdict = verify_tracker(sweep, MlflowMirror(uri, sweep))
+    assert verdict.faults == []
+    model = ContinualModel.from_sweep(sweep.path)
+    loaded = mlflow.pyfunc.load_model(address)
+    frame = pd.DataFrame({"text": [*TEXTS, *TEXTS], "task": ["mood"] * 3 + [None, "ticket", float("nan")]})
+    found = loaded.predict(frame)
+    assert list(found.columns) == ["answer", "task", "novelty", "known"]
+    expected = model.answer(TEXTS, task="mood")
+    assert found["answer"].tolist()[:3] == [one.answer for one in expected]
+    assert found["task"].tolist()[:3] == [one.task for one in expected]
+    assert found["novelty"].tolist()[:3] == [one.novelty for one in expected]
+    assert found["known"].tolist()[:3] == [one.known for one in expected]
+    whole, ticket = model.answer([TEXTS[0], TEXTS[2]]), model.answer([TEXTS[1]], task="ticket")
+    assert found["answer"].tolist()[3:] == [whole[0].answer, ticket[0].answer, whole[1].answer]
+    assert found["task"].tolist()[3:] == [whole[0].task, ticket[0].task, whole[1].task]
+    alone = loaded.predict(pd.DataFrame({"text": TEXTS}))
+    assert alone["answer"].tolist() == [one.answer for one in model.answer(TEXTS)]
+    model.close()
+
+
+def test_it_is_written_again_where_its_trial_has_other_scores(logged, tmp_path):
+    """Of the same snapshots, where only test rows have changed."""
+    shutil.copytree(logged[0] / "runs", tmp_path / "runs")
+    sweep = sweep_folder(tmp_path)
+    best = find_trial(sweep)
+    (*_, told), finished = stages(best.events()), best.events()[-1]
+    scores = dict.fromkeys(told["scores"], 1.0)
+    best.journal.append("stage", **{key: told[key] for key in told if key not in FRAME} | {"scores": scores})
+    best.journal.append("finished", metrics=finished["metrics"] | {"AP": 1.0})
+    log_best(sweep)
+    there = sweep.path / MODEL_FOLDER / "data" / "continual_model"
+    origin = opened(there)[0].origin
+    assert (origin.scores, origin.measures["AP"]) == (scores, 1.0)
+    assert "AP 100.00" in (there / "README.md").read_text()
+    written = (there / "model.json").stat().st_mtime_ns
+    log_best(sweep)
+    assert (there / "model.json").stat().st_mtime_ns == written
+
+
+def test_its_environment_has_our_pins(logged):
+    folder, _ = logged
+    text = (sweep_folder(folder).path / MODEL_FOLDER / "requirements.txt").read_text()
+    assert text.split() == [line for line in requirements() for line in line.split()]
+    names = {line.partition(">")[0].partition("<")[0] for line in requirements()}
+    assert {"torch", "transformers", "mlflow", "safetensors"} <= names
+    assert not {"ray[default,tune,train]", "deepspeed", "peft", "pytest"} & names
+
+
+@pytest.mark.slow
+def test_it_is_written_once_for_a_trial_and_again_for_another(logged, capsys, monkeypatch):
+    folder, _ = logged
+    sweep, again = sweep_folder(folder), ["run", str(folder / "sweep.yaml"), "--local"]
+    written = {path: path.stat().st_mtime_ns for path in (sweep.path / MODEL_FOLDER).rglob("*") if path.is_file()}
+    assert main(again) == 0
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    best = find_trial(sweep).trial_id
+    other = next(trial.trial_id for trial in sweep if trial.trial_id != best)
+    capsys.readouterr()
+    assert main(["export", str(sweep.path), other, "--to", "mlflow"]) == 0
+    uri = capsys.readouterr().out.split()[-1]
+    assert uri.startswith("runs:/") and uri.endswith("/model")
+    there = sweep.path / MODEL_FOLDER / "data" / "continual_model"
+    assert ContinualModel.from_folder(there).content.origin.trial_id == other
+
+    def fails(*arguments):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("latent_sweep.deploy.folder.save", fails)
+        assert main(again) == 0  # what cannot be logged ends no sweep
+    assert "no model was logged: no room; `latent-sweep export" in capsys.readouterr().out
+    assert ContinualModel.from_folder(there).content.origin.trial_id == other
+    assert main(again) == 0
+    assert ContinualModel.from_folder(there).content.origin.trial_id == best
+    (there / "model.json").write_text("{}")
+    assert main(again) == 0
+    assert ContinualModel.from_folder(there).content.origin.trial_id == best
+
+
+def test_without_a_tracker_there_is_nowhere_to_log(tmp_path, capsys):
+    assert main(["run", write(tmp_path, content("none", log_model="best")), "--local"]) == 2
+    assert "log_model = best with tracking.uri = none" in capsys.readouterr().err
+    assert main(["run", write(tmp_path, content("none")), "--local"]) == 0
+    assert main(["export", str(tmp_path / "runs" / "tiny"), "--to", "mlflow"]) == 2
+    assert "name a tracker with --uri" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_mlflow_serves_it(logged, address):
+    """On loopback, in the environment as it is, by a process that knows nothing of this one."""
+    _, uri = logged
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = launch(
+        *("-m", "mlflow", "models", "serve", "--model-uri", address, "--env-manager", "local"),
+        *("--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
+        MLFLOW_TRACKING_URI=uri,
+        PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+    )
+
+    def answers():
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=1) as said:
+            return said.status == 200
+        time.sleep(0.2)
+        return False
+
+    try:
+        wait_until(answers, server)
+        body = {"dataframe_records": [{"text": text, "task": "mood"} for text in TEXTS]}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE) as said:
+            found = json.loads(said.read())["predictions"]
+    finally:
+        end(server)
+    expected = mlflow.pyfunc.load_model(address).predict(pd.DataFrame({"text": TEXTS, "task": ["mood"] * 3}))
+    for one, told in zip(found, expected.to_dict("records"), strict=True):
+        assert one.pop("novelty") == pytest.approx(told.pop("novelty"))
+        assert one == told
+
+
+OUTSIDE = """
+from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
+
+
+class MineSettings(SeqLoraSettings):
+    name: str
+
+
+class Mine(SeqLora):
+    settings_class = MineSettings
+"""
+
+
+def test_the_code_of_a_method_from_outside_goes_along(tmp_path, monkeypatch, capsys):
+    """It loads where Python would find none; a folder of our own says what it needs."""
+    (tmp_path / "code_of_mine").mkdir()
+    (tmp_path / "code_of_mine" / "method.py").write_text(OUTSIDE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    sweep = content(uri, log_model="best")
+    sweep |= {"search": {}, "trial": sweep["trial"] | {"method": {"name": "code_of_mine.method:Mine", "rank": 4}}}
+    assert main(["run", write(tmp_path, sweep), "--local"]) == 0
+    capsys.readouterr()
+    assert main(["export", "runs/tiny", "--to", "model", "mine"]) == 0
+    assert "needs code_of_mine.method, which must be importable" in capsys.readouterr().out
+    assert "It needs `code_of_mine.method`" in (tmp_path / "mine" / "README.md").read_text()
+    logged = sweep_folder(tmp_path).path / MODEL_FOLDER
+    with open_model("mine") as model:
+        expected = [one.answer for one in model.answer(TEXTS)]
+    for name in [name for name in sys.modules if name.startswith("code_of_mine")]:
+        del sys.modules[name]
+    shutil.rmtree(tmp_path / "code_of_mine")
+    with pytest.raises(ConfigError, match="cannot be imported"), open_model("mine") as model:
+        model.answer(TEXTS)
+    loaded = mlflow.pyfunc.load_model(str(logged))
+    assert loaded.predict(pd.DataFrame({"text": TEXTS}))["answer"].tolist() == expected
+    for name in [name for name in sys.modules if name.startswith("code_of_mine")]:
+        del sys.modules[name]
+
+
+def open_model(folder):
+    return contextlib.closing(ContinualModel.from_folder(folder))
+
+
+FRESH = """
+import sys, mlflow, pandas as pd
+mlflow.set_tracking_uri(sys.argv[1])
+print(mlflow.pyfunc.load_model(sys.argv[2]).predict(pd.DataFrame({"text": sys.argv[3:]}))["answer"].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_package_goes_along(logged, address, tmp_path):
+    """Where the package is not installed, the model brings its own: here, where Python would find none else."""
+    _, uri = logged
+    expected = mlflow.pyfunc.load_model(address).predict(pd.DataFrame({"text": TEXTS}))["answer"].tolist()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", FRESH, uri, address, *TEXTS]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, timeout=PATIENCE, check=False, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == str(expected)

@@ -1,0 +1,185 @@
+"""A real MLflow server is down, dies, comes back, hangs: training takes no notice, and `sync` brings everything."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.mlflow_server import Server, empty_database
+from helpers.moments import Moment, at_step
+from helpers.patience import PATIENCE
+from helpers.sweeps import end, events, results, start, sweep_folder, tiny, wait_for_line, wait_until, write
+
+from latent_sweep.cli.main import main
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+pytestmark = pytest.mark.slow
+
+AWAY_SECONDS = 10.0
+"""What an absent tracker may cost at a run's end."""
+EXIT_SECONDS = 30.0
+"""How long a busy machine may take to end a process that has nothing more to do."""
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """An empty database: making one takes seconds."""
+    return empty_database(tmp_path_factory.mktemp("database"))
+
+
+@pytest.fixture
+def server(tmp_path, database):
+    """A server that is not running yet."""
+    server = Server(tmp_path / "server", database)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, one_thread):
+    """Results of the tiny sweep without a tracker."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(["run", write(folder, tiny()), "--local"]) == 0
+    return results(sweep_folder(folder))
+
+
+def finish(process):
+    """The exit code of a process and all that it printed."""
+    try:
+        printed, _ = process.communicate(timeout=PATIENCE)
+        return process.returncode, printed
+    finally:
+        end(process)
+
+
+def launch(folder, server, **environment):
+    return start(write(folder, tiny(run__tracking__uri=server.uri)), "--local", **environment)
+
+
+def run_behind(folder, server):
+    """Run the sweep, whose training halts until the tracker was found away; the exit code and all that was printed."""
+    halted = at_step(folder / "moment", position=1, step=1)
+    process = launch(folder, server, **halted.environment)
+    try:
+        seen = wait_for_line("tracking is behind since 20", process)
+        halted.let_go()
+        code, printed = finish(process)
+    finally:
+        end(process)
+    return code, seen + printed
+
+
+def seconds_after_the_work(folder, ended):
+    """From the end of a sweep's last trial to a time, in seconds."""
+    return ended - max(event["time"] for event in events(sweep_folder(folder), "finished"))
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "latent_sweep.cli.main", *arguments]
+
+
+def assert_all_arrives(folder, server, capsys):
+    """Sync brings everything once, verify agrees, and a second sync finds nothing to do."""
+    path = str(sweep_folder(folder).path)
+    assert main(["sync", path]) == 0
+    assert main(["verify", path]) == 0, capsys.readouterr().out
+    assert "looked at 7 runs" in capsys.readouterr().out  # four trials, two means over seeds, the sweep
+    assert main(["sync", path]) == 0
+    assert "0 runs brought up to date" in capsys.readouterr().out
+    assert len(server.runs("trial")) == 4
+
+
+def test_a_tracker_that_is_never_there_costs_a_bounded_moment(tmp_path, server, undisturbed):
+    code, printed = run_behind(tmp_path, server)
+    assert seconds_after_the_work(tmp_path, time.time()) < AWAY_SECONDS + EXIT_SECONDS, "the moment is bounded"
+    assert code == 0, printed
+    assert results(sweep_folder(tmp_path)) == undisturbed
+    assert printed.count("tracking is behind since 20") == 1
+    assert "the tracker has not taken everything; it is away since 20" in printed
+    assert f"When it is back: latent-sweep sync {sweep_folder(tmp_path).path}\n" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_tracker_that_comes_during_the_run_is_taken_up(tmp_path, server, undisturbed, capsys):
+    halted = at_step(tmp_path / "moment", position=1, step=1)
+    process = launch(tmp_path, server, **halted.environment)
+    try:
+        halted.wait(process)
+        server.start()
+        halted.let_go()
+        code, printed = finish(process)
+    finally:
+        end(process)
+    assert code == 0, printed
+    assert results(sweep_folder(tmp_path)) == undisturbed
+    assert_all_arrives(tmp_path, server, capsys)
+
+
+def test_a_tracker_killed_in_the_middle(tmp_path, server, undisturbed, capsys):
+    server.start()
+    halted = at_step(tmp_path / "moment", position=1, step=1)
+    process = launch(tmp_path, server, **halted.environment)
+    try:
+        halted.wait(process)
+        wait_until(lambda: server.runs("trial"), process)  # the first trial's run is there, or all that is known of it
+        server.kill()
+        halted.let_go()  # only now, for certain, is there more to tell
+        code, printed = finish(process)
+    finally:
+        end(process)
+    assert code == 0, printed
+    assert results(sweep_folder(tmp_path)) == undisturbed
+    assert printed.count("tracking is behind since 20") == 1
+    assert "the tracker has not taken everything; it is away since 20" in printed
+    server.start()
+    assert_all_arrives(tmp_path, server, capsys)
+
+
+def test_a_tracker_that_hangs_is_left(tmp_path, server, undisturbed, monkeypatch):
+    """The system takes connections for a socket that listens; nobody ever answers."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", server.port))
+        silent.listen(50)
+        code, printed = run_behind(tmp_path, server)
+        assert seconds_after_the_work(tmp_path, time.time()) < AWAY_SECONDS + EXIT_SECONDS
+    assert code == 0, printed
+    assert results(sweep_folder(tmp_path)) == undisturbed
+    assert "the tracker has not taken everything; it is away since 20" in printed
+
+
+def test_syncs_at_the_same_time_and_a_killed_one_double_nothing(tmp_path, server, capsys):
+    content = tiny(run__tracking__uri="none")
+    assert main(["run", write(tmp_path, content), "--local"]) == 0
+    path = str(sweep_folder(tmp_path).path)
+    server.start()
+    arguments = [path, "--uri", server.uri]
+    # the sweep's own run, those of two trials, and now the third one's
+    when = "lambda *arguments, made=[], **named: made.append(1) or len(made) == 4"
+    halted = Moment(tmp_path / "moment", "mlflow:MlflowClient.create_run", when)
+    killed = subprocess.Popen(
+        command("sync", *arguments),
+        env=os.environ | halted.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        halted.wait(killed)
+        os.kill(killed.pid, signal.SIGKILL)
+    finally:
+        end(killed)
+    assert main(["verify", *arguments]) == 1
+    both = [
+        subprocess.Popen(command("sync", *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    ended = [finish(process) for process in both]
+    assert [code for code, _ in ended] == [0, 0], ended
+    capsys.readouterr()
+    assert main(["verify", *arguments]) == 0, capsys.readouterr().out
+    assert [len(server.runs(kind)) for kind in ("sweep", "trial", "summary")] == [1, 4, 2]

@@ -1,0 +1,592 @@
+"""What a trial leaves is checked against its journal: damage is noticed, told, set aside, and made again as it was."""
+
+import hashlib
+import json
+import random
+import re
+import shutil
+
+import pytest
+from helpers.sweep_folders import as_before
+from helpers.sweeps import SMALL, events, results, rewrite_line, sweep_folder, tiny, write, write_benchmark
+from helpers.tiny import journal_at
+
+from latent_sweep.cli.main import main
+from latent_sweep.errors import StoreError
+from latent_sweep.monitor.lines import summary
+from latent_sweep.monitor.state import SweepWatch
+from latent_sweep.storage.checksummed import is_sealed, read_sealed_json, write_sealed_json
+from latent_sweep.storage.folders import open_sweep
+from latent_sweep.storage.journal import Journal, stages, status
+from latent_sweep.storage.leases import FileLease
+from latent_sweep.storage.storage import Storage
+from latent_sweep.sweep.config import load_sweep
+from latent_sweep.sweep.plan import expand
+from latent_sweep.tracking import verify
+from latent_sweep.tracking.verify import repair_disk, verify_disk
+
+
+def first_of(path):
+    """The first line of a file of JSON lines."""
+    return json.loads(path.read_text().splitlines()[0])
+
+
+def run(folder):
+    """The same run command; its exit code."""
+    return main(["run", write(folder, SMALL), "--local"])
+
+
+def all_results(folder):
+    """Every file that says what came out, the results with what was measured included."""
+    sweep = sweep_folder(folder)
+    files = {f"{trial.trial_id}/result.json": (trial.path / "result.json").read_bytes() for trial in sweep}
+    return results(sweep) | files
+
+
+def everything(folder):
+    """Every file below a folder, with its content and its time."""
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def damaged_files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.damaged"))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def rewritten(change):
+    """A damage: the JSON file with its content changed."""
+    return lambda path: path.write_text(json.dumps(change(json.loads(path.read_text())), indent=1, sort_keys=True))
+
+
+DAMAGES = {
+    "scores are text": ("scores.json", rewritten(lambda c: c | {"scores": "ab"})),
+    "a row of ones": ("scores.json", rewritten(lambda c: c | {"scores": [c["scores"][0], [1.0, 1.0]]})),
+    "a row too long": ("scores.json", rewritten(lambda c: c | {"scores": [[0.5, 0.5], c["scores"][1]]})),
+    "a row too many": ("scores.json", rewritten(lambda c: c | {"scores": [*c["scores"], [0.1, 0.1, 0.1]]})),
+    "a score above 1": ("scores.json", rewritten(lambda c: c | {"scores": [[1.5], c["scores"][1]]})),
+    "a score that is no number": ("scores.json", rewritten(lambda c: c | {"scores": [["x"], c["scores"][1]]})),
+    "NaN": ("scores.json", rewritten(lambda c: c | {"scores": [[float("nan")], c["scores"][1]]})),
+    "another key": ("scores.json", rewritten(lambda c: c | {"keys": c["keys"][::-1]})),
+    "no keys": ("scores.json", rewritten(lambda c: {"scores": c["scores"]})),
+    "an array": ("scores.json", lambda path: path.write_text("[]")),
+    "nothing in it": ("scores.json", lambda path: path.write_bytes(b"")),
+    "cut": ("scores.json", lambda path: path.write_bytes(path.read_bytes()[:-9])),
+    "a bit of the scores": ("scores.json", flip),
+    "no scores": ("scores.json", lambda path: path.unlink()),
+    "a bit of the answers": ("predictions/mood.jsonl", flip),
+    "an answer fewer": ("predictions/ticket.jsonl", lambda path: path.write_text(path.read_text().split("\n", 1)[1])),
+    "no answers": ("predictions/mood.jsonl", lambda path: path.unlink()),
+    "a folder for answers": ("predictions/mood.jsonl", lambda path: (path.unlink(), path.mkdir())),
+    "a bit of the first stage's answers": ("answers/1.jsonl", flip),
+    "no answers of the last stage": ("answers/2.jsonl", lambda path: path.unlink()),
+    "another AP": ("result.json", rewritten(lambda c: c | {"metrics": c["metrics"] | {"AP": 0.99}})),
+    "a result cut": ("result.json", lambda path: path.write_bytes(path.read_bytes()[:40])),
+    "no result": ("result.json", lambda path: path.unlink()),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_every_damage_is_noticed_and_a_look_changes_nothing(copy, tmp_path, capsys, name, damage):
+    first, _ = copy
+    damage(first.path / name)
+    before = everything(tmp_path)
+    assert main(["verify", str(copy.path), "--uri", "none"]) == 1
+    printed = capsys.readouterr().out
+    found = "is missing" if not (first.path / name).exists() else "does not check against its digest in the journal"
+    assert f"{first.path / name} {found}\n1 differences" in printed
+    assert "the same command with --repair" in printed
+    planned = expand(load_sweep(write(tmp_path / "sweep", SMALL)))
+    shutil.rmtree(tmp_path / "sweep")
+    assert [trial.files(copy).complete for trial in planned] == [False, True]
+    assert everything(tmp_path) == before
+
+
+def test_what_is_damaged_is_made_again_by_the_same_run_as_it_was(finished, copy, tmp_path, caplog, capsys):
+    first, second = copy
+    before, journal = all_results(finished), first.events()
+    rewritten(lambda c: c | {"scores": [c["scores"][0], [1.0, 1.0]]})(first.path / "scores.json")
+    flip(first.path / "predictions" / "mood.jsonl")
+    (first.path / "result.json").write_text("{")
+    shutil.rmtree(second.path / "predictions")
+    (second.path / "scores.json").unlink()
+    assert run(tmp_path) == 0
+    assert "trainings are complete" not in capsys.readouterr().out
+    assert all_results(tmp_path) == before
+    assert damaged_files(first.path) == ["predictions/mood.damaged", "result.damaged", "scores.damaged"]
+    assert damaged_files(second.path) == []
+    for name in ("scores.json", "predictions/mood.jsonl", "result.json"):
+        assert (
+            caplog.text.count(f"{first.path / name} does not check against its digest in the journal; it is set") == 1
+        )
+    assert caplog.text.count(f"{second.path / 'scores.json'} is missing and is made again") == 1
+    again = first.events()[len(journal) :]
+    assert [event["event"] for event in again] == ["started", "finished"], "as it was: nothing new to tell of a stage"
+    assert main(["verify", str(copy.path), "--uri", "none"]) == 0
+    assert run(tmp_path) == 0
+    assert "1 of 1 trainings are complete" in capsys.readouterr().out
+
+
+def test_rows_are_scored_again_although_no_answer_is_known_any_more(finished, copy, tmp_path):
+    shutil.rmtree(tmp_path / "runs" / "predictions")
+    for trial in copy:
+        (trial.path / "predictions" / "ticket.jsonl").unlink()
+    assert run(tmp_path) == 0
+    assert all_results(tmp_path) == all_results(finished)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("known", [True, False], ids=["answers known", "no answers known"])
+def test_lost_answers_of_a_stage_are_made_again_with_those_after_it(finished, copy, tmp_path, stage, known):
+    first, second = copy
+    journal = first.events()
+    if not known:
+        shutil.rmtree(tmp_path / "runs" / "predictions")
+    flip(first.path / "answers" / f"{stage}.jsonl")
+    (second.path / "answers" / f"{stage}.jsonl").unlink()
+    assert main(["verify", str(copy.path), "--uri", "none", "--repair"]) == 1
+    assert run(tmp_path) == 0
+    assert all_results(tmp_path) == all_results(finished)
+    assert [event["event"] for event in first.events()[len(journal) :]] == ["started", "finished"]
+    assert main(["verify", str(copy.path), "--uri", "none"]) == 0
+
+
+def test_repair_says_what_it_will_take_and_the_same_run_does_it(finished, copy, tmp_path, capsys, caplog):
+    first, second = copy
+    flip(first.path / "journal.jsonl")
+    (second.path / "predictions" / "mood.jsonl").unlink()
+    (second.path / "result.json").write_text("[]")
+    arguments = ["verify", str(copy.path), "--uri", "none"]
+    assert main([*arguments, "--repair"]) == 1
+    said = capsys.readouterr().out.partition("set aside; the same run command makes it again:\n")[2].splitlines()
+    assert said == [
+        "K=1: journal.jsonl: all rows are scored again, from the answers that are known; what the store holds is not "
+        "learned again",
+        "K=2: mood.jsonl: row 2 is scored again, from the answers that are known",
+        "K=2: result.json: it is written again",
+        "K=1: result.json: the trial is run again",
+    ]
+    assert set(damaged_files(copy.path / "trials")) == {
+        f"{first.trial_id}/journal.damaged",
+        f"{first.trial_id}/result.damaged",
+        f"{second.trial_id}/result.damaged",
+    }
+    assert run(tmp_path) == 0
+    assert main(arguments) == 0
+    assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
+    assert [event["event"] for event in first.events()] == ["started", "stage", "stage", "finished"]
+    assert [event["reused"] for event in stages(first.events())] == [True, True]
+
+
+@pytest.mark.parametrize("harm", ["damaged", "missing"])
+def test_a_snapshot_that_a_complete_trial_names_is_learned_again_after_a_repair(finished, copy, tmp_path, capsys, harm):
+    first, _ = copy
+    lineage = stages(first.events())[1]["lineage"]
+    tensors, facts = (tmp_path / "runs" / "snapshots" / f"{lineage}{suffix}" for suffix in (".safetensors", ".json"))
+    if harm == "damaged":
+        facts.write_text(facts.read_text().replace('"steps": ', '"steps": 1'))  # tensors are whole: only facts are not
+    else:
+        tensors.unlink()
+    before = everything(tmp_path)
+    arguments = ["verify", str(copy.path), "--uri", "none"]
+    found = "is missing" if harm == "missing" else "does not check against its digest"
+    assert main(arguments) == 1
+    assert f"K=1 and 1 more: snapshot {lineage}, which the journal names, {found}" in capsys.readouterr().out
+    assert everything(tmp_path) == before
+    assert main([*arguments, "--repair"]) == 1
+    assert "K=1 and 1 more: stage 2, task ticket, is learned again" in capsys.readouterr().out
+    assert [status(trial.events()) for trial in copy] == ["running", "running"]
+    assert run(tmp_path) == 0
+    assert main(arguments) == 0
+    assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
+    assert [event["event"] for event in first.events()][-3:] == ["lost", "started", "finished"]
+    assert "started again after damaged" in capsys.readouterr().out
+
+
+def test_what_an_earlier_version_has_left_is_not_believed_and_costs_no_learning(finished, copy, tmp_path, capsys):
+    """Its journals and its sweep.json have no digests."""
+    for trial in copy:
+        journal = trial.path / "journal.jsonl"
+        lines = [{name: value for name, value in event.items() if name != "sha256"} for event in trial.events()]
+        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (copy.path / "sweep.json").write_text(json.dumps(json.loads((copy.path / "sweep.json").read_text())["content"]))
+    arguments = ["verify", str(copy.path), "--uri", "none", "--repair"]
+    assert main(arguments) == 2
+    assert "sweep.json: does not check against its digest: it is damaged, or was written by an earlier" in (
+        capsys.readouterr().err
+    )
+    assert run(tmp_path) == 2
+    assert "journal.jsonl, line 1: does not check against its digest" in capsys.readouterr().err
+    assert main(arguments) == 1
+    assert run(tmp_path) == 0
+    assert results(sweep_folder(tmp_path)) == results(sweep_folder(finished))
+    assert {event["reused"] for event in events(sweep_folder(tmp_path), "stage")} == {True}
+    assert {event["metrics"]["generated_share"] for event in events(sweep_folder(tmp_path), "stage")} == {0.0}
+
+
+def test_a_repair_of_what_is_whole_changes_nothing(copy, tmp_path):
+    before = everything(tmp_path)
+    assert main(["verify", str(copy.path), "--uri", "none", "--repair"]) == 0
+    assert repair_disk(copy) == []
+    after = everything(tmp_path)
+    assert [path for path in after if path.suffix != ".lock" and after[path] != before.get(path)] == []
+
+
+def test_a_result_without_a_journal_is_noticed(copy, tmp_path):
+    (first, _) = copy
+    (first.path / "journal.jsonl").unlink()
+    (fault,) = verify_disk(copy).faults
+    assert (
+        fault == f"{first.path / 'journal.jsonl'}: found no event; expected how {first.path / 'result.json'} came about"
+    )
+
+
+@pytest.mark.parametrize(
+    ("uri", "place"), [(None, "mlflow.db"), ("sqlite:///own/mlflow.db", "own/mlflow.db"), ("file:mlruns", "mlruns")]
+)
+def test_a_relative_address_that_means_nothing_here_is_refused(copy, tmp_path, monkeypatch, capsys, uri, place):
+    """Elsewhere than the sweep ran: everything would be missing, and a repair would make another store."""
+    path, elsewhere = copy.path.absolute(), tmp_path / "elsewhere"
+    content = read_sealed_json(path / "sweep.json")
+    write_sealed_json(path / "sweep.json", content | {"tracking_uri": uri})
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow refuses otherwise
+    for more in ([], ["--repair"]):
+        assert main(["verify", str(path), *more]) == 2
+        told = capsys.readouterr().err
+        assert f"found no {elsewhere / place}; expected" in told
+        assert "Run the command where the sweep ran, or name the tracker with --uri" in told
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_database_that_is_not_there_is_not_made_by_a_look(copy, tmp_path):
+    (tmp_path / "empty.db").touch()
+    for name in ("none/mlflow.db", "empty.db"):
+        before = everything(tmp_path)
+        assert main(["verify", str(copy.path), "--uri", f"sqlite:///{tmp_path / name}"]) == 1
+        assert everything(tmp_path) == before
+
+
+# --- what checks against its digest and yet does not follow ----------------------------------------------------------
+
+
+def tell(trial, name):
+    """Have the journal tell the digest that a file has now."""
+    *_, last = trial.events()
+    digest = hashlib.sha256((trial.path / name).read_bytes()).hexdigest()
+    journal = journal_at(trial.path / "journal.jsonl")
+    journal.append("finished", metrics=last["metrics"], files=last["files"] | {name: digest})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    {
+        "row": ("scores.json", lambda c: c | {"scores": [c["scores"][0], [1.0, 1.0]]}),
+        "tasks": ("scores.json", lambda c: c | {"tasks": c["tasks"][::-1]}),
+        "no rows": ("scores.json", lambda c: {}),
+        "AP": ("result.json", lambda c: c | {"metrics": c["metrics"] | {"AP": c["metrics"]["AP"] + 1e-9}}),
+        "no FM": ("result.json", lambda c: c | {"metrics": {"AP": c["metrics"]["AP"]}}),
+        "last row": ("result.json", lambda c: c | {"scores": {}}),
+        "array": ("result.json", lambda c: [c]),
+    }.values(),
+)
+def test_a_file_that_contradicts_the_journal_is_noticed(copy, name, change):
+    first, _ = copy
+    rewritten(change)(first.path / name)
+    tell(first, name)
+    (fault,) = verify_disk(copy).faults
+    assert fault == f"{first.path / name} does not follow from the rows that the journal tells"
+
+
+def test_answers_whose_scores_average_to_another_row_are_noticed(copy):
+    first, _ = copy
+    path = first.path / "predictions" / "mood.jsonl"
+    rewrite_line(path, 0, score=1.0 - first_of(path)["score"])
+    tell(first, "predictions/mood.jsonl")
+    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
+
+
+def test_kept_answers_whose_scores_average_to_another_row_are_noticed(copy):
+    first, _ = copy
+    path = first.path / "answers" / "1.jsonl"
+    rewrite_line(path, 0, score=1.0 - first_of(path)["score"])
+    tell(first, "answers/1.jsonl")
+    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
+
+
+def test_kept_answers_that_are_not_the_newest_are_noticed(copy):
+    first, _ = copy
+    path = first.path / "predictions" / "mood.jsonl"
+    rewrite_line(path, 0, prediction=first_of(path)["prediction"] + "?")
+    tell(first, "predictions/mood.jsonl")
+    assert verify_disk(copy).faults == [f"{path} does not follow from the rows that the journal tells"]
+
+
+def test_measures_that_do_not_follow_from_the_rows_are_noticed(copy):
+    first, _ = copy
+    *_, last = first.events()
+    journal = journal_at(first.path / "journal.jsonl")
+    journal.append("finished", metrics=last["metrics"] | {"AP": 0.9}, files=last["files"])
+    assert verify_disk(copy).faults == [f"{journal.path} tells measures that do not follow from its rows"]
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed_before(monkeypatch, kind, number):
+    """Have the process end right before a journal is told the n-th event of a kind."""
+    told = []
+    append = Journal.append
+
+    def appended(self, event, /, **fields):
+        told.append(event)
+        if told.count(kind) == number:
+            raise Killed
+        return append(self, event, **fields)
+
+    monkeypatch.setattr(Journal, "append", appended)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_kill_between_any_two_writes_loses_no_answer(finished, copy, tmp_path, monkeypatch, number):
+    """Both stages are scored anew: two files of answers, of predictions and of scores, and a result.
+
+    The second stage answers the first task as the first stage did.
+    """
+    first, _ = copy
+    (first.path / "journal.jsonl").unlink()
+    written, write_file = [], Storage.write
+
+    def write_or_end(self, path, content):
+        if path.parent.name in ("answers", "predictions", first.trial_id):
+            written.append(path)
+            if len(written) == number:
+                raise Killed
+        write_file(self, path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "write", write_or_end)
+        if number < 8:
+            with pytest.raises(Killed):
+                run(tmp_path)
+        else:
+            assert run(tmp_path) == 0
+    assert len(written) == min(number, 7)
+    assert run(tmp_path) == 0
+    assert results(copy) == results(sweep_folder(finished))
+    assert verify_disk(copy).faults == []
+    assert damaged_files(tmp_path) == []
+
+
+def test_answers_of_the_last_stage_alone_are_kept_where_the_sweep_says_so(finished, copy, tmp_path):
+    """And those that are kept from then on stand by themselves."""
+    first, _ = copy
+    for trial in copy:
+        (trial.path / "journal.jsonl").unlink()
+        shutil.rmtree(trial.path / "answers")
+    last = tiny(search={"router.components": [1, 2]}, run__keep_answers="last")
+    assert main(["run", write(tmp_path, last), "--local"]) == 0
+    assert not any((trial.path / "answers").exists() for trial in copy)
+    assert verify_disk(copy).faults == []
+    (first.path / "predictions" / "mood.jsonl").unlink()
+    assert run(tmp_path) == 0
+    assert [path.name for path in (first.path / "answers").iterdir()] == ["2.jsonl"]
+    assert len((first.path / "answers" / "2.jsonl").read_text().splitlines()) == 24
+    flip(first.path / "answers" / "2.jsonl")
+    assert main(["run", write(tmp_path, last), "--local"]) == 0
+    assert verify_disk(copy).faults == []
+    assert all(trial.files(copy).complete for trial in expand(load_sweep(write(tmp_path, SMALL))))
+
+
+@pytest.mark.parametrize("told", [2, 3], ids=["scores and answers", "result"])
+def test_a_kill_between_a_file_and_its_event_damages_nothing(finished, copy, tmp_path, caplog, told):
+    """The files of the second stage, or the result, are there; the journals do not tell of them yet."""
+    for trial in copy:
+        journal = trial.path / "journal.jsonl"
+        journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:told]))
+        if told == 2:
+            (trial.path / "result.json").unlink()
+    assert verify_disk(copy).faults == []
+    assert run(tmp_path) == 0
+    assert results(copy) == results(sweep_folder(finished))
+    assert damaged_files(tmp_path) == []
+    assert verify_disk(copy).faults == []
+    assert "does not check" not in caplog.text
+
+
+def test_a_kill_after_a_row_of_changed_data_leaves_no_old_row_in_the_journal(tmp_path, monkeypatch):
+    own = write_benchmark(tmp_path / "own")
+    path = write(tmp_path, tiny(trial__benchmark={"name": str(own)}, search={}, trial__training__epochs=1))
+    assert main(["run", path, "--local"]) == 0
+    data = own / "right" / "test.json"
+    data.write_text(data.read_text().replace("test row 3", "test line 3"))
+    with monkeypatch.context() as patch:
+        killed_before(patch, "stage", 1)
+        with pytest.raises(Killed):
+            main(["run", path, "--local", "--replace"])
+    (trial,) = sweep_folder(tmp_path)
+    assert status(trial.events()) == "running", "its old result stands in no table"
+    assert main(["run", path, "--local"]) == 0
+    assert stages(trial.events())[1]["key"] == trial.read_json("scores.json")["keys"][1]
+    assert len(events(sweep_folder(tmp_path), "stage")) == 3
+    assert verify_disk(sweep_folder(tmp_path)).faults == []
+
+
+def test_a_trial_that_was_stopped_is_made_again_up_to_where_it_was_stopped(runs):
+    def stopping(event):
+        if not hasattr(event, "doing"):
+            raise Killed
+
+    packs = runs.packs(**{"search": {"seed": [0]}, "trial__training__epochs": 1})
+    with pytest.raises(Killed):
+        runs.run(packs, stopping)
+    (trial,) = packs[0].trials
+    files = trial.files(runs.sweep)
+    files.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
+    assert trial.files(runs.sweep).complete
+    whole = runs.files()
+    (files.folder / "predictions" / "mood.jsonl").unlink()
+    (files.folder / "scores.json").write_text("{")
+    runs.run(packs)
+    assert runs.files() == whole, "no second task"
+    assert [event["event"] for event in files.journal.read()] == ["started", "stage", "stopped", "started", "stopped"]
+    assert files.journal.read()[-1]["reason"] == "others had a higher AP"
+    assert trial.files(runs.sweep).complete
+
+
+def test_a_sweep_that_an_earlier_version_wrote_is_read_and_goes_on_as_it_is(finished, copy, tmp_path):
+    new = [(trial.params, trial.settings(), trial.lineages, trial.values) for trial in copy]
+    old = as_before(copy)
+    assert [(trial.params, trial.settings(), trial.lineages, trial.values) for trial in old] == new
+    assert all((trial.path / "trial.yaml").exists() and trial.groups is None for trial in old)
+    for command in (["verify", "--uri", "none"], ["rescore"]):
+        assert main([command[0], str(copy.path), *command[1:]]) == 0
+    assert run(tmp_path) == 0
+    assert all_results(tmp_path) == all_results(finished)
+    again = open_sweep(copy.path)
+    assert [(trial.params, trial.settings(), trial.lineages, trial.values) for trial in again] == new
+    assert all(trial.groups is not None for trial in again)
+    next(iter(again)).path.joinpath("trial.yaml").unlink()  # nothing reads it any more
+    assert main(["verify", str(copy.path), "--uri", "none"]) == 0
+
+
+# --- every file that is read, spoiled in every way -------------------------------------------------------------------
+
+FILES = {
+    "sweep.json": lambda sweep: sweep.path / "sweep.json",
+    "journal": lambda sweep: next(iter(sweep)).path / "journal.jsonl",
+    "scores.json": lambda sweep: next(iter(sweep)).path / "scores.json",
+    "result.json": lambda sweep: next(iter(sweep)).path / "result.json",
+    "trial.yaml": lambda sweep: next(iter(as_before(sweep))).path / "trial.yaml",
+    "answers": lambda sweep: next(iter(sweep)).path / "answers" / "1.jsonl",
+    "predictions": lambda sweep: next(iter(sweep)).path / "predictions" / "mood.jsonl",
+    "snapshot's facts": lambda sweep: next(sweep.snapshots.folder.glob("*.json")),
+}
+
+
+def without_a_key(content):
+    """The text without one `"name": value` in it; of YAML without one line."""
+    head, found, tail = content.partition(b'":')
+    return head[: head.rindex(b'"')] + tail.partition(b",")[2] if found else content.partition(b"\n")[2]
+
+
+SPOILED = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "an array": lambda content: b"[]\n",
+    "a number": lambda content: b"7\n",
+    "an empty object": lambda content: b"{}\n",
+    "no text": lambda content: b"\xff\xfe\x00\n",
+    "nested without end": lambda content: b"[" * 20_000 + b"\n",
+    "a key less": without_a_key,
+    "a number is text": lambda content: re.sub(rb"\b(\d+)\b", rb'"\1"', content, count=1),
+    "another number": lambda content: re.sub(rb"\d", lambda digit: b"%d" % (9 - int(digit[0])), content, count=1),
+}
+# the beginning of a journal is what a kill would have left: it goes on from there
+WRONG = [(f, s) for f in FILES for s in SPOILED if (f, s) not in {("journal", "empty"), ("journal", "cut")}]
+
+
+def outcome(capsys, *arguments):
+    """The exit code of a command and what it printed; a traceback is never among that."""
+    code = main(list(arguments))
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    return code, printed.out + printed.err
+
+
+def points_of(sweep):
+    """What a tracker would be told of the sweep's trials; for a damaged file the error."""
+    try:
+        return [content.points for content in verify._contents(sweep) if content.kind == "trial"]
+    except StoreError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("file", "spoil"), WRONG)
+def test_no_spoiled_file_gives_a_traceback_or_a_wrong_number(copy, capsys, file, spoil):
+    truth, points = outcome(capsys, "report", str(copy.path)), points_of(copy)
+    path = FILES[file](copy)
+    spoiled = SPOILED[spoil](path.read_bytes())
+    assert spoiled != path.read_bytes()
+    path.write_bytes(spoiled)
+    code, printed = outcome(capsys, "verify", str(copy.path), "--uri", "none")
+    assert code in (1, 2)
+    assert (path.stem if path.parent.name == "snapshots" else str(path)) in printed
+    for command in ("report", "sync"):
+        code, printed = outcome(capsys, command, str(copy.path), *(["--uri", "none"] if command == "sync" else []))
+        if code == 0:
+            assert command == "sync" or (code, printed) == truth
+        else:
+            assert code == 2
+            assert str(path) in printed
+    found = points_of(open_sweep(copy.path))
+    assert found == points or str(path) in found
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_a_spoiled_journal_or_sweep_stops_a_run_before_anything_or_is_written_anew(copy, tmp_path, capsys, spoil):
+    (copy.path / "sweep.json").write_bytes(spoil((copy.path / "sweep.json").read_bytes()))
+    assert outcome(capsys, "run", write(tmp_path, SMALL), "--local")[0] == 0
+    journal = next(iter(copy)).path / "journal.jsonl"
+    before = journal.read_bytes()
+    journal.write_bytes(spoil(before))
+    if not before.startswith(journal.read_bytes()):  # its beginning is what a kill would have left
+        code, printed = outcome(capsys, "run", write(tmp_path, SMALL), "--local")
+        assert code == 2
+        assert f"{journal}, line 1: " in printed
+        assert f"`latent-sweep verify --repair {copy.path}`" in printed
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_what_is_only_shown_may_be_spoiled(copy, spoil):
+    worker = {"trials": [trial.trial_id for trial in copy], "host": "h", "pid": 1, "gpus": "0", "workers": 1}
+    at = {"doing": "learning", "task": "mood", "position": 0, "step": 1, "steps": 9, "loss": 0.5, "since": 3e9}
+    driver = {"doing": "starting Ray", "time": 4e9}
+    for name, content in (("p", worker | at | {"time": 4e9}), ("driver", driver), ("p", {"host": "h", "since": 0.5})):
+        path = copy.path / "progress" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(spoil(json.dumps(content).encode()))
+        assert summary(SweepWatch(copy, drives=True).look()).startswith("2 of 2 trials done, 100 % of all tasks")
+        assert FileLease(path).holder()
+
+
+def test_any_bit_of_a_sealed_sweep_is_noticed(copy, tmp_path):
+    path = copy.path / "sweep.json"
+    content = path.read_bytes()
+    source = random.Random(0)
+    for number in range(60):
+        changed = bytearray(content)
+        changed[source.randrange(len(content))] ^= 1 << source.randrange(8)
+        one = tmp_path / f"{number}.json"
+        one.write_bytes(changed)
+        assert not is_sealed(one)

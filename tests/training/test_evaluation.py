@@ -1,0 +1,434 @@
+"""Scoring: blends against single adapters, and that what is known is neither generated again nor trusted blindly."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers.rounding import PASS, assert_same_to_rounding
+from helpers.tiny import random_rows
+
+from latent_sweep.adapters.bank import Adaptation
+from latent_sweep.backbones.generation import answer_text, generate
+from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.routing.gaussian import prune
+from latent_sweep.settings import content_hash
+from latent_sweep.storage.checksummed import read_sealed_json
+from latent_sweep.storage.snapshots import Snapshot
+from latent_sweep.storage.versions import DECODING, library
+from latent_sweep.training import evaluation
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.evaluation import AnswerBatch, Blends, Evaluator, batched, path_of
+
+COUNT, LONGEST = 7, 6
+
+
+@pytest.fixture
+def method(backbone, bank, tmp_path):
+    settings = LatentLoraSettings(rank=6, alpha=6.0, ortho_lambda=0.0)
+    return LatentLora(settings, MethodContext(backbone, bank, tmp_path, 6))
+
+
+@pytest.fixture
+def history(backbone):
+    """Three snapshots whose adapters change the answers."""
+    shape = (len(backbone.targets), 6, 6)
+    draws = [1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    return [Snapshot(f"lineage {i}", {"R": R}, {}) for i, R in enumerate(draws)]
+
+
+@pytest.fixture
+def rows():
+    prompts = [row["prompt_ids"] for row in random_rows(COUNT, seed=5)]
+    return {
+        "id": [f"row {i}" for i in range(COUNT)],
+        "prompt_ids": prompts,
+        "references": [["never this", "nor that"]] * COUNT,
+    }
+
+
+@pytest.fixture
+def generated(monkeypatch):
+    """Rows that are generated, batch by batch."""
+    counts, real = [], evaluation.generate
+
+    def counting(backbone, bank, prompts, *arguments):
+        counts.append(len(prompts))
+        return real(backbone, bank, prompts, *arguments)
+
+    monkeypatch.setattr(evaluation, "generate", counting)
+    return counts
+
+
+@pytest.fixture
+def embedded(backbone):
+    """Shapes of what is embedded, pass by pass."""
+    shapes = []
+    handle = backbone.model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, inputs: shapes.append(tuple(inputs[0].shape))
+    )
+    yield shapes
+    handle.remove()
+
+
+@pytest.fixture
+def evaluator(backbone, bank, method, tmp_path):
+    def build(**changes):
+        settings = dict(batch_size=3, max_new_tokens=LONGEST, stop=(), references="single_first")
+        return Evaluator(
+            Engine(backbone=backbone), bank, method, **{"cache": tmp_path / "predictions", **settings, **changes}
+        )
+
+    return build
+
+
+def answers(score):
+    return [row["prediction"] for row in score.predictions]
+
+
+def alone(backbone, bank, method, snapshot, prompts):
+    """Each prompt answered by itself with one snapshot's plain adapter: one matrix, no rows, no blend."""
+    deltas = Adaptation(method.space.deltas(snapshot.tensors["R"]))
+    return [answer_text(backbone, *generate(backbone, bank, [prompt], deltas, LONGEST)) for prompt in prompts]
+
+
+def soft(seed=0):
+    weights = np.random.default_rng(seed).dirichlet(np.ones(3), COUNT)
+    return weights
+
+
+@pytest.mark.parametrize("task", range(3))
+def test_a_posterior_of_one_task_is_that_tasks_adapter(backbone, bank, method, history, rows, evaluator, task):
+    """The routed forward with a one-hot posterior equals the single-adapter forward."""
+    weights = np.tile(np.eye(3)[task], (COUNT, 1))
+    expected = alone(backbone, bank, method, history[task], rows["prompt_ids"])
+    assert answers(evaluator().score(history, weights, rows, "accuracy")) == expected
+    ids = torch.arange(4, 14).reshape(2, 5)
+    inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
+    with torch.no_grad():
+        with bank.active(method.blend([s.tensors for s in history], torch.from_numpy(weights[:2]).float())):
+            routed = backbone.model(**inputs).logits
+        with bank.active(Adaptation(method.space.deltas(history[task].tensors["R"]))):
+            single = backbone.model(**inputs).logits
+    assert_same_to_rounding(routed, single, PASS)
+
+
+def test_rows_of_one_batch_answer_with_their_own_blends(backbone, bank, method, history, rows, evaluator):
+    weights = soft()
+    blended = []
+    for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
+        R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
+        blended += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
+    score = evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
+    assert answers(score) == blended
+    assert len(set(blended)) > 2
+    assert [row["weights"] for row in score.predictions] == [
+        {str(i): float(w) for i, w in enumerate(mix)} for mix in weights
+    ]
+
+
+def test_a_sum_is_the_sum_of_the_adapters(backbone, bank, method, history, rows, evaluator):
+    total = Snapshot("", {"R": sum(s.tensors["R"] for s in history)}, {})
+    score = evaluator().score(history, np.ones((COUNT, 3)), rows, "accuracy")
+    assert answers(score) == [text.strip() for text in alone(backbone, bank, method, total, rows["prompt_ids"])]
+
+
+@pytest.mark.parametrize(
+    ("weights", "given"),
+    [
+        (np.ones((COUNT, 3)), [(1, 3)]),
+        (np.tile([0.0, 1.0, 0.0], (COUNT, 1)), [(1, 1)]),
+        (np.tile([0.25, 0.0, 0.75], (COUNT, 1)), [(3, 2), (3, 2), (1, 2)]),
+        (soft(), [(3, 3), (3, 3), (1, 3)]),
+    ],
+    ids=["sum", "one", "blended alike", "soft"],
+)
+def test_rows_of_whole_weights_share_one_adapter_and_their_instruction(
+    backbone, bank, method, history, rows, evaluator, embedded, monkeypatch, weights, given
+):
+    rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
+    blended = []
+    for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
+        R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
+        blended += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
+    shapes, real = [], method.blend
+    monkeypatch.setattr(method, "blend", lambda h, weights: shapes.append(tuple(weights.shape)) or real(h, weights))
+    embedded.clear()
+    assert answers(evaluator().score(history, weights, rows, "accuracy")) == blended
+    assert shapes == given
+    shared = backbone.family == "llama" and given[0][0] == 1
+    assert embedded.count((1, 40)) == (3 if shared else 0), "the last batch has one row, and reads as the others do"
+
+
+class Counted(dict):
+    """Tensors that tell how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, name):
+        self.reads += 1
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("weights", [np.ones((COUNT, 3)), soft()], ids=["sum", "soft"])
+def test_what_answers_several_batches_is_read_once(history, rows, evaluator, weights):
+    counted = [Snapshot(s.lineage, Counted(s.tensors), {}) for s in history]
+    evaluator(batch_size=2, passes=2).score(counted, weights, rows, "accuracy")
+    assert [snapshot.tensors.reads for snapshot in counted] == [1, 1, 1]
+
+
+def test_the_blends_of_another_batch_are_others(method, history):
+    """One after the other, with what the batch before has left at hand; a lineage may be there twice."""
+    of, blends = {snapshot.lineage: snapshot for snapshot in history}, Blends(method)
+    lineages = [snapshot.lineage for snapshot in history]
+    for names, weights in [
+        (lineages[:2], [[1.0, 1.0]]),
+        (lineages[1:], [[1.0, 1.0]]),
+        (lineages[1:], [[1.0, 0.0]]),
+        (lineages, [[0.5, 0.25, 0.25]]),
+        ([lineages[2], lineages[0], lineages[2]], [[0.5, 0.25, 0.125], [0.0, 0.5, 0.5]]),
+        (lineages[:2], [[1.0, 1.0]]),
+    ]:
+        mix = np.array(weights)
+        found = blends.of(AnswerBatch(names, mix, [[5]] * len(mix), LONGEST, ()), mix, of.__getitem__)
+        expected = method.blend([of[name].tensors for name in names], torch.from_numpy(mix).float())
+        assert torch.equal(found.deltas.scaled_R, expected.deltas.scaled_R)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def paths_taken(monkeypatch, method):
+    """By prompt: whether one adapter is made for its batch, and how many tokens are read apart."""
+    taken, blends = {}, []
+    real_blend, real_generate = method.blend, evaluation.generate
+
+    def blend(snapshots, weights):
+        blends.append(len(weights))
+        return real_blend(snapshots, weights)
+
+    def generate(backbone, bank, prompts, adaptation, longest, stop, shared):
+        one = blends[-1] == 1 and shared > 0
+        taken.update({tuple(prompt): (one, shared) for prompt in prompts})
+        return real_generate(backbone, bank, prompts, adaptation, longest, stop, shared)
+
+    monkeypatch.setattr(method, "blend", blend)
+    monkeypatch.setattr(evaluation, "generate", generate)
+    return taken
+
+
+@pytest.mark.parametrize("neighbours", range(6))
+def test_the_path_of_a_row_does_not_depend_on_its_neighbours(
+    history, rows, evaluator, method, monkeypatch, tmp_path, neighbours
+):
+    """Whatever the other rows weigh: sharing a batch, in equal parts, or one-hot on the same task or another."""
+    rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
+    mine, others = [np.eye(3)[1], np.array([0.5, 0.0, 0.5])], [*np.eye(3), np.full(3, 1 / 3), np.ones(3), soft()[0]]
+    weights = np.stack([*mine, *[others[neighbours]] * (COUNT - 2)])
+    taken = paths_taken(monkeypatch, method)
+    score = evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
+    routed, blended = (taken[tuple(rows["prompt_ids"][row])] for row in range(2))
+    assert (routed, blended) == ((True, 40), (False, 0))
+    alone = evaluator(batch_size=COUNT, cache=tmp_path / "alone")
+    for row in range(2):
+        apart = np.tile([0.2, 0.3, 0.5], (COUNT, 1))
+        apart[row] = weights[row]
+        assert answers(alone.score(history, apart, rows, "accuracy"))[row] == answers(score)[row]
+
+
+@pytest.mark.parametrize(
+    ("weights", "path"),
+    [
+        ([0, 1, 0], (1,)),
+        ([1, 1, 1], (0, 1, 2)),
+        ([0, 0, 0], ()),
+        ([0.5, 0.5, 0], None),
+        ([0, 2, 0], None),
+        ([1 - 1e-9, 1e-9, 0], None),
+    ],
+)
+def test_whole_weights_name_snapshots(weights, path):
+    assert path_of(np.array(weights, dtype=np.float64)) == path
+
+
+def test_rows_of_one_path_share_batches_cut_by_length():
+    lengths, weights = [5, 1, 4, 2, 3, 6], np.eye(3)[[0, 0, 1, 0, 1, 0]]
+    weights[3] = [0.5, 0.5, 0]
+    weights[5] = [0.1, 0.9, 0]
+    assert batched(range(6), lengths, weights, 4) == [[1], [3], [4, 2], [0], [5]]
+    assert batched([5, 3, 1], lengths, weights, 4) == [[1], [3, 5]]
+
+
+def test_a_row_that_is_routed_elsewhere_has_only_its_own_batch_answered_again(history, rows, evaluator, generated):
+    weights = np.tile(np.eye(3)[0], (COUNT, 1))
+    evaluator().score(history, weights, rows, "accuracy")
+    by_length = sorted(range(COUNT), key=lambda row: (len(rows["prompt_ids"][row]), row))
+    weights[by_length[0]] = np.eye(3)[2]
+    assert evaluator().score(history, weights, rows, "accuracy").generated == 3
+    assert generated == [3, 3, 1, 1, 2]
+
+
+def test_prompts_of_several_definitions_are_read_by_definition(history, rows, evaluator, embedded, backbone):
+    """Each of two instructions is read once a batch; row i has instruction i mod 2."""
+    prompts, weights = rows["prompt_ids"], np.tile(np.eye(3)[0], (COUNT, 1))
+    beginnings = [[*range(40, 80)], [*range(90, 130)]]
+    rows["prompt_ids"] = [[*beginnings[i % 2], *prompt] for i, prompt in enumerate(prompts)]
+    apart = [answers(evaluator(batch_size=1).score(history, weights, rows, "accuracy")) for _ in range(2)]
+    embedded.clear()
+    found = answers(evaluator().score(history, weights, rows, "accuracy", definitions=2))
+    assert [found, found] == apart
+    if backbone.family == "llama":
+        assert embedded.count((1, 40)) == 3, "four rows of one and three of the other, at most three together"
+
+
+def test_scores_count_matching_answers(history, rows, evaluator):
+    texts = answers(evaluator().score(history, soft(), rows, "accuracy"))
+    right = [i for i, text in enumerate(texts) if text.strip() and any(c.isalnum() for c in text)][:2]
+    for i in right:
+        rows["references"][i] = [texts[i].upper()]
+    score = evaluator().score(history, soft(), rows, "accuracy")
+    expected = [1.0 if i in right else 0.0 for i in range(COUNT)]
+    assert [row["score"] for row in score.predictions] == expected
+    assert score.score == pytest.approx(len(right) / COUNT)
+    assert score.rouge_1 is None
+    assert [row["id"] for row in score.predictions] == rows["id"]
+    json.dumps(score.predictions)
+
+
+def test_rouge_tasks_have_a_second_measure(history, rows, evaluator):
+    score = evaluator().score(history, soft(), rows, "rouge_l")
+    assert score.rouge_1 is not None and 0 <= score.rouge_1 <= 1
+
+
+# --- known answers ---------------------------------------------------------------------------------------------------
+
+
+def test_known_answers_are_not_generated_again(history, rows, evaluator, generated):
+    first = evaluator().score(history, soft(), rows, "accuracy")
+    assert (first.generated, generated) == (COUNT, [3, 3, 1])
+    again = evaluator().score(history, soft(), rows, "accuracy")
+    assert (again.generated, generated) == (0, [3, 3, 1])
+    assert (again.score, again.predictions) == (first.score, first.predictions)
+
+
+def test_answers_of_the_stage_before_are_not_looked_for(history, rows, evaluator, generated, tmp_path):
+    weights, recent = np.tile(np.eye(3)[0], (COUNT, 1)), {}
+    first = evaluator().score(history, weights, rows, "accuracy", recent=recent)
+    assert sum(map(len, recent.values())) == COUNT
+    for path in (tmp_path / "predictions").rglob("*.json"):
+        path.unlink()
+    again = evaluator().score(history, weights, rows, "accuracy", recent=recent)
+    assert (again.generated, again.predictions) == (0, first.predictions)
+    weights[:3] = np.eye(3)[1]
+    moved = evaluator().score(history, weights, rows, "accuracy", recent=recent)
+    assert moved.generated > 0
+    assert sum(map(len, recent.values())) == COUNT, "those of the stage before that are other ones are gone"
+
+
+def test_the_measure_is_no_part_of_an_answer(history, rows, evaluator, generated):
+    evaluator().score(history, soft(), rows, "accuracy")
+    assert evaluator(references="max_over_refs").score(history, soft(), rows, "rouge_l").generated == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": soft(1)},
+        {"history": lambda h: [h[0], h[1], Snapshot("another", h[2].tensors, {})]},
+        {"prompts": lambda p: [[*prompt, 9] for prompt in p]},
+        {"settings": {"max_new_tokens": LONGEST - 1}},
+        {"settings": {"stop": ("x",)}},
+        {"settings": {"batch_size": 4}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_can_change_an_answer_asks_for_a_new_one(history, rows, evaluator, generated, change):
+    evaluator().score(history, soft(), rows, "accuracy")
+    weights = change.get("weights", soft())
+    history = change.get("history", lambda h: h)(history)
+    rows["prompt_ids"] = change.get("prompts", lambda p: p)(rows["prompt_ids"])
+    assert evaluator(**change.get("settings", {})).score(history, weights, rows, "accuracy").generated >= 4
+
+
+def test_a_new_task_that_nobody_weighs_leaves_answers_known(history, rows, evaluator, generated):
+    """Old posteriors that do not move when a task is added cost nothing at the next stage."""
+    two = soft()[:, :2] / soft()[:, :2].sum(axis=1, keepdims=True)
+    first = evaluator().score(history[:2], two, rows, "accuracy")
+    three = np.concatenate([two, np.zeros((COUNT, 1))], axis=1)
+    again = evaluator().score(history, three, rows, "accuracy")
+    assert again.generated == 0
+    assert again.predictions == first.predictions
+
+
+def test_pruned_weights_make_answers_equal_between_stages(history, rows, evaluator):
+    two = np.tile([1.0, 0.0], (COUNT, 1))
+    evaluator().score(history[:2], two, rows, "accuracy")
+    three = np.tile([1 - 2e-7, 1e-7, 1e-7], (COUNT, 1))
+    assert evaluator().score(history, prune(three, 1e-6), rows, "accuracy").generated == 0
+    assert evaluator().score(history, prune(three, 0.0), rows, "accuracy").generated == COUNT
+
+
+@pytest.mark.parametrize("weights", [np.tile([0.5, 1.0, 0.0], (COUNT, 1)), soft()], ids=["alike", "soft"])
+def test_answers_are_known_by_what_gives_them(history, rows, evaluator, backbone, method, tmp_path, weights):
+    """The name of an answer file in full: one that changes makes every stored answer unknown."""
+    evaluator(batch_size=COUNT).score(history, weights, rows, "accuracy")
+    (path,) = (tmp_path / "predictions").rglob("*.json")
+    used = [i for i in range(3) if weights[:, i].any()]
+    order = sorted(range(COUNT), key=lambda row: (len(rows["prompt_ids"][row]), row))
+    content = {
+        "decoding": DECODING,
+        "libraries": [library("torch"), library("transformers")],
+        "backbone": [backbone.weights_digest, backbone.tokenizer_digest],
+        "computed": ["cpu", "torch.float32"],
+        "method": [method.settings.name, {}],
+        "snapshots": [f"lineage {i}" for i in used],
+        "weights": [[float(weights[row, i]).hex() for i in used] for row in order],
+        "prompts": [rows["prompt_ids"][row] for row in order],
+        "max_new_tokens": LONGEST,
+        "stop": (),
+    }
+    assert path.stem == content_hash(content, length=32)
+
+
+@pytest.mark.parametrize("weights", [np.tile([0.5, 0.5], (COUNT, 1)), soft()[:, :2]], ids=["alike", "soft"])
+def test_answers_are_the_same_known_or_not(history, rows, evaluator, tmp_path, weights):
+    """Exactly, in float32: with a cold cache, a warm one and another, and wherever in the history snapshots stand."""
+    rows["prompt_ids"] = [[*range(40, 80), *prompt] for prompt in rows["prompt_ids"]]
+    a, b, c = history
+    nothing = np.zeros((COUNT, 1))
+    stages = [
+        ([a, b], weights),
+        ([a, b, c], np.hstack([weights, nothing])),
+        ([c, a, b], np.hstack([nothing, weights])),
+        ([a, c, b], np.hstack([weights[:, :1], nothing, weights[:, 1:]])),
+    ]
+    cold = evaluator().score(*stages[0], rows, "accuracy")
+    for number, (snapshots, mix) in enumerate(stages):
+        warm = evaluator().score(snapshots, mix, rows, "accuracy")
+        again = evaluator(cache=tmp_path / f"empty {number}").score(snapshots, mix, rows, "accuracy")
+        assert (cold.generated, warm.generated, again.generated) == (COUNT, 0, COUNT)
+        assert answers(cold) == answers(warm) == answers(again)
+
+
+@pytest.mark.parametrize("damage", ["", "[", '["one"]', "[1, 2, 3]", '{"a": 1}', "\x00"])
+@pytest.mark.one_machine
+def test_a_damaged_answer_file_is_made_again(history, rows, evaluator, tmp_path, damage):
+    first = evaluator().score(history, soft(), rows, "accuracy")
+    paths = sorted((tmp_path / "predictions").rglob("*.json"))
+    before = [path.read_bytes() for path in paths]
+    assert len(paths) == 3
+    largest = max(paths, key=lambda path: len(read_sealed_json(path)))
+    largest.write_text(damage)
+    again = evaluator().score(history, soft(), rows, "accuracy")
+    assert again.generated == 3
+    assert again.predictions == first.predictions
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_rows_come_back_in_their_own_order(history, rows, evaluator, tmp_path):
+    """Batches are sorted by length; the score's rows are not."""
+    one = evaluator().score(history, soft(), rows, "accuracy")
+    turned = {name: column[::-1] for name, column in rows.items()}
+    other = evaluator().score(history, soft()[::-1], turned, "accuracy")
+    assert other.predictions[::-1] == one.predictions

@@ -1,0 +1,85 @@
+"""Epochs are chosen by held-out rows alone, as the model reads them when it answers, whatever a method trains on."""
+
+import pytest
+from helpers.outside import outside_module
+
+from latent_sweep.training import loop as training
+from latent_sweep.training.context import Context
+
+BENCHMARK = {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 20, "test_per_task": 3}
+SELECTING = {"learning_rate": 0.1, "epochs": 2, "batch_size": 8, "select": "best_validation"}
+
+REPLAYING = """
+import torch
+
+from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
+from latent_sweep.methods.lora import LoraLearner
+
+asked = []
+
+
+class ReplayingSettings(SeqLoraSettings):
+    name: str
+
+
+class Replaying(SeqLora):
+    settings_class = ReplayingSettings
+
+    def begin_task(self, task, history):
+        learner = Replay(self.carried(task, history), self.outputs, self.settings)
+        learner.earlier = [{"prompt_ids": [9, 9], "input_ids": [9], "target_ids": [9, 2]}] * 7 * len(history)
+        return learner
+
+
+class Replay(LoraLearner):
+    def examples(self, rows):
+        asked.append(len(rows))
+        return [*rows, *self.earlier]
+"""
+
+
+@pytest.fixture
+def validated(monkeypatch):
+    """The rows of each look at the validation loss."""
+    found = []
+    forward = training.forward
+
+    def record(backbone, bank, rows, *others):
+        found.append([dict(row) for row in rows])
+        return forward(backbone, bank, rows, *others)
+
+    monkeypatch.setattr(training, "forward", record)
+    return found
+
+
+def held_out(runs, pack):
+    """Prompt and target of the rows that are held out of each task."""
+    (trial,) = pack.trials
+    context = Context(trial, runs.sweep.storage)
+    tokens = [context.tokens(trial, position, "validation", carve=True) for position in range(2)]
+    context.close()
+    return [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in tokens]
+
+
+def packs(runs, method):
+    return runs.packs(trial__benchmark=BENCHMARK, trial__training=SELECTING, trial__method=method, search={"seed": [0]})
+
+
+def test_rows_that_are_replayed_are_not_validated_on(runs, validated, tmp_path, monkeypatch):
+    for module in outside_module(tmp_path, monkeypatch, REPLAYING):
+        (pack,) = packs(runs, {"name": f"{module}:Replaying", "rank": 4})
+        runs.run([pack])
+        expected = held_out(runs, pack)
+        found = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated]
+        assert [sorted(rows) for rows in found] == [sorted(rows) for rows in expected for _ in range(2)]
+        assert __import__(module).asked == [18, 18], "training rows alone, once a task"
+
+
+def test_a_soft_prompt_is_validated_where_it_answers(runs, validated):
+    """LFPT5's pseudo-samples, and how rows are to be written, are no part of it."""
+    (pack,) = packs(runs, {"name": "lfpt5", "prompt_length": 4, "samples_per_task": 4})
+    runs.run([pack])
+    virtual = [-1, -2, -3, -4]
+    found = [[(row["prompt_ids"], row["target_ids"]) for row in rows] for rows in validated if "lm" not in rows[0]]
+    expected = [[([*prompt, *virtual], target) for prompt, target in rows] for rows in held_out(runs, pack)]
+    assert [sorted(rows) for rows in found] == [sorted(rows) for rows in expected for _ in range(2)]

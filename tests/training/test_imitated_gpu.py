@@ -1,0 +1,254 @@
+"""Every method lives on an imitated GPU: nothing mixes devices, and the host hardly ever waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from helpers.imitated_gpu import Record, imitated_gpu
+from helpers.methods import OPTIONS
+from helpers.steady_steps import workshop
+from helpers.tiny import FAMILIES, Runs, learns, load_tiny
+
+from latent_sweep.backbones.generation import LOOK_EVERY
+from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.methods import METHODS
+from latent_sweep.methods.capabilities import tasks_learned
+from latent_sweep.storage.snapshots import TaskCheckpoint
+
+SYNCS = 1
+"""Times that the host waits in a steady step, whatever the method and the members: it reads all losses at once."""
+COPIES = 0
+"""Copies to the device of a steady step for which the host waits."""
+
+
+# --- a life ----------------------------------------------------------------------------------------------------------
+
+
+class Cut(BaseException):
+    """Raised where the worker is lost."""
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    """The first runs of each family, which have tokenised the rows."""
+    return {}
+
+
+def content(method: str, family: str) -> dict[str, Any]:
+    """Two tasks of three steps, with a checkpoint after the second, and answers to two rows of each."""
+    trial = {
+        "method": {"name": method, **OPTIONS.get(method, {})},
+        "backbone": {"name": family, "dtype": "bfloat16"},
+        "benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 6, "test_per_task": 2},
+        "training": {"learning_rate": 0.01, "epochs": 1, "batch_size": 2, "checkpoint_every": 2},
+        "router": {"components": 2},
+    }
+    trial["benchmark"]["max_target_length"] = 6
+    return {"name": "tiny", "trial": trial, "run": {"tracking": {"uri": "none"}}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_lives_on_it(method, family, tmp_path, tokens, monkeypatch):
+    """Trains, is cut after a checkpoint, goes on, measures what it remembers, routes or gates, and answers."""
+    marks: dict[str, Record] = {}
+    save = TaskCheckpoint.save
+
+    def saving(*args: Any) -> None:
+        marks["before the checkpoint"] = record.copy()
+        save(*args)
+
+    def on(event: Any) -> None:
+        if learns(event) and event.position == max(learned):
+            if event.step == 1:
+                marks["after the first step"] = record.copy()
+            if event.step == 2:  # neither the first one nor the last, after which nothing is prepared
+                marks["steady"] = marks["before the checkpoint"] - marks["after the first step"]
+                raise Cut
+
+    monkeypatch.setattr(TaskCheckpoint, "save", saving)
+    runs = Runs(tmp_path / "runs")
+    runs = runs.take_tokens(tokens[family]) if family in tokens else tokens.setdefault(family, runs)
+    with imitated_gpu() as record:
+        packs = runs.packs_of(content(method, family))
+        learned = [position for position in range(2) if tasks_learned(packs[0].trials[0].method(), position, 2)]
+        if learned:
+            with pytest.raises(Cut):
+                runs.run(packs, on)
+        runs.run(packs)
+    assert [done.tasks_seen for done in runs.stages if done.tasks_seen == 2]
+    assert record.launches.total() > 500, "it has computed there"
+    assert not record.mixings
+    assert not record.unfit_masks
+    if learned:
+        assert marks["steady"].launches.total() > 200
+        check(marks["steady"])
+
+
+def check(step: Record) -> None:
+    """Have the host wait no longer in a step than it has to."""
+    assert step.syncs.total() <= SYNCS, step.syncs
+    assert step.to_device.total() <= COPIES, step.to_device
+    assert not step.mixings
+
+
+# --- steady steps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["latent_lora", "seq_lora", "o_lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pack_waits_no_more_often_than_one(family, method, tmp_path):
+    with workshop(load_tiny(family), tmp_path) as here:
+        check(here.step(method, members=8, kind="prefix"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_of_training_make_no_difference(family, tmp_path):
+    with workshop(load_tiny(family), tmp_path) as here:
+        check(here.step("seq_lora", 2, optimizer="adafactor"))
+        check(here.step("latent_lora", 2, micro_batch_size=3))
+        check(here.step("latent_lora", gradient_checkpointing=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_looked_at_every_few_tokens(family, tmp_path):
+    with workshop(load_tiny(family), tmp_path) as here:
+        for method in ("latent_lora", "seq_lora"):
+            token = here.token(method)
+            assert token["syncs"] <= 1 / LOOK_EVERY
+            assert token["to_device"] == 0
+
+
+# --- the imitation itself --------------------------------------------------------------------------------------------
+
+
+def test_it_knows_where_tensors_are():
+    with imitated_gpu() as record:
+        x = torch.ones(4, device="cuda")
+        derived = [x + 1, x[1:], x.clone(), torch.zeros_like(x), x.new_ones(3), x.double(), torch.nn.Parameter(x)]
+        assert all(tensor.device.type == "cuda" and tensor.is_cuda for tensor in (x, *derived))
+        assert (x.cpu().device.type, x.to("cpu").is_cuda, torch.ones(4).get_device()) == ("cpu", False, -1)
+        module = torch.nn.Linear(4, 4).to("cuda")
+        assert all(parameter.is_cuda for parameter in (*module.parameters(), module(x)))
+        assert torch.ones(4).to(x).is_cuda
+    assert not record.mixings
+
+
+WAITS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x[0]),
+    "bool": lambda x: bool((x > 0).all()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "copy_": lambda x: torch.empty(4).copy_(x),
+    "boolean index": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "eigh": lambda x: torch.linalg.eigh(x.outer(x)),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_it_counts_what_the_host_waits_for(what):
+    with imitated_gpu() as record:
+        x = torch.ones(4, device="cuda")
+        WAITS[what](x)
+        assert record.syncs.total() == 1
+        WAITS[what](torch.ones(4))
+    assert record.syncs.total() == 1
+    assert not record.to_device
+    assert not record.mixings
+
+
+COPIED: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda x: torch.tensor([1.0], device="cuda"),
+    "to": lambda x: torch.ones(4).to("cuda"),
+    "without waiting, but not pinned": lambda x: torch.ones(4).to("cuda", non_blocking=True),
+    "pinned, but waited for": lambda x: torch.ones(4).pin_memory().to("cuda"),
+    "as another": lambda x: torch.ones(4).to(x),
+    "cuda": lambda x: torch.ones(4).cuda(),
+    "copy_": lambda x: x.copy_(torch.ones(4)),
+    "a list as index": lambda x: x[[0, 2]],
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+}
+
+
+@pytest.mark.parametrize("what", COPIED)
+def test_it_counts_copies_that_the_host_waits_for(what):
+    with imitated_gpu() as record:
+        COPIED[what](torch.ones(4, device="cuda"))
+    assert record.to_device.total() == 1
+    assert not record.syncs
+    assert not record.mixings
+
+
+def test_copies_from_pinned_memory_are_waited_for_by_nobody():
+    with imitated_gpu() as record:
+        x = torch.arange(4).pin_memory().to("cuda", non_blocking=True)
+        assert x.is_cuda
+        assert torch.equal(x.cpu(), torch.arange(4))
+    assert (record.to_device_later.total(), record.to_device.total()) == (1, 0)
+
+
+MIXED: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "sum": lambda x: x + torch.ones(4),
+    "product": lambda x: torch.ones(4, 4) @ x,
+    "list": lambda x: torch.stack([x, torch.ones(4)]),
+    "index of the host's": lambda x: torch.ones(4)[x.long()],
+    "numpy": lambda x: x.numpy(),
+    "generator": lambda x: torch.rand(4, generator=torch.Generator(), device="cuda"),
+    "in a backward pass": lambda x: _backward(x),
+}
+
+
+def _backward(x: torch.Tensor) -> None:
+    x.requires_grad_().register_hook(lambda gradient: gradient * torch.ones(4))
+    torch.autograd.grad((2 * x).sum(), x)
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_it_notices_what_a_gpu_refuses(what):
+    with imitated_gpu() as record:
+        MIXED[what](torch.ones(4, device="cuda"))
+    assert record.mixings.total() == 1
+
+
+def test_it_counts_kernels_and_no_views():
+    with imitated_gpu() as record:
+        x = torch.empty(4, 4, device="cuda")
+        x.T[1:].unsqueeze(0).expand(2, 3, 4)
+        x[:0].sum(1)
+        torch.ones(4) + 1
+        assert not record.launches
+        (x + 1).relu_()
+        x * torch.tensor(2.0)  # one number of the host
+        torch.zeros(4, device="cuda")
+    assert record.launches == {"add": 1, "relu_": 1, "mul": 1, "zeros": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_is_one_kernel_each_way(dtype):
+    x, upstream = (torch.randn(5, 8, dtype=dtype, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    weight = torch.linspace(0.5, 2, 8, dtype=dtype)
+
+    def results(place: str) -> list[torch.Tensor]:
+        moved = x.to(place).requires_grad_()
+        y = torch.nn.functional.rms_norm(moved, (8,), weight.to(place), 1e-6)
+        return [y.detach().cpu(), *(part.cpu() for part in torch.autograd.grad(y, moved, upstream.to(place)))]
+
+    expected = results("cpu")
+    with imitated_gpu() as record:
+        found = results("cuda")
+    torch.testing.assert_close(found, expected)
+    del record.launches["_to_copy"]  # back to the host
+    assert record.launches == {"_fused_rms_norm": 1, "_fused_rms_norm_backward": 1}
+
+
+def test_it_says_where():
+    with imitated_gpu() as record:
+        load_backbone(BackboneSettings(name="tiny-llama"))
+    assert all("latent_sweep/backbones/loading.py:" in place for place in record.to_device)

@@ -1,0 +1,124 @@
+"""A process that goes on to another pack keeps the backbone it has loaded, as it was."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers.tiny import Runs
+
+from latent_sweep.execution import ray_tune
+from latent_sweep.storage.storage import question
+from latent_sweep.sweep.schema import RunSettings
+from latent_sweep.training import engine
+from latent_sweep.training import loop as training
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The backbones that are loaded, as weak references, in the order of loading."""
+    found, original = [], engine.load_backbone
+
+    def load(settings):
+        backbone = original(settings)
+        found.append(weakref.ref(backbone.model))
+        return backbone
+
+    engine.forget_backbone()
+    monkeypatch.setattr(engine, "load_backbone", load)
+    yield found
+    engine.forget_backbone()
+
+
+SHORT = {
+    "trial__benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 4, "test_per_task": 2},
+    "trial__training__epochs": 1,
+    "trial__router": {"components": 1},
+}
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_packs_with_one_backbone_load_it_once(tmp_path, loaded, checkpointing):
+    runs, recompute = Runs(tmp_path), {"trial__training__gradient_checkpointing": checkpointing}
+    first, second, third = runs.packs(**SHORT, **recompute, search={"seed": [0, 1, 2]})
+    runs.run([first])
+    (reference,) = loaded
+    before, added = state(reference()), hooks(reference())
+    runs.run([second])
+    runs.run([third])
+    assert len(loaded) == 1
+    assert hooks(reference()) == added == 0, "nothing stays on it"
+    assert not reference().training
+    for name, value in state(reference()).items():
+        assert torch.equal(value, before[name])
+
+
+def test_what_a_kept_backbone_learns_is_what_a_new_one_does(tmp_path, loaded):
+    def files(folder, forget):
+        runs = Runs(tmp_path / folder)
+        for pack in runs.packs(**SHORT, search={"seed": [0, 1]}):
+            runs.run([pack])
+            if forget:
+                engine.forget_backbone()
+        return runs.files()
+
+    kept = files("kept", forget=False)
+    engine.forget_backbone()
+    assert kept == files("new", forget=True)
+    assert len(loaded) == 3
+
+
+def test_another_backbone_takes_the_place_of_the_one_before(tmp_path, loaded):
+    runs = Runs(tmp_path)
+    llama, t5 = runs.packs(**SHORT, search={"backbone.name": ["tiny-llama", "tiny-t5"]})
+    runs.run([llama])
+    runs.run([t5])
+    gc.collect()
+    assert [reference() is None for reference in loaded] == [True, False]
+
+
+@pytest.mark.one_machine  # where no vectors are imitated on a processor with AVX-512, torch's attention has no bfloat16
+def test_other_types_are_other_backbones(tmp_path, loaded):
+    runs = Runs(tmp_path)
+    for pack in runs.packs(**SHORT, search={"backbone.dtype": ["float32", "bfloat16"]}):
+        runs.run([pack])
+    assert len(loaded) == 2
+
+
+def test_a_failed_one_is_gone_before_the_next_is_loaded(tmp_path, loaded, monkeypatch):
+    """As Tune's actors go on to their next pack: on a GPU there may be no room for two."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    diverging = {**SHORT, "trial__training__learning_rate": 1e30}
+    runs = Runs(tmp_path)
+    (pack,) = runs.packs(**diverging, search={"seed": [0]})
+    threads = torch.get_num_threads()  # a worker takes as many as it has CPUs
+    gc.disable()  # what is found by chance is no promise
+    try:
+        with question(runs.sweep.storage) as asked:
+            ray_tune._run_work(pack, {}, runs.sweep, asked, RunSettings(), print)
+        assert [reference() for reference in loaded] == [None]
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
+
+
+def test_after_a_failure_it_is_loaded_anew(tmp_path, loaded, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("something of the device")
+
+    runs = Runs(tmp_path)
+    first, second = runs.packs(**SHORT, search={"seed": [0, 1]})
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_gradients", broken)
+        with pytest.raises(RuntimeError, match="of the device"):
+            runs.run([first])
+    runs.run([second])
+    assert len(loaded) == 2

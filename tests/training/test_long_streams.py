@@ -1,0 +1,187 @@
+"""Streams of many tasks: what a stage does beyond answering the tasks seen, and what resuming reads, counted."""
+
+import gc
+import json
+from collections import Counter
+
+import pytest
+import torch
+import yaml
+from helpers.sweeps import tiny
+from helpers.tiny import Runs, learns
+
+from latent_sweep.routing.gaussian import TaskMixture, TaskScatter
+from latent_sweep.storage.folders import SweepFolder
+from latent_sweep.storage.journal import Journal
+from latent_sweep.storage.snapshots import Snapshot, SnapshotStore, StoredTensors
+from latent_sweep.storage.storage import Storage
+from latent_sweep.training import context, evaluation
+from latent_sweep.training.context import backbone_facts
+from latent_sweep.training.events import StageDone
+
+TEST_ROWS = 2
+
+
+class CountingStorage(Storage):
+    """A plain folder that counts what is written into it, and who asks for a lease."""
+
+    def __init__(self, folder, counts):
+        super().__init__(folder)
+        self.counts = counts
+
+    def write(self, path, content):
+        kind = path.parent.name if path.parent.name in ("predictions", "answers", "snapshots") else path.name
+        self.counts[f"{kind} written"] += 1
+        super().write(path, content)
+
+    def lease(self, path):
+        self.counts["leases"] += 1
+        return super().lease(path)
+
+
+class CountedRuns(Runs):
+    """Runs of one trial over a stream of tasks, of which `counts` tells what has been done."""
+
+    def __init__(self, folder, counts):
+        super().__init__(folder / "runs")
+        self.counts = counts
+
+    @property
+    def sweep(self):
+        return SweepFolder(CountingStorage(self.folder, self.counts), self.name)
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """How often each of these has been done so far."""
+    counts = Counter()
+
+    def counting(owner, name, what):
+        real = getattr(owner, name)
+
+        def counted(*arguments, **named):
+            counts[what] += 1
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(Journal, "_parse", "events parsed")
+    counting(SnapshotStore, "_read", "snapshots checked")
+    counting(StoredTensors, "__getitem__", "tensors read")
+    counting(TaskMixture, "load", "mixtures looked for")
+    counting(TaskScatter, "load", "scatters looked for")
+    counting(evaluation, "read_sealed_json", "answers looked for")
+    counting(context, "tokenised", "files tokenised")
+    return counts
+
+
+@pytest.fixture
+def stream(tmp_path, counts):
+    """`stream(40)`: runs, and the pack of one trial, of so many tasks that the router keeps apart."""
+
+    def make(n_tasks):
+        folder, tasks = tmp_path / "benchmark", [f"task{t}" for t in range(n_tasks)]
+        for t, task in enumerate(tasks):
+            (folder / task).mkdir(parents=True)
+            for split, numbers in (("train", range(4)), ("test", range(4, 4 + TEST_ROWS))):
+                rows = [{"id": f"{t} {i}", "input": chr(192 + t) * 40 + str(i), "output": "ab"[i % 2]} for i in numbers]
+                (folder / task / f"{split}.json").write_text(json.dumps(rows))
+        described = [{"name": task, "metric": "accuracy"} for task in tasks]
+        (folder / "benchmark.yaml").write_text(
+            yaml.safe_dump({"name": "stream", "max_target_length": 2, "tasks": described})
+        )
+        runs = CountedRuns(tmp_path, counts)
+        content = tiny(
+            trial__benchmark={"name": str(folder)},
+            trial__training={"learning_rate": 0.01, "epochs": 1, "batch_size": 4},
+            trial__router={"mode": "hard", "components": 1},
+            search={},
+        )
+        return runs, runs.packs_of(content)
+
+    return make
+
+
+def live_bytes():
+    """Bytes of all tensors that somebody holds."""
+    gc.collect()
+    return sum(found.nbytes for found in gc.get_objects() if isinstance(found, torch.Tensor))
+
+
+@pytest.mark.parametrize(("early", "late"), [(4, 9), pytest.param(10, 40, marks=pytest.mark.slow)])
+def test_a_late_stage_does_no_more_than_an_early_one_beyond_its_pairs(stream, counts, early, late):
+    runs, packs = stream(late + 1)
+    found, held = {}, {}
+
+    def look(event):
+        if isinstance(event, StageDone):
+            found[event.tasks_seen], held[event.tasks_seen] = Counter(counts), live_bytes()
+            counts.clear()
+
+    runs.run(packs, look)
+    read = {seen: found[seen].pop("tensors read") for seen in (early, late)}
+    assert read == {early: early, late: late}, "each R once: the earlier ones for the penalty, its own for answers"
+    assert found[late] == found[early]
+    assert held[late] == held[early]
+    assert found[late] == {
+        "snapshots written": 2,  # tensors and facts
+        "leases": 1,
+        "scatters looked for": 1,
+        "answers looked for": 1,  # those of its own task
+        "predictions written": 1,
+        "answers written": 1,
+        "scores.json written": 1,
+    }, "rows are tokenised, and components fitted, before the first task"
+
+
+class Cut(BaseException):
+    """The process is gone."""
+
+
+def imitate(runs, pack, stages, backbone, counts):
+    """Leave behind what learning and scoring so many stages does, with answers that nobody has given."""
+    (trial,) = pack.trials
+    files, store = trial.files(runs.sweep), runs.sweep.snapshots
+    facts = {"backbone": backbone_facts(backbone)}
+    R = torch.zeros(len(backbone.targets), 16, 16)
+    lines = [{"id": f"{i}", "prediction": "a", "references": ["a"], "score": 1.0, "weights": {}} for i in range(2)]
+    files.journal.append("started", attempt=1)
+    for position, lineage in enumerate(trial.lineages()[:stages]):
+        counts.clear()
+        store.append(Snapshot(lineage, {"R": R}, facts))
+        row = files.new_row()
+        for task in trial.tasks[: position + 1]:
+            row.add(task.name, 1.0, lines)
+        files.record(row)
+        files.tell(lineage, False, files.matrix.measures(), {"steps": 1})
+        if position:
+            assert counts == {
+                "snapshots written": 2,
+                "answers written": 1,
+                "predictions written": 1,
+                "scores.json written": 1,
+            }
+
+
+@pytest.mark.parametrize(("stages", "n_tasks"), [(30, 40), pytest.param(150, 200, marks=pytest.mark.slow)])
+def test_resuming_late_reads_every_file_once_and_does_nothing_again(stream, counts, llama, stages, n_tasks):
+    runs, packs = stream(n_tasks)
+    imitate(runs, packs[0], stages, llama, counts)
+    counts.clear()
+
+    def cut(event):
+        if learns(event):
+            raise Cut
+
+    with pytest.raises(Cut):
+        runs.run(packs, cut)
+    events = 1 + stages
+    assert counts.pop("events parsed") == 2 * events, "once for what is there, once to count the attempts"
+    assert counts == {
+        "snapshots checked": stages,
+        "tensors read": stages,  # each R once, for the penalty of the task that is learned next
+        "files tokenised": 2 * n_tasks,  # training and test rows of all tasks, before one of them is learned
+        "mixtures looked for": n_tasks,
+        "scatters looked for": n_tasks,
+        "leases": 2,  # to write the trial's folder, and to learn that task
+    }

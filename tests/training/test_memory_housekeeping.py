@@ -1,0 +1,69 @@
+"""What a worker holds of the host's memory beyond what it uses, and what its garbage collector looks at."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers.patience import PATIENCE
+
+from latent_sweep.training import memory_housekeeping as heap
+
+PIECES = """
+import resource, torch
+from latent_sweep.training.memory_housekeeping import give_back_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+
+give_back_memory()
+before = resident()
+pieces = [torch.ones(24_000) for _ in range(3000)]  # 96 kB each: what is larger than 128 kB is not from the heap
+whole = resident() - before
+kept = pieces[::100]  # the last ones lie on top of all others
+del pieces
+held = resident() - before
+give_back_memory()
+print(whole, held, resident() - before)
+"""
+
+
+@pytest.mark.skipif(heap._trim() is None or sys.platform != "linux", reason="this C library cannot give memory back")
+def test_memory_that_is_free_goes_back_to_the_system():
+    command = [sys.executable, "-c", PIECES]
+    printed = subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True, text=True).stdout
+    whole, held, after = map(float, printed.split())
+    assert whole > 250
+    assert held > 200, "without it the heap keeps nearly all"
+    assert after < 60
+
+
+def test_a_library_that_cannot_is_left_alone(monkeypatch):
+    monkeypatch.setattr(heap, "_trim", lambda: None)
+    heap.give_back_memory()
+
+
+LOADING = """
+import gc
+from latent_sweep.training.memory_housekeeping import loading_modules
+
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+with loading_modules():
+    import transformers
+print(len(collections), gc.isenabled(), gc.get_freeze_count() > 10_000)
+
+class Cycle: pass
+garbage = Cycle()
+garbage.itself = garbage
+del garbage  # until a collection finds it
+frozen = gc.get_freeze_count()
+with loading_modules():
+    import torch.nn
+print(gc.isenabled(), gc.get_freeze_count() <= frozen)
+"""
+
+
+def test_modules_are_loaded_without_collections_and_left_out_of_them_once():
+    command = [sys.executable, "-c", LOADING]
+    printed = subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines() == ["0 True True", "True True"]

@@ -1,0 +1,280 @@
+"""Stepping many members at once: each as torch's own optimizer would step it alone, in no more operations."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.rounding import assert_same_to_rounding
+from pydantic import ValidationError
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import get_linear_schedule_with_warmup
+
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training.optimizers import AdamW, Trained, learning_rate, optimizer_of
+
+STEPS = 8
+SHAPES = ({"R": (3, 4, 4)}, {"A": (2, 3), "B": (5, 3)}, {"R": (1, 2, 2)})
+
+
+def training(**settings):
+    return TrainingSettings(**{"learning_rate": 0.1, "batch_size": 1, "epochs": 1, **settings})
+
+
+def normal(shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def member(shapes, seed=0, dtype=torch.float64, **settings):
+    parameters = {name: normal(shape, seed, dtype).requires_grad_(True) for name, shape in shapes.items()}
+    return Trained(parameters, training(**settings), STEPS)
+
+
+def give_gradients(trained, seed):
+    for index, parameter in enumerate(trained.parameters.values()):
+        parameter.grad = normal(parameter.shape, 1000 * seed + index, parameter.dtype)
+
+
+# --- AdamW -----------------------------------------------------------------------------------------------------------
+
+MEMBERS = [
+    {"learning_rate": 0.1, "weight_decay": 0.5, "gradient_clip": 0.3},
+    {"learning_rate": 1e-3, "warmup_steps": 3, "schedule": "linear", "gradient_clip": None},
+    {"learning_rate": 0.02, "warmup_steps": 2, "warmup_start": "zero", "gradient_clip": 100.0},
+]
+
+
+def members():
+    return [
+        member(shapes, seed, **settings) for seed, (shapes, settings) in enumerate(zip(SHAPES, MEMBERS, strict=True))
+    ]
+
+
+def torch_steps(trained, seed):
+    """What torch's AdamW makes of a member in eight steps, and the norms of its gradients before clipping."""
+    parameters = list(trained.parameters.values())
+    s = trained.settings
+    optimizer, norms = torch.optim.AdamW(parameters, lr=s.learning_rate, weight_decay=s.weight_decay), []
+    for step in range(STEPS):
+        give_gradients(trained, 10 * seed + step)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, s.gradient_clip or float("inf"))))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(s, step, STEPS)
+        optimizer.step()
+    return norms
+
+
+def test_every_member_is_stepped_as_torch_would_alone():
+    """In float64; of other rates, decays, limits, warm-ups and sizes."""
+    together, alone = members(), members()
+    optimizer, norms = AdamW(together), []
+    for step in range(STEPS):
+        for seed, trained in enumerate(together):
+            give_gradients(trained, 10 * seed + step)
+        norms.append(optimizer.step())
+    for seed, (found, expected) in enumerate(zip(together, alone, strict=True)):
+        of_torch = torch_steps(expected, seed)
+        assert [float(of_step[seed]) for of_step in norms] == pytest.approx(of_torch, rel=1e-12)
+        for name, parameter in expected.parameters.items():
+            torch.testing.assert_close(found.parameters[name].detach(), parameter.detach(), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(found.parameters[name].grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def transformers_steps(trained, seed):
+    """AdamW as transformers 4 has it, from its definition: epsilon inside of the correction, decay after the step."""
+    s, values, moments = trained.settings, {}, {}
+    for name, parameter in trained.parameters.items():
+        values[name] = parameter.detach().numpy().copy()
+        moments[name] = [np.zeros_like(values[name]) for _ in range(2)]
+    for step in range(STEPS):
+        give_gradients(trained, 10 * seed + step)
+        torch.nn.utils.clip_grad_norm_(trained.parameters.values(), s.gradient_clip or float("inf"))
+        rate, t = learning_rate(s, step, STEPS), step + 1
+        for name, parameter in trained.parameters.items():
+            g, (m, v) = parameter.grad.numpy(), moments[name]
+            m[...], v[...] = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            size = rate * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
+            values[name] -= size * m / (v**0.5 + 1e-8)
+            values[name] -= rate * s.weight_decay * values[name]
+    return values
+
+
+def test_epsilon_before_the_correction_is_transformers_optimizer_in_a_mixed_pack():
+    small = {"weight_decay": 0.5, "gradient_clip": 1e-7}  # gradients as small as epsilon
+    kinds = [{"adam_eps": "before_correction", **small}, small, {"adam_eps": "before_correction", "warmup_steps": 3}]
+    together, alone = (
+        [member(shape, seed, **kind) for seed, (shape, kind) in enumerate(zip(SHAPES, kinds, strict=True))]
+        for _ in range(2)
+    )
+    optimizer = AdamW(together)
+    for step in range(STEPS):
+        for seed, trained in enumerate(together):
+            give_gradients(trained, 10 * seed + step)
+        optimizer.step()
+    torch_steps(alone[1], 1)
+    after = {name: parameter.detach().numpy() for name, parameter in alone[1].parameters.items()}
+    alike = [transformers_steps(alone[0], 0), after, transformers_steps(alone[2], 2)]
+    for found, expected in zip(together, alike, strict=True):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found.parameters[name].detach().numpy(), values, rtol=1e-9, atol=1e-12)
+    start = member(SHAPES[0], 0).parameters["R"].detach().numpy()
+    torch_steps(other := member(SHAPES[0], 0, **small), 0)
+    ways = [(p["R"].detach().numpy() - start) for p in (together[0].parameters, other.parameters)]
+    assert np.abs(ways[0] / ways[1] - 1).max() > 0.01, "the other form would be seen"
+
+
+def test_epsilon_before_the_correction_gives_the_numbers_of_transformers_4():
+    """`transformers.optimization.AdamW` of 4.30.2 gave them, in float64 with the epsilon of its Trainer, 1e-8."""
+    start = torch.tensor([0.5, -0.25, 1.0, 2.0], dtype=torch.float64)
+    settings = training(learning_rate=0.01, weight_decay=0.1, adam_eps="before_correction", gradient_clip=None)
+    trained = Trained({"w": start.requires_grad_(True)}, settings, 20)
+    optimizer, source = AdamW([trained]), np.random.RandomState(0)
+    for _ in range(20):
+        gradient = np.array([1.0, 1e-4, 1e-6, 1e-8]) * (1 + 0.5 * source.standard_normal(4))
+        trained.parameters["w"].grad = torch.tensor(gradient)
+        optimizer.step()
+    expected = [0.3250422670898927, -0.4202749327534618, 0.819475215865581, 1.9406628528528165]
+    assert trained.parameters["w"].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_epsilon_before_the_correction_is_refused_where_nothing_reads_it():
+    with pytest.raises(ValidationError):
+        training(optimizer="adafactor", adam_eps="before_correction")
+
+
+def test_a_member_whose_gradient_is_not_finite_spoils_no_other():
+    together, alone = members()[:2], members()[1:2]
+    optimizer, other = AdamW(together), AdamW(alone)
+    for step in range(3):
+        give_gradients(together[0], step)
+        next(iter(together[0].parameters.values())).grad[0] = torch.nan
+        for trained in (together[1], alone[0]):
+            give_gradients(trained, step)
+        norms = optimizer.step()
+        other.step()
+        assert not norms[0].isfinite()
+        assert norms[1].isfinite()
+    for name, parameter in alone[0].parameters.items():
+        assert_same_to_rounding(together[1].parameters[name], parameter, 4)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operators that compute: views are free."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
+        self.count -= function in VIEWS
+        return function(*args, **(kwargs or {}))
+
+
+aten = torch.ops.aten
+VIEWS = {
+    aten.view.default,
+    aten.detach.default,
+    aten.split_with_sizes.default,
+    aten.split.Tensor,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.unbind.int,
+    aten.unsqueeze.default,
+    aten.t.default,
+    aten.alias.default,
+    aten.transpose.int,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.flatten.using_ints,
+    aten.reshape.default,
+}
+
+
+def test_a_step_of_eight_members_is_as_many_operations_as_of_one():
+    def operations(count):
+        trained = [member(SHAPES[0], seed, torch.float32) for seed in range(count)]
+        optimizer = AdamW(trained)
+        for seed, each in enumerate(trained):
+            give_gradients(each, seed)
+        with Operations() as counted:
+            optimizer.step()
+        return counted.count
+
+    assert operations(8) == operations(1)
+
+
+def test_what_is_trained_stays_the_learners_own_tensor():
+    """A learner may change it between steps; the next step begins there."""
+    trained = member({"A": (2, 3)}, dtype=torch.float32)
+    parameter = trained.parameters["A"]
+    optimizer = AdamW([trained, member({"B": (7,)}, dtype=torch.float32)])
+    assert parameter.is_leaf
+    with torch.no_grad():
+        parameter.fill_(5.0)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), torch.full((2, 3), 5.0)), "no gradient, no decay: nothing moves"
+
+
+# --- any optimizer ---------------------------------------------------------------------------------------------------
+
+
+def moves(optimizer, parameter, count):
+    """How far each step moves a parameter whose gradient is always one: for Adam, the learning rate of that step."""
+    found = []
+    for _ in range(count):
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        found.append(float((before - parameter.detach()).mean()))
+    return found
+
+
+def fresh(shape=(3,), **settings):
+    trained = Trained({"p": torch.zeros(shape, requires_grad=True)}, training(**settings), STEPS)
+    return optimizer_of([trained]), trained.parameters["p"]
+
+
+def test_warm_up_is_linear_then_constant():
+    found = moves(*fresh(warmup_steps=4), 6)
+    assert found == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1], rel=1e-4)
+
+
+def test_a_warm_up_from_zero_is_that_of_transformers():
+    settings = training(warmup_steps=3, warmup_start="zero", schedule="linear")
+    rates = [learning_rate(settings, step, STEPS) for step in range(STEPS)]
+    optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+    schedule = get_linear_schedule_with_warmup(optimizer, 3, STEPS)
+    for rate in rates:
+        assert rate == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == 0
+
+
+def test_a_linear_schedule_falls_to_zero_at_the_end():
+    found = moves(*fresh(warmup_steps=2, schedule="linear"), STEPS)
+    assert found == pytest.approx([0.05, 0.1, *(0.1 * left / 6 for left in (6, 5, 4, 3, 2, 1))], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_it_goes_on_where_its_state_was_taken(kind):
+    settings = {"shape": (3, 2), "warmup_steps": 6, "optimizer": kind}
+    optimizer, parameter = fresh(**settings)
+    moves(optimizer, parameter, 3)
+    state = {name: value.clone() for name, value in optimizer.state(0).items()}
+    expected = moves(optimizer, parameter, 5)
+    other, other_parameter = fresh(**settings)
+    other.load_state(0, state)
+    assert moves(other, other_parameter, 5) == expected
+    assert torch.equal(other_parameter, parameter)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_clipping_bounds_the_gradient_of_all_parameters_together(kind):
+    trained = member({"A": (4,), "B": (3, 2)}, optimizer=kind, gradient_clip=0.5)
+    give_gradients(trained, 0)
+    gradients = [p.grad.clone() for p in trained.parameters.values()]
+    norm = torch.cat([g.flatten() for g in gradients]).norm()
+    found = optimizer_of([trained]).step()
+    assert float(found[0]) == pytest.approx(float(norm)), "before clipping"
+    for parameter, before in zip(trained.parameters.values(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, before * (0.5 / (norm + 1e-6)))

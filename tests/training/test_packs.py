@@ -1,0 +1,478 @@
+"""Members of a pack learn side by side in one forward pass, and end as they would alone."""
+
+import dataclasses
+import gc
+import json
+
+import pytest
+import torch
+from helpers.rounding import PRODUCT, assert_same_to_rounding, assert_trained_alike
+from helpers.tiny import Runs, checkpoint_at, journal_at, learn, random_rows, task_data
+from safetensors.torch import load_file
+
+from latent_sweep.adapters.bank import Adaptation, side_by_side
+from latent_sweep.errors import ConfigError, NonFiniteLoss
+from latent_sweep.methods import method_class
+from latent_sweep.methods.capabilities import penalties_of
+from latent_sweep.methods.latent_lora import LatentLearner
+from latent_sweep.methods.protocol import MethodContext
+from latent_sweep.settings import as_written
+from latent_sweep.storage.journal import status
+from latent_sweep.storage.storage import Storage
+from latent_sweep.sweep.plan import Pack
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training import packing
+from latent_sweep.training.context import Context
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.loop import TaskTraining, train_pack
+from latent_sweep.training.packing import PackTiming, best_size, measure, split
+from latent_sweep.training.worker import follow
+from latent_sweep.training.worker_group import WorkerGroup
+
+STEPS = 12
+LATENT = [
+    {"rank": 8, "alpha": 32.0, "ortho_lambda": 0.0},
+    {"rank": 4, "alpha": 8.0, "ortho_lambda": 1e-3},
+    {"rank": 8, "alpha": 64.0, "ortho_lambda": 1e-2, "ortho": {"normalise": "spectral"}},
+    {"rank": 2, "alpha": 8.0, "ortho_lambda": 0.0, "R_init": "zero"},
+]
+LORA = [{"rank": 8, "alpha": 16.0}, {"rank": 2, "alpha": 16.0}, {"rank": 4, "alpha": 4.0}, {"rank": 8, "alpha": 8.0}]
+SAME = [{"rank": 4, "alpha": 8.0}] * 4
+LAMBDAS = [{"rank": 8, "alpha": 32.0, "ortho_lambda": weight} for weight in (1e-2, 0.0, 1e-3, 1e-4)]
+MEMBERS = {"latent_lora": LATENT, "seq_lora": LORA}
+TRAINING = [
+    {"learning_rate": 1e-3, "batch_size": 4},
+    {"learning_rate": 2e-3, "batch_size": 4, "weight_decay": 0.01, "gradient_clip": 0.1},
+    {"learning_rate": 5e-4, "batch_size": 3, "micro_batch_size": 2},
+    {"learning_rate": 1e-3, "batch_size": 4, "warmup_steps": 5, "loss_reduce": "sequence_mean"},
+]
+
+
+@pytest.fixture
+def trainings(backbone, bank, tmp_path):
+    """Four fresh trainings of the second task that differ in everything that members may differ in."""
+
+    def build(method, name="checkpoint", only=None, members=None):
+        made = []
+        for i, (settings, training) in enumerate(zip(members or MEMBERS[method], TRAINING, strict=True)):
+            kind = method_class(method)
+            resolved = kind.resolve(as_written(kind.settings_class)(**settings), "tiny", "builtin")
+            own = kind(resolved, MethodContext(backbone, bank, tmp_path, 8))
+            history = [own.begin_task(task_data(seed=50 + i), []).finish()]
+            for tensor in history[0].values():
+                tensor.normal_(std=0.1, generator=torch.Generator().manual_seed(i))
+            rows = random_rows(14, seed=i, longest=5 + 3 * i)
+            learner = own.begin_task(task_data(rows, position=1, seed=i), history if own.reads_history(1) else [])
+            made.append(
+                TaskTraining(
+                    learner,
+                    rows,
+                    TrainingSettings(epochs=20, max_steps=STEPS, **training),
+                    (i, "task"),
+                    checkpoint_at(tmp_path / f"{name}-{i}.safetensors"),
+                )
+            )
+        return [lesson for i, lesson in enumerate(made) if only is None or i in only]
+
+    return build
+
+
+def trained(trainings):
+    return [{name: p.detach() for name, p in lesson.learner.parameters().items()} for lesson in trainings]
+
+
+@pytest.mark.parametrize(
+    ("method", "members"),
+    [*MEMBERS.items(), ("latent_lora", LAMBDAS), ("seq_lora", SAME)],
+    ids=["latent", "lora", "lambdas", "alike"],
+)
+def test_every_member_ends_as_it_would_alone(trainings, backbone, bank, method, members):
+    together, alone = (trainings(method, members=members) for _ in range(2))
+    start = [{name: value.clone() for name, value in values.items()} for values in trained(together)]
+    summaries = train_pack(together, Engine(backbone=backbone), bank)
+    for i, lesson in enumerate(alone):
+        (expected,) = train_pack([lesson], Engine(backbone=backbone), bank)
+        assert expected.steps == summaries[i].steps == STEPS
+        assert expected.tokens == summaries[i].tokens
+        assert summaries[i].losses == pytest.approx(expected.losses, rel=1e-4)
+        for name, value in trained([lesson])[0].items():
+            assert_trained_alike(trained(together)[i][name], value, start[i][name])
+            assert float((value - start[i][name]).abs().max()) > 1e-3, "it must have learned for this to mean anything"
+
+
+def test_a_penalty_of_its_own_is_not_that_of_the_kind_it_is_derived_from(trainings):
+    learners = [lesson.learner for lesson in trainings("latent_lora", members=LAMBDAS, only=[0, 2])]
+    shared = penalties_of(learners)
+    for learner, found in zip(learners, shared, strict=True):
+        assert_same_to_rounding(found["ortho_penalty"], learner.penalty()["ortho_penalty"], 4 * PRODUCT)
+
+    class Own(LatentLearner):
+        def penalty(self):
+            return {"own": self.R.square().sum()}
+
+    for learner in learners:
+        learner.__class__ = Own
+    assert [list(found) for found in penalties_of(learners)] == [["own"]] * 2
+
+
+def changed(delta, h, target):
+    """What a delta adds to nothing."""
+    return delta(h, torch.zeros(*h.shape[:-1], target.out_features))
+
+
+def test_deltas_side_by_side_are_each_its_own_rows(trainings, backbone, bank):
+    """Against each member's own deltas on its own rows: several kinds and ranks, and row counts that differ."""
+    for method in MEMBERS:
+        adaptations = [lesson.learner.adaptation(lesson.examples) for lesson in trainings(method)]
+        counts = [2, 1, 3, 2]
+        together = side_by_side(adaptations, counts)
+        for index, target in enumerate(backbone.targets.values()):
+            h = torch.randn(8, 5, target.in_features, generator=torch.Generator().manual_seed(index))
+            parts = zip(adaptations, h.split(counts), strict=True)
+            expected = [changed(a.deltas[index], part, target) for a, part in parts]
+            assert_same_to_rounding(changed(together.deltas[index], h, target), torch.cat(expected), 2 * PRODUCT)
+
+
+def test_members_of_different_kinds_stand_side_by_side_too(trainings, bank, backbone):
+    latent, lora = (trainings(method, only=[0])[0].learner.adaptation(()) for method in MEMBERS)
+    together = side_by_side([latent, lora], [1, 2])
+    target = next(iter(backbone.targets.values()))
+    h = torch.randn(3, 4, target.in_features, generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([changed(latent.deltas[0], h[:1], target), changed(lora.deltas[0], h[1:], target)])
+    assert_same_to_rounding(changed(together.deltas[0], h, target), expected, 2 * PRODUCT)
+
+
+def test_soft_prompts_side_by_side(backbone, bank):
+    width = backbone.embedding_table.shape[1]
+    one, two = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0)).unbind(0)
+    together = side_by_side([Adaptation(prompt=one), Adaptation(prompt=two)], [1, 2])
+    ids = torch.tensor([[5, -1, -3], [-2, 6, 7], [-1, -1, 8]])
+    embedding = backbone.prompt_embedding
+    with bank.active(together):
+        found = embedding(ids)
+    table = backbone.embedding_table
+    assert torch.equal(found[0], torch.stack([table[5], one[0], one[2]]))
+    assert torch.equal(found[1], torch.stack([two[1], table[6], table[7]]))
+    assert torch.equal(found[2], torch.stack([two[0], two[0], table[8]]))
+
+
+def test_a_member_that_fails_leaves_and_the_others_do_not_notice(trainings, backbone, bank):
+    made, alone = trainings("latent_lora"), trainings("latent_lora")
+    victim = made[1].learner
+    victim.after_step = lambda step: victim.R.data.fill_(3e38) if step == 3 else None
+    outcomes = train_pack(made, Engine(backbone=backbone), bank)
+    assert isinstance(outcomes[1], NonFiniteLoss)
+    assert "not finite at step 5" in str(outcomes[1])
+    for i in (0, 2, 3):
+        train_pack([alone[i]], Engine(backbone=backbone), bank)
+        assert outcomes[i].steps == STEPS
+        assert_trained_alike(made[i].learner.R.detach(), alone[i].learner.R.detach())
+
+
+@pytest.mark.one_machine
+def test_a_cut_pack_goes_on_with_the_same_bits(trainings, backbone, bank):
+    """Each member has its own checkpoint; those without one start at their first step."""
+    whole = trainings("latent_lora", "whole")
+    train_pack(whole, Engine(backbone=backbone), bank)
+
+    def cut(step, steps, losses):
+        if step == 7:
+            raise KeyboardInterrupt
+
+    def every_three(lesson, **more):
+        return dataclasses.replace(lesson, settings=lesson.settings.model_copy(update={"checkpoint_every": 3}), **more)
+
+    last = len(MEMBERS["latent_lora"]) - 1
+    begun = [
+        every_three(lesson, **({"on_step": cut} if i == last else {}))
+        for i, lesson in enumerate(trainings("latent_lora", "cut"))
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        train_pack(begun, Engine(backbone=backbone), bank)
+    resumed = trainings("latent_lora", "cut")
+    train_pack(resumed, Engine(backbone=backbone), bank)
+    for before, after in zip(trained(whole), trained(resumed), strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_members_may_stand_at_different_steps(trainings, backbone, bank):
+    """One resumes from a checkpoint beside others that begin: each still ends as alone."""
+    expected = trainings("latent_lora", "alone")
+    for lesson in expected:
+        train_pack([lesson], Engine(backbone=backbone), bank)
+    ahead = dataclasses.replace(
+        trainings("latent_lora", "ahead")[0], settings=TrainingSettings(**TRAINING[0], epochs=20, checkpoint_every=8)
+    )
+
+    def cut(step, steps, losses):
+        if step == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_pack([dataclasses.replace(ahead, on_step=cut)], Engine(backbone=backbone), bank)
+    seen = []
+    mixed = trainings("latent_lora", "ahead")
+    mixed[0] = dataclasses.replace(mixed[0], on_step=lambda step, steps, losses: seen.append(step))
+    train_pack(mixed, Engine(backbone=backbone), bank)
+    assert seen == list(range(9, STEPS + 1))
+    for found, alone in zip(trained(mixed), trained(expected), strict=True):
+        assert_trained_alike(found["R"], alone["R"])
+
+
+def cut_at_step(at):
+    def cut(step, steps, losses):
+        if step == at:
+            raise KeyboardInterrupt
+
+    return cut
+
+
+def one_after_another(made, checkpoint_every=2):
+    """The same trainings, of which each takes four steps more than the one before."""
+    for i, lesson in enumerate(made):
+        settings = lesson.settings.model_copy(update={"max_steps": 4 * (i + 1), "checkpoint_every": checkpoint_every})
+        yield dataclasses.replace(lesson, settings=settings)
+
+
+def test_members_that_have_ended_leave_nothing_of_the_optimizer_behind(trainings, backbone, bank):
+    """Numbers and moments of all members are one matrix each: kept for each that leaves, they would add up."""
+    made = list(one_after_another(trainings("seq_lora", members=SAME)))
+    size = sum(p.numel() for p in made[0].learner.parameters().values())
+    kept = []
+
+    def look(step, steps, losses):
+        gc.collect()
+        alive = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+        rows = {t.untyped_storage().data_ptr(): len(t) for t in alive if t.dim() == 2 and t.shape[1] == size}
+        kept.append(sum(rows.values()))
+
+    made[-1] = dataclasses.replace(made[-1], on_step=look)
+    train_pack(made, Engine(backbone=backbone), bank)
+    assert kept[0] == 3 * 4 and kept[-1] == 3  # numbers and two moments, of four members and of one
+
+
+@pytest.mark.one_machine
+@pytest.mark.parametrize(("every", "cut_at"), [(2, 3), (2, 5), (2, 7), (2, 11), (5, 7), (5, 9), (5, 13)])
+def test_a_pack_that_is_cut_after_a_members_end_goes_on_with_the_same_bits(trainings, backbone, bank, every, cut_at):
+    """Which members are at work beside others decides to what length rows are padded, and so how sums round."""
+    whole = list(one_after_another(trainings("seq_lora", "whole")))
+    summaries = train_pack(whole, Engine(backbone=backbone), bank)
+    begun = list(one_after_another(trainings("seq_lora", "cut"), every))
+    begun[-1] = dataclasses.replace(begun[-1], on_step=cut_at_step(cut_at))
+    with pytest.raises(KeyboardInterrupt):
+        train_pack(begun, Engine(backbone=backbone), bank)
+    resumed, steps = list(one_after_another(trainings("seq_lora", "cut"), every)), []
+    resumed[0] = dataclasses.replace(resumed[0], on_step=lambda step, *of: steps.append(step))
+    again = train_pack(resumed, Engine(backbone=backbone), bank)
+    assert again == summaries
+    assert steps == ([] if cut_at > 4 else [3, 4])
+    for before, after in zip(trained(whole), trained(resumed), strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.one_machine
+@pytest.mark.parametrize("cut_at", [4, 7, 9])
+def test_a_member_that_has_failed_is_not_tried_again_beside_others(trainings, backbone, bank, cut_at):
+    """When the pack is cut later: the others would have other rows beside them. Once that is told, it may be."""
+
+    def made(name, on_step=lambda *of: None):
+        lessons = [
+            dataclasses.replace(lesson, settings=lesson.settings.model_copy(update={"checkpoint_every": 5}))
+            for lesson in trainings("seq_lora", name)
+        ]
+        victim = lessons[1].learner
+        victim.after_step = lambda step: spoil(victim) if step == 2 else None
+        return [*lessons[:-1], dataclasses.replace(lessons[-1], on_step=on_step)]
+
+    def spoil(learner):
+        for parameter in learner.parameters().values():
+            parameter.data.fill_(3e38)
+
+    whole, resumed = made("whole"), made("cut")
+    expected = train_pack(whole, Engine(backbone=backbone), bank)
+    with pytest.raises(KeyboardInterrupt):
+        train_pack(made("cut", cut_at_step(cut_at)), Engine(backbone=backbone), bank)
+    assert (resumed[1].checkpoint.load() is not None) == (cut_at > 4)
+    found = train_pack(resumed, Engine(backbone=backbone), bank)
+    assert [type(one) for one in found] == [type(one) for one in expected]
+    assert isinstance(found[1], NonFiniteLoss) and str(found[1]) == str(expected[1])
+    assert resumed[1].checkpoint.load() is None
+    for i in (0, 2, 3):
+        before, after = (each[i].learner.parameters() for each in (whole, resumed))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --- whole packs -----------------------------------------------------------------------------------------------------
+
+TASKS = ["mood", "ticket"]
+SWEEP = {
+    "search": {"seed": [0, 1], "method.ortho_lambda": [0.0, 1e-3], "router.components": [1, 2]},
+    "trial__benchmark": {"name": "builtin", "tasks": TASKS, "train_per_task": 8, "test_per_task": 3},
+    "trial__training": {"learning_rate": 0.01, "epochs": 2, "batch_size": 4},
+}
+
+
+def snapshots(runs):
+    return {path.stem: load_file(path) for path in (runs.folder / "snapshots").glob("*.safetensors")}
+
+
+def test_a_packed_sweep_leaves_what_an_unpacked_one_leaves(tmp_path):
+    packed, plain = Runs(tmp_path / "packed"), Runs(tmp_path / "plain")
+    packs = packed.packs(**SWEEP, run__pack=["method.ortho_lambda", "seed"])
+    assert [(len(p.members), len(p.trials)) for p in packs] == [(4, 8)]
+    packed.run(packs)
+    plain.run(plain.packs(**SWEEP))
+    assert [len(stage.matrices) for stage in packed.stages] == [8, 8], "a stage is about all trials of the pack"
+    one, two = snapshots(packed), snapshots(plain)
+    assert one.keys() == two.keys() and len(one) == 6, "the first task is learned once per seed"
+    for lineage, tensors in one.items():
+        assert_trained_alike(tensors["R"], two[lineage]["R"])
+    for path in (packed.folder / "tiny" / "trials").glob("*/scores.json"):
+        other = plain.folder / "tiny" / "trials" / path.parent.name / "scores.json"
+        assert json.loads(path.read_text())["scores"] == json.loads(other.read_text())["scores"]
+
+
+@pytest.mark.one_machine
+def test_a_trial_that_fails_leaves_its_pack(tmp_path):
+    runs = Runs(tmp_path / "runs")
+    changes = {**SWEEP, "search": {"training.learning_rate": [0.01, 1e30], "router.components": [1, 2]}}
+    (pack,) = runs.packs(**changes, run__pack=["training.learning_rate"])
+    with pytest.raises(NonFiniteLoss):
+        runs.run([pack])
+    states = {}
+    for trial in pack.trials:
+        events = journal_at(runs.folder / "tiny" / "trials" / trial.trial_id / "journal.jsonl").read()
+        states.setdefault(trial.values["training.learning_rate"], []).append(status(events))
+    assert states == {0.01: ["finished"] * 2, 1e30: ["failed"] * 2}
+    (again,) = runs.packs(**changes, run__pack=["training.learning_rate"])
+    stages = len(runs.stages)
+    with pytest.raises(NonFiniteLoss):
+        runs.run([again])
+    assert len(runs.stages) == stages, "what has finished has nothing left to do"
+
+
+def test_a_worker_that_follows_asks_nothing_of_members_that_have_failed(runs):
+    """They have left no snapshot that a worker of the group could read."""
+    changes = {**SWEEP, "search": {"training.learning_rate": [0.01, 1e30]}, "trial__method__ortho_lambda": 1e-3}
+    (pack,) = runs.packs(**changes, run__pack=["training.learning_rate"])
+    with pytest.raises(NonFiniteLoss):  # once the other one has come to its end
+        runs.run([pack])
+    good, bad = (trial.lineages() for trial in pack.trials)
+    assert not (runs.folder / "snapshots" / f"{bad[0]}.json").exists()
+    orders = iter([("load",), ("learn", 0, [good[0], bad[0]]), ("learn", 1, [good[1]]), ("end",)])
+
+    class Second(WorkerGroup):
+        def next_order(self):
+            return next(orders)
+
+    follow(pack, Context(pack.trials[0], runs.sweep.storage, Engine(group=Second())))
+    assert next(orders, None) is None
+
+
+def test_what_may_share_a_pack(runs):
+    def sizes(**changes):
+        return sorted(len(p.members) for p in runs.packs(**{**SWEEP, **changes}))
+
+    assert sizes() == [1, 1, 1, 1]
+    assert sizes(run__pack=["seed"]) == [2, 2]
+    assert sizes(run__pack=3) == [1, 3]
+    assert sizes(run__pack="auto") == [4]
+    orders = {"seed": [0, 1], "benchmark.order": [1, 2]}
+    assert sizes(search=orders, run__pack=8) == [2, 2], "a pack has one sequence of tasks"
+    masks = {"seed": [0, 1], "method.dropout": [0.0, 0.1]}
+    assert sizes(search=masks, run__pack=8) == [1, 1, 2], "dropout draws its masks for a whole batch"
+    masks = {"seed": [0, 1], "training.backbone_dropout": [0.0, 0.1]}
+    assert sizes(trial__backbone__name="tiny-t5", search=masks, run__pack=8) == [1, 1, 2], "and so does the backbone's"
+    memory = {"seed": [0, 1], "training.gradient_checkpointing": [True, False]}
+    assert sizes(search=memory, run__pack=8) == [2], "what is no part of a result makes no other training"
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        (["method.rank"], "found 'method.rank', which search does not vary; its axes are seed"),
+        (["router.components"], "may differ in seed, method.* (not its name) and training.* only"),
+        (["method.name"], "found 'method.name', which search does not vary"),
+        (0, "run.pack"),
+        ("all", "run.pack"),
+    ],
+)
+def test_faults_of_run_pack(runs, pack, message):
+    with pytest.raises(ConfigError) as fault:
+        runs.packs(**SWEEP, run__pack=pack)
+    assert message in str(fault.value)
+
+
+# --- the size of a pack ----------------------------------------------------------------------------------------------
+
+
+def test_the_best_size_is_the_smallest_that_is_worth_it():
+    def timings(*rates):
+        return [PackTiming(2**i, rate, None) for i, rate in enumerate(rates)]
+
+    assert best_size(timings(10.0)) == 1
+    assert best_size(timings(10.0, 9.0)) == 1
+    assert best_size(timings(10.0, 10.4)) == 1
+    assert best_size(timings(10.0, 15.0, 15.5)) == 2
+    assert best_size(timings(10.0, 15.0, 29.0, 40.0)) == 8
+
+
+def test_a_pack_is_split_so_that_no_slot_stands_idle(runs):
+    (whole,) = runs.packs(**SWEEP, run__pack="auto")
+
+    def sizes(size, slots):
+        parts = split(whole, size, slots)
+        assert tuple(member for part in parts for member in part.members) == whole.members
+        return [len(part.members) for part in parts]
+
+    assert sizes(8, 1) == [4]
+    assert sizes(8, 2) == [2, 2]
+    assert sizes(3, 1) == [3, 1]
+    assert sizes(1, 1) == [1] * 4
+    assert sizes(8, 9) == [1] * 4
+
+
+@pytest.mark.one_machine
+def test_sizes_are_measured_once_and_leave_no_snapshot(runs):
+    (whole,) = runs.packs(**SWEEP, run__pack="auto")
+    timings = measure(whole, Storage(runs.folder))
+    assert [timing.size for timing in timings][:2] == [1, 2]
+    assert all(timing.member_steps_per_second > 0 for timing in timings)
+    assert measure(whole, Storage(runs.folder)) == timings, "the second time from the file"
+    assert not list((runs.folder / "snapshots").glob("*")) and not (runs.folder / "checkpoints").exists()
+
+
+def test_sizes_that_were_measured_with_another_share_of_the_gpu_are_not_taken(runs, monkeypatch):
+    (whole,) = runs.packs(**SWEEP, run__pack="auto")
+    monkeypatch.setattr(packing, "hardware", lambda: {"gpu": "one"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shares = iter([1.0, 0.5, 1.0])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: next(shares))
+    first, half, again = (packing._key(whole) for _ in range(3))
+    assert first == again != half
+
+
+def test_a_member_that_fails_while_sizes_are_measured_stops_nobody(runs, caplog):
+    diverging = {**SWEEP["trial__training"], "learning_rate": 1e30}
+    (whole,) = runs.packs(**{**SWEEP, "trial__training": diverging}, run__pack="auto")
+    timings = measure(whole, Storage(runs.folder))
+    assert timings == [] and best_size(timings) == 1
+    assert "could not be measured" in caplog.text
+    assert not (runs.folder / "profiles").exists()
+
+
+@pytest.mark.one_machine
+def test_the_journal_names_every_member_of_a_pack(runs):
+    (whole,) = runs.packs(**SWEEP, run__pack="auto")
+    told = set()
+    runs.run([whole], lambda event: told.add(getattr(event, "training_id", None)))
+    assert told - {None} == {member.training_id for member in whole.members}
+    assert isinstance(whole, Pack) and len(whole.pack_id) == 16
+
+
+def test_learning_alone_is_a_pack_of_one(trainings, backbone, bank, tmp_path):
+    (lesson,) = trainings("latent_lora", only=[0])
+    (other,) = trainings("latent_lora", only=[0])
+    train_pack([lesson], Engine(backbone=backbone), bank)
+    learn(other.learner, other.examples, backbone, bank, other.settings, tmp_path / "c", (0, "task"))
+    assert torch.equal(lesson.learner.R, other.learner.R)

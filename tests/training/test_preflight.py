@@ -1,0 +1,204 @@
+"""What can be known to fail ends a trial before its first step, and costs little where nothing fails."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from helpers.outside import outside_module
+from helpers.tiny import learns
+
+from latent_sweep.errors import ConfigError, DataError, StoreError
+from latent_sweep.routing import combination as mixing
+from latent_sweep.routing.gaussian import RouterError
+from latent_sweep.storage.journal import status
+from latent_sweep.training import preflight
+from latent_sweep.training.events import Begun, StageDone
+from latent_sweep.training.pack import run_pack
+
+BENCHMARK = {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3}
+BRIEF = {"learning_rate": 0.1, "epochs": 1, "batch_size": 4}
+LAST = {"name": "seq_lora", "rank": 4}
+
+
+def small(**changes):
+    return {"trial__benchmark": BENCHMARK, "trial__training": BRIEF, "search": {"seed": [0]}} | changes
+
+
+@pytest.fixture
+def events(runs):
+    """What packs report that `run` runs."""
+    found = []
+    runs.fails = lambda pack, error: _fails(runs, pack, error, found)
+    return found
+
+
+def own_benchmark(folder, metric="accuracy", outputs=("yes", "yes"), inputs=4):
+    """Two tasks of four rows a split, whose training rows have so many different inputs; returns the path."""
+    for task, output in zip(("one", "two"), outputs, strict=True):
+        (folder / task).mkdir(parents=True)
+        for split, several in (("train", inputs), ("test", 4)):
+            rows = [f'{{"input": "{task} {split} {i % several}", "output": "{output}"}}\n' for i in range(4)]
+            (folder / task / f"{split}.jsonl").write_text("".join(rows))
+    tasks = "".join(f"  - {{name: {task}, metric: '{metric}'}}\n" for task in ("one", "two"))
+    (folder / "benchmark.yaml").write_text(f"name: own\ntasks:\n{tasks}")
+    return str(folder)
+
+
+def _fails(runs, pack, error, events):
+    with pytest.raises(error) as caught:
+        run_pack(pack, runs.sweep, events.append)
+    assert not any(map(learns, events)), "nothing was learned"
+    assert not list((runs.folder / "snapshots").glob("*.safetensors"))
+    return caught.value
+
+
+def ends(runs, pack):
+    return [status(runs.sweep.journal(trial.trial_id).read()) for trial in pack.trials]
+
+
+def test_a_router_that_cannot_be_fitted_ends_its_trial_and_no_other(runs):
+    """The variants share a training; one of them has no ridge, so that its covariance is singular."""
+    (pack,), events = runs.packs(**small(search={"router.epsilon": [0.0, 0.01]})), []
+    with pytest.raises(RouterError):
+        run_pack(pack, runs.sweep, events.append)
+    singular, well = (runs.sweep.journal(trial.trial_id).read() for trial in pack.trials)
+    assert [event["event"] for event in singular] == ["started", "failed"]
+    assert (singular[-1]["task"], singular[-1]["step"]) == (None, None)
+    assert [event["event"] for event in well] == ["started", "stage", "stage", "finished"]
+    assert all(len(event.matrices) == 1 for event in events if isinstance(event, StageDone))
+
+
+def test_a_router_that_fails_after_a_later_task_alone_ends_the_trial_before_the_first(runs, events, monkeypatch):
+    (pack,) = runs.packs(**small())
+    fit = mixing.pooled_covariance
+
+    def refuse_two(pooled, *others):
+        if len(pooled.names) == 2:
+            raise RouterError("router: two tasks")
+        return fit(pooled, *others)
+
+    monkeypatch.setattr(mixing, "pooled_covariance", refuse_two)
+    runs.fails(pack, RouterError)
+    assert ends(runs, pack) == ["failed"]
+
+
+def test_a_later_tasks_rows_that_have_changed_end_the_trial_before_the_first(runs, events, tmp_path):
+    folder = own_benchmark(tmp_path / "own")
+    (pack,) = runs.packs(**small(trial__benchmark={"name": folder}))
+    (tmp_path / "own" / "two" / "train.jsonl").write_text('{"input": "other", "output": "no"}\n' * 4)
+    runs.fails(pack, DataError)
+
+
+PICKY = """
+from latent_sweep.errors import DataError
+from latent_sweep.methods.seq_lora import SeqLora, SeqLoraSettings
+
+class PickySettings(SeqLoraSettings):
+    name: str
+
+class Picky(SeqLora):
+    settings_class = PickySettings
+
+    def try_task(self, task):
+        if task.position == 1:
+            raise DataError(f"no {task.name} with {len(task.rows)} rows")
+"""
+
+
+def test_a_task_that_a_method_refuses_is_refused_before_the_first_is_learned(runs, events, tmp_path, monkeypatch):
+    for module in outside_module(tmp_path, monkeypatch, PICKY):
+        (pack,) = runs.packs(**small(trial__method={**LAST, "name": f"{module}:Picky"}))
+        assert str(runs.fails(pack, DataError)) == "no ticket with 8 rows"
+
+
+def test_a_metric_that_fails_on_a_later_task_ends_the_trial_before_the_first(runs, events, tmp_path, monkeypatch):
+    code = "def score(answer, references):\n    return 1.0 if 'o' not in references[0] else 2.0\n"
+    for module in outside_module(tmp_path, monkeypatch, code):
+        folder = own_benchmark(tmp_path / "own", f"{module}:score", outputs=("yes", "no"))
+        (pack,) = runs.packs(**small(trial__benchmark={"name": folder}))
+        monkeypatch.setattr(
+            "latent_sweep.training.pack.check_pack", lambda *asked: None
+        )  # looked at on another machine
+        runs.fails(pack, ConfigError)
+
+
+def test_a_backbone_that_cannot_answer_ends_all_trials(runs, events, monkeypatch):
+    def generate(*asked):
+        raise ImportError("this attention kernel is not installed")
+
+    monkeypatch.setattr(preflight, "generate", generate)
+    (pack,) = runs.packs(**small(search={"seed": [0, 1]}, run__pack=["seed"]))
+    runs.fails(pack, ImportError)
+    assert ends(runs, pack) == ["failed", "failed"]
+
+
+def test_a_disk_without_space_for_all_snapshots_is_told_before_the_first(runs, events, monkeypatch):
+    (pack,) = runs.packs(**small())
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
+    runs.fails(pack, StoreError)
+    assert ends(runs, pack) == ["running"], "space may be there at the next try"
+
+
+def test_a_folder_of_snapshots_that_cannot_be_written_is_found_before_the_first(runs, events, monkeypatch):
+    (pack,) = runs.packs(**small())
+    (runs.folder / "snapshots").mkdir(parents=True)
+    written = preflight.write_file
+
+    def write_file(path, *content, **how):
+        if path.parent.name == "snapshots":
+            raise StoreError(f"{path} cannot be written")
+        written(path, *content, **how)
+
+    monkeypatch.setattr(preflight, "write_file", write_file)
+    runs.fails(pack, StoreError)
+
+
+def test_what_is_fitted_before_the_first_task_is_not_fitted_again(runs, monkeypatch):
+    counts = Counter()
+    for name in ("fit_mixture", "scatter_of", "pool"):
+        made = getattr(mixing, name)
+
+        def count(*asked, made=made, name=name):
+            counts[name] += 1
+            return made(*asked)
+
+        monkeypatch.setattr(mixing, name, count)
+    (pack,), at = runs.packs(**small(search={"router.epsilon": [0.01, 0.1]})), []
+
+    def look(event):
+        if learns(event) and not at:
+            at.append(dict(counts))
+
+    run_pack(pack, runs.sweep, look)
+    assert at == [{"fit_mixture": 2, "scatter_of": 2, "pool": 4}], "for both trials"
+    assert dict(counts) == at[0]
+
+
+def test_trials_that_do_not_route_read_no_embedding(runs, monkeypatch):
+    monkeypatch.setattr(mixing, "pool", lambda *asked: pytest.fail("nothing is pooled"))
+    (pack,) = runs.packs(**small(trial__method=LAST))
+    run_pack(pack, runs.sweep, lambda event: None)
+    assert ends(runs, pack) == ["finished"]
+
+
+def test_a_trial_that_is_taken_up_again_reads_no_rows_that_are_learned(runs, monkeypatch):
+    def stop(event):
+        if isinstance(event, StageDone):
+            raise KeyboardInterrupt
+
+    (pack,) = runs.packs(**small(trial__method=LAST))
+    with pytest.raises(KeyboardInterrupt):
+        run_pack(pack, runs.sweep, stop)
+    events = []
+    run_pack(pack, runs.sweep, events.append)
+    read = [event.position for event in events if isinstance(event, Begun) and event.doing == "tokenising"]
+    assert Counter(read) == {0: 1, 1: 2}, "of the first task its test rows alone"
+
+
+@pytest.mark.filterwarnings("ignore:Number of distinct clusters")
+def test_fewer_distinct_prompts_than_components_are_said(runs, tmp_path, caplog):
+    benchmark = {"name": own_benchmark(tmp_path / "own", inputs=2)}
+    (pack,) = runs.packs(**small(trial__benchmark=benchmark, trial__router={"components": 3}))
+    run_pack(pack, runs.sweep, lambda event: None)
+    said = [record.getMessage() for record in caplog.records if "router.components" in record.getMessage()]
+    assert len(said) == 2, "once for each task"

@@ -1,0 +1,189 @@
+"""Several workers of one trial: shares of a batch, and that every method ends as it does with one worker."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from helpers.group_of_processes import ZERO_3, group_of
+from helpers.methods import changes
+from helpers.sweeps import tiny
+from helpers.tiny import FAMILIES, Runs
+from safetensors.torch import load_file
+
+from latent_sweep.methods import METHODS
+from latent_sweep.training.loop import micro_batches
+from latent_sweep.training.worker_group import WorkerGroup
+
+ZERO_2 = {"name": "deepspeed", "zero_stage": 2}
+ENGINES = {"zero-2": ZERO_2, "zero-3": ZERO_3, "torch": {"name": "torch"}}
+LLAMA, T5 = FAMILIES
+CASES = [
+    *((method, LLAMA, "zero-3") for method in METHODS),
+    *((method, T5, "zero-2") for method in METHODS),
+    ("latent_lora", T5, "zero-3"),
+    ("latent_lora", LLAMA, "torch"),
+    *(("seq_lora", f"tiny-{name}", "zero-3") for name in ("flan-t5", "umt5", "gemma3", "qwen3", "mistral")),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_shares_are_the_whole_batch_in_order(rows, size):
+    batch = list(range(rows))
+    shares = [WorkerGroup(rank, size).share(batch) for rank in range(size)]
+    assert [row for share in shares for row in share] == batch
+    assert max(map(len, shares)) == WorkerGroup(0, size).largest_share(rows)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_workers_make_equally_many_passes_and_each_row_counts_once(rows, micro_batch_size):
+    batch = [{"row": i} for i in range(rows)]
+    passes = [micro_batches(batch, micro_batch_size, WorkerGroup(rank, 3)) for rank in range(3)]
+    assert len({len(of_worker) for of_worker in passes}) == 1
+    assert [row for of_worker in passes for p in of_worker if p.counts for row in p.rows] == batch
+    for stand_in in (p for of_worker in passes for p in of_worker if not p.counts):
+        assert len(stand_in.rows) == 1
+        assert stand_in.counted({"task": torch.tensor(3.0)}) == {"task": 0.0}
+
+
+def test_one_worker_alone_has_nobody_to_tell():
+    alone = WorkerGroup()
+    alone.order("end")
+    assert alone.first(lambda: 3) == 3
+    assert alone.collect("answer") == ["answer"]
+    tensor = torch.ones(2)
+    alone.add_up([tensor])
+    assert tensor.tolist() == [1, 1]
+
+
+def gentle(method, family):
+    """Settings with which rounding stays small; the last batch has fewer rows than there are workers."""
+    content = changes(method, family)
+    return content | {"trial__training": {**content["trial__training"], "learning_rate": 0.01, "batch_size": 7}}
+
+
+@pytest.fixture(scope="module")
+def ask_two(tmp_path_factory):
+    """A group of two processes, which does what it is asked."""
+    with group_of(2, tmp_path_factory.mktemp("group")) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+    """Every method run by one worker here; a function that gives its folder."""
+    known = {}
+
+    def place(method, family):
+        if (method, family) not in known:
+            runs = Runs(tmp_path_factory.mktemp("alone"))
+            runs.run(runs.packs(**gentle(method, family)))
+            known[method, family] = runs.folder
+        return known[method, family]
+
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "family", "engine"), CASES)
+def test_every_method_ends_with_two_workers_as_with_one(of_one, ask_two, tmp_path, method, family, engine):
+    alone, together = of_one(method, family), tmp_path
+    ask_two(sweep=tiny(**gentle(method, family)), engine=ENGINES[engine], folder=str(together))
+    (scores,) = alone.glob("tiny/trials/*/scores.json")
+    path = together / scores.relative_to(alone)
+    assert json.loads(path.read_text()) == json.loads(scores.read_text()), "the same identity, and the same answers"
+    result = json.loads((path.parent / "result.json").read_text())
+    assert result["hardware"]["workers"] == 2
+    snapshots = sorted(alone.glob("snapshots/*.safetensors"))
+    assert [p.name for p in snapshots] == sorted(p.name for p in (together / "snapshots").glob("*.safetensors"))
+    for snapshot in snapshots:
+        mine, theirs = load_file(snapshot), load_file(together / "snapshots" / snapshot.name)
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            # a hundredth of an optimizer step: AdamW steps as far for the smallest gradient as for the largest
+            torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_worker_at_every_step(ask_two, tmp_path):
+    engines = {f"zero-{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(3)}
+    engines |= {"zero-3": ZERO_3, "torch": {"name": "torch"}}
+    training = {"learning_rate": 0.01, "epochs": 4, "batch_size": 4}
+    losses, scores = {}, {}
+    with group_of(1, tmp_path) as ask_one:
+        for family, name, (size, ask) in itertools.product(FAMILIES, engines, ((1, ask_one), (2, ask_two))):
+            content = tiny(search={}, trial__backbone__name=family, trial__training=training)
+            content["trial"]["benchmark"] |= {"tasks": ["mood"], "test_per_task": 4}
+            folder = tmp_path / f"{family}-{name}-{size}"
+            losses[family, name, size] = ask(sweep=content, engine=engines[name], folder=str(folder))
+            (path,) = folder.glob("tiny/trials/*/scores.json")
+            scores[family, name, size] = json.loads(path.read_text())
+    for case in losses:
+        expected = losses[case[0], "torch", 1]
+        assert len(expected) == 32
+        differences = [abs(a[term] - b[term]) for a, b in zip(losses[case], expected, strict=True) for term in a]
+        # another gradient parts from the second step on; rounding grows later, since AdamW steps as far for a gradient
+        # that is nothing but rounding as for the largest one
+        assert max(differences[:8]) < 1e-5, case
+        assert max(differences) < 1e-2, case
+        assert scores[case] == scores[case[0], "torch", 1], case
+
+
+@pytest.mark.slow
+def test_a_worker_holds_its_shards_and_the_whole_only_to_answer(ask_two):
+    found = ask_two(question="shards")
+    whole = found["whole"][1]
+    assert found == {
+        "whole": [0, whole],
+        "loaded": [whole // 2, 0],
+        "answering": [whole // 2, whole],
+        "learning": [whole // 2, 0],
+    }
+
+
+def test_deepspeed_settings_that_would_be_ignored_are_refused():
+    from latent_sweep.errors import ConfigError
+    from latent_sweep.execution.driver import check_engine
+    from latent_sweep.sweep.schema import EngineSettings
+
+    def refusal(**config):
+        with pytest.raises(ConfigError) as found:
+            check_engine(EngineSettings(name="deepspeed", config=config))
+        return str(found.value)
+
+    assert "run.engine.config.fp16: unknown or without effect here; allowed: zero_optimization" in refusal(fp16={})
+    assert "`trial.training` decides it" in refusal(gradient_clipping=1.0)
+    assert "say it as run.engine.zero_stage" in refusal(zero_optimization={"stage": 2})
+    assert "run.engine.config.zero_optimization.stage3_prefetch: " in refusal(zero_optimization={"stage3_prefetch": 3})
+    check_engine(EngineSettings(name="deepspeed", config={"zero_optimization": {"stage3_prefetch_bucket_size": 3}}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"zero_stage": 2}, "zero_stage: plain torch has no such setting; add name: deepspeed"),
+        ({"name": "deepspeed", "zero_stage": 2, "offload": "cpu"}, "offload: has no effect with zero_stage: 2"),
+        ({"name": "deepspeed", "zero_stage": 0, "gather": "never"}, "gather: has no effect with zero_stage: 0"),
+        ({"name": "deepspeed", "zero_stage": 1, "config": {"comms_logger": {}}}, "config: has no effect"),
+        ({"name": "deepspeed", "zero_stage": 4}, "zero_stage"),
+        ({"name": "megatron"}, "megatron"),
+    ],
+)
+def test_impossible_engines_are_refused_where_they_stand(engine, words):
+    from latent_sweep.errors import ConfigError
+    from latent_sweep.sweep.config import parse_sweep
+
+    with pytest.raises(ConfigError, match=r"run\.engine") as found:
+        parse_sweep(tiny(run__engine=engine), "test")
+    assert words in str(found.value)
+
+
+def test_workers_of_one_trial_share_no_gpu():
+    from latent_sweep.errors import ConfigError
+    from latent_sweep.sweep.config import parse_sweep
+
+    with pytest.raises(ConfigError, match="give each its own"):
+        parse_sweep(tiny(run__resources={"workers": 2, "gpus": 0.5}), "test")
