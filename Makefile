@@ -16,7 +16,7 @@ BY_FILE := --dist loadgroup --no-loadscope-reorder
 # the processes of the tests share what Python has compiled, whatever the caller's environment says
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: setup quickstart test test-slow conformance portability faults mutants chaos scale launches gpu-kit reference lint types check clean
+.PHONY: setup quickstart test test-slow snapshots conformance portability faults mutants chaos scale launches gpu-kit reference lint types check clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ test: $(STAMP)
 # three at a time: most start clusters, servers and workers of their own, and wait for them
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not exhaustive" -n 3 $(BY_FILE)
+
+# rewrites the texts of tests/snapshots, to be reviewed as a diff
+snapshots: $(STAMP)
+	UPDATE_SNAPSHOTS=1 $(PYTEST) -m "slow or not slow" -n 2 $(BY_FILE) $$(grep -rl --include='test_*.py' snapshots tests)
 
 # every method on every family of backbones, as tiny random models
 conformance: $(STAMP)
