@@ -16,11 +16,11 @@ from helpers.sweeps import HALTING_STEPS, SMALL, sweep_folder, write
 
 LONGEST = (
     *("test_conformance.py", "test_imitated_gpu.py", "test_ray.py", "test_doctor.py", "test_bench.py", "test_run.py"),
-    *("test_mlflow_mirror.py", "test_verify.py", "test_packs.py"),
+    *("test_mlflow.py", "test_verify.py", "test_packs.py"),
     # with the slow tests
-    *("test_ray_group.py", "test_worker_group.py", "test_storage.py", "test_memory.py", "test_tracker_outage.py"),
+    *("test_ray_workers.py", "test_worker_group.py", "test_storage.py", "test_memory.py", "test_outage.py"),
     *("test_submission.py", "test_faults.py", "test_real_data.py", "test_scale.py", "test_real_rows.py"),
-    *("test_outside.py", "test_resume.py", "test_autoscaling.py", "test_chaos.py", "test_starting.py"),
+    *("test_outside.py", "test_resume.py", "test_autoscaling.py", "test_chaos.py", "test_templates.py"),
 )
 """Files that take long in one process."""
 

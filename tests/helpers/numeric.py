@@ -8,9 +8,9 @@ from pathlib import Path
 
 NOT_NUMERIC = {
     "test_bench.py": "measures seconds",
-    "test_checks.py": "counts rows and tokens",
+    "test_data_checks.py": "counts rows and tokens",
     "test_doctor.py": "compares a machine with itself",
-    "test_evidence_pictures.py": "draws",
+    "test_router_pictures.py": "draws",
     "test_explain.py": "explains plans",
     "test_failures.py": "raises errors",
     "test_forecast.py": "counts tokens",
