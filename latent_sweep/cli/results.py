@@ -76,7 +76,7 @@ def add(commands: Commands) -> None:
 def _report(options: argparse.Namespace) -> int:
     from latent_sweep.report.plain_text import terminal_width
     from latent_sweep.report.report import render_all
-    from latent_sweep.results.summaries import summarise_all
+    from latent_sweep.results.summaries import summarize_all
     from latent_sweep.storage.files import write_file
     from latent_sweep.storage.folders import open_sweep
 
@@ -84,13 +84,13 @@ def _report(options: argparse.Namespace) -> int:
     output = Path(options.output) if options.output else None
     if options.format == "html":
         from latent_sweep.report.page import render_page
-        from latent_sweep.report.sections import PAGE_FILE
+        from latent_sweep.report.tables import PAGE_FILE
 
         output = output or (sweeps[0].path / PAGE_FILE if len(sweeps) == 1 else Path(PAGE_FILE))
         text = render_page(sweeps, options.over, options.baseline)
     else:
         width = terminal_width() if output is None else None
-        text = render_all(summarise_all(sweeps, options.over, options.baseline), options.format, width)
+        text = render_all(summarize_all(sweeps, options.over, options.baseline), options.format, width)
     if output is None:
         print(text)
     else:

@@ -130,7 +130,7 @@ def _settings(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from latent_sweep.monitor.lines import status_lines
+    from latent_sweep.monitor.log_lines import status_lines
     from latent_sweep.monitor.screen import watch
     from latent_sweep.monitor.state import SweepWatch, current
     from latent_sweep.storage.folders import open_sweep

@@ -178,8 +178,8 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.monitor.screen import Following, screen_for
     from latent_sweep.report.plain_text import terminal_width
     from latent_sweep.report.report import render
-    from latent_sweep.report.sections import PAGE_FILE
-    from latent_sweep.results.summaries import summarise
+    from latent_sweep.report.tables import PAGE_FILE
+    from latent_sweep.results.summaries import summarize
     from latent_sweep.tracking.mlflow import MirrorThread, mirror_for
 
     failed = _failed(packs, SweepFolder(storage, sweep.name)) if how.only_failed else None
@@ -220,7 +220,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         finally:
             free_reserve(folder.path)
             thread.stop()
-    summary = replace(summarise(folder), driven=False)
+    summary = replace(summarize(folder), driven=False)
     say(f"\n{render(summary, width=terminal_width())}\n\nresults   {folder.path}")
     if (folder.path / PAGE_FILE).exists():
         say(f"report    {folder.path / PAGE_FILE}")
@@ -234,7 +234,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
 def _write_page(folder: SweepFolder, tell: Callable[[str], None]) -> None:
     """Write the report as a page. What it cannot tell ends no sweep: trials and tables are there without it."""
     from latent_sweep.report.page import render_page  # with matplotlib
-    from latent_sweep.report.sections import PAGE_FILE
+    from latent_sweep.report.tables import PAGE_FILE
 
     try:
         folder.storage.write(folder.path / PAGE_FILE, render_page([folder]).encode())

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from latent_sweep.errors import StoreError
-from latent_sweep.monitor.drawing import draw
-from latent_sweep.monitor.lines import duration, news, summary
+from latent_sweep.monitor.log_lines import duration, news, summary
 from latent_sweep.monitor.state import SweepState, SweepWatch, current
+from latent_sweep.monitor.terminal import draw
 from latent_sweep.security import printable, redact, say
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.watch import FOLLOWING_SECONDS, Follower

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from latent_sweep.report.figures import Picture
-from latent_sweep.report.panels import COLOURS, INK, MARKERS, PAGE, SMALL, new_figure, plain
+from latent_sweep.report.style import COLORS, INK, MARKERS, PAGE, SMALL, new_figure, plain
 from latent_sweep.results.routing import StoredRouter
-from latent_sweep.results.selection import UNREADABLE, reason, short_task_names, shown
+from latent_sweep.results.selection import UNREADABLE, finished_trial, reason, short_task_names
 from latent_sweep.routing.gaussian import spread
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 
@@ -33,7 +33,7 @@ def embedding_map(sweep: SweepFolder, trial: TrialFolder) -> list[Picture] | str
     Returns:
         One picture, or the reason why there is none.
     """
-    found = shown(sweep, trial)
+    found = finished_trial(sweep, trial)
     if found is None:
         return f"{trial.trial_id}: it has not finished, or its journal cannot be read"
     stored = StoredRouter(sweep, found)
@@ -60,7 +60,7 @@ def embedding_map(sweep: SweepFolder, trial: TrialFolder) -> list[Picture] | str
 
 
 def layout(rows: Sequence[npt.NDArray[np.floating]]) -> list[Array]:
-    """Place embeddings in a plane by t-SNE, which keeps neighbours together; the same rows give the same places.
+    """Place embeddings in a plane by t-SNE, which keeps neighbors together; the same rows give the same places.
 
     Args:
         rows: (n, d) of each task.
@@ -81,14 +81,14 @@ def layout(rows: Sequence[npt.NDArray[np.floating]]) -> list[Array]:
 
 
 def embedding_figure(tasks: Sequence[str], places: Sequence[Array]) -> Figure:
-    """Draw the places (n, 2) of each task's rows, each task with a colour and marker of its own and its number."""
+    """Draw the places (n, 2) of each task's rows, each task with a color and marker of its own and its number."""
     figure = new_figure(PAGE, max(3.6, 0.7 + 0.2 * len(tasks)))
     axes = figure.add_subplot()
     names = [f"{i}  {plain(name)}" for i, name in enumerate(short_task_names(tasks), start=1)]
     for i, (name, points) in enumerate(zip(names, places, strict=True)):
-        # 7 colours and 8 markers: no two of 56 tasks have both in common
+        # 7 colors and 8 markers: no two of 56 tasks have both in common
         marker = (*MARKERS, "<")[i % (len(MARKERS) + 1)]
-        drawn = axes.scatter(points[:, 0], points[:, 1], s=9, color=COLOURS[i % len(COLOURS)], marker=marker)
+        drawn = axes.scatter(points[:, 0], points[:, 1], s=9, color=COLORS[i % len(COLORS)], marker=marker)
         drawn.set(label=name, linewidths=0.3, edgecolors="white")
     for i, points in enumerate(places, start=1):
         box = dict(boxstyle="round,pad=0.15", facecolor="white", edgecolor=INK, linewidth=0.5, alpha=0.85)

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 
 from latent_sweep.report.page import all_pictures
-from latent_sweep.results.summaries import summarise
+from latent_sweep.results.summaries import summarize
 from latent_sweep.storage.folders import SweepFolder
 
 _EMBEDDED = {"pdf.fonttype": 42}  # TrueType, which publishers accept; matplotlib's default is type 3
@@ -20,7 +20,7 @@ _CAPTIONS, _TITLE = "README.md", "# Pictures of "
 def export_pictures(
     sweep: SweepFolder, folder: Path, over: Sequence[str] = (), baseline: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Write every picture as PDF and PNG, and their captions into README.md; `over` and `baseline` as in `summarise`.
+    """Write every picture as PDF and PNG, and their captions into README.md; `over` and `baseline` as in `summarize`.
 
     Pictures that an earlier call has written there and this one does not, as README.md lists them, are removed.
 
@@ -31,7 +31,7 @@ def export_pictures(
         ConfigError: the sweep has no such axis, or not exactly one such configuration.
         StoreError: the sweep or a journal is missing or damaged.
     """
-    found, not_drawn = all_pictures(sweep, summarise(sweep, over, baseline))
+    found, not_drawn = all_pictures(sweep, summarize(sweep, over, baseline))
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_EMBEDDED):
         for picture in found:

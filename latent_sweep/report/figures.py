@@ -24,13 +24,13 @@ from matplotlib.font_manager import findfont
 from matplotlib.ticker import FixedLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
 
-from latent_sweep.report.panels import FAINT, INK, decimals, draw_cells, new_figure, plain
+from latent_sweep.report.style import FAINT, INK, decimals, draw_cells, new_figure, plain
 
 _LONGEST_TASK_NAME = 30
 QUICK_DPI = 100
 """Of a score matrix of which a sweep draws thousands, for screens: two fifths of the pixels of other pictures."""
-_SCORE_COLOURS, _DARK, _SCORE_SIZE = "YlGnBu", 55, 8
-"""Of a score matrix: colours from 0 to 100 per cent, from where on they are dark, size of the numbers in points."""
+_SCORE_COLORS, _DARK, _SCORE_SIZE = "YlGnBu", 55, 8
+"""Of a score matrix: colors from 0 to 100 per cent, from where on they are dark, size of the numbers in points."""
 
 
 class Picture(NamedTuple):
@@ -55,7 +55,7 @@ def score_matrix_figure(tasks: Sequence[str], scores: Sequence[Sequence[float | 
     percent = _lower_triangle(n, scores)
     figure = new_figure(3.6 + 0.52 * n, 2.6 + 0.46 * n)
     axes = figure.add_subplot()
-    image = axes.imshow(percent, cmap=_SCORE_COLOURS, vmin=0, vmax=100, aspect="auto")
+    image = axes.imshow(percent, cmap=_SCORE_COLORS, vmin=0, vmax=100, aspect="auto")
     draw_cells(axes, percent, percent > _DARK, decimals(1), _SCORE_SIZE)
     names = [shortened(task) for task in tasks[:n]]
     axes.set_xticks(range(n), names, rotation=40, ha="right", rotation_mode="anchor")
@@ -81,7 +81,7 @@ def score_matrix_png(tasks: Sequence[str], scores: Sequence[Sequence[float | Non
     picture = frame.copy()
     draw, font = ImageDraw.Draw(picture), _font(_SCORE_SIZE * dpi / 72)
     written, percent = decimals(1), _lower_triangle(len(scores), scores)
-    fills = colormaps[_SCORE_COLOURS](percent / 100, bytes=True)[..., :3].tolist()
+    fills = colormaps[_SCORE_COLORS](percent / 100, bytes=True)[..., :3].tolist()
     for (i, j), value in np.ndenumerate(percent):
         if not np.isnan(value):
             (left, top), (right, bottom) = edges[j, i], edges[j + 1, i + 1]
@@ -156,13 +156,13 @@ def curve_figure(
     """
     figure = new_figure(7.6 if len(series) > 1 else 6.0, 4.0)
     axes = figure.add_subplot()
-    colours = colormaps["viridis"](np.linspace(0.05, 0.85, max(len(series), 2)))
+    colors = colormaps["viridis"](np.linspace(0.05, 0.85, max(len(series), 2)))
     band = 0.15 if len(series) <= 4 else 0.06
-    for colour, marker, (label, (means, stds)) in zip(colours, cycle("osD^vP"), series.items(), strict=False):
+    for color, marker, (label, (means, stds)) in zip(colors, cycle("osD^vP"), series.items(), strict=False):
         mean, std = np.asarray(means, dtype=float), np.asarray(stds, dtype=float)
-        axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=colour, label=plain(label))
+        axes.plot(x_values, mean, marker=marker, markersize=5, linewidth=1.8, color=color, label=plain(label))
         low, high = np.clip((mean - std, mean + std), 0, 100)  # no score lies beyond
-        axes.fill_between(x_values, low, high, color=colour, alpha=band, linewidth=0)
+        axes.fill_between(x_values, low, high, color=color, alpha=band, linewidth=0)
     scale_x(axes, x_values)
     axes.set_xlabel(plain(x_name))
     axes.set_ylabel(y_name)

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from latent_sweep.report.figures import Picture
-from latent_sweep.report.panels import (
+from latent_sweep.report.style import (
     FAINT,
-    GREYS,
+    GRAYS,
     INK,
     NORMAL,
     PAGE,
@@ -105,12 +105,12 @@ def bounds_figure(found: Sequence[Interference]) -> Figure:
         if one.bounds is None:
             continue
         for offset, shade, values in zip(
-            (-0.26, 0, 0.26), GREYS, (one.bounds.bound, one.bounds.largest, one.bounds.typical), strict=True
+            (-0.26, 0, 0.26), GRAYS, (one.bounds.bound, one.bounds.largest, one.bounds.typical), strict=True
         ):
             every.append(values)
             low, first, middle, third, high = np.percentile(values, (0, 25, 50, 75, 100))
             stats = [dict(whislo=low, q1=first, med=middle, q3=third, whishi=high, fliers=[])]
-            median = "white" if shade == GREYS[-1] else "black"
+            median = "white" if shade == GRAYS[-1] else "black"
             axes.bxp(
                 stats,
                 positions=[place + offset],
@@ -135,7 +135,7 @@ def bounds_figure(found: Sequence[Interference]) -> Figure:
     axes.tick_params(axis="x", length=0, labelsize=NORMAL)
     handles = [
         Patch(facecolor=shade, edgecolor=INK, label=name)
-        for shade, name in zip(GREYS, ("bound", "largest", "typical"), strict=True)
+        for shade, name in zip(GRAYS, ("bound", "largest", "typical"), strict=True)
     ]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=SMALL)
     return figure

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from latent_sweep.labels import METHOD_NAMES
-from latent_sweep.report.sections import Cell, Section, Table
+from latent_sweep.report.tables import Cell, Section, Table
 from latent_sweep.security import spelled_out
 
 _HEADINGS = {"lambda": r"$\lambda$", "K": "$K$", "epsilon": r"$\varepsilon$", "n": "$n$", "its settings": "settings"}

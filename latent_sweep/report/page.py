@@ -12,16 +12,16 @@ from markupsafe import Markup
 from matplotlib.text import Text
 
 from latent_sweep.labels import format_value
-from latent_sweep.monitor.lines import time_spent
+from latent_sweep.monitor.log_lines import time_spent
 from latent_sweep.report.embedding_map import embedding_map
 from latent_sweep.report.figures import Picture
 from latent_sweep.report.interference_pictures import interference_pictures
 from latent_sweep.report.pictures import sweep_pictures
 from latent_sweep.report.router_pictures import router_pictures
-from latent_sweep.report.sections import Section, counts, has_held_out, joint_sections, sections, without_comparison
+from latent_sweep.report.tables import Section, counts, has_held_out, joint_sections, sections, without_comparison
 from latent_sweep.results.definition import trial_name
 from latent_sweep.results.flips import Flip, flips
-from latent_sweep.results.summaries import Configuration, Summary, summarise_all
+from latent_sweep.results.summaries import Configuration, Summary, summarize_all
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import printable
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
@@ -65,7 +65,7 @@ def render_page(sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baselin
     """
     from jinja2 import Environment
 
-    summaries = summarise_all(sweeps, over, baseline)
+    summaries = summarize_all(sweeps, over, baseline)
     alone = len(sweeps) == 1
     parts = [_part(sweep, summary, alone) for sweep, summary in zip(sweeps, summaries, strict=True)]
     source = resources.files("latent_sweep.report").joinpath("page.html.j2").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """The pictures of a sweep: what its summary says, drawn at the width of a paper's page or column.
 
-Every picture stays legible with hundreds of configurations: those with the highest AP are named and coloured, the rest
-is drawn in grey behind them, and the caption says how many they are. Colours (Okabe and Ito) are told apart by the
-colour-blind, markers and dashes without any colour.
+Every picture stays legible with hundreds of configurations: those with the highest AP are named and colored, the rest
+is drawn in gray behind them, and the caption says how many they are. Colors (Okabe and Ito) are told apart by the
+color-blind, markers and dashes without any color.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 from latent_sweep.labels import format_value, label
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.report.figures import Picture, scale_x, shortened
-from latent_sweep.report.panels import (
-    COLOURS,
+from latent_sweep.report.style import (
+    COLORS,
     COLUMN,
     DASHES,
-    GREYS,
+    GRAYS,
     INK,
     MARKERS,
     NORMAL,
@@ -37,17 +37,17 @@ from latent_sweep.report.panels import (
     plain,
     tidy,
 )
-from latent_sweep.report.sections import how_compared, place_by_performance
+from latent_sweep.report.tables import how_compared, place_by_performance
 from latent_sweep.results.definition import MEASURES
 from latent_sweep.results.summaries import Configuration, Summary, numeric_axes
 
-NAMED = len(COLOURS)
-"""So many configurations have a colour and a name."""
+NAMED = len(COLORS)
+"""So many configurations have a color and a name."""
 MATRICES = 6
 ROWS = 30
 EQUAL = 4
 """So many groups of configurations with equal scores are told, by the names of so many."""
-_GREY = "#c8c8c8"
+_GRAY = "#c8c8c8"
 
 Array = npt.NDArray[np.float64]
 
@@ -141,7 +141,7 @@ def _wrapped(name: str, width: int) -> str:
 
 def _behind(ranked: Sequence[Any]) -> str:
     left = len(ranked) - NAMED
-    return f"; named are the {NAMED} with the highest AP, grey the other {left}" if left > 0 else ""
+    return f"; named are the {NAMED} with the highest AP, gray the other {left}" if left > 0 else ""
 
 
 def _band(values: Sequence[Sequence[float]]) -> tuple[Array, Array]:
@@ -151,21 +151,21 @@ def _band(values: Sequence[Sequence[float]]) -> tuple[Array, Array]:
 
 
 def _draw_lines(axes: Axes, lines: Sequence[tuple[str, Sequence[float], Array, Array]]) -> None:
-    """Draw (name, x, mean, deviation), the first ones with colour, name and band."""
+    """Draw (name, x, mean, deviation), the first ones with color, name and band."""
     for position, (name, x, mean, deviation) in reversed(list(enumerate(lines))):
         if position >= NAMED:
-            axes.plot(x, mean, color=_GREY, linewidth=0.6)
+            axes.plot(x, mean, color=_GRAY, linewidth=0.6)
             continue
-        colour = COLOURS[position]
+        color = COLORS[position]
         style: dict[str, Any] = {
             "marker": MARKERS[position],
             "markersize": 3.5,
             "linestyle": DASHES[position % len(DASHES)],
             "linewidth": 1.3,
         }
-        axes.plot(x, mean, color=colour, label=name, **style)
+        axes.plot(x, mean, color=color, label=name, **style)
         low, high = np.clip((mean - deviation, mean + deviation), 0, 100)  # no score lies beyond
-        axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
     low, high = axes.get_ylim()
     if high - low < 1:  # all are equal: an axis of hundredths would show noise
         axes.set_ylim(max(0, low - 5), min(100, high + 5))
@@ -299,10 +299,10 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
             if (found := differences.get(measure)) is None:
                 continue
             low, high = found.interval or (found.mean, found.mean)
-            colour = COLOURS[0] if found.told_apart else GREYS[1]
-            inside = colour if found.told_apart else "white"
-            axes.plot([100 * low, 100 * high], [row, row], color=colour, linewidth=1.2)
-            axes.plot([100 * found.mean], [row], "o", markersize=4, color=colour, markerfacecolor=inside)
+            color = COLORS[0] if found.told_apart else GRAYS[1]
+            inside = color if found.told_apart else "white"
+            axes.plot([100 * low, 100 * high], [row, row], color=color, linewidth=1.2)
+            axes.plot([100 * found.mean], [row], "o", markersize=4, color=color, markerfacecolor=inside)
         axes.set_title(measure, fontsize=NORMAL)
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.5)
         tidy(axes)
@@ -311,7 +311,7 @@ def _differences(summary: Summary, ranked: Sequence[Configuration]) -> list[Pict
     panels[0].set_ylim(len(shown) - 0.5, -0.5)
     rest = f"; the {len(shown)} with the highest AP of {len(compared)}" if len(shown) < len(compared) else ""
     caption = (
-        "means of the pairs, with intervals of 95 %; grey and hollow where 0 lies in the interval, or there is none"
+        "means of the pairs, with intervals of 95 %; gray and hollow where 0 lies in the interval, or there is none"
         f"{rest}; {'; '.join(how_compared([summary]))}"
     )
     return [Picture("differences", "Differences from the baseline", caption, figure)]

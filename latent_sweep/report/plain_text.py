@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from latent_sweep.report.sections import Section, Table
+from latent_sweep.report.tables import Section, Table
 from latent_sweep.security import spelled_out
 
 _GAP = "  "

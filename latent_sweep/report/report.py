@@ -19,7 +19,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.labels import format_value
 from latent_sweep.report.latex import latex
 from latent_sweep.report.plain_text import plain
-from latent_sweep.report.sections import (
+from latent_sweep.report.tables import (
     Cell,
     Section,
     counts,

@@ -12,12 +12,12 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from latent_sweep.report.figures import Picture
-from latent_sweep.report.panels import (
-    COLOURS,
+from latent_sweep.report.style import (
+    COLORS,
     COLUMN,
     DASHES,
     FAINT,
-    GREYS,
+    GRAYS,
     INK,
     MARKERS,
     PAGE,
@@ -40,7 +40,7 @@ from latent_sweep.results.routing import (
     routed_apart,
     routings,
 )
-from latent_sweep.results.selection import MOST_SHOWN, finished_trials
+from latent_sweep.results.selection import MOST_DRAWN, finished_trials
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import stages
 
@@ -103,7 +103,7 @@ def posterior_figure(tasks: Sequence[str], rows: Sequence[Array]) -> Figure:
         medianprops=dict(color="black", linewidth=1.6),
         whiskerprops=ink,
         capprops=ink,
-        meanprops=dict(marker="D", markersize=3.5, markerfacecolor=COLOURS[1], markeredgecolor=INK),
+        meanprops=dict(marker="D", markersize=3.5, markerfacecolor=COLORS[1], markeredgecolor=INK),
         flierprops=dict(marker="o", markersize=2, markerfacecolor="none", markeredgecolor="#777777"),
     )
     axes.set_yticks(places, numbered(tasks))
@@ -186,7 +186,7 @@ def reliability_picture(found: Sequence[Routing]) -> Picture:
 
 def reliability_figure(parts: Sequence[tuple[str, Reliability]]) -> Figure:
     """Draw bars of accuracy by confidence above the share of rows, side by side for each name."""
-    figure = new_figure(max(COLUMN, PAGE * len(parts) / MOST_SHOWN), 3.1)
+    figure = new_figure(max(COLUMN, PAGE * len(parts) / MOST_DRAWN), 3.1)
     panels = figure.subplots(2, len(parts), squeeze=False, sharex=True, height_ratios=(3, 1))
     for column, (name, found) in enumerate(parts):
         above, below = panels[0, column], panels[1, column]
@@ -195,10 +195,10 @@ def reliability_figure(parts: Sequence[tuple[str, Reliability]]) -> Figure:
         bar = dict(width=0.92 / n_bins, edgecolor=INK, linewidth=0.6)
         above.bar(middles[filled], found.accuracy[filled], color="#9ecae1", **bar)
         above.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle="--")
-        above.plot(middles[filled], found.confidence[filled], "o", markersize=3, color=COLOURS[1])
+        above.plot(middles[filled], found.confidence[filled], "o", markersize=3, color=COLORS[1])
         above.text(0.04, 0.94, f"ECE {100 * found.calibration_error:.1f} %", va="top", fontsize=SMALL)
         share = found.counts / found.counts.sum()
-        below.bar(middles[filled], 100 * share[filled], color=GREYS[1], **bar)
+        below.bar(middles[filled], 100 * share[filled], color=GRAYS[1], **bar)
         below.set_yscale("log")
         below.set_ylim(min(1.0, 50 * share[filled].min()), 200)
         below.set_yticks([1, 10, 100], ["1", "10", "100"])
@@ -231,7 +231,7 @@ def novelty_by_stage(sweep: SweepFolder) -> dict[str, Stages]:
             if (auroc := event.get("metrics", {}).get(NOVELTY)) is not None:
                 values = found.setdefault(trial.configuration, {})
                 values.setdefault(event["tasks_seen"], []).append(auroc)
-    return dict(list(found.items())[:MOST_SHOWN])
+    return dict(list(found.items())[:MOST_DRAWN])
 
 
 def novelty_picture(found: dict[str, Stages]) -> Picture:
@@ -253,10 +253,10 @@ def novelty_figure(found: dict[str, Stages]) -> Figure:
     for i, (name, values) in enumerate(found.items()):
         seen = sorted(values)
         means = [statistics.fmean(values[stage]) for stage in seen]
-        (line,) = axes.plot(seen, means, label=_in_lines(name), color=COLOURS[i], linestyle=DASHES[i], linewidth=1.4)
+        (line,) = axes.plot(seen, means, label=_in_lines(name), color=COLORS[i], linestyle=DASHES[i], linewidth=1.4)
         line.set(marker=MARKERS[i], markersize=4)
         low, high = ([of(values[stage]) for stage in seen] for of in (min, max))
-        axes.fill_between(seen, low, high, color=COLOURS[i], alpha=0.15, linewidth=0)
+        axes.fill_between(seen, low, high, color=COLORS[i], alpha=0.15, linewidth=0)
     axes.axhline(0.5, color=INK, linewidth=0.8, linestyle=":")
     every = sorted({stage for values in found.values() for stage in values})
     axes.set_xticks(every)

@@ -50,7 +50,7 @@ def covered(spans: Sequence[Span]) -> float:
     return sum((end - begin for begin, end in apart), 0.0)
 
 
-def spent(sweep: SweepFolder, at_work: Iterable[AtWork]) -> tuple[Item, ...]:
+def compute_used(sweep: SweepFolder, at_work: Iterable[AtWork]) -> tuple[Item, ...]:
     """Return the hours of GPUs of each type, and of CPU cores without one, that the sweep's workers were at work.
 
     A worker is at work from the first to the last that it tells of any of its trials; what it did before, as loading a

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from latent_sweep.data.loaders import load_rows
 from latent_sweep.data.prompts import split_prompts
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
-from latent_sweep.results.selection import UNREADABLE, ShownTrial, shown
+from latent_sweep.results.selection import UNREADABLE, FinishedTrial, finished_trial
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import stages
 from latent_sweep.storage.predictions import Answer, Answers, kept_answers
@@ -47,7 +47,7 @@ def flips(sweep: SweepFolder, trial: TrialFolder, per_task: int = 3) -> list[Fli
         First the lost and then the gained rows of each task; none where the trial has not finished, or has not kept the
         answers of the two stages in question.
     """
-    found = shown(sweep, trial)
+    found = finished_trial(sweep, trial)
     if found is None:
         return []
     try:
@@ -56,7 +56,7 @@ def flips(sweep: SweepFolder, trial: TrialFolder, per_task: int = 3) -> list[Fli
         return []
 
 
-def _flips(trial: ShownTrial, per_task: int) -> Iterator[Flip]:
+def _flips(trial: FinishedTrial, per_task: int) -> Iterator[Flip]:
     predictions = trial.predictions()
     if predictions is None:
         return

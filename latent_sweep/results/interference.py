@@ -23,7 +23,7 @@ import numpy.typing as npt
 from latent_sweep.backbones.known import BackboneSettings, describe
 from latent_sweep.methods import method_class
 from latent_sweep.results.routing import backbone_digests
-from latent_sweep.results.selection import MOST_SHOWN, UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
+from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, FinishedTrial, finished_trials, first_of_each, reason
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import stages
 
@@ -55,7 +55,7 @@ class Bounds:
 class Interference:
     """What the snapshots of one trial have in common."""
 
-    trial: ShownTrial
+    trial: FinishedTrial
     measure: str
     """What is measured, as a formula for people."""
     overlaps: Array
@@ -163,7 +163,7 @@ def interference(sweep: SweepFolder) -> tuple[list[Interference], list[str]]:
     return found, gaps
 
 
-def _forgetting(of: ShownTrial, trials: Sequence[ShownTrial]) -> dict[str, float]:
+def _forgetting(of: FinishedTrial, trials: Sequence[FinishedTrial]) -> dict[str, float]:
     """FM of the trials that share this one's snapshots, by how they mix; the first of each mode."""
     found: dict[str, float] = {}
     for trial in trials:
@@ -172,10 +172,10 @@ def _forgetting(of: ShownTrial, trials: Sequence[ShownTrial]) -> dict[str, float
     return found
 
 
-def compared_trials(trials: Sequence[ShownTrial], most: int = MOST_SHOWN) -> list[ShownTrial]:
+def compared_trials(trials: Sequence[FinishedTrial], most: int = MOST_DRAWN) -> list[FinishedTrial]:
     """Choose trials to compare: one for each training, with and without the penalty where all else is the same."""
     trainings = list({trial.folder.training_id: trial for trial in reversed(trials)}.values())[::-1]
-    alike: dict[str, dict[float, ShownTrial]] = {}
+    alike: dict[str, dict[float, FinishedTrial]] = {}
     for trial in trainings:
         rest = {path: value for path, value in trial.folder.params.items() if path != PENALTY}
         rest = {path: value for path, value in rest.items() if not path.startswith("router.")}
@@ -188,13 +188,13 @@ def compared_trials(trials: Sequence[ShownTrial], most: int = MOST_SHOWN) -> lis
     return first_of_each([replace(trial, configuration=_of_training(trial)) for trial in trainings], most)
 
 
-def _of_training(trial: ShownTrial) -> str:
+def _of_training(trial: FinishedTrial) -> str:
     """The trial's configuration by what training reads: trials that differ in the router share their snapshots."""
     values = {path: value for path, value in trial.folder.params.items() if not path.startswith(("router.", "eval"))}
     return json.dumps({path: value for path, value in values.items() if path != "seed"}, sort_keys=True, default=str)
 
 
-def interference_of(sweep: SweepFolder, trial: ShownTrial) -> Interference | str | None:
+def interference_of(sweep: SweepFolder, trial: FinishedTrial) -> Interference | str | None:
     """Measure one trial's snapshots.
 
     Returns:
@@ -230,7 +230,7 @@ def _stacked(tensors: Sequence[Mapping[str, Tensor]], name: str) -> Array:
     return np.stack([found[name].double().numpy() for found in tensors])
 
 
-def _of_latent(sweep: SweepFolder, trial: ShownTrial, R: Array, lineage: str) -> Interference | str:
+def _of_latent(sweep: SweepFolder, trial: FinishedTrial, R: Array, lineage: str) -> Interference | str:
     """Measure R (T, M, r, r), weighed by the singular values of the backbone that it was learned on."""
     from latent_sweep.adapters.factors import stored_singular_values  # loads torch
 

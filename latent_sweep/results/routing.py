@@ -24,7 +24,7 @@ from latent_sweep.data.loaders import WHOLE_PROMPT, data_digest, tokens_name
 from latent_sweep.data.schema import Split, load_benchmark, target_length, task_sequence
 from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
-from latent_sweep.results.selection import UNREADABLE, ShownTrial, finished_trials, first_of_each, reason
+from latent_sweep.results.selection import UNREADABLE, FinishedTrial, finished_trials, first_of_each, reason
 from latent_sweep.routing.gaussian import (
     ROUTED,
     GaussianRouter,
@@ -62,7 +62,7 @@ _SAME_WEIGHT, _MAY_DIFFER = 1e-3, 0.01
 class Routing:
     """Where one trial has routed its test rows after its last task."""
 
-    trial: ShownTrial
+    trial: FinishedTrial
     settings: RouterSettings
     probabilities: tuple[Array, ...]
     """By true task (rows, T): the posterior, or else the weights that the trial has kept."""
@@ -144,12 +144,12 @@ def routings(sweep: SweepFolder) -> tuple[list[Routing], list[str]]:
     return found, gaps
 
 
-def routed_apart(sweep: SweepFolder, trials: Sequence[ShownTrial]) -> list[ShownTrial]:
+def routed_apart(sweep: SweepFolder, trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
     """Of the trials with a router those whose routers differ, each with its configuration as its router has it.
 
     The router reads neither what a method learns nor how: trials that differ in that alone route every row alike.
     """
-    found: dict[str, ShownTrial] = {}
+    found: dict[str, FinishedTrial] = {}
     for trial in trials:
         if trial.folder.params.get("router.mode") in MODES:
             read = {p: v for p, v in trial.folder.params.items() if p.startswith(READ) or p == "seed"}
@@ -160,7 +160,7 @@ def routed_apart(sweep: SweepFolder, trials: Sequence[ShownTrial]) -> list[Shown
     return list(found.values())
 
 
-def routing(sweep: SweepFolder, trial: ShownTrial) -> Routing:
+def routing(sweep: SweepFolder, trial: FinishedTrial) -> Routing:
     """Read where the rows of one trial with a router were routed.
 
     Raises:
@@ -192,7 +192,7 @@ def _weights(rows: Sequence[Any], n_tasks: int) -> Array:
 class StoredRouter:
     """A trial's router and the embeddings that it routes, as far as they lie in the store. It changes nothing there."""
 
-    def __init__(self, sweep: SweepFolder, trial: ShownTrial):
+    def __init__(self, sweep: SweepFolder, trial: FinishedTrial):
         self.sweep, self.trial, self._folder = sweep, trial, sweep.storage.folder
 
     def posterior(self, kept: Sequence[Array]) -> tuple[Array, ...]:

@@ -14,7 +14,7 @@ from latent_sweep.storage.folders import SweepFolder, TrialFolder
 from latent_sweep.storage.journal import Event, stages, status
 from latent_sweep.storage.trial_files import PREDICTIONS, damages
 
-MOST_SHOWN = 3
+MOST_DRAWN = 3
 """Configurations that pictures show: more would be read by nobody."""
 
 _LONGEST_TASK_NAME = 24
@@ -29,7 +29,7 @@ def reason(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class ShownTrial:
+class FinishedTrial:
     """A finished trial, with what pictures say of it."""
 
     folder: TrialFolder
@@ -78,30 +78,30 @@ class ShownTrial:
         return {task: [json.loads(line) for line in path.read_bytes().splitlines()] for task, path in files.items()}
 
 
-def finished_trials(sweep: SweepFolder) -> list[ShownTrial]:
+def finished_trials(sweep: SweepFolder) -> list[FinishedTrial]:
     """Every finished trial of a sweep, in its order; nothing where the sweep cannot be read."""
     return list(_finished(sweep))
 
 
-def _finished(sweep: SweepFolder) -> Iterator[ShownTrial]:
+def _finished(sweep: SweepFolder) -> Iterator[FinishedTrial]:
     try:
         names, folders = short_names(sweep.axes), list(sweep)
     except UNREADABLE:
         return
     for folder in folders:
-        if (found := _shown(sweep, folder, names)) is not None:
+        if (found := _finished_trial(sweep, folder, names)) is not None:
             yield found
 
 
-def shown(sweep: SweepFolder, folder: TrialFolder) -> ShownTrial | None:
+def finished_trial(sweep: SweepFolder, folder: TrialFolder) -> FinishedTrial | None:
     """One trial, or None where it has not finished or cannot be read."""
     try:
-        return _shown(sweep, folder, short_names(sweep.axes))
+        return _finished_trial(sweep, folder, short_names(sweep.axes))
     except UNREADABLE:
         return None
 
 
-def _shown(sweep: SweepFolder, folder: TrialFolder, names: Mapping[str, str]) -> ShownTrial | None:
+def _finished_trial(sweep: SweepFolder, folder: TrialFolder, names: Mapping[str, str]) -> FinishedTrial | None:
     try:
         events = folder.events()
     except UNREADABLE:
@@ -111,12 +111,12 @@ def _shown(sweep: SweepFolder, folder: TrialFolder, names: Mapping[str, str]) ->
     values = {axis: folder.values.get(axis) for axis in names}
     name = label({names[axis]: value for axis, value in values.items()})
     repeated = label({names[axis]: value for axis, value in values.items() if axis != sweep.seed_axis})
-    return ShownTrial(folder, name or folder.trial_id, repeated, events)
+    return FinishedTrial(folder, name or folder.trial_id, repeated, events)
 
 
-def first_of_each(trials: Sequence[ShownTrial], most: int = MOST_SHOWN) -> list[ShownTrial]:
+def first_of_each(trials: Sequence[FinishedTrial], most: int = MOST_DRAWN) -> list[FinishedTrial]:
     """The first repetition of each configuration, of at most so many configurations."""
-    found: dict[str, ShownTrial] = {}
+    found: dict[str, FinishedTrial] = {}
     for trial in trials:
         found.setdefault(trial.configuration, trial)
     return list(found.values())[:most]

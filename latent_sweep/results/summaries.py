@@ -17,7 +17,7 @@ from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.results.bootstrap import ROUNDING
 from latent_sweep.results.columns import differing, value_read
 from latent_sweep.results.comparison import Comparison, Outcomes, Repeat, compare, find_baselines, tested_on
-from latent_sweep.results.compute_used import AtWork, held_at_work, spent
+from latent_sweep.results.compute_used import AtWork, compute_used, held_at_work
 from latent_sweep.results.definition import Measure, defined_measures, learns_in_turn
 from latent_sweep.results.outcomes import outcomes
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since
@@ -170,8 +170,8 @@ class Summary:
     latest: float
     """When the last event of any trial was written, in Unix seconds; 0 where there is none."""
     cost: Cost
-    spent: tuple[Item, ...]
-    """What is paid for, see `spending`."""
+    compute_used: tuple[Item, ...]
+    """What is paid for, see `results/compute_used.py`."""
     apart: tuple[str, ...] = ()
     """Those of `axes` in which it differs from the sweeps that it is compared with."""
     beside: frozenset[str] = frozenset()
@@ -249,7 +249,7 @@ def _loss_reason(events: Sequence[Event]) -> str:
     return f"{last['kind']}: {last['message']}" if last.get("event") == "lost" else ""
 
 
-def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
+def summarize(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[str] = ()) -> Summary:
     """Group the sweep's trials by every axis but those that repeat; only finished trials enter the statistics.
 
     Args:
@@ -260,7 +260,7 @@ def summarise(sweep: SweepFolder, over: Sequence[str] = (), baseline: Sequence[s
         ConfigError: the sweep has no such axis, or not exactly one such configuration.
         StoreError: `sweep.json` is missing, or it or a journal is damaged.
     """
-    return summarise_all([sweep], over, baseline)[0]
+    return summarize_all([sweep], over, baseline)[0]
 
 
 def _summarise(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[list[_Told]], tuple[str, ...]]:
@@ -302,12 +302,12 @@ def _summarise(sweep: SweepFolder, over: Sequence[str]) -> tuple[Summary, list[l
         driven=driven,
         latest=max((each.latest for each in trials), default=0.0),
         cost=costs.total(),
-        spent=spent(sweep, at_work),
+        compute_used=compute_used(sweep, at_work),
     )
     return summary, groups, repeats
 
 
-def summarise_all(
+def summarize_all(
     sweeps: Sequence[SweepFolder], over: Sequence[str] = (), baseline: Sequence[str] = ()
 ) -> list[Summary]:
     """Summarise several sweeps, with a column for every setting in which they differ.
@@ -377,8 +377,8 @@ def repetitions(sweep: SweepFolder) -> list[list[TrialFolder]]:
     return _groups(sweep, _shown(sweep))
 
 
-def summarise_one(sweep: SweepFolder, members: Sequence[TrialFolder]) -> Configuration:
-    """Summarise one of the `repetitions` as `summarise` does it; no other journal is read.
+def summarize_one(sweep: SweepFolder, members: Sequence[TrialFolder]) -> Configuration:
+    """Summarise one of the `repetitions` as `summarize` does it; no other journal is read.
 
     Raises:
         StoreError: a journal of them is damaged.

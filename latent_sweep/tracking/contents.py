@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from latent_sweep.labels import format_value, short_names
 from latent_sweep.report import report
-from latent_sweep.report.sections import PAGE_FILE
+from latent_sweep.report.tables import PAGE_FILE
 from latent_sweep.results import summaries
 from latent_sweep.results.definition import defined_events
 from latent_sweep.security import redact

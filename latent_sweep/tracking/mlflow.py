@@ -206,7 +206,7 @@ class MlflowMirror:
         changed = self.sync()
         with self._connected():
             self._parent()
-            summary = summaries.summarise(self.sweep)
+            summary = summaries.summarize(self.sweep)
             contents = list(configuration_contents(self.sweep, summary))
             if faults := self._at_once(self._bring_summary, contents):
                 raise faults[0]
@@ -461,10 +461,10 @@ class MlflowMirror:
             del lives[other]
 
     def _mirror_summaries(self, changed: Collection[str]) -> list[Exception]:
-        """Bring the summary runs of these trials, as far as all that they summarise have ended; return what failed."""
+        """Bring the summary runs of these trials, as far as all that they summarize have ended; return what failed."""
 
         def mirror(members: Sequence[TrialFolder]) -> None:
-            configuration = summaries.summarise_one(self.sweep, members)
+            configuration = summaries.summarize_one(self.sweep, members)
             if configuration.n_finished:
                 self._bring_summary(configuration_content(self.sweep, configuration, members[0]))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.errors import ConfigError, StoreError
-from latent_sweep.report.sections import PAGE_FILE, mixed_lines
+from latent_sweep.report.tables import PAGE_FILE, mixed_lines
 from latent_sweep.results import summaries
 from latent_sweep.results.definition import trial_name
 from latent_sweep.security import quoted
@@ -84,7 +84,7 @@ def verify_disk(sweep: SweepFolder) -> Verdict:
     """
     counts: Counter[str] = Counter()
     faults = [fault.text for fault in _disk_faults(sweep, counts)]
-    return Verdict(faults, counts, () if faults else list(mixed_lines(summaries.summarise(sweep))))
+    return Verdict(faults, counts, () if faults else list(mixed_lines(summaries.summarize(sweep))))
 
 
 def repair_disk(sweep: SweepFolder) -> list[str]:
@@ -265,7 +265,7 @@ def _contents(sweep: SweepFolder) -> Iterator[RunContent]:
     for trial in sweep:
         if events := trial.events():
             yield trial_content(sweep, trial, events)
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     yield from configuration_contents(sweep, summary)
     yield sweep_content(sweep, summary)
 

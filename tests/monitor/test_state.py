@@ -20,13 +20,13 @@ from latent_sweep.cli.main import main
 from latent_sweep.errors import StoreError
 from latent_sweep.monitor import progress
 from latent_sweep.monitor import state as states
-from latent_sweep.monitor.drawing import draw
-from latent_sweep.monitor.lines import duration, news, status_lines, summary, time_left_text
+from latent_sweep.monitor.log_lines import duration, news, status_lines, summary, time_left_text
 from latent_sweep.monitor.progress import ProgressWriter, say_driving
 from latent_sweep.monitor.screen import Lines, Reel
 from latent_sweep.monitor.state import SweepWatch, current
-from latent_sweep.report.sections import counts
-from latent_sweep.results.summaries import summarise
+from latent_sweep.monitor.terminal import draw
+from latent_sweep.report.tables import counts
+from latent_sweep.results.summaries import summarize
 from latent_sweep.results.trial_states import TimeLeft, time_left
 from latent_sweep.storage import heartbeat as telling
 from latent_sweep.storage.checksummed import sealed_json
@@ -58,7 +58,7 @@ def another_process(monkeypatch):
 
 
 def drawn(state, width, height=24):
-    """What a terminal of this size shows, as lines without colours."""
+    """What a terminal of this size shows, as lines without colors."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system="standard")
     console.print(draw(state, width, height))
     return re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()).splitlines()
@@ -204,7 +204,7 @@ def test_what_trials_of_one_training_tell_of_it_was_learned_once(sweep):
         watch.look()
     for state in (watch.look(), look(sweep)):
         assert (state.learned, state.reused) == (6, 6)
-    cost = summarise(sweep).cost
+    cost = summarize(sweep).cost
     assert (cost.learned, cost.reused, cost.seconds_learning) == (6, 6, 6 * 1.5)
 
 
@@ -502,9 +502,9 @@ def test_tables_count_trials_as_the_status_does(sweep):
     run_to_end(first, 0.5, 0.0)
     start(second)
     with driving(sweep, refuse):
-        assert counts(summarise(sweep)) == "4 trials (1 finished, 1 running, 2 pending)"
+        assert counts(summarize(sweep)) == "4 trials (1 finished, 1 running, 2 pending)"
         assert status_lines(look(sweep))[2] == "trials    4 (1 finished, 1 running, 2 pending)"
-    assert counts(summarise(sweep)) == "4 trials (1 finished, 1 interrupted, 2 pending)"
+    assert counts(summarize(sweep)) == "4 trials (1 finished, 1 interrupted, 2 pending)"
     assert status_lines(look(sweep))[2] == "trials    4 (1 finished, 1 interrupted, 2 pending)"
 
 

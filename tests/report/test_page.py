@@ -16,7 +16,7 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.report import report
 from latent_sweep.report.page import _facts, _trial_of, all_pictures, render_page
 from latent_sweep.report.pictures import sweep_pictures
-from latent_sweep.report.sections import together
+from latent_sweep.report.tables import together
 from latent_sweep.results import summaries
 from latent_sweep.storage.checksummed import read_sealed_json, sealed_json, write_sealed_json
 from latent_sweep.storage.folders import open_sweep
@@ -137,7 +137,7 @@ def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
     write_sealed_json(other.path / "sweep.json", content)
     other = open_sweep(other.path)
     run_to_end(next(iter(other)), 0.48, 0.0)
-    found = summaries.summarise_all([sweep, other])
+    found = summaries.summarize_all([sweep, other])
     table = together(found).table
     assert table.header[:5] == ["sweep", "backbone", "benchmark", "lambda", "n"]
     assert [[cell.text for cell in row[:4]] for row in table.rows] == [
@@ -150,7 +150,7 @@ def test_sweeps_of_other_benchmarks_and_backbones_say_which(sweep, tmp_path):
         ("own", "tiny-llama")
     ]
     assert "t5-large & superni &" in report.render_all(found, "latex")
-    first, second = (summaries.summarise(one) for one in (sweep, other))
+    first, second = (summaries.summarize(one) for one in (sweep, other))
     assert "benchmark" not in together([first, first]).table.header
     assert "backbone" not in together([second, second]).table.header
 
@@ -162,14 +162,14 @@ def test_sweeps_scored_on_other_rows_or_otherwise_say_so(sweep, tmp_path):
         path = f"benchmark.{setting}"
         (trial,) = other = write_sweep(tmp_path, {path: [value]}, name=setting)
         run_to_end(trial, 0.9, 0.0)
-        section = together(summaries.summarise_all([sweep, other]))
+        section = together(summaries.summarize_all([sweep, other]))
         (column,) = (i for i, heading in enumerate(section.table.header) if heading == path.rpartition(".")[2])
         assert {row[column].text for row in section.table.rows} == {"-", str(value)}
         first = section.table.rows[0][0].text
         assert first == ("lambda" if setting in ("score_on", "tasks") else setting)
         assert ("rows held out of the training rows" in " ".join(section.notes)) == (setting == "score_on")
     (trial,) = other = write_sweep(tmp_path, {"benchmark.order": [2]}, name="order")
-    assert together(summaries.summarise_all([sweep, other])).table.header[:4] == ["sweep", "order", "lambda", "n"]
+    assert together(summaries.summarize_all([sweep, other])).table.header[:4] == ["sweep", "order", "lambda", "n"]
 
 
 def test_a_report_of_candidates_says_what_they_are_scored_on(tmp_path):
@@ -180,7 +180,7 @@ def test_a_report_of_candidates_says_what_they_are_scored_on(tmp_path):
     content["axes"] = content["trials"][0]["values"] = {}
     write_sealed_json(sweep.path / "sweep.json", content)
     sweep = open_sweep(sweep.path)
-    found = summaries.summarise(sweep)
+    found = summaries.summarize(sweep)
     for format in ("text", "markdown", "latex"):
         assert "scores are of rows held out of the training rows" in report.render(found, format)
     assert [row["score_on"] for row in report.records(found)] == ["validation"]
@@ -218,7 +218,7 @@ def rankings(tmp_path, axes, *averages):
         for trial, average in zip(sweep, each, strict=True):
             if average is not None:
                 run_to_end(trial, average, 0.0)
-        found.append(summaries.summarise(sweep))
+        found.append(summaries.summarize(sweep))
     return [note for note in together(found).notes if "Kendall" in note]
 
 
@@ -245,7 +245,7 @@ def test_a_ranking_leaves_out_what_was_stopped_and_tells_of_missing_trials(tmp_p
     trial = list(write_sweep(tmp_path, axes, name="sweep1"))[-1]
     start(trial)
     trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
-    sweeps = [summaries.summarise(open_sweep(tmp_path / name)) for name in ("sweep0", "sweep1")]
+    sweeps = [summaries.summarize(open_sweep(tmp_path / name)) for name in ("sweep0", "sweep1")]
     (note,) = (note for note in together(sweeps).notes if "Kendall" in note)
     assert "rank the 3 configurations" in note and "n is" not in note
 
@@ -259,7 +259,7 @@ def test_what_a_scheduler_has_left_of_a_configuration_is_nowhere_the_best(tmp_pa
         else:
             start(trial)
             trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     assert _trial_of(sweep, summary, max).values["method.ortho_lambda"] == 0.0
     table = together([summary, summary])
     assert [row[1].text for row in table.table.rows[-2:]] == ["lambda=0.1"] * 2
@@ -285,7 +285,7 @@ def test_pictures_that_a_scheduler_leaves_too_little_for_are_named(tmp_path):
         else:
             start(trial)
             trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
-    pictures, not_drawn = all_pictures(sweep, summaries.summarise(sweep))
+    pictures, not_drawn = all_pictures(sweep, summaries.summarize(sweep))
     assert [picture.name for picture in pictures] == ["over_tasks", "forgetting", "matrices"]
     of = ("AP and FM against lambda", "AP and FM against rank", "AP over lambda and rank")
     told = [f"{what}: a scheduler has stopped trials of too many configurations" for what in of]
@@ -300,7 +300,7 @@ def test_a_curve_counts_what_a_scheduler_has_left_of_its_own_points(tmp_path):
             trial.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
         else:
             run_to_end(trial, 0.5, 0.0)
-    (curve,) = (one for one in sweep_pictures(summaries.summarise(sweep))[0] if one.name == "against_lambda")
+    (curve,) = (one for one in sweep_pictures(summaries.summarize(sweep))[0] if one.name == "against_lambda")
     assert "left out" not in curve.caption
 
 
@@ -328,7 +328,7 @@ def test_a_label_of_several_configurations_has_no_rank(tmp_path):
     (tuned.path / "tuning.json").write_bytes(sealed_json({"chosen": [choice]}))
     for number, trial in enumerate(tuned):
         run_to_end(trial, 0.1 + 0.1 * number, 0.0)
-    notes = " ".join(together([summaries.summarise(sweep) for sweep in (grid, tuned)]).notes)
+    notes = " ".join(together([summaries.summarize(sweep) for sweep in (grid, tuned)]).notes)
     assert "Kendall" not in notes
 
 
@@ -342,7 +342,7 @@ def test_what_differs_between_trials_is_not_told_as_the_same_for_all(tmp_path):
     sweep = open_sweep(sweep.path)
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
-    told = dict(_facts(sweep, summaries.summarise(sweep)))
+    told = dict(_facts(sweep, summaries.summarize(sweep)))
     assert "training.epochs" not in told["the same for all"]
     assert told["follows from these"] == "training.epochs: 30, 15"
     assert "benchmark.order 1" in told["the same for all"]

@@ -18,7 +18,7 @@ from latent_sweep.results import summaries
 
 
 def pictures_of(sweep):
-    return {picture.name: picture for picture in sweep_pictures(summaries.summarise(sweep))[0]}
+    return {picture.name: picture for picture in sweep_pictures(summaries.summarize(sweep))[0]}
 
 
 def learned(trial, rows):
@@ -88,7 +88,7 @@ def test_what_is_not_learned_in_turn_has_no_forgetting_drawn(tmp_path):
     )
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     configurations = tuple(
         dataclasses.replace(one, learns_in_turn=one.values["method"] == "seq_lora") for one in summary.configurations
     )
@@ -141,7 +141,7 @@ def test_270_configurations_are_legible(tmp_path):
     lines = found["over_tasks"].figure.axes[0].lines
     assert len(lines) == 270
     assert len([line for line in lines if not line.get_label().startswith("_")]) == NAMED
-    assert "grey the other 263" in found["over_tasks"].caption
+    assert "gray the other 263" in found["over_tasks"].caption
     assert len(found["forgetting"].figure.axes[0].get_yticks()) == ROWS
     maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
     assert len(maps) == MATRICES
@@ -203,7 +203,7 @@ def test_differences_from_a_baseline_have_their_intervals(tmp_path):
     averages = {"seq_lora": (0.5, 0.52, 0.51), "o_lora": (0.3, 0.33, 0.31), "inc_lora": (0.52, 0.5, 0.51)}
     for trial in sweep:
         run_to_end(trial, averages[trial.values["method.name"]][trial.values["seed"]], 0.0)
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     picture = next(picture for picture in sweep_pictures(summary)[0] if picture.name == "differences")
     assert_legible(picture)
     assert "; baseline: method=seq_lora; n: pairs of finished trials with the same seed, 3; " in picture.caption
@@ -231,7 +231,7 @@ def test_only_trials_of_one_stream_have_a_mean_by_task(streams, tmp_path, monkey
     for trial, tasks in zip(sweep, streams, strict=True):
         monkeypatch.setattr("helpers.sweep_folders.TASKS", tasks)
         learned(trial, [[scores[task] for task in tasks[:seen]] for seen in range(1, len(tasks) + 1)])
-    found = {p.name: p for p in sweep_pictures(summaries.summarise(sweep, over=["benchmark.order"]))[0]}
+    found = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, over=["benchmark.order"]))[0]}
     (matrix, *_) = found["matrices"].figure.axes
     np.testing.assert_allclose(matrix.images[0].get_array()[-1], [90, 50, 10])
     told = "left out, as other streams of tasks than their configuration's first trial: 1"
@@ -248,7 +248,7 @@ def test_equal_scores_are_compared_each_with_its_own_pairs(tmp_path):
         name, seed = trial.values.values()
         if (name, seed) in {("seq_lora", 0), ("o_lora", 1), ("inc_lora", 0)}:
             run_to_end(trial, 0.5 if name == "seq_lora" else 0.7, 0.0)
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     (picture,) = (picture for picture in sweep_pictures(summary)[0] if picture.name == "differences")
     assert [text.get_text() for text in picture.figure.axes[0].get_yticklabels()] == ["inc_lora"]
 
@@ -257,7 +257,7 @@ def test_differences_of_many_configurations_are_legible(tmp_path):
     sweep = write_sweep(tmp_path, {"method.rank": list(range(1, 101)), "seed": [0]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.3 + 0.1 * (number % 2), 0.0)
-    found = {p.name: p for p in sweep_pictures(summaries.summarise(sweep, baseline=["rank=1"]))[0]}
+    found = {p.name: p for p in sweep_pictures(summaries.summarize(sweep, baseline=["rank=1"]))[0]}
     assert_legible(found["differences"])
     assert len(found["differences"].figure.axes[0].get_yticks()) == ROWS
     assert f"the {ROWS} with the highest AP of 99" in found["differences"].caption

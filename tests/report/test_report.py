@@ -19,7 +19,7 @@ from latent_sweep.report import report
 from latent_sweep.report.figures import QUICK_DPI, curve_figure, score_matrix_figure, score_matrix_png
 from latent_sweep.report.latex import latex
 from latent_sweep.report.page import render_page
-from latent_sweep.report.sections import Cell, Section, Table, sections, together
+from latent_sweep.report.tables import Cell, Section, Table, sections, together
 from latent_sweep.results import summaries
 from latent_sweep.storage.checksummed import sealed_json
 from latent_sweep.storage.folders import open_sweep
@@ -39,21 +39,21 @@ def summary(tmp_path):
     start(trials[5])
     learn(trials[5], 1, 0.2)
     journal_of(trials[5]).append("stopped", tasks_seen=1, reason="below the median")
-    return summaries.summarise(sweep)
+    return summaries.summarize(sweep)
 
 
 def test_no_two_journals_are_held_at_the_same_time(tmp_path):
     sweep = write_sweep(tmp_path, {"seed": list(range(40))})
     run_copies(sweep, n_tasks=30)
     first = next(iter(sweep))  # which reads `sweep.json`
-    summaries.summarise_one(sweep, [first])  # which imports what it needs
+    summaries.summarize_one(sweep, [first])  # which imports what it needs
     tracemalloc.start()
     try:
         journal = first.events()
         one, _ = tracemalloc.get_traced_memory()
         del journal
         tracemalloc.reset_peak()
-        summary = summaries.summarise(sweep)
+        summary = summaries.summarize(sweep)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -88,11 +88,11 @@ def test_the_highest_is_marked_among_what_is_tested_on_the_same(tmp_path, path, 
     sweep = write_sweep(tmp_path, {path: values, "method.rank": [4, 8], "seed": [0]})
     for trial, average in zip(sweep, (0.9, 0.8, 0.2, 0.3), strict=True):
         run_to_end(trial, average, 0.0)
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     assert [summary.is_best(one) for one in summary.configurations] == [True, False, False, True]
     assert summary.best_average_performance == 0.9
     assert "the highest AP is marked among rows that are of one benchmark" in report.render(summary)
-    over = summaries.summarise(sweep, over=[path])
+    over = summaries.summarize(sweep, over=[path])
     assert [over.is_best(one) for one in over.configurations] == [True, True], "0.55 both"
     assert "the highest AP is marked among" not in report.render(over)
 
@@ -162,7 +162,7 @@ def test_latex_calls_methods_as_papers_do(tmp_path):
     sweep = write_sweep(tmp_path, {"method.name": ["seq_lora", "mine_lora"], "seed": [0]})
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
-    text = report.render(summaries.summarise(sweep), "latex")
+    text = report.render(summaries.summarize(sweep), "latex")
     assert "\nSeqLoRA & $1$ &" in text and "\nmine\\_lora & $1$ &" in text
     assert r"\begin{tabular}{lrrrr}" in text
 
@@ -173,7 +173,7 @@ def test_text_for_a_narrow_terminal_loses_nothing(tmp_path, width):
     sweep = write_sweep(tmp_path, axes)
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.50 + 0.01 * number, 0.1)
-    summary = summaries.summarise(sweep, baseline=["method=gain_lora", "scope=prompt"])
+    summary = summaries.summarize(sweep, baseline=["method=gain_lora", "scope=prompt"])
     wide, narrow = (report.render(summary, width=limit) for limit in (None, width))
     assert max(map(len, wide.splitlines())) > 80
     assert max(map(len, narrow.splitlines())) <= width
@@ -192,7 +192,7 @@ def test_what_is_too_wide_is_split_and_names_its_rows_again(tmp_path):
     sweep = write_sweep(tmp_path, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
-    lines = report.render(summaries.summarise(sweep), width=40).partition("\n\n")[2].splitlines()
+    lines = report.render(summaries.summarize(sweep), width=40).partition("\n\n")[2].splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["lambda", "------", "0.0", "0.1"]
     assert lines[4] == "" and lines[5].split() == ["lambda", "FM", "(%)"]
 
@@ -210,7 +210,7 @@ def test_the_highest_is_marked_only_where_something_is_lower(tmp_path, averages,
     sweep = write_sweep(tmp_path, {"method.rank": list(range(1, len(averages) + 1)), "seed": [0]})
     for trial, average in zip(sweep, averages, strict=True):
         run_to_end(trial, average, 0.0)
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     assert [summary.is_marked(one) for one in summary.configurations] == marked
     assert [row["best_AP"] for row in report.records(summary)] == [average == max(averages) > 0 for average in averages]
     text = report.render(summary)
@@ -254,7 +254,7 @@ def with_constants(tmp_path, axes, constant):
 
 def test_the_most_frequent_training_answer_is_a_row_below_the_scores_by_task(tmp_path):
     sweep = with_constants(tmp_path, AXES, lambda trial: 0.25)
-    found = summaries.summarise(sweep)
+    found = summaries.summarize(sweep)
     assert [one.constants for one in found.configurations] == [dict(zip(TASKS, (0.26, 0.27, 0.28), strict=True))] * 2
     assert ["constant", "26.00", "27.00", "28.00"] in [line.split() for line in report.render(found).splitlines()]
     assert "| constant | 26.00 | 27.00 | 28.00 |" in report.render(found, "markdown")
@@ -268,7 +268,7 @@ def test_the_most_frequent_training_answer_is_a_row_below_the_scores_by_task(tmp
 
 
 def test_the_most_frequent_answer_of_a_sweep_over_seeds_alone_has_a_row(tmp_path):
-    found = summaries.summarise(with_constants(tmp_path, {"seed": [0]}, lambda trial: 0.25))
+    found = summaries.summarize(with_constants(tmp_path, {"seed": [0]}, lambda trial: 0.25))
     lines = [line.split() for line in report.render(found).splitlines()]
     assert ["trials", "50.00", "50.00", "50.00"] in lines
     assert ["constant", "26.00", "27.00", "28.00"] in lines
@@ -277,7 +277,7 @@ def test_the_most_frequent_answer_of_a_sweep_over_seeds_alone_has_a_row(tmp_path
 def test_baselines_that_differ_are_told_by_what_they_depend_on(tmp_path):
     axes = {"benchmark.test_per_task": [8, 16], "method.rank": [4, 8], "seed": [0]}
     sweep = with_constants(tmp_path, axes, lambda trial: trial.values["benchmark.test_per_task"] / 100)
-    text = report.render(summaries.summarise(sweep), "markdown")
+    text = report.render(summaries.summarize(sweep), "markdown")
     name = short_names(axes)["benchmark.test_per_task"]
     for rows, first in ((8, "9.00"), (16, "17.00")):
         assert f"| constant ({label({name: rows})}) | - | {first} |" in text
@@ -291,7 +291,7 @@ def test_the_share_of_answers_that_were_generated_counts_rows(tmp_path):
         metrics = {"AP": 0.5, "generated_share": share, "answers_asked": asked}
         told = {"task": TASKS[seen - 1], "lineage": "a", "reused": False, "files": {}, "scores": {"sentiment": 0.5}}
         journal_of(trial).append("stage", tasks_seen=seen, metrics=metrics, **told)
-    assert summaries.summarise(sweep).cost.generated_share == pytest.approx(1010 / 2010)
+    assert summaries.summarize(sweep).cost.generated_share == pytest.approx(1010 / 2010)
 
 
 def test_an_axis_that_some_trials_lack_may_repeat_configurations(tmp_path):
@@ -307,7 +307,7 @@ def test_an_axis_that_some_trials_lack_may_repeat_configurations(tmp_path):
     sweep = open_sweep(sweep.path)
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
-    found = summaries.summarise(sweep, over=["method.gpm.energy"], baseline=["method=joint_lora"])
+    found = summaries.summarize(sweep, over=["method.gpm.energy"], baseline=["method=joint_lora"])
     assert [one.comparison is None for one in found.configurations] == [True, False]
 
 
@@ -317,7 +317,7 @@ def test_learning_accuracy_is_the_mean_score_of_tasks_when_new(tmp_path):
     for row in ([0.9], [0.5, 0.6], [0.1, 0.2, 0.3]):
         learn(trial, len(row), row)
     finish(trial, 0.2, 0.6)
-    (configuration,) = summaries.summarise(sweep).configurations
+    (configuration,) = summaries.summarize(sweep).configurations
     assert configuration.learning_accuracy.mean == pytest.approx((0.9 + 0.6 + 0.3) / 3)
 
 
@@ -329,12 +329,12 @@ def test_what_was_not_learned_alike_has_a_column(tmp_path):
         for seen, count in enumerate(steps, start=1):
             learn(trial, seen, 0.5, steps=count)
         finish(trial, 0.5, 0.0)
-    text = report.render(summaries.summarise(sweep))
+    text = report.render(summaries.summarize(sweep))
     cells = [line.split("  ") for line in text.splitlines()[4:8]]
     assert [line[-1].strip() for line in cells] == ["24", "24", "0 to 1,200", "-"]
     assert ["0.0003" in line for line in cells] == [True, False, True, False]
     assert "the same in all rows: trained 147,456\n" in text
-    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarise(sweep), "csv"))))
+    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarize(sweep), "csv"))))
     assert [row["steps"] for row in rows] == ["24", "24", "0 to 1200", ""]
 
 
@@ -346,7 +346,7 @@ def test_the_rate_has_no_second_column_beside_its_axis(tmp_path):
         none = trial.values["method.name"] == "zero_shot"
         start(trial)
         learn(trial, 1, 0.5, steps=0 if none else 24, trained=0 if none else 147_456)
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     no_rate, _, _, _, low, high = summary.configurations
     for found in ((no_rate, low, high), (no_rate, low)):
         lines = report.render(replace(summary, configurations=found)).splitlines()
@@ -360,7 +360,7 @@ def test_the_rate_has_no_second_column_beside_its_axis(tmp_path):
 def test_what_few_configurations_have_is_in_one_column(tmp_path):
     """A list of methods has an axis for each setting that one of them names; most cells would be empty."""
     axes = {"method.name": ["ewc", "lwf", "o_lora"], "method.ewc_lambda": [None, 100.0], "method.alpha_kd": [None, 0.5]}
-    summary = summaries.summarise(write_sweep(tmp_path, axes | {"seed": [0]}))
+    summary = summaries.summarize(write_sweep(tmp_path, axes | {"seed": [0]}))
     wanted = {"method=ewc ewc_lambda=100.0", "method=lwf alpha_kd=0.5", "method=o_lora"}
     three = replace(summary, configurations=[one for one in summary.configurations if label(one.values) in wanted])
     header, _, *rows = report.render(three).splitlines()[2:7]
@@ -376,7 +376,7 @@ def test_what_few_configurations_have_is_in_one_column(tmp_path):
 
 
 def test_what_no_stage_tells_is_unknown(tmp_path):
-    text = report.render(summaries.summarise(write_sweep(tmp_path, {"seed": [0]})))
+    text = report.render(summaries.summarize(write_sweep(tmp_path, {"seed": [0]})))
     assert "the same in all rows: trained unknown, rate 0.0003, steps unknown" in text
 
 
@@ -385,8 +385,8 @@ def test_orders_repeat_a_configuration_where_that_is_asked_for(tmp_path, order):
     sweep = write_sweep(tmp_path, {"method.rank": [8, 16], "benchmark.order": [1, 2], "seed": [0, 1]})
     for trial, average in zip(sweep, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), strict=True):
         run_to_end(trial, average, 0.0)
-    assert len(summaries.summarise(sweep).configurations) == 4
-    summary = summaries.summarise(sweep, over=[order])
+    assert len(summaries.summarize(sweep).configurations) == 4
+    summary = summaries.summarize(sweep, over=[order])
     assert summary.axes == ("rank",)
     assert [found.average_performance.mean for found in summary.configurations] == pytest.approx([0.25, 0.65])
     assert [found.n_finished for found in summary.configurations] == [4, 4]
@@ -398,9 +398,9 @@ def test_a_configuration_says_that_its_repetitions_share_trainings(tmp_path):
     sweep = write_sweep(tmp_path, axes, answering=["router.components"])
     for trial, average in zip(sweep, (0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.6, 0.6), strict=True):
         run_to_end(trial, average, 0.0)
-    alone = report.render(summaries.summarise(sweep))
+    alone = report.render(summaries.summarize(sweep))
     assert "trainings in common" not in alone
-    summary = summaries.summarise(sweep, over=["router.components"], baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, over=["router.components"], baseline=["method=seq_lora"])
     assert [(one.n_trainings, one.n_finished) for one in summary.configurations] == [(2, 4), (2, 4)]
     text = report.render(summary)
     assert "trainings in common (2 of n 4): the deviation is not one of as many trainings" in text
@@ -410,7 +410,7 @@ def test_a_configuration_says_that_its_repetitions_share_trainings(tmp_path):
 def test_an_axis_that_is_not_there_names_those_that_are(tmp_path):
     sweep = write_sweep(tmp_path, {"method.rank": [8], "seed": [0]})
     with pytest.raises(ConfigError, match=r"found 'order'; expected one of the sweep's axes: method.rank, seed"):
-        summaries.summarise(sweep, over=["order"])
+        summaries.summarize(sweep, over=["order"])
 
 
 @pytest.fixture
@@ -434,7 +434,7 @@ def routed(tmp_path):
             scores = dict.fromkeys(TASKS[:seen], 0.5)
             journal_of(trial).append("stage", tasks_seen=seen, task="x", lineage="y", scores=scores, metrics=metrics)
         journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.1}, files={})
-    return summaries.summarise(sweep)
+    return summaries.summarize(sweep)
 
 
 def test_the_routers_table(routed):
@@ -465,7 +465,7 @@ def test_an_unknown_format_names_the_known_ones(summary):
 
 @pytest.mark.parametrize("format", report.FORMATS)
 def test_a_sweep_that_has_not_begun_renders(tmp_path, format):
-    summary = summaries.summarise(write_sweep(tmp_path, {"seed": [0, 1]}))
+    summary = summaries.summarize(write_sweep(tmp_path, {"seed": [0, 1]}))
     assert report.render(summary, format)
     assert summary.best_average_performance is None
     assert summaries.curves(summary) is None
@@ -475,7 +475,7 @@ def test_latex_and_markdown_survive_special_characters(tmp_path):
     sweep = write_sweep(tmp_path, {"router.mode": ["soft_&", "a|b"], "seed": [0]})
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     assert r"soft\_\&" in report.render(summary, "latex")
     assert r"a\|b" in report.render(summary, "markdown")
 
@@ -522,7 +522,7 @@ def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
     sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
     for trial, average in zip(sweep, (0.3, 0.4, 0.5, 0.6, 0.7), strict=False):
         run_to_end(trial, average, 0.0)
-    curves = summaries.curves(summaries.summarise(sweep))
+    curves = summaries.curves(summaries.summarize(sweep))
     assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
     means, stds = curves.series["mode=soft"]
     np.testing.assert_allclose(means, [55.0, 35.0])
@@ -539,9 +539,9 @@ def test_a_row_of_which_seeds_have_failed_says_that_its_means_are_of_the_others(
     for trial, average in zip(trials, (0.3, 0.4, 0.5), strict=True):
         run_to_end(trial, average, 0.0)
     note = "where some trials of a row have failed and others have finished"
-    assert note not in report.render(summaries.summarise(sweep))
+    assert note not in report.render(summaries.summarize(sweep))
     journal_of(last).append("failed", kind="non_finite", message="the loss is nan", task="summary", step=120)
-    summary = summaries.summarise(sweep, baseline=["rank=4"])
+    summary = summaries.summarize(sweep, baseline=["rank=4"])
     assert report.render(summary).count(note) == 2, "under the table, and under that of differences"
     assert note in " ".join(together([summary, summary]).notes)
     assert [row["n_failed"] for row in report.records(summary)] == [0, 1]
@@ -553,14 +553,14 @@ def test_what_is_not_learned_task_after_task_is_named(tmp_path):
     first, second = sweep
     run_to_end(first, 0.5, 0.1)
     note = "all_first: everything is learned at the first stage, or nothing at all"
-    assert note not in report.render(summaries.summarise(sweep))
+    assert note not in report.render(summaries.summarize(sweep))
     start(second)
     for seen in (1, 2, 3):
         metrics = {"AP": 0.5, "FM": 0.0}
         scores = dict.fromkeys(TASKS[:seen], 0.5)
         second.journal.append("stage", tasks_seen=seen, task="x", lineage="first", scores=scores, metrics=metrics)
     second.journal.append("finished", metrics=metrics, files={})
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     reference = summary.configurations[1]
     assert (reference.learning_accuracy, reference.forgetting) == (None, None)
     assert list(reference.comparison.differences) == ["AP"]
@@ -578,7 +578,7 @@ def test_curves_leave_out_means_of_what_a_scheduler_has_left(tmp_path):
     for trial, average in zip(trials, (0.3, 0.4, 0.5), strict=True):
         run_to_end(trial, average, 0.0)
     journal_of(last).append("stopped", tasks_seen=1, reason="below the median")
-    ((means, _),) = summaries.curves(summaries.summarise(sweep)).series.values()
+    ((means, _),) = summaries.curves(summaries.summarize(sweep)).series.values()
     np.testing.assert_allclose(means, [np.nan, 35.0])
 
 
@@ -587,7 +587,7 @@ def test_curves_leave_out_trials_that_have_no_such_setting(tmp_path):
     sweep = write_sweep(tmp_path, {"backbone.targets": [["q", "v"]], "method.ortho_lambda": [None, 0.1, 0.0]})
     for trial, average in zip(sweep, (0.2, 0.3, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
-    curves = summaries.curves(summaries.summarise(sweep))
+    curves = summaries.curves(summaries.summarize(sweep))
     assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
     ((means, _),) = curves.series.values()
     np.testing.assert_allclose(means, [40.0, 30.0])
@@ -671,7 +671,7 @@ def test_trials_that_were_started_again_say_why(tmp_path, format):
         "started", attempt=3, node="node-b", versions={}, hardware="cpu", micro_batch_size=4, halved=["learning"]
     )
     start(second)
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     line = "seed=0 started again after node_lost, out_of_memory; now 4 rows in a forward pass"
     assert summary.started_again == (line,)
     assert line in report.render(summary, format)
@@ -688,7 +688,7 @@ def hostile(tmp_path):
     run_to_end(first, 0.5, 0.1)
     start(second)
     journal_of(second).append("failed", kind="error", message=HOSTILE, task="<b>t</b>", step=None)
-    return summaries.summarise(sweep)
+    return summaries.summarize(sweep)
 
 
 @pytest.mark.parametrize("format", report.FORMATS)
@@ -713,14 +713,14 @@ def test_csv_holds_no_formula(hostile, tmp_path):
     assert [row["benchmark"][0] for row in rows] == ["<", "'"]
     assert rows[1]["benchmark"] == "'=cmd()"
     numbers = write_sweep(tmp_path / "other", {"method.alpha": [-1.5, 2], "router.mode": ["-x", "+3"], "seed": [0]})
-    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarise(numbers), "csv"))))
+    rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarize(numbers), "csv"))))
     assert [(row["alpha"], row["mode"]) for row in rows][:2] == [("-1.5", "'-x"), ("-1.5", "+3")]
     assert report.score_matrix_csv(["@a"], [[0.5]]) == "after,'@a\n'@a,0.5\n"
 
 
 def test_latex_takes_no_bracket_for_an_argument(hostile, tmp_path):
     sweep = write_sweep(tmp_path / "other", {"benchmark.tasks": [["a"], ["b"]], "seed": [0]})
-    text = report.render(summaries.summarise(sweep), "latex")
+    text = report.render(summaries.summarize(sweep), "latex")
     assert '\n{[}"a"{]} & ' in text
     assert r"\textless{}img" in report.render(hostile, "latex")
 

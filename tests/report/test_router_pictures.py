@@ -25,7 +25,6 @@ from latent_sweep.report.interference_pictures import (
     overlap_figure,
 )
 from latent_sweep.report.page import render_page
-from latent_sweep.report.panels import COLUMN, PAGE, SMALL, short_number
 from latent_sweep.report.router_pictures import (
     confusion_figure,
     novelty_by_stage,
@@ -34,6 +33,7 @@ from latent_sweep.report.router_pictures import (
     reliability_figure,
     router_pictures,
 )
+from latent_sweep.report.style import COLUMN, PAGE, SMALL, short_number
 from latent_sweep.results.flips import choose_flips, flips
 from latent_sweep.results.interference import Bounds, Interference, interference
 from latent_sweep.results.routing import StoredRouter, confusion, own_task, reliability, routings

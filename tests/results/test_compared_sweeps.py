@@ -10,9 +10,9 @@ from latent_sweep import open_sweep
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.report import report
-from latent_sweep.report.sections import joint_sections, sections
+from latent_sweep.report.tables import joint_sections, sections
 from latent_sweep.results.columns import differing
-from latent_sweep.results.summaries import summarise_all
+from latent_sweep.results.summaries import summarize_all
 from latent_sweep.storage import folders
 from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
 
@@ -48,7 +48,7 @@ def cells(table, column):
 
 @pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
 def test_a_sweep_for_each_method_says_which(one_each, format):
-    text = report.render_all(summarise_all(one_each), format)
+    text = report.render_all(summarize_all(one_each), format)
     for name in METHODS if format != "latex" else ("SeqLoRA", "O-LoRA"):
         assert name in text.replace("cmp_", "").replace(r"\_", "_")
     if format == "csv":
@@ -56,7 +56,7 @@ def test_a_sweep_for_each_method_says_which(one_each, format):
 
 
 def test_the_column_is_in_every_table_of_every_sweep(one_each):
-    summaries = summarise_all(one_each, baseline=["method=seq_lora"])
+    summaries = summarize_all(one_each, baseline=["method=seq_lora"])
     together, differences = joint_sections(summaries)
     assert cells(together.table, "method") == ["o_lora", "seq_lora"]
     assert cells(differences.table, "method") == ["o_lora"]
@@ -65,7 +65,7 @@ def test_the_column_is_in_every_table_of_every_sweep(one_each):
 
 
 def test_a_baseline_may_be_in_another_sweep(one_each, capsys):
-    seq, other = summarise_all(one_each, baseline=["method=seq_lora"])
+    seq, other = summarize_all(one_each, baseline=["method=seq_lora"])
     assert seq.configurations[0].comparison is None
     comparison = other.configurations[0].comparison
     assert (comparison.n, comparison.differences["AP"].mean) == (2, pytest.approx(0.2))
@@ -83,7 +83,7 @@ def test_each_sweep_is_compared_with_its_own_baseline_where_it_has_one(tmp_path)
         for trial in sweep:
             run_to_end(trial, METHODS[trial.values["method.name"]] + shift, 0.0)
         sweeps.append(sweep)
-    for summary in summarise_all(sweeps, baseline=["method=seq_lora"]):
+    for summary in summarize_all(sweeps, baseline=["method=seq_lora"]):
         assert summary.apart == ()
         assert summary.configurations[1].comparison.differences["AP"].mean == pytest.approx(0.2)
 
@@ -155,4 +155,4 @@ def test_settings_of_an_axis_with_the_same_short_name_keep_their_paths(tmp_path)
     first = write_sweep(tmp_path, {"method.steps": [1, 2], "seed": [0]}, name="first")
     second = with_params(write_sweep(tmp_path, {"seed": [0]}, name="second"), **{"training.steps": 9})
     first = with_params(first, **{"training.steps": 8})
-    assert [summary.axes for summary in summarise_all([first, second])] == [("method.steps", "training.steps")] * 2
+    assert [summary.axes for summary in summarize_all([first, second])] == [("method.steps", "training.steps")] * 2

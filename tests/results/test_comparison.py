@@ -14,7 +14,7 @@ from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.labels import label
 from latent_sweep.report import report
-from latent_sweep.report.sections import sections
+from latent_sweep.report.tables import sections
 from latent_sweep.results import summaries
 from latent_sweep.results.comparison import Difference
 from latent_sweep.results.frames import SweepResults
@@ -37,7 +37,7 @@ def section(summary, name):
 
 def compared(sweep, *baseline, over=()):
     """The comparison of each configuration, by its label."""
-    summary = summaries.summarise(sweep, over, baseline)
+    summary = summaries.summarize(sweep, over, baseline)
     return {label(found.values): found.comparison for found in summary.configurations}
 
 
@@ -89,7 +89,7 @@ def test_what_is_equal_cannot_be_told_apart(tmp_path):
         run_with_rows(trial, rows_of(0.5, trial.values["seed"]), 0.2)
     comparison = compared(sweep, "method=seq_lora")["method=o_lora"]
     assert comparison.differences["AP"].interval == comparison.differences["FM"].interval == (0.0, 0.0)
-    text = report.render(summaries.summarise(sweep, baseline=["method=seq_lora"]))
+    text = report.render(summaries.summarize(sweep, baseline=["method=seq_lora"]))
     assert text.count("+0.00 [+0.00, +0.00] n.s.") == 4
 
 
@@ -106,7 +106,7 @@ def test_without_rows_repetitions_alone_are_taken(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5 + 0.01 * number**2, 0.0)
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.differences["AP"].resampled == "repetitions"
     assert "from repetitions alone: Student's t over them" in report.render(summary)
 
@@ -123,7 +123,7 @@ def test_other_test_rows_are_no_pairs(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     for trial in sweep:
         run_with_rows(trial, rows_of(0.5, 0, n=30 if trial.values["method.name"] == "o_lora" else 40))
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     found = summary.configurations[1].comparison.differences["AP"]
     assert (found.resampled, found.interval) == ("nothing", None), "and equal differences say nothing of how they vary"
     assert "without brackets: all pairs have the same difference" in report.render(summary)
@@ -140,7 +140,7 @@ def test_one_repetition_tells_of_rows_alone(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
         run_with_rows(trial, rows_of(0.2 + 0.6 * number, 0), 0.1)
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
     assert comparison.differences["AP"].resampled == "rows"
     assert comparison.differences["AP"].told_apart
@@ -152,7 +152,7 @@ def test_one_repetition_without_rows_has_no_interval(tmp_path):
     sweep = write_sweep(tmp_path, AXES | {"seed": [0]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5 + 0.1 * number, 0.0)
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     comparison = summary.configurations[1].comparison
     assert (comparison.differences["AP"].resampled, comparison.differences["AP"].interval) == ("nothing", None)
     assert "o_lora  1  +10.00  +10.00  +0.00  +0.00\n" in report.render(summary)
@@ -161,7 +161,7 @@ def test_one_repetition_without_rows_has_no_interval(tmp_path):
 def test_before_anything_has_finished_there_is_nothing_to_compare(tmp_path):
     sweep = write_sweep(tmp_path, AXES)
     start(next(iter(sweep)))
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[1].comparison.differences == {}
     assert all(report.render(summary, format) for format in report.FORMATS)
 
@@ -172,7 +172,7 @@ def test_intervals_that_are_there_are_counted(tmp_path):
     for trial in sweep:
         if trial.values["method.rank"] < 16:
             run_with_rows(trial, rows_of(0.5, trial.values["method.rank"]))
-    text = report.render(summaries.summarise(sweep, baseline=["rank=4"]))
+    text = report.render(summaries.summarize(sweep, baseline=["rank=4"]))
     assert text.count("[") == 3, "LA has the same difference in both pairs"
     assert "3 intervals, not corrected for their number: of those without a true difference, at least one in" in text
 
@@ -198,7 +198,7 @@ def test_few_pairs_are_said_to_be_few(tmp_path):
                 run_with_rows(trial, rows_of(0.5, trial.values["seed"]))
             else:
                 run_to_end(trial, 0.5, 0.0)
-        text = report.render(summaries.summarise(sweep, baseline=["method=seq_lora"]))
+        text = report.render(summaries.summarize(sweep, baseline=["method=seq_lora"]))
         assert (note in text) == told, (n, with_rows)
         assert ("hierarchical bootstrap" in text) == with_rows
 
@@ -287,7 +287,7 @@ def test_a_single_task_has_nothing_to_forget(tmp_path, monkeypatch):
     found = compared(sweep, "method=seq_lora")["method=o_lora"].differences
     assert set(found) == {"AP", "LA"}
     assert found["LA"].resampled == "repetitions and rows"
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     assert summary.configurations[0].forgetting is None
     (row,) = section(summary, "compared").table.rows
     assert [cell.text for cell in row[-2:]] == ["-", "-"]
@@ -421,7 +421,7 @@ def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_p
     assert found.n == 2
     assert found.differences["AP"].mean == pytest.approx((0.15 + 0.06) / 2)
     assert found.differences["AP"].resampled == "repetitions and rows"
-    text = report.render(summaries.summarise(sweep, ["K"], ["mode=oracle"]))
+    text = report.render(summaries.summarize(sweep, ["K"], ["mode=oracle"]))
     assert "where only one of the two reads K, the trials of the other are averaged over it" in text
     assert compared(sweep, "mode=oracle")["mode=soft K=5"].n == 2
 
@@ -495,7 +495,7 @@ def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
     told = [("soft", "input_only", None), ("soft", "prompt", None), ("oracle", None, None)]
-    summary = summaries.summarise(sweep, baseline=["mode=soft", "router.scope=prompt"])
+    summary = summaries.summarize(sweep, baseline=["mode=soft", "router.scope=prompt"])
     records = report.records(summary)
     assert [(row["mode"], row["scope"], row["tasks"]) for row in records] == told
     assert [row["baseline"] for row in records] == ["scope=prompt", None, "scope=prompt"]
@@ -544,7 +544,7 @@ def test_a_comparison_tells_of_trials_that_were_stopped(tmp_path):
         run_to_end(trial, 0.5, 0.0)
     start(last)
     last.journal.append("stopped", tasks_seen=1, reason="others had a higher AP")
-    text = report.render(summaries.summarise(sweep, (), ["method=seq_lora"]))
+    text = report.render(summaries.summarize(sweep, (), ["method=seq_lora"]))
     assert "a scheduler has stopped some trials, the worse ones: a difference of what is left" in text
 
 
@@ -565,7 +565,7 @@ def test_a_baseline_that_is_not_one_names_what_there_is(tmp_path, wanted, expect
 
 
 def test_the_tables_of_all_formats(sweep):
-    summary = summaries.summarise(sweep, baseline=["method=seq_lora"])
+    summary = summaries.summarize(sweep, baseline=["method=seq_lora"])
     difference = summary.configurations[1].comparison.differences["AP"]
     low, high = (round(100 * bound, 2) for bound in difference.interval)
     cell = f"{100 * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
@@ -593,7 +593,7 @@ def test_the_tables_of_all_formats(sweep):
 
 
 def test_without_a_baseline_nothing_is_said_of_differences(sweep):
-    summary = summaries.summarise(sweep)
+    summary = summaries.summarize(sweep)
     assert not any("ifference" in report.render(summary, format) for format in report.FORMATS)
 
 

@@ -61,7 +61,7 @@ def reproduced(tmp_path, monkeypatch):
     )
     for trial, average in zip(sweep, (0.50, 0.48, 0.3, 0.3), strict=True):
         run_to_end(trial, average, 0.02)
-    return summaries.summarise(sweep)
+    return summaries.summarize(sweep)
 
 
 def test_the_gap_is_ours_minus_the_papers(reproduced):
@@ -76,10 +76,10 @@ def test_what_makes_less_of_the_cell_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("latent_sweep.results.published.TASKS", 3)
     sweep = write_sweep(tmp_path, {"router.mode": ["soft"], "benchmark.train_per_task": [96], "seed": [0]})
     run_to_end(next(iter(sweep)), 0.5, 0.0)
-    assert "benchmark.train_per_task=96\n" in report.render(summaries.summarise(sweep))
+    assert "benchmark.train_per_task=96\n" in report.render(summaries.summarize(sweep))
 
 
 def test_without_a_cell_there_is_no_such_section(tmp_path):
     sweep = write_sweep(tmp_path, {"seed": [0]})
     run_to_end(next(iter(sweep)), 0.5, 0.0)
-    assert "paper" not in report.render(summaries.summarise(sweep))
+    assert "paper" not in report.render(summaries.summarize(sweep))

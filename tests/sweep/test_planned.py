@@ -331,7 +331,7 @@ def test_a_table_says_what_its_trials_were_not_all_computed_with(tmp_path, bench
     assert f"Not all trials were computed alike\n\n{expected}" in printed
     assert main(["verify", str(tmp_path / "runs" / "tiny")]) == 0
     assert f"not all trials were computed alike: {expected}" in capsys.readouterr().out
-    summary = summaries.summarise(sweep_folder(tmp_path))
+    summary = summaries.summarize(sweep_folder(tmp_path))
     assert f"- {expected}" in report.render(summary, "markdown")
     assert f"% Not all trials were computed alike: {expected}" in report.render(summary, "latex")
     assert f"{real('torch')} and 9.9.9" in report.render(summary, "csv")

@@ -13,7 +13,7 @@ from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.report.report import FORMATS, render
 from latent_sweep.results.compute_used import covered
-from latent_sweep.results.summaries import summarise
+from latent_sweep.results.summaries import summarize
 from latent_sweep.storage import objects
 from latent_sweep.storage.checksummed import sealed_json
 from latent_sweep.storage.folders import open_sweep
@@ -247,7 +247,7 @@ def with_run(sweep, **run):
 
 
 def test_hours_at_work_are_told_by_hardware(told):
-    assert summarise(told).spent == (
+    assert summarize(told).compute_used == (
         ("CPU-hours", 2.0, 2.0, None),
         ("GPU-hours of NVIDIA A100-SXM4-80GB", 4.0, 4.0, None),
         ("GPU-hours of NVIDIA H100 80GB HBM3", 2.0, 2.0, None),
@@ -260,7 +260,7 @@ def test_hours_at_work_end_before_the_driver_says_that_a_scheduler_has_stopped(t
     journal_of(trial).append("started", time=0.0, attempt=1, node="a", pid=1, versions={}, hardware=CPU)
     journal_of(trial).append("failed", time=1800.0, kind="error", message="no", task=None, step=None)
     journal_of(trial).append("stopped", time=36_000.0, tasks_seen=1, reason="others had a higher AP")
-    assert summarise(sweep).spent == (("CPU-hours", 2.0, 2.0, None),)  # half an hour with four threads
+    assert summarize(sweep).compute_used == (("CPU-hours", 2.0, 2.0, None),)  # half an hour with four threads
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ def test_a_report_says_what_it_came_to(told):
         "2.0 CPU-hours (0.10), 2.0 GPU-hours of NVIDIA A100-SXM4-80GB (8.00), "
         "1.0 GPU-hours of NVIDIA H100 80GB HBM3 (1.00); 9.10 together"
     )
-    assert said in render(summarise(sweep))
+    assert said in render(summarize(sweep))
     for name in FORMATS:
-        render(summarise(sweep), name)
+        render(summarize(sweep), name)
 
 
 def test_a_run_keeps_its_prices_for_the_report_and_reports_what_it_took(tmp_path, capsys):
@@ -295,6 +295,6 @@ def test_a_run_keeps_its_prices_for_the_report_and_reports_what_it_took(tmp_path
     (trial,) = sweep
     events = trial.events()
     hours = (events[-1]["time"] - events[0]["time"]) * events[0]["hardware"]["threads"] / 3600
-    (item,) = summarise(sweep).spent
+    (item,) = summarize(sweep).compute_used
     assert item == ("CPU-hours", pytest.approx(hours), pytest.approx(hours), 36000.0)
     assert items_text([item]) in capsys.readouterr().out

@@ -8,7 +8,7 @@ from helpers.sweeps import sweep_folder, tiny, write, write_benchmark
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError
 from latent_sweep.execution.driver import run_sweep, write_sweep
-from latent_sweep.results.summaries import summarise
+from latent_sweep.results.summaries import summarize
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.storage import open_storage
 from latent_sweep.sweep.config import load_sweep, parse_sweep
@@ -322,7 +322,7 @@ def test_what_candidates_learn_together_is_spent_once(changes, steps, tmp_path):
     assert run_sweep(write(tmp_path, content), local=True) == 0
     (chosen,) = read_tuning(sweep_folder(tmp_path))
     assert sorted(tried.steps for tried in chosen.tried) == steps
-    summary = summarise(open_sweep(tmp_path / "runs" / "tiny-tuning"))
+    summary = summarize(open_sweep(tmp_path / "runs" / "tiny-tuning"))
     assert summary.cost.learned == sum(steps) // 4
     assert sum(tried.seconds for tried in chosen.tried) == pytest.approx(
         summary.cost.seconds_learning + summary.cost.seconds_answering

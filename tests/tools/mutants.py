@@ -256,7 +256,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "published::test_a_configuration_is_a_cell_of_the_paper_or_none",
     ),
     _mutant(
-        "report/sections.py",
+        "report/tables.py",
         "of configurations with one label the last has its rank",
         "return {name: alike[0] for name, alike in found.items() if len(alike) == 1}",
         "return {name: alike[-1] for name, alike in found.items()}",
@@ -389,7 +389,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "comparison::test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it",
     ),
     _mutant(
-        "report/sections.py",
+        "report/tables.py",
         "what is tested on other tasks is ranked together",
         "(_place(first[name]), _place(second[name]))",
         '("", "")',

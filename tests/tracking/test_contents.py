@@ -4,7 +4,7 @@ import pytest
 from helpers.sweep_folders import journal_of, start, write_sweep
 
 from latent_sweep.results.definition import defined_events
-from latent_sweep.results.summaries import summarise
+from latent_sweep.results.summaries import summarize
 from latent_sweep.storage.folders import TrialFolder
 from latent_sweep.tracking.contents import _history, configuration_contents, trial_content, unsent
 
@@ -72,7 +72,7 @@ def test_a_tracker_gets_no_measure_that_is_not_defined(tmp_path, planned):
     found = {(point.key, point.step) for point in trial_content(sweep, trial, trial.events()).history}
     others = {key for key, step in found if step > 1 or planned}
     assert "AP" in others and others.isdisjoint({"FM", "BWT", "FM_scorer"})
-    (summary,) = configuration_contents(sweep, summarise(sweep))
+    (summary,) = configuration_contents(sweep, summarize(sweep))
     assert {point.key for point in summary.history} == {"n", "AP_mean"}
     events = trial.events()
     for count in range(len(events)):  # or a tracker would hold points that nothing says any more

@@ -13,7 +13,7 @@ from helpers.tiny import journal_at
 
 from latent_sweep.cli.main import main
 from latent_sweep.errors import StoreError
-from latent_sweep.monitor.lines import summary
+from latent_sweep.monitor.log_lines import summary
 from latent_sweep.monitor.state import SweepWatch
 from latent_sweep.storage.checksummed import is_sealed, read_sealed_json, write_sealed_json
 from latent_sweep.storage.folders import open_sweep

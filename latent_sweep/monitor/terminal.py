@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from latent_sweep.monitor.lines import (
+from latent_sweep.monitor.log_lines import (
     best_text,
     doing_text,
     duration,

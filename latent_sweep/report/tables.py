@@ -69,7 +69,7 @@ def sections(summary: Summary) -> list[Section]:
         "tuned": ("Chosen by tuning, by average performance on rows held out of the training rows", summary.tuned),
         "ended": ("Ended early", ended_lines(summary)),
         "again": ("Started again", summary.started_again),
-        "spent": ("Workers were at work", [items_text(summary.spent)] if summary.spent else []),
+        "compute": ("Compute used", [items_text(summary.compute_used)] if summary.compute_used else []),
         "alike": (NOT_ALIKE, list(mixed_lines(summary))),
     }
     told = [Section(name, title, None, lines) for name, (title, lines) in lists.items() if lines]

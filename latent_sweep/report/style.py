@@ -1,6 +1,6 @@
 """How pictures of evidence look: sizes of a paper's page, one palette, heat maps with numbers in their cells.
 
-Every picture stays readable in grey and to people who confuse colours: lightness alone tells values apart, and lines
+Every picture stays readable in gray and to people who confuse colors: lightness alone tells values apart, and lines
 also differ in marker and dash. Text is at least `SMALL` points at the size of the figure. Pyplot is never used.
 """
 
@@ -23,9 +23,9 @@ COLUMN, PAGE = 3.3, 6.8
 SMALL, NORMAL = 7.0, 8.0
 """Font sizes in points."""
 INK, FAINT = "#333333", "#d9d9d9"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 """Okabe and Ito's, without the yellow that vanishes on white."""
-GREYS = ("#f0f0f0", "#9e9e9e", "#4d4d4d")
+GRAYS = ("#f0f0f0", "#9e9e9e", "#4d4d4d")
 MARKERS, DASHES = "osD^vPX", ("-", "--", ":", "-.")
 _DPI = 160
 
@@ -72,8 +72,8 @@ def draw_cells(
     """
     for (i, j), value in np.ndenumerate(values):
         if not np.isnan(value):
-            colour = "white" if dark[i, j] else INK
-            axes.text(j, i, written(value), ha="center", va="center", color=colour, fontsize=size)
+            color = "white" if dark[i, j] else INK
+            axes.text(j, i, written(value), ha="center", va="center", color=color, fontsize=size)
 
 
 def decimals(digits: int) -> Callable[[float], str]:
@@ -90,7 +90,7 @@ def heat_map(
     norm: Normalize,
     label: str,
 ) -> None:
-    """Draw a matrix, each cell in a colour and with its number; NaN leaves a cell blank.
+    """Draw a matrix, each cell in a color and with its number; NaN leaves a cell blank.
 
     Args:
         rows: what stands at the left of each row.
@@ -98,7 +98,7 @@ def heat_map(
         values: (rows, columns).
         written: the text of a cell.
         norm: from the least value to the largest; logarithmic where it is a `LogNorm`.
-        label: what the colours mean, with its unit.
+        label: what the colors mean, with its unit.
     """
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap="YlGnBu", norm=norm, aspect="auto")
@@ -131,7 +131,7 @@ def positions(n_tasks: int) -> list[str]:
 
 
 def norm_of(values: npt.NDArray[np.float64]) -> Normalize:
-    """Colours from zero, or by order of magnitude where values span several; zero has the lightest in any case."""
+    """Colors from zero, or by order of magnitude where values span several; zero has the lightest in any case."""
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         return Normalize(0, 1)
