@@ -141,12 +141,12 @@ def _into_mlflow(options: argparse.Namespace) -> list[str]:
     """Log a trial's model in the run of its sweep; returns the address that MLflow loads it from."""
     from latent_sweep.deploy.model import ContinualModel
     from latent_sweep.storage.folders import open_sweep
-    from latent_sweep.tracking.mlflow import MlflowMirror, mirror_for
+    from latent_sweep.tracking.mlflow import MlflowTracker, tracker_for
     from latent_sweep.tracking.mlflow_model import write_mlflow_model
 
     sweep = open_sweep(options.folder)
-    mirror = mirror_for(options.uri or sweep.tracking_uri, sweep, options.allow_insecure)
-    if not isinstance(mirror, MlflowMirror):
+    mirror = tracker_for(options.uri or sweep.tracking_uri, sweep, options.allow_insecure)
+    if not isinstance(mirror, MlflowTracker):
         raise ConfigError(f"{options.folder}: its sweep file says tracking.uri: none; name a tracker with --uri")
     write_mlflow_model(ContinualModel.from_sweep(options.folder, options.trial, options.device), sweep)
     mirror.close()

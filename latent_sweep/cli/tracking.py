@@ -19,7 +19,7 @@ from latent_sweep.security import printable
 
 if TYPE_CHECKING:
     from latent_sweep.storage.folders import SweepFolder
-    from latent_sweep.tracking.mlflow import MlflowMirror, NullMirror
+    from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker
     from latent_sweep.tracking.verify import Verdict
 
 
@@ -70,7 +70,7 @@ def _sync(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from latent_sweep.tracking.mlflow import MlflowMirror
+    from latent_sweep.tracking.mlflow import MlflowTracker
     from latent_sweep.tracking.verify import repair_disk, repair_tracker, verify_disk, verify_tracker
 
     folder, mirror = _tracked_sweep(options)
@@ -99,7 +99,7 @@ def _verify(options: argparse.Namespace) -> int:
             print("fetched again from the object store")
     elif disk.faults:
         return ended(1, _UNCHANGED)
-    if not isinstance(mirror, MlflowMirror):
+    if not isinstance(mirror, MlflowTracker):
         return ended(0)
     if options.uri is None:
         _check_place(mirror.uri)
@@ -134,9 +134,9 @@ def _check_place(uri: str) -> None:
         )
 
 
-def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowMirror | NullMirror]:
+def _tracked_sweep(options: argparse.Namespace) -> tuple[SweepFolder, MlflowTracker | NullTracker]:
     from latent_sweep.storage.folders import open_sweep
-    from latent_sweep.tracking.mlflow import mirror_for
+    from latent_sweep.tracking.mlflow import tracker_for
 
     folder = open_sweep(options.folder)
-    return folder, mirror_for(options.uri or folder.tracking_uri, folder, options.allow_insecure)
+    return folder, tracker_for(options.uri or folder.tracking_uri, folder, options.allow_insecure)

@@ -180,7 +180,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     from latent_sweep.report.report import render
     from latent_sweep.report.tables import PAGE_FILE
     from latent_sweep.results.summaries import summarize
-    from latent_sweep.tracking.mlflow import MirrorThread, mirror_for
+    from latent_sweep.tracking.mlflow import SyncThread, tracker_for
 
     failed = _failed(packs, SweepFolder(storage, sweep.name)) if how.only_failed else None
     if failed == []:
@@ -195,9 +195,9 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
     elif missing < trainings:
         say(f"{trainings - missing} of {trainings} trainings are complete in {folder.path}")
     keep_reserve(folder.path)
-    mirror = mirror_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
+    mirror = tracker_for(sweep.run.tracking.uri, folder, sweep.run.allow_insecure)
     with screen_for(folder, log=True) as screen:
-        thread = MirrorThread(mirror, tell=screen.tell)
+        thread = SyncThread(mirror, tell=screen.tell)
         thread.start()
         try:
             if todo:

@@ -125,7 +125,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class FoundRun:
+class StoredRun:
     """One run of this sweep as MLflow holds it."""
 
     run_id: str
@@ -142,7 +142,7 @@ class FoundRun:
     """Where they lie."""
 
 
-class MlflowMirror:
+class MlflowTracker:
     """Brings one sweep into MLflow and keeps it current.
 
     Not thread-safe: one thread at a time. Several processes may mirror one sweep: they take turns. Every method that
@@ -234,7 +234,7 @@ class MlflowMirror:
             for run in (run for lives in old for run in lives.values()):
                 self._client.delete_run(run.run_id)
 
-    def read(self) -> list[FoundRun]:
+    def read(self) -> list[StoredRun]:
         """All runs of this sweep as they are now; changes nothing.
 
         Raises:
@@ -250,7 +250,7 @@ class MlflowMirror:
             mine = [run for run in runs if run.data.tags.get("sweep_id") == self.sweep.sweep_id]
             return [_read_run(client, run, self.uri) for run in mine]
 
-    def read_artifact(self, run: FoundRun, path: str) -> bytes:
+    def read_artifact(self, run: StoredRun, path: str) -> bytes:
         """The content of one artifact.
 
         Raises:
@@ -604,7 +604,7 @@ class MlflowMirror:
         return any(key == point.key and step > point.step for key, step in run.logged)
 
 
-class NullMirror:
+class NullTracker:
     """The mirror of a sweep that is not tracked: every method does nothing."""
 
     def open(self) -> None:
@@ -636,7 +636,7 @@ def tracking_uri(uri: str | None) -> str:
     return uri or os.environ.get(TRACKING_VARIABLE) or DEFAULT_URI
 
 
-def mirror_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False) -> MlflowMirror | NullMirror:
+def tracker_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False) -> MlflowTracker | NullTracker:
     """The mirror that the sweep file's `tracking: {uri: ...}` asks for; `none` asks for no tracking.
 
     Raises:
@@ -644,15 +644,15 @@ def mirror_for(uri: str | None, sweep: SweepFolder, allow_insecure: bool = False
             missing.
     """
     if uri == "none":
-        return NullMirror()
-    mirror = MlflowMirror(uri, sweep, allow_insecure)
+        return NullTracker()
+    mirror = MlflowTracker(uri, sweep, allow_insecure)
     if faults := address_faults(mirror.uri) or place_faults(mirror.uri):
         raise ConfigError(f"tracker: {'; '.join(faults)}")
     check_tracking_address(mirror.uri, allow_insecure)
     return mirror
 
 
-class MirrorThread:
+class SyncThread:
     """Keeps a mirror current from one background thread, so that a slow or dead tracker never holds up training.
 
     `start` returns at once; `stop` is the only place that waits. A failure is reported once, then tried again with
@@ -661,7 +661,7 @@ class MirrorThread:
 
     def __init__(
         self,
-        mirror: MlflowMirror | NullMirror,
+        mirror: MlflowTracker | NullTracker,
         *,
         interval_seconds: float = 5.0,
         longest_pause_seconds: float = 60.0,
@@ -836,11 +836,11 @@ def _identity(run: Any) -> tuple[str, str, str]:
     return kind, tags.get(KEY_TAG.get(kind, ""), ""), tags.get("journal", "")
 
 
-def _read_run(client: Any, run: Any, uri: str) -> FoundRun:
+def _read_run(client: Any, run: Any, uri: str) -> StoredRun:
     run_id = run.info.run_id
     kind, key, _ = _identity(run)
     points = [point for metric in run.data.metrics for point in _history(client, run_id, metric)]
-    return FoundRun(
+    return StoredRun(
         run_id=run_id,
         kind=kind,
         key=key,

@@ -33,7 +33,7 @@ from latent_sweep.tracking.contents import (
     sweep_content,
     trial_content,
 )
-from latent_sweep.tracking.mlflow import FoundRun, MlflowMirror
+from latent_sweep.tracking.mlflow import MlflowTracker, StoredRun
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def _settings_fault(path: Path, params: Mapping[str, object]) -> str | None:
 # --- the tracker -----------------------------------------------------------------------------------------------------
 
 
-def verify_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> Verdict:
+def verify_tracker(sweep: SweepFolder, mirror: MlflowTracker) -> Verdict:
     """Whether MLflow holds exactly what the journals say: runs, params, tags, status, every metric point, artifacts.
 
     Artifacts are compared byte for byte, snapshots by size, pictures by name. Params, tags and artifacts that others
@@ -219,7 +219,7 @@ def verify_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> Verdict:
     return Verdict([text for _, text in _tracker_faults(sweep, mirror, counts)], counts)
 
 
-def repair_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> None:
+def repair_tracker(sweep: SweepFolder, mirror: MlflowTracker) -> None:
     """Bring MLflow all that it lacks, and put new runs in the place of those that still differ.
 
     Raises:
@@ -232,10 +232,10 @@ def repair_tracker(sweep: SweepFolder, mirror: MlflowMirror) -> None:
 
 
 def _tracker_faults(
-    sweep: SweepFolder, mirror: MlflowMirror, counts: Counter[str]
+    sweep: SweepFolder, mirror: MlflowTracker, counts: Counter[str]
 ) -> Iterator[tuple[tuple[str, str], str]]:
     """Find everything that differs, with kind and key of its run, and count what is looked at."""
-    found: dict[tuple[str, str], list[FoundRun]] = {}
+    found: dict[tuple[str, str], list[StoredRun]] = {}
     for run in mirror.read():
         found.setdefault((run.kind, run.key), []).append(run)
     parents = [run.run_id for run in found.get(("sweep", sweep.sweep_id), [])]
@@ -271,7 +271,7 @@ def _contents(sweep: SweepFolder) -> Iterator[RunContent]:
 
 
 def _faults(
-    content: RunContent, tags: Mapping[str, str], run: FoundRun, read: Callable[[FoundRun, str], bytes]
+    content: RunContent, tags: Mapping[str, str], run: StoredRun, read: Callable[[StoredRun, str], bytes]
 ) -> Iterator[str]:
     if run.status != content.status:
         yield f"found status {run.status}; expected {content.status}"

@@ -14,7 +14,7 @@ from latent_sweep.backbones.files import embedded_folder
 from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_rows
-from latent_sweep.tracking.mlflow import MlflowMirror
+from latent_sweep.tracking.mlflow import MlflowTracker
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,7 +75,7 @@ print(json.dumps(loaded.predict(pd.DataFrame(json.loads(sys.argv[3]))).to_dict("
 def test_pyfunc_answers_as_the_sweep(trained):
     sweep, uri, answered = trained
     rows = [{"text": text, "task": task} for task, (texts, _) in answered.items() for text in texts]
-    found = run_fresh(PYFUNC, uri, MlflowMirror(uri, sweep).model_uri(), json.dumps(rows))
+    found = run_fresh(PYFUNC, uri, MlflowTracker(uri, sweep).model_uri(), json.dumps(rows))
     assert [row["answer"] for row in found] == [text for _, predictions in answered.values() for text in predictions]
     assert [row["task"] for row in found] == [row["task"] for row in rows]
 

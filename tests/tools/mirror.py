@@ -31,7 +31,7 @@ from helpers.sweeps import family
 
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.tracking.contents import RunContent, run_tags, trial_content
-from latent_sweep.tracking.mlflow import MlflowMirror
+from latent_sweep.tracking.mlflow import MlflowTracker
 
 SEEDS = 3
 CONNECTIONS = 8
@@ -67,7 +67,7 @@ def compare(server: Server, folder: Path, options: argparse.Namespace) -> None:
         sweep = write_sweep(folder / "runs", axes, name=f"sweep-{time.time_ns()}")
         run_copies(sweep, options.tasks)
         trials = len(list(sweep))
-        mirror = MlflowMirror(server.uri, sweep)
+        mirror = MlflowTracker(server.uri, sweep)
         own, busy = time.process_time(), cpu_seconds(server)
         ours = trials / seconds(mirror.close)
         own, busy = time.process_time() - own, cpu_seconds(server) - busy

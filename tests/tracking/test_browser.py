@@ -8,7 +8,7 @@ from helpers.mlflow_server import Server, empty_database
 from helpers.sweep_folders import run_to_end, write_sweep
 
 from latent_sweep.cli.main import main
-from latent_sweep.tracking.mlflow import MlflowMirror
+from latent_sweep.tracking.mlflow import MlflowTracker
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -129,7 +129,7 @@ def served(sweep, tmp_path):
     server = Server(tmp_path / "server", empty_database(tmp_path))
     server.start()
     try:
-        mirror = MlflowMirror(server.uri, sweep)
+        mirror = MlflowTracker(server.uri, sweep)
         mirror.open()
         mirror.close()
         yield server, mirror.link()

@@ -25,7 +25,7 @@ from latent_sweep.report import figures
 from latent_sweep.storage.checksummed import sealed_json
 from latent_sweep.sweep.tuning import TUNING
 from latent_sweep.tracking import mlflow as mlflow_mirror
-from latent_sweep.tracking.mlflow import MirrorThread, MlflowMirror, NullMirror, mirror_for
+from latent_sweep.tracking.mlflow import MlflowTracker, NullTracker, SyncThread, tracker_for
 from latent_sweep.tracking.verify import repair_tracker, verify_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -103,7 +103,7 @@ WHOLE_TRIAL = {
 
 
 def test_a_trial_arrives_step_by_step(uri, sweep, client):
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.open()
     assert mirror.sync() == 0
     assert runs_of(client, sweep, "trial") == []
@@ -136,7 +136,7 @@ def test_a_trial_arrives_step_by_step(uri, sweep, client):
 def test_a_finished_trial_brings_its_files(uri, sweep, client):
     trial = next(iter(sweep))
     run_to_end(trial, 0.5, 0.1)
-    MlflowMirror(uri, sweep).sync()
+    MlflowTracker(uri, sweep).sync()
     (run,) = runs_of(client, sweep, "trial")
     assert run.info.status == "FINISHED"
     assert run.info.end_time == round(1000 * trial.events()[-1]["time"])
@@ -157,10 +157,10 @@ def test_a_stage_scored_again_replaces_what_was_shown(uri, sweep, client):
     trial = next(iter(sweep))
     start(trial)
     learn(trial, 1, 0.5)
-    MlflowMirror(uri, sweep).sync()
+    MlflowTracker(uri, sweep).sync()
     learn(trial, 1, 0.75)  # its data changed, and the same stage was scored again
-    assert MlflowMirror(uri, sweep).sync() == 1
-    assert MlflowMirror(uri, sweep).sync() == 0
+    assert MlflowTracker(uri, sweep).sync() == 1
+    assert MlflowTracker(uri, sweep).sync() == 0
     (run,) = runs_of(client, sweep, "trial")
     assert run.data.metrics["AP"] == 0.75
 
@@ -214,9 +214,9 @@ def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path
         run_to_end(next(iter(sweep)), 0.5, 0.1)
         with monkeypatch.context() as patch, contextlib.suppress(TrackingError):
             crashing = Crashing(patch, crash_at)
-            MlflowMirror(uri, sweep).close()
+            MlflowTracker(uri, sweep).close()
         crashed = crashing.writes_left <= 0
-        MlflowMirror(uri, sweep).close()
+        MlflowTracker(uri, sweep).close()
     assert len(sweeps) > 10
     # looked at in the end, because MLflow finds the runs of many experiments as fast as those of one
     experiments = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
@@ -234,23 +234,23 @@ def test_whatever_write_a_crash_follows_nothing_is_doubled(uri, client, tmp_path
 def test_mlflow_writes_the_tags_of_a_batch_when_its_points_are_there(uri, sweep, client, tmp_path):
     """Hence the mark may travel with what it speaks of: a server that is killed in between leaves no mark."""
     start(trial := next(iter(sweep)))
-    MlflowMirror(uri, sweep).sync()
+    MlflowTracker(uri, sweep).sync()
     learn(trial, 1, 0.5)
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         database.execute("CREATE TRIGGER no_points BEFORE INSERT ON metrics BEGIN SELECT RAISE(FAIL, 'full'); END")
         with pytest.raises(TrackingError, match="full"):
-            MlflowMirror(uri, sweep).sync()
+            MlflowTracker(uri, sweep).sync()
         (run,) = runs_of(client, sweep, "trial")
         assert (run.data.tags["mirrored_events"], run.data.metrics) == ("1", {})
         database.execute("DROP TRIGGER no_points")
-    MlflowMirror(uri, sweep).sync()
+    MlflowTracker(uri, sweep).sync()
     (run,) = runs_of(client, sweep, "trial")
     assert (run.data.tags["mirrored_events"], run.data.metrics["AP"]) == ("2", 0.5)
 
 
 def test_more_points_than_one_call_takes_all_arrive(uri, sweep, client, plain_pictures):
     run_copies(sweep, 36, [next(iter(sweep))])
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.close()
     assert verify_tracker(sweep, mirror).faults == []
     (run,) = runs_of(client, sweep, "trial")
@@ -261,16 +261,16 @@ def test_repeated_stages_and_repeated_syncs_give_one_point_per_step(uri, sweep, 
     trial = next(iter(sweep))
     start(trial)
     learn(trial, 1, 0.5)
-    MlflowMirror(uri, sweep).sync()
+    MlflowTracker(uri, sweep).sync()
     learn(trial, 1, 0.5)
     start(trial, attempt=2)
     learn(trial, 2, 0.5)
     for _ in range(2):
-        MlflowMirror(uri, sweep).sync()
+        MlflowTracker(uri, sweep).sync()
     learn(trial, 3, 0.5)
     finish(trial, 0.5, 0.1)
     for _ in range(2):
-        MlflowMirror(uri, sweep).sync()
+        MlflowTracker(uri, sweep).sync()
     (run,) = runs_of(client, sweep, "trial")
     assert steps_of(client, run) == WHOLE_TRIAL
     assert run.data.tags["attempt"] == "2"
@@ -283,7 +283,7 @@ def test_failed_stopped_and_taken_up_again(uri, sweep, client):
     start(stopped)
     learn(stopped, 1, 0.1)
     journal_of(stopped).append("stopped", tasks_seen=1, reason="below the median")
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.sync()
     first, second = runs_of(client, sweep, "trial")
     assert (first.info.status, second.info.status) == ("FAILED", "KILLED")
@@ -298,7 +298,7 @@ def test_failed_stopped_and_taken_up_again(uri, sweep, client):
 
 def test_resuming_continues_the_same_parent(uri, sweep, client, plain_pictures):
     for _ in range(2):
-        mirror = MlflowMirror(uri, sweep)
+        mirror = MlflowTracker(uri, sweep)
         mirror.open()
         mirror.sync()
         mirror.close()
@@ -311,7 +311,7 @@ def test_closing_writes_what_only_the_whole_sweep_tells(uri, sweep, client, monk
     for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
         run_to_end(trial, average, 0.1)
     for _ in range(2):
-        mirror = MlflowMirror(uri, sweep)
+        mirror = MlflowTracker(uri, sweep)
         mirror.open()
         mirror.close()
     summaries = {run.data.params["lambda"]: run for run in runs_of(client, sweep, "summary")}
@@ -341,7 +341,7 @@ def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sw
     for folder in (sweep, candidates):
         for trial in folder:
             run_to_end(trial, 0.5, 0.0)
-        mirror = mirror_for(uri, folder)
+        mirror = tracker_for(uri, folder)
         mirror.close()
         assert not verify_tracker(folder, mirror).faults
     (parent,) = runs_of(client, sweep, "sweep")
@@ -354,9 +354,9 @@ def test_candidates_say_what_is_chosen_among_them_and_the_sweep_what_was(uri, sw
 def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, client, tmp_path, plain_pictures):
     trial = next(iter(sweep))
     run_to_end(trial, 0.5, 0.1)
-    MlflowMirror(uri, sweep).sync()
+    MlflowTracker(uri, sweep).sync()
     wider = write_sweep(tmp_path / "runs", AXES | {"seed": [0, 1, 2]}, sweep_id="fedcba9876543210")
-    MlflowMirror(uri, wider).sync()
+    MlflowTracker(uri, wider).sync()
     (run,) = runs_of(client, wider, "trial")
     parents = {parent.data.tags["sweep_id"]: parent.info.run_id for parent in runs_of(client, wider, "sweep")}
     assert run.data.tags["sweep_id"] == "fedcba9876543210"
@@ -365,7 +365,7 @@ def test_a_changed_sweep_of_the_same_name_takes_its_trials_over(uri, sweep, clie
 
 
 def test_the_saved_view_decodes_to_this_sweeps_comparison(uri, sweep, client):
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     assert mirror.link() == ""
     mirror.open()
     experiment = client.get_experiment_by_name(sweep.name)
@@ -393,7 +393,7 @@ def test_without_a_saved_view_there_is_a_plainer_link(uri, sweep, monkeypatch):
         raise RuntimeError("another MLflow")
 
     monkeypatch.setattr(mlflow_mirror, "view_state", break_view)
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.open()
     assert mirror.link().endswith("runs?workflowType=machine_learning")
 
@@ -405,16 +405,16 @@ def test_a_damaged_journal_does_not_hold_up_the_others(uri, sweep, client, plain
         file.write("oops\n")
     run_to_end(sound, 0.5, 0.1)
     with pytest.raises(StoreError, match="line 2"):
-        MlflowMirror(uri, sweep).sync()
+        MlflowTracker(uri, sweep).sync()
     assert [run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")] == [sound.trial_id]
 
 
 def test_a_deleted_experiment_says_how_to_restore_it(uri, sweep, client):
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.open()
     client.delete_experiment(client.get_experiment_by_name(sweep.name).experiment_id)
     with pytest.raises(TrackingError, match="mlflow experiments restore"):
-        MlflowMirror(uri, sweep).sync()
+        MlflowTracker(uri, sweep).sync()
 
 
 @pytest.mark.slow
@@ -425,15 +425,15 @@ def test_the_default_database_and_its_artifacts_are_their_owners(tmp_path, sweep
         run_to_end(trial, 0.5, 0.1)
     before = os.umask(0o022)
     try:
-        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).close()
+        MlflowTracker(mlflow_mirror.DEFAULT_URI, sweep).close()
         mlflow_mirror.quiet_client("sqlite:///other/named.db").search_experiments()
         os.chmod("mlflow.db", 0o640)
-        MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep).sync()
+        MlflowTracker(mlflow_mirror.DEFAULT_URI, sweep).sync()
     finally:
         os.umask(before)
     modes = {name: stat.S_IMODE(os.stat(name).st_mode) for name in ("mlflow.db", "mlartifacts", "other/named.db")}
     assert modes == {"mlflow.db": 0o640, "mlartifacts": 0o700, "other/named.db": 0o644}
-    assert verify_tracker(sweep, MlflowMirror(mlflow_mirror.DEFAULT_URI, sweep)).faults == []
+    assert verify_tracker(sweep, MlflowTracker(mlflow_mirror.DEFAULT_URI, sweep)).faults == []
 
 
 def test_a_new_default_database_is_its_owners(first_use):
@@ -454,17 +454,17 @@ def dead_uri(monkeypatch):
 
 def test_a_dead_tracker_is_an_error_without_the_password(dead_uri, sweep):
     with pytest.raises(TrackingError, match="Nothing on disk is lost") as caught:
-        MlflowMirror(dead_uri, sweep).sync()
+        MlflowTracker(dead_uri, sweep).sync()
     assert "hunter2" not in str(caught.value)
     assert "127.0.0.1" in str(caught.value)
 
 
 def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_uri, uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
-    told, started, mirror = [], threading.Event(), MlflowMirror(dead_uri, sweep)
+    told, started, mirror = [], threading.Event(), MlflowTracker(dead_uri, sweep)
     connect = mirror.open
     mirror.open = lambda: connect() if started.wait(60) else pytest.fail("`start` waits for the tracker")
-    thread = MirrorThread(mirror, interval_seconds=0.01, tell=told.append)
+    thread = SyncThread(mirror, interval_seconds=0.01, tell=told.append)
     thread.start()
     started.set()
     assert thread.stop(timeout_seconds=60) is False
@@ -472,7 +472,7 @@ def test_a_dead_tracker_never_blocks_and_a_live_one_gets_everything_later(dead_u
     assert "behind" in told[0]
     assert "latent-sweep sync" in told[1]
     assert "hunter2" not in "".join(told)
-    revived = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+    revived = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, tell=told.append)
     revived.start()
     assert revived.stop(timeout_seconds=60) is True
     (run,) = runs_of(client, sweep, "trial")
@@ -498,7 +498,7 @@ def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         uri = f"http://127.0.0.1:{server.server_port}"
-        thread = MirrorThread(MlflowMirror(uri, sweep), interval_seconds=0.01, tell=told.append)
+        thread = SyncThread(MlflowTracker(uri, sweep), interval_seconds=0.01, tell=told.append)
         thread.start()
         assert thread.stop(timeout_seconds=60) is False
         server.shutdown()
@@ -509,14 +509,14 @@ def test_a_tracker_that_says_no_never_blocks(code, sweep, monkeypatch):
 
 
 def test_the_command_to_catch_up_holds_all_that_it_needs_but_no_password(sweep, monkeypatch):
-    assert MlflowMirror("sqlite:///x.db", sweep, allow_insecure=True).sync_command() == (
+    assert MlflowTracker("sqlite:///x.db", sweep, allow_insecure=True).sync_command() == (
         f"latent-sweep sync {sweep.path} --uri sqlite:///x.db --allow-insecure"
     )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker")
-    assert MlflowMirror(None, sweep).sync_command() == f"latent-sweep sync {sweep.path}"
+    assert MlflowTracker(None, sweep).sync_command() == f"latent-sweep sync {sweep.path}"
 
 
-class FlakyMirror(NullMirror):
+class FlakyMirror(NullTracker):
     """Fails a number of times, then works."""
 
     def __init__(self, failures):
@@ -535,7 +535,7 @@ class FlakyMirror(NullMirror):
 
 def test_failures_are_told_once_and_so_is_recovery():
     told, mirror = [], FlakyMirror(failures=4)
-    thread = MirrorThread(mirror, interval_seconds=0.001, longest_pause_seconds=0.01, tell=told.append)
+    thread = SyncThread(mirror, interval_seconds=0.001, longest_pause_seconds=0.01, tell=told.append)
     thread.start()
     assert mirror.synced.wait(PATIENCE)
     assert thread.stop(10) is True
@@ -549,13 +549,13 @@ def test_failures_are_told_once_and_so_is_recovery():
 def test_a_hanging_tracker_is_left_after_the_time_given():
     release = threading.Event()
 
-    class Hanging(NullMirror):
+    class Hanging(NullTracker):
         def sync(self):
             release.wait(30)
             return 0
 
     told = []
-    thread = MirrorThread(Hanging(), tell=told.append)
+    thread = SyncThread(Hanging(), tell=told.append)
     thread.start()
     assert thread.stop(timeout_seconds=0.05) is False
     assert len(told) == 1
@@ -564,20 +564,20 @@ def test_a_hanging_tracker_is_left_after_the_time_given():
 
 def test_the_uri_is_given_or_from_the_environment_or_local(sweep, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert MlflowMirror(None, sweep).ui_command() == "mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000"
+    assert MlflowTracker(None, sweep).ui_command() == "mlflow ui --backend-store-uri sqlite:///mlflow.db --port 5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:word@tracker:5000")
-    assert MlflowMirror(None, sweep).ui_command() == "https://***@tracker:5000"
-    assert MlflowMirror("sqlite:///other.db", sweep).uri == "sqlite:///other.db"
+    assert MlflowTracker(None, sweep).ui_command() == "https://***@tracker:5000"
+    assert MlflowTracker("sqlite:///other.db", sweep).uri == "sqlite:///other.db"
 
 
 def test_no_tracking_is_asked_for_by_name(sweep):
-    assert isinstance(mirror_for("none", sweep), NullMirror)
-    assert isinstance(mirror_for("sqlite:///x.db", sweep), MlflowMirror)
-    assert isinstance(mirror_for(None, sweep), MlflowMirror)
+    assert isinstance(tracker_for("none", sweep), NullTracker)
+    assert isinstance(tracker_for("sqlite:///x.db", sweep), MlflowTracker)
+    assert isinstance(tracker_for(None, sweep), MlflowTracker)
 
 
 def test_mirrors_of_one_sweep_take_turns_and_see_what_the_other_has_brought(uri, sweep, client, plain_pictures):
-    first, second = MlflowMirror(uri, sweep), MlflowMirror(uri, sweep)
+    first, second = MlflowTracker(uri, sweep), MlflowTracker(uri, sweep)
     faults = []
 
     def close(mirror):
@@ -621,9 +621,9 @@ def test_a_trial_whose_folder_was_deleted_gets_another_run_and_everything_is_equ
     first, second, *_ = sweep
     for trial in (first, second):
         run_to_end(trial, 0.5, 0.1)
-    MlflowMirror(uri, sweep).close()
+    MlflowTracker(uri, sweep).close()
     sweep = begun_again(sweep)
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     start(first)
     learn(first, 1, 0.75)
     assert len(verify_tracker(sweep, mirror).faults) > 0
@@ -648,19 +648,19 @@ def test_a_crash_while_a_life_takes_the_place_of_another_is_mended_by_the_next_s
     trials, moments = list(sweep), [("create_", 1), ("log_", 2), ("set_", 1), ("delete_", 1)]
     for trial in trials:
         run_to_end(trial, 0.5, 0.1)
-    MlflowMirror(uri, sweep).close()
+    MlflowTracker(uri, sweep).close()
     sweep = begun_again(sweep)
     for number, (trial, (dies_after, writes_left)) in enumerate(zip(trials, moments, strict=True), start=1):
         run_to_end(trial, 0.75, 0.1)
         with monkeypatch.context() as patch:
             Crashing(patch, writes_left, dies_after)
             with pytest.raises(TrackingError, match="Crash"):
-                MlflowMirror(uri, sweep).sync()
+                MlflowTracker(uri, sweep).sync()
         there = {run.data.tags["trial_id"] for run in runs_of(client, sweep, "trial")}
         assert there == {trial.trial_id for trial in trials}, "it is never gone"
-        MlflowMirror(uri, sweep).sync()
+        MlflowTracker(uri, sweep).sync()
         assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials[:number]}, dies_after
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.close()
     assert verify_tracker(sweep, mirror).faults == []
     assert deleted_trials(client, sweep) == {trial.trial_id: 1 for trial in trials}
@@ -670,22 +670,22 @@ def test_a_mean_of_fewer_trials_than_before_is_shown(uri, sweep, client, plain_p
     """MLflow shows the value of the highest step, which is the number of trials: the old mean, in the same run."""
     for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
-    MlflowMirror(uri, sweep).close()
+    MlflowTracker(uri, sweep).close()
     (_, second, *_) = sweep
     fail_again(second)
-    told = verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    told = verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
     assert "metric AP_mean: shows 0.6, of step 2; expected step 1" in told
-    MlflowMirror(uri, sweep).close()
+    MlflowTracker(uri, sweep).close()
     shown = {run.data.metrics["n"]: run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")}
     assert shown == {1.0: 0.5, 2.0: 0.4}
-    assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
+    assert verify_tracker(sweep, MlflowTracker(uri, sweep)).faults == []
 
 
 def test_a_mean_says_how_many_trials_it_is_not_of(uri, sweep, client, plain_pictures):
     first, second, third, fourth = sweep
     for trial in (first, second, third):
         run_to_end(trial, 0.5, 0.0)
-    MlflowMirror(uri, sweep).close()
+    MlflowTracker(uri, sweep).close()
 
     def told():
         tags = [run.data.tags for run in runs_of(client, sweep, "summary")]
@@ -694,27 +694,27 @@ def test_a_mean_says_how_many_trials_it_is_not_of(uri, sweep, client, plain_pict
     assert told() == [("2", "0", "0"), ("2", "0", "0")]
     start(fourth)
     journal_of(fourth).append("stopped", tasks_seen=1, reason="below the median")
-    assert "tag n_stopped: found '0'; expected '1'" in verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
-    MlflowMirror(uri, sweep).close()
+    assert "tag n_stopped: found '0'; expected '1'" in verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
+    MlflowTracker(uri, sweep).close()
     assert told() == [("2", "0", "0"), ("2", "1", "0")]
-    assert verify_tracker(sweep, MlflowMirror(uri, sweep)).faults == []
+    assert verify_tracker(sweep, MlflowTracker(uri, sweep)).faults == []
 
 
 def test_a_mean_of_no_trial_any_more_is_shown_nowhere(uri, sweep, client, plain_pictures):
     """Neither in a run of its configuration nor as the best of the sweep, which has fewer finished trials then."""
     for trial, average in zip(sweep, (0.5, 0.7, 0.4, 0.4), strict=True):
         run_to_end(trial, average, 0.0)
-    MlflowMirror(uri, sweep).close()
+    MlflowTracker(uri, sweep).close()
     first, second, *others = sweep
     fail_again(first, second)
-    told = verify_tracker(sweep, MlflowMirror(uri, sweep)).text()
+    told = verify_tracker(sweep, MlflowTracker(uri, sweep)).text()
     assert "found 1 runs; expected none" in told
     assert "metric best_AP at step" in told
-    MlflowMirror(uri, sweep).close()
+    MlflowTracker(uri, sweep).close()
     assert [run.data.metrics["AP_mean"] for run in runs_of(client, sweep, "summary")] == [0.4]
     (parent,) = runs_of(client, sweep, "sweep")
     assert parent.data.metrics == {"best_AP": 0.4}
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     assert verify_tracker(sweep, mirror).faults == []
     fail_again(*others)
     mirror.close()
@@ -734,7 +734,7 @@ def fail_again(*trials):
 
 def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pictures):
     """The sweep's best AP with one finished trial: 0.5, then 0.75 after its folder was deleted, then 0.5 again."""
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     for average in (0.5, 0.75, 0.5):
         sweep = mirror.sweep = begun_again(sweep)
         run_to_end(next(iter(sweep)), average, 0.1)
@@ -751,11 +751,11 @@ def test_a_value_of_the_whole_sweep_may_come_back(uri, sweep, client, plain_pict
 
 def test_trials_follow_their_sweep_to_another_parent(uri, sweep, client, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.close()
     (parent,) = runs_of(client, sweep, "sweep")
     client.delete_run(parent.info.run_id)
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.close()
     assert verify_tracker(sweep, mirror).faults == []
 
@@ -768,7 +768,7 @@ def test_every_kind_of_difference_is_found(uri, sweep, client, plain_pictures):
 
     for trial, average in zip(sweep, (0.40, 0.44, 0.50, 0.52), strict=True):
         run_to_end(trial, average, 0.1)
-    mirror = MlflowMirror(uri, sweep)
+    mirror = MlflowTracker(uri, sweep)
     mirror.open()
     mirror.close()
     verdict = verify_tracker(sweep, mirror)
@@ -883,11 +883,11 @@ def test_a_local_database_is_told_by_the_thread_that_asks(uri, sweep, client, mo
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
     monkeypatch.delattr(mlflow_mirror.threading, "Thread")
-    assert MlflowMirror(uri, sweep).sync() == len(list(sweep)) == len(runs_of(client, sweep, "trial")) > 1
+    assert MlflowTracker(uri, sweep).sync() == len(list(sweep)) == len(runs_of(client, sweep, "trial")) > 1
 
 
 def test_artifacts_lie_beside_a_local_database(uri, sweep, client, tmp_path, plain_pictures):
     run_to_end(next(iter(sweep)), 0.5, 0.1)
-    MlflowMirror(uri, sweep).sync()
+    MlflowTracker(uri, sweep).sync()
     (run,) = runs_of(client, sweep, "trial")
     assert (tmp_path / "mlartifacts" / sweep.name / run.info.run_id / "artifacts" / "score_matrix.png").exists()

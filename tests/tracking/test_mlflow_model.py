@@ -24,7 +24,7 @@ from latent_sweep.deploy.opening import find_trial
 from latent_sweep.errors import ConfigError
 from latent_sweep.storage.journal import stages
 from latent_sweep.tracking.contents import MODEL_FOLDER
-from latent_sweep.tracking.mlflow import MlflowMirror
+from latent_sweep.tracking.mlflow import MlflowTracker
 from latent_sweep.tracking.mlflow_model import log_best, requirements
 from latent_sweep.tracking.verify import verify_tracker
 
@@ -60,14 +60,14 @@ def address(logged, monkeypatch):
     """The address of the model in the sweep's run, for a client of this tracker."""
     folder, uri = logged
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # `set_tracking_uri` would leave it set for later tests
-    return MlflowMirror(uri, sweep_folder(folder)).model_uri()
+    return MlflowTracker(uri, sweep_folder(folder)).model_uri()
 
 
 def test_the_best_model_is_logged_at_the_end(logged, address):
     folder, uri = logged
     sweep = sweep_folder(folder)
     assert is_model(sweep.path / MODEL_FOLDER / "data" / "continual_model")
-    verdict = verify_tracker(sweep, MlflowMirror(uri, sweep))
+    verdict = verify_tracker(sweep, MlflowTracker(uri, sweep))
     assert verdict.faults == []
     model = ContinualModel.from_sweep(sweep.path)
     loaded = mlflow.pyfunc.load_model(address)

@@ -13,7 +13,7 @@ from latent_sweep.errors import TrackingError
 from latent_sweep.report import figures
 from latent_sweep.storage.folders import TrialFolder
 from latent_sweep.tracking import mlflow as mlflow_mirror
-from latent_sweep.tracking.mlflow import MlflowMirror
+from latent_sweep.tracking.mlflow import MlflowTracker
 from latent_sweep.tracking.verify import verify_tracker
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -91,7 +91,7 @@ def sweep_of(tmp_path, request, axes):
 def test_a_trial_of_fifteen_tasks_takes_three_requests_and_one_for_each_file(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1, 2]})
     ended, _ = list(sweep)[:2], run_copies(sweep, 15, list(sweep)[:2])
-    mirror = MlflowMirror(server.uri, sweep)
+    mirror = MlflowTracker(server.uri, sweep)
     server.counted()
     assert mirror.sync() == len(ended)
     files = 6 + 3 * 15  # of predictions, answers and snapshots there is one a task
@@ -104,13 +104,13 @@ def test_a_trial_of_fifteen_tasks_takes_three_requests_and_one_for_each_file(ser
     }
     assert mirror.sync() == 0
     assert server.counted() == {}, "nothing has changed"
-    assert MlflowMirror(server.uri, sweep).sync() == 0
+    assert MlflowTracker(server.uri, sweep).sync() == 0
     assert server.counted() == CONNECTING, "and another process finds that, too"
 
 
 def test_a_stage_takes_one_request_and_files_go_up_once(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1]})
-    trial, mirror = next(iter(sweep)), MlflowMirror(server.uri, sweep)
+    trial, mirror = next(iter(sweep)), MlflowTracker(server.uri, sweep)
     start(trial)
     mirror.sync()
     server.counted()
@@ -125,7 +125,7 @@ def test_a_stage_takes_one_request_and_files_go_up_once(server, tmp_path, reques
 
 def test_only_journals_that_have_changed_are_read(server, tmp_path, request, monkeypatch):
     sweep = sweep_of(tmp_path, request, {"seed": [0, 1, 2, 3]})
-    mirror, read = MlflowMirror(server.uri, sweep), []
+    mirror, read = MlflowTracker(server.uri, sweep), []
     events = TrialFolder.events
     monkeypatch.setattr(TrialFolder, "events", lambda trial: read.append(trial.trial_id) or events(trial))
     first, second, *_ = sweep
@@ -142,7 +142,7 @@ def test_only_journals_that_have_changed_are_read(server, tmp_path, request, mon
 
 def test_a_summary_is_written_with_its_last_trial_and_again_when_it_has_changed(server, tmp_path, request):
     sweep = sweep_of(tmp_path, request, {"method.ortho_lambda": [0.0, 0.1], "seed": [0, 1]})
-    mirror = MlflowMirror(server.uri, sweep)
+    mirror = MlflowTracker(server.uri, sweep)
     trials = list(sweep)
     for trial in trials[:3]:
         run_to_end(trial, 0.5, 0.1)
@@ -151,7 +151,7 @@ def test_a_summary_is_written_with_its_last_trial_and_again_when_it_has_changed(
     assert server.counted()["POST runs/create"] == 1 + 3 + 1, "the sweep, its trials, and what has all of its trials"
     mirror.close()
     assert server.counted()["POST runs/create"] == 1, "the other one at the end"
-    for again in (mirror, MlflowMirror(server.uri, sweep)):
+    for again in (mirror, MlflowTracker(server.uri, sweep)):
         again.close()
         found = server.counted()
         assert {
@@ -162,7 +162,7 @@ def test_a_summary_is_written_with_its_last_trial_and_again_when_it_has_changed(
             "POST runs/update": 0,
         }
     run_to_end(trials[3], 0.75, 0.1)
-    mirror = MlflowMirror(server.uri, sweep)
+    mirror = MlflowTracker(server.uri, sweep)
     mirror.sync()
     found = server.counted()
     assert (found["POST runs/create"], found["POST runs/log-batch"], found["POST runs/update"]) == (1, 2, 2)
@@ -195,7 +195,7 @@ def test_a_mirror_that_dies_with_several_runs_in_flight_leaves_nothing_that_the_
         patch.setattr(mlflow_mirror, "quiet_client", lambda *arguments: Dying(connect(*arguments)))
         patch.setattr(mlflow_mirror, "_artifact_repository", lambda *arguments: Dying(artifacts(*arguments)))
         with pytest.raises(TrackingError, match="IndexError"):
-            MlflowMirror(server.uri, sweep).sync()
-    mirror = MlflowMirror(server.uri, sweep)
+            MlflowTracker(server.uri, sweep).sync()
+    mirror = MlflowTracker(server.uri, sweep)
     mirror.close()
     assert verify_tracker(sweep, mirror).faults == []
