@@ -37,7 +37,7 @@ ORDER = (
     ("backbones",),
     ("adapters", "data"),
     ("storage",),
-    ("settings", "metrics"),
+    ("memo", "metrics", "settings"),
     ("security", "plugins"),
     ("errors", "labels"),
 )
@@ -53,7 +53,7 @@ WITHOUT_TORCH = [
         for folder in ("cli", "monitor", "report", "results", "storage", "sweep", "tracking")
         for path in (PACKAGE / folder).glob("[a-z]*.py")
     ),
-    *("errors", "labels", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
+    *("errors", "labels", "memo", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
     *("backbones.identity", "backbones.known", "methods", "methods.protocol"),
     *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_tune", "ray_workers", "retries")),
 ]

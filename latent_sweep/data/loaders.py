@@ -13,12 +13,10 @@ import hashlib
 import heapq
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from latent_sweep.data import builtin
 from latent_sweep.data.chat import Chat, chat_of
@@ -41,6 +39,7 @@ from latent_sweep.data.rows import Row, check_labels, is_labelled, row_of
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, target_length
 from latent_sweep.data.token_rows import TokenRows
 from latent_sweep.errors import DataError, MissingData
+from latent_sweep.memo import memo_active, memoized
 from latent_sweep.settings import content_hash, local_path
 from latent_sweep.storage import versions
 from latent_sweep.storage.files import committing
@@ -59,43 +58,6 @@ logger = logging.getLogger(__name__)
 
 WHOLE_PROMPT = 1 << 20
 """A limit in tokens that no prompt reaches."""
-
-
-Found = TypeVar("Found")
-
-_look: ContextVar[dict[Any, tuple[Any, Any]] | None] = ContextVar("look", default=None)
-
-
-@contextmanager
-def one_look() -> Iterator[None]:
-    """Find what `once` is asked for once within the block: thousands of trials are planned with the same files, and
-    with groups of settings of which there are a few.
-    """
-    if _look.get() is not None:
-        yield
-        return
-    token = _look.set({})
-    try:
-        yield
-    finally:
-        _look.reset(token)
-
-
-def once(what: Any, parts: tuple[Any, ...], find: Callable[[], Found]) -> Found:
-    """Return what was found before within `one_look`, or is found now.
-
-    Args:
-        what: tells apart what is found of the same parts; equal where it is the same.
-        parts: the objects that it follows from; equal ones that are not the same object are looked at each.
-    """
-    known = _look.get()
-    if known is None:
-        return find()
-    key = (what, *map(id, parts))
-    if key not in known:
-        known[key] = parts, find()  # with the parts, whose place in memory others would get once they are gone
-    found: Found = known[key][1]
-    return found
 
 
 def load_rows(
@@ -160,7 +122,7 @@ def source_digest(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
         paths = _find_files(spec, task, scored, settings)
         return None if paths is None else _known_digest(tuple(paths), files_state(paths), task.source)
 
-    return once(("digest", task.name, scored, settings.data_dir), (spec,), find)
+    return memoized(("digest", task.name, scored, settings.data_dir), (spec,), find)
 
 
 def data_digest(
@@ -428,7 +390,7 @@ def _source_count(spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: B
             raise MissingData(_not_at_hand(spec, task, split, settings))
         return published
 
-    return once(("count", task.name, split, settings.data_dir, drops), (spec,), find)
+    return memoized(("count", task.name, split, settings.data_dir, drops), (spec,), find)
 
 
 def _limit(split: Split, settings: BenchmarkSettings) -> int | None:
@@ -512,13 +474,13 @@ def _count_rows(
 def _rows(
     paths: tuple[Path, ...], task: TaskSpec, split: Split, labels: tuple[str, ...] | None, planned: str | None = None
 ) -> Iterable[Row]:
-    """The rows of `_read_rows`; small files are read once within `one_look`: a plan counts rows, then checks them."""
+    """The rows of `_read_rows`; small files are read once within `memo_scope`: a plan counts rows, then checks them."""
     state = files_state(paths)
-    if _look.get() is None or sum(size for _, size, _ in state) > KEPT_BYTES:
+    if not memo_active() or sum(size for _, size, _ in state) > KEPT_BYTES:
         return _read_rows(paths, task, split, labels, planned)
     if planned is not None:
         _check_source(", ".join(map(str, paths)), _known_digest(paths, state, task.source), planned)
-    return once(("rows", state, split, labels), (task,), lambda: list(_read_rows(paths, task, split, labels)))
+    return memoized(("rows", state, split, labels), (task,), lambda: list(_read_rows(paths, task, split, labels)))
 
 
 def _read_rows(

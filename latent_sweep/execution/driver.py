@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from latent_sweep.backbones.identity import unpinned
-from latent_sweep.data.loaders import one_look
 from latent_sweep.errors import ConfigError, MissingData, StoreError
 from latent_sweep.execution.ray_nodes import check_cluster_answers
+from latent_sweep.memo import memo_scope
 from latent_sweep.security import say
 from latent_sweep.settings import Settings, canonical_json, content_hash, flatten, yaml_text
 from latent_sweep.storage.checksummed import sealed_json
@@ -360,7 +360,7 @@ def _has_scores(trial: TrialFolder) -> bool:
 OUTDATED = "data, backbone or code has changed since"
 
 
-@one_look()
+@memo_scope()
 def outdated(trials: Sequence[Trial], there: SweepFolder) -> list[Trial]:
     """Return the trials that have come to an end with rows of something else than they would be computed from now."""
 
@@ -377,7 +377,7 @@ def outdated(trials: Sequence[Trial], there: SweepFolder) -> list[Trial]:
     return [trial for trial in trials if is_outdated(trial)]
 
 
-@one_look()
+@memo_scope()
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> SweepFolder:
     """Write what the sweep is: the file as resolved, and every trial with its complete settings.
 
@@ -462,7 +462,7 @@ def _params(trial: Trial) -> dict[str, Any]:
     return settings | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)}
 
 
-@one_look()
+@memo_scope()
 def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
     """Return the packs with those of their members that have something missing."""
 

@@ -24,9 +24,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from latent_sweep.data.faults import close_name, group_advice, shown, validation_faults
-from latent_sweep.data.loaders import once, one_look
 from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError
+from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings
 from latent_sweep.security import quoted, redact
@@ -114,7 +114,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     return sweep.model_copy(update={"run": run})
 
 
-@one_look()
+@memo_scope()
 def parse_sweep(content: Any, source: str, overrides: Sequence[str] = ()) -> Sweep:
     """A sweep from YAML content; see `load_sweep`."""
     content = copy.deepcopy(content)
@@ -249,7 +249,7 @@ def _group(kind: type[Settings], content: Any, path: str) -> tuple[Settings | No
         content = {}
     if not isinstance(content, dict):
         return None, [f"{path}: found {shown(content)}; expected a mapping{_advised(group_advice(content, kind))}"]
-    return once(("group", kind, path, repr(content)), (), lambda: _validated(kind, content, path))
+    return memoized(("group", kind, path, repr(content)), (), lambda: _validated(kind, content, path))
 
 
 def _validated(kind: type[Settings], content: Mapping[str, Any], path: str) -> tuple[Settings | None, list[str]]:

@@ -20,7 +20,7 @@ from latent_sweep.backbones.families import Protocol
 from latent_sweep.backbones.known import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.data.chat import Chat
-from latent_sweep.data.loaders import data_digest, data_folder, load_rows, one_look, row_count, source_digest
+from latent_sweep.data.loaders import data_digest, data_folder, load_rows, row_count, source_digest
 from latent_sweep.data.prompts import (
     FRAMES,
     LOST,
@@ -44,6 +44,7 @@ from latent_sweep.data.schema import (
 )
 from latent_sweep.data.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData
+from latent_sweep.memo import memo_scope
 from latent_sweep.metrics import cut_answer, metric_source, normalise_answer
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import quoted
@@ -104,7 +105,7 @@ class Findings:
         return f"warning: {topic}: {counts}{f'; e.g. {example}' if example else ''}"
 
 
-@one_look()
+@memo_scope()
 def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = None) -> list[str]:
     """List the remarks on a sweep before it runs, one line each: warnings, and what could not be checked yet.
 
@@ -187,7 +188,7 @@ def _note(keys: Iterable[str], folder: Path) -> None:
             write_file(path, b"")
 
 
-@one_look()
+@memo_scope()
 def missing_rows(trials: Iterable[Trial]) -> dict[str, str]:
     """Say, by benchmark and task, which rows are not on this machine, and where they were looked for.
 

@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from latent_sweep.backbones.known import describe
-from latent_sweep.data.loaders import load_rows, once, one_look, row_count
+from latent_sweep.data.loaders import load_rows, row_count
 from latent_sweep.data.prompts import prompt_parts
 from latent_sweep.data.schema import stop_of
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
+from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods.capabilities import may_make_examples
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import canonical_json, content_hash
@@ -94,7 +95,7 @@ class Estimate:
     """Why reuse is unknown."""
 
 
-@one_look()
+@memo_scope()
 def estimate(trials: Sequence[Trial], folder: SweepFolder) -> Estimate:
     """Count what a sweep would learn and answer, with what is already there.
 
@@ -175,7 +176,7 @@ def _numbers(trial: Trial) -> int:
         shape = shape_of(trial.settings.backbone)
         return 0 if shape is None else trial.method().parameter_count(shape.targets, shape.width)
 
-    return once("numbers", (trial.settings.method, trial.settings.backbone), count)
+    return memoized("numbers", (trial.settings.method, trial.settings.backbone), count)
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -247,13 +248,13 @@ class _StagePasses(NamedTuple):
     def of(cls, trial: Trial, lineages: Sequence[str]) -> _StagePasses:
         s, mode = trial.settings, trial.settings.router.mode
         parts = s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
-        tests = once("passes", parts, lambda: _tests(trial))
-        seen = once("seen", (tests,), lambda: [dict(tests[: stage + 1]) for stage in range(len(tests))])
-        rows = once("rows seen", (tests,), lambda: list(itertools.accumulate(count for _, count in tests)))
+        tests = memoized("passes", parts, lambda: _tests(trial))
+        seen = memoized("seen", (tests,), lambda: [dict(tests[: stage + 1]) for stage in range(len(tests))])
+        rows = memoized("rows seen", (tests,), lambda: list(itertools.accumulate(count for _, count in tests)))
         if mode == "last":
             stages = [(stage, newest, seen[stage]) for stage, newest in enumerate(lineages)]
             return cls(rows, stages, stages)
-        alone = once("alone", (tests,), lambda: [{test: rows} for test, rows in tests])
+        alone = memoized("alone", (tests,), lambda: [{test: rows} for test, rows in tests])
         sure = [(stage, snapshot, alone[stage]) for stage, snapshot in enumerate(lineages)]
         if mode == "oracle":
             return cls(rows, sure, sure)
@@ -282,7 +283,7 @@ def _blend(trial: Trial, lineages: Sequence[str]) -> str:
         return s.router.mode
     # a covariance of all tasks reads those that are still to come (A16)
     tasks = tuple(lineages) if s.router.cov.refresh == "final" else None
-    return once(("blend", s.seed, tasks), (s.router,), lambda: content_hash([router_identity(s), s.seed, tasks]))
+    return memoized(("blend", s.seed, tasks), (s.router,), lambda: content_hash([router_identity(s), s.seed, tasks]))
 
 
 def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
@@ -295,13 +296,13 @@ def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
             return 0
         return len(told_rows(events, trial.row_keys())) if events else 0
 
-    return once("recorded rows", (trial, folder), count)
+    return memoized("recorded rows", (trial, folder), count)
 
 
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
-@one_look()
+@memo_scope()
 def describe_plan(
     sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str] = ()
 ) -> str:
@@ -334,7 +335,7 @@ def describe_plan(
     return "\n".join([*lines, *([""] if warnings else []), *warnings])
 
 
-@one_look()
+@memo_scope()
 def plan_record(
     sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str]
 ) -> dict[str, Any]:
@@ -504,7 +505,7 @@ def _predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:
     """Predict a worker's memory; where checkpointing is `auto`, as it will be on the smallest card of that name."""
     s = trial.settings
     parts = s.method, s.backbone, s.benchmark, s.training, s.evaluation, trial.tasks, run
-    return once(("memory", members), parts, lambda: _newly_predicted(trial, run, members))
+    return memoized(("memory", members), parts, lambda: _newly_predicted(trial, run, members))
 
 
 def _newly_predicted(trial: Trial, run: RunSettings, members: int) -> Memory | None:

@@ -33,8 +33,6 @@ from latent_sweep.data.faults import validation_faults
 from latent_sweep.data.loaders import (
     DATA_VARIABLE,
     data_digest,
-    once,
-    one_look,
     row_count,
     source_digest,
     truncation_identity,
@@ -53,6 +51,7 @@ from latent_sweep.data.schema import (
 )
 from latent_sweep.errors import ConfigError, unended
 from latent_sweep.labels import label, short_names
+from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.capabilities import SoftPrompted, may_make_examples, tasks_learned
 from latent_sweep.methods.protocol import Method, MethodSettings
@@ -135,7 +134,7 @@ class Trial:
             positions = self._learned[position]
             return {i: row_count(self.spec, self.tasks[i], "train", b, carve) for i in positions}
 
-        return once(("rows learned", position, carve), (self.settings.method, b, self.tasks, self.spec), count)
+        return memoized(("rows learned", position, carve), (self.settings.method, b, self.tasks, self.spec), count)
 
     def steps(self, position: int) -> int:
         """Count the optimizer steps of a stage; 0 where it learns nothing."""
@@ -150,7 +149,7 @@ class Trial:
             method, count = self.method(), len(self.tasks)
             return [tasks_learned(method, position, count) for position in range(count)]
 
-        return once(("learned", len(self.tasks)), (self.settings.method,), find)
+        return memoized(("learned", len(self.tasks)), (self.settings.method,), find)
 
     def lineages(self) -> tuple[str, ...]:
         """Return the snapshot each task will leave behind, by hash chain.
@@ -164,7 +163,7 @@ class Trial:
     def _lineages(self) -> tuple[str, ...]:
         s = self.settings
         parts = s.method, s.training, s.benchmark, self.backbone, self.spec, self.tasks, self.sources
-        return once(
+        return memoized(
             ("lineages", s.seed, self.method_source),
             parts,
             lambda: tuple(text_hash(json_object(content)) for content in self._stage_contents()),
@@ -210,8 +209,8 @@ class Trial:
                 ) from error
 
         parts = s.method, s.training, s.benchmark, self.backbone
-        common = once(("stages", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}
-        settings = once(("stage settings", len(self.tasks)), (s.method,), write_settings)
+        common = memoized(("stages", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed)}
+        settings = memoized(("stage settings", len(self.tasks)), (s.method,), write_settings)
         contents: list[dict[str, str]] = []
         lineages: list[str] = []
         changes_rows = may_make_examples(method) or isinstance(method, SoftPrompted)
@@ -241,12 +240,12 @@ class Trial:
     def _row_keys(self) -> tuple[str, ...]:
         s = self.settings
         parts = s.benchmark, self.spec, self.tasks, self.metric_sources, self.sources
-        return self._keys(once("tests", parts, self._write_tests), {"scoring": canonical_json(versions.SCORING)})
+        return self._keys(memoized("tests", parts, self._write_tests), {"scoring": canonical_json(versions.SCORING)})
 
     def answer_keys(self) -> tuple[str, ...]:
         """Return what identifies the answers behind each row of the score matrix, however they are scored."""
         parts = self.settings.benchmark, self.spec, self.tasks, self.sources
-        digests = once("rows answered", parts, lambda: [self.data_digest_of(task, "test") for task in self.tasks])
+        digests = memoized("rows answered", parts, lambda: [self.data_digest_of(task, "test") for task in self.tasks])
         return self._keys([canonical_json(digest) for digest in digests], {})
 
     def _keys(self, tests: Sequence[str], scoring: Mapping[str, str]) -> tuple[str, ...]:
@@ -266,7 +265,10 @@ class Trial:
             return {name: canonical_json(part) for name, part in common.items()}
 
         parts = s.router, s.method, s.evaluation, self.spec
-        common = once(("rows", self.method_source), parts, write_common) | {"seed": canonical_json(s.seed), **scoring}
+        common = memoized(("rows", self.method_source), parts, write_common) | {
+            "seed": canonical_json(s.seed),
+            **scoring,
+        }
         # a covariance of all tasks reads those that are still to come (A16)
         of_all = s.router.mode in ROUTED and s.router.cov.refresh == "final"
         common["tasks"] = json_list(lineages) if of_all else "null"
@@ -296,7 +298,7 @@ class Trial:
         """`data_digest` of a split when the trial was planned."""
         s = self.settings.benchmark
         source = self.source(task, split)
-        return once(
+        return memoized(
             ("rows", split, carve_validation, source),
             (task, self.spec, s),
             lambda: data_digest(self.spec, task, split, s, carve_validation, source),
@@ -355,7 +357,7 @@ def _routing_versions(mode: str) -> list[int] | None:
     return [versions.RECORDS] if mode == "lexical" else None
 
 
-@one_look()
+@memo_scope()
 def expand(sweep: Sweep, chosen: Callable[[WrittenTrial], Mapping[str, Any]] | None = None) -> list[Trial]:
     """Every trial of a sweep: grid x random draws, defaults resolved, equal trials collapsed into one.
 
@@ -455,7 +457,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
     family = name if name in PROTOCOL else family_of(name)
     kind = method_class(written.method.name)
     beside = written.method, written.backbone, spec
-    method = once("method", beside, lambda: _resolved_method(written.method, kind, name, spec.name))
+    method = memoized("method", beside, lambda: _resolved_method(written.method, kind, name, spec.name))
 
     def training() -> TrainingSettings:
         own = kind.training_defaults(method, name, spec.name)
@@ -467,18 +469,18 @@ def resolve(written: WrittenTrial) -> TrialSettings:
 
     return TrialSettings(
         method=method,
-        router=once(
+        router=memoized(
             ("router", kind.mixings[0]),
             (written.router,),
             lambda: filled(written.router, RouterSettings, {"mode": kind.mixings[0]}),
         ),
-        backbone=once("pinned", (written.backbone,), lambda: pinned(in_one_spelling(written.backbone))),
-        benchmark=once(
+        backbone=memoized("pinned", (written.backbone,), lambda: pinned(in_one_spelling(written.backbone))),
+        benchmark=memoized(
             ("benchmark", family),
             (written.benchmark, spec),
             lambda: _resolved_benchmark(written.benchmark, spec, family),
         ),
-        training=once("resolved", (written.training, *beside), training),
+        training=memoized("resolved", (written.training, *beside), training),
         evaluation=written.evaluation,
         seed=written.seed,
     )
@@ -542,25 +544,25 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
     """
     s = resolve(written)
     spec = load_benchmark(s.benchmark.name)
-    stream = once("stream", (s.benchmark,), lambda: _stream(s.benchmark, spec))
-    backbone = once("backbone", (s.backbone,), lambda: backbone_identity(s.backbone))
-    source = once(("source", s.method.name), (), lambda: source_of(s.method.name))
+    stream = memoized("stream", (s.benchmark,), lambda: _stream(s.benchmark, spec))
+    backbone = memoized("backbone", (s.backbone,), lambda: backbone_identity(s.backbone))
+    source = memoized(("source", s.method.name), (), lambda: source_of(s.method.name))
     code = {} if source is None else {"source": source}
     training = json_object(
         {
-            "method": once("training", (s.method,), lambda: canonical_json(s.method.training_identity() | code)),
-            "backbone": once("JSON", (backbone,), lambda: canonical_json(backbone)),
+            "method": memoized("training", (s.method,), lambda: canonical_json(s.method.training_identity() | code)),
+            "backbone": memoized("JSON", (backbone,), lambda: canonical_json(backbone)),
             "benchmark": stream.training,
-            "training": once("training", (s.training,), lambda: canonical_json(s.training.training_identity())),
+            "training": memoized("training", (s.training,), lambda: canonical_json(s.training.training_identity())),
             "seed": canonical_json(s.seed),
         }
     )
     inference = json_object(
         {
-            "method": once("inference", (s.method,), lambda: canonical_json(s.method.inference_identity())),
-            "router": once("inference", (s.router,), lambda: canonical_json(router_identity(s))),
+            "method": memoized("inference", (s.method,), lambda: canonical_json(s.method.inference_identity())),
+            "router": memoized("inference", (s.router,), lambda: canonical_json(router_identity(s))),
             "benchmark": stream.inference,
-            "evaluation": once("inference", (s.evaluation,), lambda: canonical_json(s.evaluation.identity())),
+            "evaluation": memoized("inference", (s.evaluation,), lambda: canonical_json(s.evaluation.identity())),
         }
     )
     # the values as resolved; what the router would not read says nothing about the trial
@@ -661,8 +663,8 @@ def setting(settings: Any, path: str) -> Any:
 def trial_faults(trial: Trial) -> list[str]:
     """List what is wrong with a resolved trial as a whole: ranks and counts that its backbone or data rule out."""
     s = trial.settings
-    faults = once("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
-    faults = faults + once("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
+    faults = memoized("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
+    faults = faults + memoized("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
     if s.router.mode not in trial.method().mixings:
         possible = ", ".join(trial.method().mixings)
         faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
@@ -672,9 +674,9 @@ def trial_faults(trial: Trial) -> list[str]:
             "tune: does), but it would choose among epochs by those very rows; use last"
         )
     if s.router.mode in ROUTED:
-        faults += once("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
+        faults += memoized("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
     # rows that cannot be scored are better found before anything is learned
-    once("test rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "test", s.benchmark) for t in trial.tasks])
+    memoized("test rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "test", s.benchmark) for t in trial.tasks])
     return faults
 
 
@@ -705,7 +707,7 @@ def _backbone_faults(trial: Trial) -> list[str]:
 def _router_faults(trial: Trial) -> list[str]:
     """Say which task has too few rows for the router's components, or why there is no covariance."""
     s = trial.settings
-    counts = once(
+    counts = memoized(
         "training rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "train", s.benchmark) for t in trial.tasks]
     )
     rows, place = min((rows, place) for place, rows in enumerate(counts))
