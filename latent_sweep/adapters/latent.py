@@ -195,7 +195,7 @@ class LatentDeltas(Sequence[Delta]):
         return LatentDeltas(space, torch.stack(wide, dim=1), scale, counts=counts)
 
 
-def blend(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:
+def merge(adapters: Sequence[Tensor], weights: Tensor) -> Tensor:
     """Compute R(x) = sum_t w_t(x) R_t, equation (15): adapters T x (M, r, r) and weights (B, T) give (M, B, r, r)."""
     stacked = torch.stack(list(adapters))
     return torch.einsum("bt,tmij->mbij", weights.to(stacked), stacked)

@@ -56,7 +56,7 @@ def _generate(bench: Workbench, name: str, steps: int) -> list[Reading]:
 
     def usual() -> float:
         began = time.perf_counter()
-        with bench.bank.active(bench.method().blend([snapshot.tensors], torch.ones(1, 1))):
+        with bench.bank.active(bench.method().combine([snapshot.tensors], torch.ones(1, 1))):
             ids = generate_answers(backbone.model, tokenizer, prompts, longest, stop, s.evaluation.batch_size)
         answers["usual"] = answer_texts(tokenizer, ids, stop)
         return time.perf_counter() - began
@@ -107,9 +107,9 @@ def _routed_share(bench: Workbench) -> tuple[float, int]:
     if bench.sizes.routed_tasks is not None:
         benchmark["tasks"] = list(TASKS[bench.subject.benchmark][: bench.sizes.routed_tasks])
     trial = first_trial(bench.subject.sweep(benchmark, {}))
-    mixer, tasks = bench.mixer(trial), range(len(trial.tasks))
+    combiner, tasks = bench.combiner(trial), range(len(trial.tasks))
     lengths = [[len(ids) for ids in bench.context.tokens(trial, position, "test")["prompt_ids"]] for position in tasks]
-    weights = [mixer.weights(stage + 1) for stage in tasks]
+    weights = [combiner.weights(stage + 1) for stage in tasks]
     return generated_share(weights, lengths, trial.settings.evaluation.batch_size), len(tasks)
 
 
@@ -149,12 +149,12 @@ def _score_all_stages(bench: Workbench, keep: bool) -> _Scored:
     """Answer the tests of all tasks seen after each task, keeping known answers from stage to stage or not."""
     tasks, rows = range(len(bench.trial.tasks)), bench.one_batch()
     history = [Snapshot(f"task{i}", bench.training(rows, 1, seed=i).learner.finish(), {}) for i in tasks]
-    mixer = bench.mixer(bench.trial)
+    combiner = bench.combiner(bench.trial)
     answers: list[str] = []
     began, generated = time.perf_counter(), 0
     for stage in tasks:
         cache = Path(bench.subject.folder) / "answers" / ("kept" if keep else f"stage{stage}")
-        for position, weights in enumerate(mixer.weights(stage + 1)):
+        for position, weights in enumerate(combiner.weights(stage + 1)):
             texts, count = bench.answer(history[: stage + 1], weights, position, ANSWER_TOKENS, cache)
             generated += count
             answers += texts

@@ -75,8 +75,8 @@ class _Contender:
             self._learn(position)
         method = self.run.method
         gates = method.gates if isinstance(method, Gated) else None
-        mixer = bench.mixer(trial, gates and (lambda seen, prompts: gates(self._tensors(seen), prompts)))
-        self._weights = {stage: mixer.weights(stage)[0] for stage in bench.sizes.stages}
+        combiner = bench.combiner(trial, gates and (lambda seen, prompts: gates(self._tensors(seen), prompts)))
+        self._weights = {stage: combiner.weights(stage)[0] for stage in bench.sizes.stages}
 
     def _tensors(self, stage: int) -> list[Mapping[str, Tensor]]:
         return [snapshot.tensors for snapshot in self.run.snapshots[:stage]]
@@ -135,7 +135,7 @@ class _Contender:
         def answer() -> None:
             with torch.no_grad():
                 mix = torch.from_numpy(weights).float()
-                adaptation = self.run.method.blend([history[i] for i in used], mix)
+                adaptation = self.run.method.combine([history[i] for i in used], mix)
                 backbone, bank, choose = self.bench.backbone, self.bench.bank, _never_ending(self.bench)
                 generate(backbone, bank, prompts, adaptation, ANSWER_TOKENS, (), shared, choose)
 

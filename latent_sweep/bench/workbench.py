@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from latent_sweep.bench.usual_way import Config
     from latent_sweep.data.schema import Split
     from latent_sweep.methods.protocol import Method
-    from latent_sweep.routing.combination import Array, Gates, Mixer
+    from latent_sweep.routing.combination import Array, Combiner, Gates
     from latent_sweep.storage.snapshots import Snapshot
     from latent_sweep.sweep.plan import Trial
     from latent_sweep.training.context import Context
@@ -319,9 +319,9 @@ class Workbench:
         clock.tick()
         return clock.seconds_per_step, found
 
-    def mixer(self, trial: Trial, gates: Gates | None = None) -> Mixer:
-        """Make the mixer of a trial's snapshots; `gates` are needed where that is how its method mixes."""
-        return self.context.mixer(trial, gates or _no_gates)
+    def combiner(self, trial: Trial, gates: Gates | None = None) -> Combiner:
+        """Make the combiner of a trial's snapshots; `gates` are needed where that is how its method mixes."""
+        return self.context.combiner(trial, gates or _no_gates)
 
     def answer(
         self, history: Sequence[Snapshot], weights: Array, position: int, max_new_tokens: int, cache: Path

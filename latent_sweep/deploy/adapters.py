@@ -58,7 +58,7 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
         )
     pairs = [method.low_rank_pairs(task.snapshot.tensors) for task in learned]
     if mode == "last":
-        carried_on = method.mixings == (LAST,)
+        carried_on = method.combinations == (LAST,)
         return [Adapter(LAST, model.tasks if carried_on else model.tasks[-1:], pairs[-1], carried_on)]
     if mode == "sum":
         return [Adapter(SUM, model.tasks, summed(pairs))]
@@ -67,7 +67,7 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
 
 def _blends_pairs(kind: type) -> bool:
     """Whether what blends snapshots is known to whoever says what pairs they are: no kind derived from that one."""
-    blends, pairs = (next(of for of in kind.__mro__ if name in vars(of)) for name in ("blend", "low_rank_pairs"))
+    blends, pairs = (next(of for of in kind.__mro__ if name in vars(of)) for name in ("combine", "low_rank_pairs"))
     return issubclass(pairs, blends)
 
 

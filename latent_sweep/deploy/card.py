@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, known_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
-from latent_sweep.methods.protocol import Mixing
+from latent_sweep.methods.protocol import Combination
 from latent_sweep.storage import versions
 from latent_sweep.training.context import Context
 
@@ -22,7 +22,7 @@ LICENCES: Mapping[str, str] = {
 """Of the published weights of backbones that are known by name, as the hub calls them."""
 
 
-ANSWERING: Mapping[Mixing, str] = {
+ANSWERING: Mapping[Combination, str] = {
     "sum": "an adapter for each task, which answer together",
     "last": "the newest snapshot, which answers every text",
     "gates": "an adapter for each task, weighed for each text",

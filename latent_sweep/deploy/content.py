@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from latent_sweep.data.schema import TaskSpec
-from latent_sweep.routing.gaussian import TaskMixture, TaskScatter
+from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Trial
 
@@ -23,7 +23,7 @@ that it was routed to: one in a hundred of a task's own rows is refused."""
 class Records:
     """What routing keeps of one task; what the way of mixing does not read is None."""
 
-    mixture: TaskMixture | None = None
+    mixture: TaskGmm | None = None
     scatter: TaskScatter | None = None
     ngrams: TaskNgrams | None = None
 

@@ -24,7 +24,7 @@ from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Records
 from latent_sweep.errors import ConfigError, StoreError, unended
 from latent_sweep.methods.protocol import Method
-from latent_sweep.routing.gaussian import TaskMixture, TaskScatter
+from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.routing.ngram import TaskNgrams
 from latent_sweep.settings import local_path
 from latent_sweep.storage import versions
@@ -40,7 +40,7 @@ MODEL_FILE = "model.json"
 FORMAT = 1
 """Of the folder; raised where one that was written before can no longer be read."""
 RECORDS: Mapping[str, Callable[[Path], Any]] = {
-    "mixture": TaskMixture.load,
+    "mixture": TaskGmm.load,
     "scatter": TaskScatter.load,
     "ngrams": TaskNgrams.load,
 }
@@ -73,7 +73,7 @@ def save(content: ModelContent, context: Context, method: Method, folder: str | 
                 record.save(_record_path(path, task.spec.name, kind))
     if method.factored:
         digest = context.backbone.weights_digest
-        method.blend([content.learned[0].snapshot.tensors], torch.ones(1, 1))  # makes them where nobody has asked yet
+        method.combine([content.learned[0].snapshot.tensors], torch.ones(1, 1))  # makes them where nobody has asked yet
         for factors in kept_factors(digest, method.rank(), context.storage.folder / "factors"):
             write_file(path / "factors" / factors.name, factors.read_bytes())
     write_file(path / "README.md", model_card(content, context).encode())

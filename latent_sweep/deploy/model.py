@@ -20,7 +20,7 @@ from latent_sweep.deploy import folder as folders
 from latent_sweep.deploy.content import LearnedTask, ModelContent
 from latent_sweep.deploy.lessons import Lesson, RowLike, lesson_of
 from latent_sweep.deploy.opening import BEST, content_of, find_trial, planned
-from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mixer
+from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.capabilities import Gated
 from latent_sweep.methods.protocol import Method
@@ -326,9 +326,9 @@ class ContinualModel:
             learn_missing(Members([run], context), position, say_nothing)
             if run.failure is not None:
                 raise run.failure
-            mixer = records_mixer(context, context.trial)
-            records = [*(known.records for known in self.content.learned), records_at(mixer, position)]
-            farthest = limit_at(mixer, position, fitted(mixer.settings, records))
+            combiner = records_combiner(context, context.trial)
+            records = [*(known.records for known in self.content.learned), records_at(combiner, position)]
+            farthest = limit_at(combiner, position, fitted(combiner.settings, records))
         finally:
             context.close()
         newest = run.snapshots[-1]  # a model holds its own

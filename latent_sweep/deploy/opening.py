@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin
-from latent_sweep.deploy.records import fitted, limit_at, records_at, records_mixer
+from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
 from latent_sweep.errors import ConfigError, StoreError, unended
 from latent_sweep.results.definition import trial_name
 from latent_sweep.security import quoted
@@ -147,10 +147,10 @@ def content_of(sweep: SweepFolder, folder: TrialFolder, context: Context) -> Mod
     trial = context.trial
     snapshots = [_snapshot(sweep, lineage) for lineage in trial.lineages()]
     context.check(snapshots)
-    mixer = records_mixer(context, trial)
-    records = [records_at(mixer, position) for position in range(len(trial.tasks))]
-    router = fitted(mixer.settings, records)
-    limits = [limit_at(mixer, position, router) for position in range(len(trial.tasks))]
+    combiner = records_combiner(context, trial)
+    records = [records_at(combiner, position) for position in range(len(trial.tasks))]
+    router = fitted(combiner.settings, records)
+    limits = [limit_at(combiner, position, router) for position in range(len(trial.tasks))]
     return ModelContent(
         trial,
         tuple(map(LearnedTask, trial.tasks, snapshots, records, limits)),

@@ -11,7 +11,7 @@ import numpy as np
 from latent_sweep.data.schema import PromptSettings
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, Records
 from latent_sweep.errors import MissingData
-from latent_sweep.routing.combination import DISTANCE_ROWS, Mixer
+from latent_sweep.routing.combination import DISTANCE_ROWS, Combiner
 from latent_sweep.routing.gaussian import (
     ROUTED,
     GaussianRouter,
@@ -24,29 +24,29 @@ from latent_sweep.sweep.plan import Trial
 from latent_sweep.training.context import Context
 
 
-def records_mixer(context: Context, trial: Trial) -> Mixer:
-    """Make the mixer that gathers records of a trial's tasks.
+def records_combiner(context: Context, trial: Trial) -> Combiner:
+    """Make the combiner that gathers records of a trial's tasks.
 
     Its test rows have the prompts that tasks are learned with, whatever the trial was tested on: so is a model asked.
     """
     benchmark = trial.settings.benchmark.model_copy(update={"prompts": PromptSettings()})
     verbatim = replace(trial, settings=trial.settings.model_copy(update={"benchmark": benchmark}))
-    return context.mixer(verbatim, _no_gates)
+    return context.combiner(verbatim, _no_gates)
 
 
 def _no_gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
     raise AssertionError("records are gathered without weighing anything")
 
 
-def records_at(mixer: Mixer, position: int) -> Records:
+def records_at(combiner: Combiner, position: int) -> Records:
     """Gather what routing keeps of the task at this position; what the store lacks is made from its training rows.
 
     Raises:
         DataError: the rows are needed, and are not at hand or are others than were planned with.
     """
-    if mixer.settings.mode in ROUTED:
-        return Records(mixer.mixture(position), mixer.scatter(position))
-    return Records(ngrams=mixer.ngrams(position)) if mixer.settings.mode == "lexical" else Records()
+    if combiner.settings.mode in ROUTED:
+        return Records(combiner.gmm(position), combiner.scatter(position))
+    return Records(ngrams=combiner.ngrams(position)) if combiner.settings.mode == "lexical" else Records()
 
 
 def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRouter | None:
@@ -67,7 +67,7 @@ def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRout
     return GaussianRouter(settings).fit(mixtures, pooled_covariance(fold, mixtures[:pooled], settings))
 
 
-def limit_at(mixer: Mixer, position: int, router: GaussianRouter | None) -> float | None:
+def limit_at(combiner: Combiner, position: int, router: GaussianRouter | None) -> float | None:
     """Tell how far out the held-out rows of a task lie in this router: `LearnedTask.farthest`.
 
     Held out are the rows that the trial is scored on, at most `DISTANCE_ROWS` of them: none that was trained on.
@@ -75,7 +75,7 @@ def limit_at(mixer: Mixer, position: int, router: GaussianRouter | None) -> floa
     if router is None:
         return None
     try:
-        rows = spread(mixer.embeddings(position, "test"), DISTANCE_ROWS)
+        rows = spread(combiner.embeddings(position, "test"), DISTANCE_ROWS)
     except MissingData:
         return None
     return float(np.quantile(router.distances(rows), NOVELTY_QUANTILE, method="higher"))

@@ -12,7 +12,7 @@ from typing import get_args
 
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.capabilities import Gated
-from latent_sweep.methods.protocol import Method, MethodSettings, Mixing
+from latent_sweep.methods.protocol import Combination, Method, MethodSettings
 from latent_sweep.plugins import code_digest, imported
 
 METHODS: Mapping[str, str] = {
@@ -72,9 +72,9 @@ def _outside(name: str) -> type[Method]:
         raise ConfigError(f"{where}; {module} has no class {attribute} derived from latent_sweep's Method")
     if not issubclass(getattr(found, "settings_class", object), MethodSettings):
         raise ConfigError(f"{where}; its settings_class must be a class derived from latent_sweep's MethodSettings")
-    known = get_args(Mixing)
-    if not found.mixings or not set(found.mixings) <= set(known):
-        raise ConfigError(f"{where}; its mixings are {found.mixings!r}; expected at least one of {', '.join(known)}")
-    if "gates" in found.mixings and not issubclass(found, Gated):
-        raise ConfigError(f"{where}; `gates` is among its mixings; expected a method gates(history, prompts), too")
+    known = get_args(Combination)
+    if not found.combinations or not set(found.combinations) <= set(known):
+        raise ConfigError(f"{where}; combinations is {found.combinations!r}; expected some of {', '.join(known)}")
+    if "gates" in found.combinations and not issubclass(found, Gated):
+        raise ConfigError(f"{where}; `gates` is among its combinations; expected a method gates(history, prompts), too")
     return found

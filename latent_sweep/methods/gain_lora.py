@@ -30,7 +30,7 @@ from latent_sweep.methods.lora import (
     gain_lora_scripts,
 )
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
-from latent_sweep.methods.protocol import BRANCHES, Mixing, TaskData
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Combination, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class GainLora(BranchMethod):
 
     settings_class = GainLoraSettings
     version = 2  # a gate's step is projected from where it began, no longer from where the task did
-    mixings: ClassVar[tuple[Mixing, ...]] = ("gates", *BRANCHES)
+    combinations: ClassVar[tuple[Combination, ...]] = ("gates", *ADAPTER_COMBINATIONS)
     settings: GainLoraSettings
 
     # --- planning ---

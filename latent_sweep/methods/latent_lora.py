@@ -18,7 +18,7 @@ from pydantic import Field
 from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.capabilities import LowRankPairs
-from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, Settings
 from latent_sweep.storage import versions
 
@@ -92,7 +92,7 @@ class LatentLora(Method):
     settings_class = LatentLoraSettings
     version = 2
     factored = True
-    mixings = ("soft", *(mixing for mixing in BRANCHES if mixing != "soft"))
+    combinations = ("soft", *(name for name in ADAPTER_COMBINATIONS if name != "soft"))
     settings: LatentLoraSettings
     _space: LatentSpace | None = None
 
@@ -154,7 +154,7 @@ class LatentLora(Method):
         """Start a fresh R, and the penalty against the earlier ones where lambda > 0."""
         import torch
 
-        from latent_sweep.adapters.latent import OrthoPenalty, blend
+        from latent_sweep.adapters.latent import OrthoPenalty, merge
 
         s, space = self.settings, self.space
         device = space.singular_values.device
@@ -167,7 +167,7 @@ class LatentLora(Method):
         if s.ortho_lambda and earlier:
             scale = s.s if s.ortho.include_scale else 1.0
             penalty = OrthoPenalty(space, earlier, s.ortho.reduce, s.ortho.norm, s.ortho.normalise, scale)
-        active = blend(earlier, torch.ones(1, len(earlier)))[:, 0] if s.train_active == "sum" and earlier else None
+        active = merge(earlier, torch.ones(1, len(earlier)))[:, 0] if s.train_active == "sum" and earlier else None
         return LatentLearner(space, R, penalty, s.ortho_lambda, active, s.dropout)
 
     def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
@@ -179,13 +179,13 @@ class LatentLora(Method):
         rights = [right.float().T for right in space.rights]
         return LowRankPairs(rights, space.lefts_times(R, torch.float32), self.settings.s)
 
-    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Have each row answer with its own blend R(x) = sum_t w_t(x) R_t, equation (15)."""
         from latent_sweep.adapters.bank import Adaptation
-        from latent_sweep.adapters.latent import blend
+        from latent_sweep.adapters.latent import merge
 
         device = self.space.singular_values.device
-        R = blend([snapshot["R"].to(device) for snapshot in history], weights.to(device))
+        R = merge([snapshot["R"].to(device) for snapshot in history], weights.to(device))
         return Adaptation(self.space.deltas(R[:, 0] if len(weights) == 1 else R))
 
 

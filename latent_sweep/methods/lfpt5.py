@@ -164,7 +164,7 @@ class Lfpt5(Method):
         samples = [draw(self.context, prompt, of_task, self.settings, generator) for of_task in earlier]
         return Lfpt5Learner(self, prompt, format, samples)
 
-    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Answer all rows with the newest prompt."""
         from latent_sweep.adapters.bank import Adaptation
 

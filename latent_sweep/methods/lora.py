@@ -17,7 +17,7 @@ from latent_sweep.backbones.known import EMBEDDED, dropout_rate, family_of
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.capabilities import LowRankPairs
-from latent_sweep.methods.protocol import BRANCHES, Learner, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class LoraMethod(Method):
         A = [own[:, :n] for own, n in zip(snapshot["A"], self.inputs, strict=True)]
         return LowRankPairs(A, snapshot["B"].split(self.outputs), self.settings.s)
 
-    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Have each row answer with its own sum of pairs; snapshots that no row weighs play no part."""
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import blended
@@ -215,7 +215,7 @@ class LoraMethod(Method):
 class BranchMethod(LoraMethod):
     """A new pair for every task, the earlier ones frozen, and active in training unless the settings say otherwise."""
 
-    mixings = BRANCHES
+    combinations = ADAPTER_COMBINATIONS
     settings: BranchSettings
 
     def reads_history(self, position: int) -> bool:

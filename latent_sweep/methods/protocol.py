@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.bank import Adaptation, AdapterBank
     from latent_sweep.backbones.loading import Backbone
 
-Mixing = Literal["soft", "hard", "lexical", "gates", "sum", "last", "oracle"]
+Combination = Literal["soft", "hard", "lexical", "gates", "sum", "last", "oracle"]
 
-BRANCHES: tuple[Mixing, ...] = ("sum", "soft", "hard", "lexical", "last", "oracle")
+ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "lexical", "last", "oracle")
 """How snapshots can answer together that are adapters of their own."""
 
 
@@ -40,7 +40,7 @@ class MethodSettings(Settings):
         """Return what answers are named by, besides the snapshots: the settings that learning does not read.
 
         Of a method from outside, which has a `source`, these are all: what its `stage_identity` leaves out may be read
-        by its `blend` or `gates`, though nothing marks it so.
+        by its `combine` or `gates`, though nothing marks it so.
         """
         return self.inference_identity() if source is None else self.identity()
 
@@ -110,7 +110,7 @@ class Method:
     Attributes:
         settings_class: the pydantic class of its `method:` group.
         version: raised when the same settings would train to something else; part of every lineage.
-        mixings: how its snapshots can answer together; the first is taken when the sweep file does not say.
+        combinations: how its snapshots can answer together; the first is taken when the sweep file does not say.
         factored: whether its adapters lie in frozen truncated factors of the weights, which every member keeps.
         keeps_rows: whether its snapshots hold rows, for later tasks to train on.
         gradient_rows: of how many rows it measures at once, after a task, the gradient of each at most; 0 does not.
@@ -118,7 +118,7 @@ class Method:
 
     settings_class: ClassVar[type[MethodSettings]]
     version: ClassVar[int] = 1
-    mixings: ClassVar[tuple[Mixing, ...]] = ("last",)
+    combinations: ClassVar[tuple[Combination, ...]] = ("last",)
     factored: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = False
     gradient_rows: ClassVar[int] = 0
@@ -187,7 +187,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Return the adaptation by which these snapshots answer, weighted row by row: weights (rows, snapshots).
 
         One row of weights holds for every row of any batch.

@@ -46,7 +46,7 @@ class ZeroShot(Method):
         """Make a learner without parameters."""
         return NothingToLearn()
 
-    def blend(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Leave the backbone bare."""
         from latent_sweep.adapters.bank import Adaptation
 

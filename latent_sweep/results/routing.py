@@ -30,9 +30,9 @@ from latent_sweep.routing.gaussian import (
     GaussianRouter,
     PooledScatter,
     RouterSettings,
-    TaskMixture,
+    TaskGmm,
     TaskScatter,
-    mixture_name,
+    gmm_name,
     normalise_embeddings,
     pooled_covariance,
     pooled_name,
@@ -46,7 +46,7 @@ from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import stages
 
 Array = npt.NDArray[np.float64]
-Record = TypeVar("Record", TaskMixture, TaskScatter)
+Record = TypeVar("Record", TaskGmm, TaskScatter)
 
 MODES = (*ROUTED, "lexical")
 """How trials mix whose rows are routed; the string match has no posterior."""
@@ -246,8 +246,8 @@ class StoredRouter:
         mixtures, fold = [], PooledScatter()
         for task in range(n_tasks):
             pooled = self._pooled_name(task, "train")
-            path = record_path(self._folder, mixture_name(pooled, settings, seed))
-            mixtures.append(_record(TaskMixture, path))
+            path = record_path(self._folder, gmm_name(pooled, settings, seed))
+            mixtures.append(_record(TaskGmm, path))
             if task < pooled_tasks:
                 name = scatter_name(pooled, settings)
                 path = record_path(self._folder, name)

@@ -26,16 +26,16 @@ from latent_sweep.backbones.features import mean_embeddings
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.data.schema import Split
 from latent_sweep.errors import DataError
-from latent_sweep.methods.protocol import Mixing
+from latent_sweep.methods.protocol import Combination
 from latent_sweep.routing.gaussian import (
     ROUTED,
     GaussianRouter,
     PooledScatter,
     RouterSettings,
-    TaskMixture,
+    TaskGmm,
     TaskScatter,
-    fit_mixture,
-    mixture_name,
+    fit_gmm,
+    gmm_name,
     normalise_embeddings,
     pooled_covariance,
     pooled_name,
@@ -54,7 +54,7 @@ from latent_sweep.storage.checksummed import intact, write_sealed
 log = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.float64]
-MODES = get_args(Mixing)
+MODES = get_args(Combination)
 
 DISTANCE_ROWS = 500
 """Most rows of a task whose distance to the tasks seen is computed: unlike a posterior, each takes d^2 operations."""
@@ -94,7 +94,7 @@ class Known:
     gates: Gates
 
 
-def weigh(mode: Mixing, known: Known, rows: Rows, task: int | None = None) -> Array:
+def weigh(mode: Combination, known: Known, rows: Rows, task: int | None = None) -> Array:
     """Weigh the snapshots of the tasks seen in every row, (rows, tasks_seen).
 
     Args:
@@ -113,7 +113,7 @@ def weigh(mode: Mixing, known: Known, rows: Rows, task: int | None = None) -> Ar
     return np.tile(np.eye(known.tasks_seen)[-1 if mode == "last" else task], (rows.count, 1))
 
 
-class Mixer:
+class Combiner:
     """The weights of one trial's snapshots, row by row.
 
     Args:
@@ -124,7 +124,7 @@ class Mixer:
         seed: of K-means.
         storage: pooled embeddings and router records are cached below it.
         folds: summed scatters by content, so that a new task is one addition; mixers of one worker may share them.
-        mixtures: components of tasks by content, so that those of earlier tasks are not read again; shared likewise.
+        gmms: components of tasks by content, so that those of earlier tasks are not read again; shared likewise.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class Mixer:
         seed: int,
         storage: Path,
         folds: MutableMapping[str, PooledScatter] | None = None,
-        mixtures: MutableMapping[str, TaskMixture] | None = None,
+        gmms: MutableMapping[str, TaskGmm] | None = None,
     ):
         self.settings, self.backbone, self.tokens, self.gates = settings, backbone, tokens, gates
         self.n_tasks, self.seed, self.storage = n_tasks, seed, storage
         self.folds = {} if folds is None else folds
-        self.mixtures = {} if mixtures is None else mixtures
+        self.gmms = {} if gmms is None else gmms
         self._fitted: dict[int, Known] = {}
         """What was asked for last, by the number of tasks seen."""
         self._embedded: dict[tuple[int, Split], npt.NDArray[Any]] = {}
@@ -226,21 +226,21 @@ class Mixer:
     def _fit(self, tasks_seen: int) -> GaussianRouter:
         """Fit the router; the covariance reads tasks to come only where the settings say so (A16)."""
         pooled_tasks = self.settings.cov.pooled_tasks(tasks_seen, self.n_tasks)
-        mixtures = [self.mixture(task) for task in range(max(tasks_seen, pooled_tasks))]
-        covariance = pooled_covariance(self._pooled(pooled_tasks), mixtures[:pooled_tasks], self.settings)
-        return GaussianRouter(self.settings).fit(mixtures[:tasks_seen], covariance)
+        gmms = [self.gmm(task) for task in range(max(tasks_seen, pooled_tasks))]
+        covariance = pooled_covariance(self._pooled(pooled_tasks), gmms[:pooled_tasks], self.settings)
+        return GaussianRouter(self.settings).fit(gmms[:tasks_seen], covariance)
 
-    def mixture(self, task: int) -> TaskMixture:
+    def gmm(self, task: int) -> TaskGmm:
         """The task's components, fitted once and stored."""
-        name = self.mixture_name(task)
-        if name not in self.mixtures:
+        name = self.gmm_name(task)
+        if name not in self.gmms:
             path = self._record_path(name)
-            record = TaskMixture.load(path)
+            record = TaskGmm.load(path)
             if record is None:
-                record = fit_mixture(self.embeddings(task, "train"), self.settings, self.seed)
+                record = fit_gmm(self.embeddings(task, "train"), self.settings, self.seed)
                 record.save(path)
-            self.mixtures[name] = record
-        return self.mixtures[name]
+            self.gmms[name] = record
+        return self.gmms[name]
 
     def _pooled(self, tasks: int) -> PooledScatter:
         """Return the summed scatters of the first tasks: what an earlier stage has summed, and the new ones."""
@@ -290,9 +290,9 @@ class Mixer:
         name: str = self.tokens(task, split).folder.name
         return name
 
-    def mixture_name(self, task: int) -> str:
+    def gmm_name(self, task: int) -> str:
         """Names a task's components: a hash of all that they depend on."""
-        return mixture_name(self.pooled_name(task, "train"), self.settings, self.seed)
+        return gmm_name(self.pooled_name(task, "train"), self.settings, self.seed)
 
     def covariance_name(self, tasks_seen: int) -> str:
         """Names the factored covariance after so many tasks: a hash of all that it depends on."""
@@ -300,7 +300,7 @@ class Mixer:
         tasks = range(s.cov.pooled_tasks(tasks_seen, self.n_tasks))
         named = [self.scatter_name(task) for task in tasks]
         if s.cov.center == "component":
-            named += [self.mixture_name(task) for task in tasks]
+            named += [self.gmm_name(task) for task in tasks]
         return content_hash([named, s.cov.identity(), s.epsilon, s.epsilon_mode, s.dtype])
 
     def scatter_name(self, task: int) -> str:
@@ -317,9 +317,9 @@ class Evidence:
         names: of all tasks of the trial, in order.
     """
 
-    def __init__(self, mixer: Mixer, tasks_seen: int, names: Sequence[str]):
-        self._mixer, self._tasks_seen, self._names = mixer, tasks_seen, names
-        self._measures = RoutingMeasures(mixer.settings.prune_below)
+    def __init__(self, combiner: Combiner, tasks_seen: int, names: Sequence[str]):
+        self._mixer, self._tasks_seen, self._names = combiner, tasks_seen, names
+        self._measures = RoutingMeasures(combiner.settings.prune_below)
         self._right: dict[str, float] = {}
         self._are_posteriors = True
         """Whether the gates of every task so far are probabilities of the tasks seen."""
@@ -331,18 +331,18 @@ class Evidence:
         Args:
             weights: of its test rows, (rows, tasks_seen).
         """
-        mixer, name = self._mixer, self._names[task]
-        if mixer.settings.mode == "lexical":  # it has no posterior
+        combiner, name = self._mixer, self._names[task]
+        if combiner.settings.mode == "lexical":  # it has no posterior
             self._right[name] = float((weights.argmax(axis=1) == task).mean())
-        elif mixer.settings.mode == "gates":
+        elif combiner.settings.mode == "gates":
             self._are_posteriors = self._are_posteriors and is_posterior(weights)
             if self._are_posteriors:
                 with np.errstate(divide="ignore"):
                     self._measures.add(name, np.log(weights))
-        elif mixer.routes:
-            self._measures.add(name, mixer.log_posterior(self._tasks_seen, task))
-            if self._tasks_seen < mixer.n_tasks:
-                self._distances.append(mixer.novelty(self._tasks_seen, task))
+        elif combiner.routes:
+            self._measures.add(name, combiner.log_posterior(self._tasks_seen, task))
+            if self._tasks_seen < combiner.n_tasks:
+                self._distances.append(combiner.novelty(self._tasks_seen, task))
 
     def measures(self) -> dict[str, float]:
         """Return what was measured, by name.
@@ -351,18 +351,18 @@ class Evidence:
         `router_novelty_auroc`; of the string match its accuracy alone; of a method's gates what `RoutingMeasures`
         gives, if they are probabilities; nothing where nothing is routed.
         """
-        mixer = self._mixer
-        if mixer.settings.mode == "gates":
+        combiner = self._mixer
+        if combiner.settings.mode == "gates":
             return self._measures.measures() if self._are_posteriors else {}
-        if not mixer.routes:
+        if not combiner.routes:
             return {}
-        if mixer.settings.mode == "lexical":
+        if combiner.settings.mode == "lexical":
             return accuracies(self._right)
         found = self._measures.measures()
-        if self._tasks_seen < mixer.n_tasks:
-            to_come = range(self._tasks_seen, mixer.n_tasks)
+        if self._tasks_seen < combiner.n_tasks:
+            to_come = range(self._tasks_seen, combiner.n_tasks)
             try:
-                unseen = np.concatenate([mixer.novelty(self._tasks_seen, task) for task in to_come])
+                unseen = np.concatenate([combiner.novelty(self._tasks_seen, task) for task in to_come])
             except DataError as error:  # the trial ends where it needs these rows, and not before
                 log.warning("after %s tasks, novelty is not measured: %s", self._tasks_seen, error)
                 return found

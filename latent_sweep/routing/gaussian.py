@@ -1,6 +1,6 @@
 """The training-free task router: which task does an input belong to, judged from its pooled frozen embedding.
 
-Each task leaves two records: a `TaskScatter`, which depends on its embeddings alone, and a `TaskMixture` for one K and
+Each task leaves two records: a `TaskScatter`, which depends on its embeddings alone, and a `TaskGmm` for one K and
 seed. `PooledScatter` adds up the scatters, one addition per new task; `GaussianRouter` turns the mixtures of the tasks
 seen and the covariance C pooled from those scatters into a posterior over tasks. All components share C, so `x' C^-1 x`
 and the log-determinant cancel between tasks and the router is a linear classifier:
@@ -28,12 +28,12 @@ from pydantic import Field
 from safetensors.numpy import load_file
 
 from latent_sweep.errors import LatentSweepError
-from latent_sweep.methods.protocol import Mixing
+from latent_sweep.methods.protocol import Combination
 from latent_sweep.settings import FROM_PRESET, INFERENCE_ONLY, Settings, content_hash
 from latent_sweep.storage import versions
 from latent_sweep.storage.checksummed import intact, write_sealed
 
-ROUTED: tuple[Mixing, ...] = ("soft", "hard")
+ROUTED: tuple[Combination, ...] = ("soft", "hard")
 """Modes whose weights are the router's posterior."""
 
 NO_SCATTER = 1e-12
@@ -101,7 +101,7 @@ class PoolSettings(Settings):
 class RouterSettings(Settings):
     """The `router:` group of a sweep file. Training reads none of it."""
 
-    mode: Mixing = Field(default="soft", json_schema_extra=INFERENCE_ONLY | FROM_PRESET)
+    mode: Combination = Field(default="soft", json_schema_extra=INFERENCE_ONLY | FROM_PRESET)
     """How snapshots answer together (Eq. 15): `soft` by the posterior, `hard` by its argmax, `lexical` by the nearest
     definition as a string (a control, which reads nothing else of this group), `gates` by the method's own gates,
     `sum` with weight 1 each, `last` the newest alone, `oracle` the true task's; null: as the method says."""
@@ -129,7 +129,7 @@ class RouterSettings(Settings):
     """Which token embeddings are averaged."""
 
     def record_identity(self) -> dict[str, Any]:
-        """The settings that a `TaskMixture` depends on, beside its seed and the texts that were pooled."""
+        """The settings that a `TaskGmm` depends on, beside its seed and the texts that were pooled."""
         content = self.identity()
         names = ["components", "embed_norm", "gmm", "pool"]
         covariance_names = []
@@ -191,7 +191,7 @@ class TaskScatter(_Record):
 
 
 @dataclass(frozen=True, eq=False)
-class TaskMixture(_Record):
+class TaskGmm(_Record):
     """The components of one task without their covariance (Eq. 12). All arrays are float64.
 
     Raises:
@@ -239,8 +239,8 @@ def pooled_name(tokens: str, weights: str, settings: RouterSettings) -> str:
     return content_hash({"tokens": tokens, "weights": weights, "pool": pooling})
 
 
-def mixture_name(pooled: str, settings: RouterSettings, seed: int) -> str:
-    """Names a `TaskMixture`: a hash of all that it depends on, scikit-learn among it, whose K-means it is.
+def gmm_name(pooled: str, settings: RouterSettings, seed: int) -> str:
+    """Names a `TaskGmm`: a hash of all that it depends on, scikit-learn among it, whose K-means it is.
 
     Args:
         pooled: name of the training rows' pooled embeddings.
@@ -309,7 +309,7 @@ def scatter_of(embeddings: npt.NDArray[Any]) -> TaskScatter:
     return _Centred(embeddings).scatter
 
 
-def fit_mixture(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) -> TaskMixture:
+def fit_gmm(embeddings: npt.NDArray[Any], settings: RouterSettings, seed: int) -> TaskGmm:
     """Fit the components of one task (Eq. 12).
 
     Args:
@@ -358,7 +358,7 @@ class _Centred:
         upper, _ = dtrttp(dsyrk(1.0, self.centred.T), uplo="U")
         return TaskScatter(upper, len(self.centred))
 
-    def mixture(self, responsibilities: Array, settings: RouterSettings) -> TaskMixture:
+    def mixture(self, responsibilities: Array, settings: RouterSettings) -> TaskGmm:
         """Components that average the embeddings with the weights (n, K): the M step."""
         n, K = responsibilities.shape
         counts = np.maximum(responsibilities.sum(axis=0), 10 * np.finfo(np.float64).eps)
@@ -368,9 +368,9 @@ class _Centred:
         else:
             shares = np.maximum(counts / n, 1 / n)
             shares /= shares.sum()
-        return TaskMixture(means, shares, counts)
+        return TaskGmm(means, shares, counts)
 
-    def factor(self, mixture: TaskMixture, settings: RouterSettings) -> _Factor:
+    def factor(self, mixture: TaskGmm, settings: RouterSettings) -> _Factor:
         """Cholesky factor of the task's own regularised covariance."""
         own = PooledScatter()
         own.add("own", self.scatter)
@@ -447,7 +447,7 @@ class PooledScatter:
             self.add(names[position], scatter_at(position))
 
 
-def pooled_covariance(pooled: PooledScatter, mixtures: Sequence[TaskMixture], settings: RouterSettings) -> Array:
+def pooled_covariance(pooled: PooledScatter, mixtures: Sequence[TaskGmm], settings: RouterSettings) -> Array:
     """The shared covariance C = S + ridge * I, with S = sum_t S_t / sum_t n_t (Eq. 13), as (d, d) float64.
 
     The denominator loses the number of tasks under `cov.ddof: tasks`. The ridge is `epsilon`, or epsilon * tr(S)/d
@@ -528,7 +528,7 @@ class GaussianRouter:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
 
-    def fit(self, mixtures: Sequence[TaskMixture], covariance: Array) -> GaussianRouter:
+    def fit(self, mixtures: Sequence[TaskGmm], covariance: Array) -> GaussianRouter:
         """Make the tasks of `mixtures` the candidates, and return self.
 
         Args:

@@ -470,9 +470,9 @@ def resolve(written: WrittenTrial) -> TrialSettings:
     return TrialSettings(
         method=method,
         router=memoized(
-            ("router", kind.mixings[0]),
+            ("router", kind.combinations[0]),
             (written.router,),
-            lambda: filled(written.router, RouterSettings, {"mode": kind.mixings[0]}),
+            lambda: filled(written.router, RouterSettings, {"mode": kind.combinations[0]}),
         ),
         backbone=memoized("pinned", (written.backbone,), lambda: pinned(in_one_spelling(written.backbone))),
         benchmark=memoized(
@@ -665,8 +665,8 @@ def trial_faults(trial: Trial) -> list[str]:
     s = trial.settings
     faults = memoized("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
     faults = faults + memoized("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
-    if s.router.mode not in trial.method().mixings:
-        possible = ", ".join(trial.method().mixings)
+    if s.router.mode not in trial.method().combinations:
+        possible = ", ".join(trial.method().combinations)
         faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
     if s.benchmark.score_on == "validation" and s.training.select == "best_validation":
         faults.append(

@@ -229,8 +229,8 @@ class MethodConformance:
             second.row_keys(),
         )
         method = first.method()
-        assert method.mixings
-        assert first.settings.router.mode == method.mixings[0]
+        assert method.combinations
+        assert first.settings.router.mode == method.combinations[0]
         assert not method.reads_history(0)
 
     def test_loss_terms_are_named_and_finite(self, finished: Finished, family: str) -> None:

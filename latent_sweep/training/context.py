@@ -27,8 +27,8 @@ from latent_sweep.methods import method_class
 from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
 from latent_sweep.metrics import score_rows
-from latent_sweep.routing.combination import Gates, Mixer
-from latent_sweep.routing.gaussian import ROUTED, PooledScatter, TaskMixture
+from latent_sweep.routing.combination import Combiner, Gates
+from latent_sweep.routing.gaussian import ROUTED, PooledScatter, TaskGmm
 from latent_sweep.settings import canonical_json
 from latent_sweep.storage import versions
 from latent_sweep.storage.failures import Phase
@@ -72,7 +72,7 @@ class Context:
         self.store = SnapshotStore(storage)
         self._emit, self._begun = emit, list[Begun]()
         self._folds: dict[str, PooledScatter] = {}
-        self._mixtures: dict[str, TaskMixture] = {}
+        self._gmms: dict[str, TaskGmm] = {}
         self._recent: dict[tuple[str, int], Recent] = {}
         self._tokens: dict[Any, TokenRows] = {}
         self._constants: dict[tuple[BenchmarkSettings, str], float] = {}
@@ -250,8 +250,8 @@ class Context:
             self._constants[key] = float(scores.mean())
         return self._constants[key]
 
-    def mixer(self, trial: Trial, gates: Gates) -> Mixer:
-        """Make the mixer that weighs a trial's snapshots.
+    def combiner(self, trial: Trial, gates: Gates) -> Combiner:
+        """Make the combiner that weighs a trial's snapshots.
 
         Args:
             gates: gives the weights where that is how its method mixes.
@@ -260,8 +260,8 @@ class Context:
         whole = router.mode in ROUTED and not router.pool.truncate
         pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)
         seed = trial.settings.seed
-        folder, known = self.storage.folder, (self._folds, self._mixtures)
-        return Mixer(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *known)
+        folder, known = self.storage.folder, (self._folds, self._gmms)
+        return Combiner(router, self.backbone, pooled, gates, len(trial.tasks), seed, folder, *known)
 
     def recent(self, trial: Trial, position: int) -> Recent:
         """The answers that a trial has given last to the test rows of its task at this position."""

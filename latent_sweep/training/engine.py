@@ -102,7 +102,7 @@ class Engine:
             f"the frozen backbone is not what it was when it was loaded: {', '.join(changed[:3])}"
             f"{', ...' * (len(changed) > 3)}. A method has written to parameters, or left hooks or another forward on "
             "modules; nothing of it was stored. Train tensors of the method's own, which `adaptation` returns, and "
-            "take off again what is put on the backbone before begin_task, finish, gates or blend return"
+            "take off again what is put on the backbone before begin_task, finish, gates or combine return"
         )
 
     def end_answers_with(self, token: int) -> Backbone:

@@ -86,7 +86,7 @@ class AnswerBatch:
             yield self.weights[start : start + rows], self.prompts[start : start + rows]
 
 
-class Blends:
+class CombinedAdapters:
     """The adaptations by which a method's snapshots answer, batch after batch.
 
     What the batch before was answered with is at hand, and no more: tensors of snapshots may have to be read, and one
@@ -107,12 +107,12 @@ class Blends:
             self._read = {
                 name: known[name] if name in known else AtHand(snapshot(name).tensors) for name in batch.lineages
             }
-            return self._method.blend([self._read[name] for name in batch.lineages], torch.from_numpy(mix).float())
+            return self._method.combine([self._read[name] for name in batch.lineages], torch.from_numpy(mix).float())
         key = tuple(batch.lineages), mix[0].tobytes()
         if self._one is None or self._one[0] != key:
             self._one = None  # first: there may be no room for two
             tensors = [snapshot(lineage).tensors for lineage in batch.lineages]
-            self._one = key, self._method.blend(tensors, torch.from_numpy(mix[:1]).float())
+            self._one = key, self._method.combine(tensors, torch.from_numpy(mix[:1]).float())
         return self._one[1]
 
 
@@ -137,7 +137,7 @@ class AtHand(Mapping[str, torch.Tensor]):
 def answer(
     batches: Sequence[AnswerBatch],
     snapshot: Callable[[str], Snapshot],
-    blends: Blends,
+    blends: CombinedAdapters,
     engine: Engine,
     bank: AdapterBank,
 ) -> list[list[str]]:
@@ -212,7 +212,7 @@ class Evaluator:
         self.batch_size, self.max_new_tokens, self.stop = batch_size, max_new_tokens, tuple(stop)
         self.references, self.cache, self.tell, self.method_source = references, cache, tell, method_source
         self.passes = passes
-        self._blends = Blends(method)
+        self._blends = CombinedAdapters(method)
 
     def score(
         self,

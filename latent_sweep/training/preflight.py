@@ -198,23 +198,23 @@ def _try_metric(context: Context, trial: Trial, position: int) -> None:
 
 def _try_router(context: Context, run: TrialRun, known: set[str]) -> None:
     """Pool the test rows, and fit the router of every stage that is to be scored."""
-    mixer = context.mixer(run.trial, _no_gates)
+    combiner = context.combiner(run.trial, _no_gates)
     wanted, tasks = run.files.wanted, run.trial.tasks
     for position in range(wanted):
         with context.doing("fitting the router", position):
-            mixer.embeddings(position, "test")
-            components = len(mixer.mixture(position).shares)
-            if components < mixer.settings.components and (name := mixer.mixture_name(position)) not in known:
+            combiner.embeddings(position, "test")
+            components = len(combiner.gmm(position).shares)
+            if components < combiner.settings.components and (name := combiner.gmm_name(position)) not in known:
                 log.warning(
                     "router.components: found %d, but the training prompts of task %s have %d distinct embeddings; it "
                     "gets as many components",
-                    *(mixer.settings.components, tasks[position].name, components),
+                    *(combiner.settings.components, tasks[position].name, components),
                 )
                 known.add(name)
     for seen in range(len(run.files.rows) + 1, wanted + 1):
-        if (name := mixer.covariance_name(seen)) not in known:
+        if (name := combiner.covariance_name(seen)) not in known:
             with context.doing("fitting the router", seen - 1):
-                mixer.known(seen)
+                combiner.known(seen)
             known.add(name)
 
 

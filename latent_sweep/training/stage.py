@@ -147,10 +147,10 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
     def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
         return gates_of(method, read[:tasks_seen], prompts)
 
-    mixer = context.mixer(trial, gates)
-    with context.doing("fitting the router", position) if mixer.routes else nullcontext():
-        mixer.known(position + 1)
-    evidence = mixer.evidence(position + 1, [task.name for task in trial.tasks])
+    combiner = context.combiner(trial, gates)
+    with context.doing("fitting the router", position) if combiner.routes else nullcontext():
+        combiner.known(position + 1)
+    evidence = combiner.evidence(position + 1, [task.name for task in trial.tasks])
     evaluator = Evaluator(
         context.engine,
         context.bank,
@@ -172,7 +172,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             wordings = len(definitions(task, "test", s.benchmark))
             metric = scoring_metric(s.benchmark, task)
             inputs = context.inputs(trial, j) if reads_input(metric) else None
-            weights, recent = mixer.weights_at(position + 1, j), context.recent(trial, j)
+            weights, recent = combiner.weights_at(position + 1, j), context.recent(trial, j)
             evidence.add(j, weights)
             end = AnswerEnd(target_length(s.benchmark, task), stop_of(trial.spec, task))
             result = evaluator.score(member.snapshots, weights, rows, metric, wordings, inputs, recent, end)

@@ -9,7 +9,7 @@ from latent_sweep.storage.failures import during
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Pack
 from latent_sweep.training.context import Context
-from latent_sweep.training.evaluation import Blends, answer
+from latent_sweep.training.evaluation import CombinedAdapters, answer
 from latent_sweep.training.events import say_nothing
 from latent_sweep.training.preflight import try_backbone
 from latent_sweep.training.run import MemberRun, Members
@@ -25,7 +25,7 @@ def follow(pack: Pack, context: Context) -> None:
     by_id = {member.training_id: MemberRun(member, [], context) for member in pack.members}
     members = Members(list(by_id.values()), context)
     snapshots: dict[str, Snapshot] = {}
-    blends: dict[str, Blends] = {}
+    blends: dict[str, CombinedAdapters] = {}
 
     def snapshot(lineage: str) -> Snapshot:
         found = snapshots.get(lineage) or context.store.recall(lineage)
@@ -57,5 +57,5 @@ def follow(pack: Pack, context: Context) -> None:
             (trial,) = (trial for trial in member.member.trials if trial.trial_id == trial_id)
             with during("answering"):
                 if trial_id not in blends:
-                    blends = {trial_id: Blends(member.method_of(trial))}
+                    blends = {trial_id: CombinedAdapters(member.method_of(trial))}
                 answer(batches, snapshot, blends[trial_id], context.engine, context.bank)

@@ -8,7 +8,7 @@ from torch import nn
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.adapters.factors import Factors, truncated_svd
-from latent_sweep.adapters.latent import LatentDeltas, LatentSpace, OrthoPenalty, blend
+from latent_sweep.adapters.latent import LatentDeltas, LatentSpace, OrthoPenalty, merge
 
 SIDES = ["out", "in", "none"]
 RANK, SCALE = 5, 0.5
@@ -66,7 +66,7 @@ def test_each_row_answers_with_its_own_blend(layers, side):
     adapters = [normal(2, RANK, RANK, seed=seed) for seed in range(3)]
     weights = torch.tensor([[1.0, 0, 0], [0.2, 0.3, 0.5], [0, 0.9, 0.1], [0, 0, 1]])
     h = normal(4, 7, 12, seed=9)
-    R = blend(adapters, weights)
+    R = merge(adapters, weights)
     assert R.shape == (2, 4, RANK, RANK)
     with torch.no_grad(), bank.active(Adaptation(space.deltas(R))):
         together = [layer(h) for layer in layers.values()]

@@ -197,7 +197,7 @@ def test_answers_end_where_a_turn_does(chatting):
     bank = AdapterBank(backbone.targets, backbone.prompt_embedding)
     kind = method_class("zero_shot")
     method = kind(kind.settings_class(name="zero_shot"), MethodContext(backbone, bank, folder, 0))
-    found = generate(backbone, bank, prompts, method.blend([], torch.ones(1, 0)), 12, (), 0)
+    found = generate(backbone, bank, prompts, method.combine([], torch.ones(1, 0)), 12, (), 0)
     for prompt, answer in zip(prompts, found, strict=True):
         expected = backbone.model.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0

@@ -87,7 +87,7 @@ def ours(model, positions):
     """Logits of the backbone with snapshots as its method blends them, each with weight one."""
     tensors = [model.content.learned[i].snapshot.tensors for i in positions]
     with torch.no_grad():
-        adaptation = model.method.blend(tensors, torch.ones(1, len(tensors)))
+        adaptation = model.method.combine(tensors, torch.ones(1, len(tensors)))
     with model.context.bank.active(adaptation):
         return logits(model.context.backbone.model)
 
@@ -237,8 +237,8 @@ def test_a_blend_of_its_own_is_no_sum_of_adapters(opened, tmp_path, monkeypatch)
     model = opened("tiny-llama", "inc_lora")
 
     class Halved(type(model.method)):
-        def blend(self, history, weights):
-            return super().blend(history, weights / 2)
+        def combine(self, history, weights):
+            return super().combine(history, weights / 2)
 
     monkeypatch.setattr(model, "method", Halved.__new__(Halved))
     model.method.__dict__.update(vars(opened("tiny-llama", "inc_lora").method))

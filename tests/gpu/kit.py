@@ -228,7 +228,7 @@ def _token(place: Place, bench: Workbench, rows: int) -> float:
     prompts = [row["prompt_ids"] for row in rows_of(rows, 100, 1)]
     learner = bench.training(rows_of(8, 20, 3), 1).learner
     with torch.no_grad():
-        adaptation = bench.method().blend([learner.finish()], torch.ones(1, 1))
+        adaptation = bench.method().combine([learner.finish()], torch.ones(1, 1))
         times = [place.seconds(partial(generate, endless, bench.bank, prompts, adaptation, n), 3) for n in (few, many)]
     return 1000 * (times[1] - times[0]) / (many - few)
 

@@ -103,7 +103,7 @@ class Workshop:
         method = self.method(name)
         (learner,) = self.learners(name)
         with torch.no_grad():
-            adaptation = method.blend([learner.finish()], torch.ones(1, 1))
+            adaptation = method.combine([learner.finish()], torch.ones(1, 1))
         found = []
         for longest in tokens:
             before = self.record.copy()

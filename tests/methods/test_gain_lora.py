@@ -250,7 +250,7 @@ def test_training_sees_the_model_that_answers(method_of, backbone, bank, tmp_pat
     batch = collate([rows], backbone)
     history = [*history, snapshot]
     weights = torch.from_numpy(method.gates(history, [row["prompt_ids"] for row in rows])).float()
-    adaptations = [learner.adaptation(rows), method.blend(history, weights)]
+    adaptations = [learner.adaptation(rows), method.combine(history, weights)]
     with torch.no_grad():
         logits = []
         for adaptation in adaptations:
@@ -478,7 +478,7 @@ def test_presets():
     assert (o_lora.design, o_lora.lambda_1, o_lora.lambda_2) == (None, 0.5, 0.0)
     for resolved in (unified, t5, llama, later, o_lora):
         assert GainLoraSettings.model_validate(resolved.model_dump()) == resolved, "what is written can be read"
-    assert GainLora.mixings[:2] == ("gates", "sum")
+    assert GainLora.combinations[:2] == ("gates", "sum")
     assert GainLora.training_defaults(t5, "t5", "superni")["epochs"] == 100
     training = TrainingSettings(**GainLora.training_defaults(llama, "llama", "superni"))
     assert (training.learning_rate, training.adam_eps, training.group_by_length) == (5e-5, "before_correction", False)

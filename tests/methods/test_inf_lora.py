@@ -200,7 +200,7 @@ def test_presets(backbone_name, benchmark, expected):
     assert (unified.old_branch_grad, unified.gpm.eps_0) == ("flow", 0.995)
     own = InfLora.resolve(InfLoraSettings(preset="official", gpm=GpmSettings(chunks=2)), backbone_name, benchmark)
     assert (own.gpm.chunks, own.gpm.mask_padding) == (2, False), "what is given stays, the rest is the preset's"
-    assert InfLora.mixings[0] == "sum"
+    assert InfLora.combinations[0] == "sum"
 
 
 def test_numbers_per_task():

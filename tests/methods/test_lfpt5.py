@@ -505,7 +505,7 @@ def test_the_base_weights_stay(name, tmp_path):
 def test_the_newest_prompt_answers(backbone, bank, tmp_path):
     own = method(backbone, bank, tmp_path)
     history = [{"prompt": torch.full((6, 32), float(i))} for i in range(3)]
-    adaptation = own.blend(history, torch.tensor([[0.0, 0.0, 1.0]]))
+    adaptation = own.combine(history, torch.tensor([[0.0, 0.0, 1.0]]))
     assert torch.equal(adaptation.prompt, history[2]["prompt"])
     assert not adaptation.deltas
     assert own.prompt([5, 7]) == [5, 7, -1, -2, -3, -4, -5, -6]
@@ -519,7 +519,7 @@ def test_defaults_are_the_scripts_for_classification():
     assert (s.prompt_length, s.lm_weight, s.kl_weight, s.samples_per_label) == (300, 0.25, 0.01, 2)
     assert (s.top_k, s.repetition_penalty, s.sample_length) == (64, 2.5, 256)
     assert Lfpt5(s).parameter_count({"q": (1024, 1024)}, 1024) == 307_200  # T5-Large
-    assert Lfpt5(s).packable and Lfpt5.mixings == ("last",)
+    assert Lfpt5(s).packable and Lfpt5.combinations == ("last",)
 
 
 def test_presets():

@@ -293,8 +293,8 @@ def test_seq_lora_goes_on_from_the_previous_pair_and_leaves_it_alone(backbone, m
 
 def test_the_newest_pair_answers_like_the_changed_weights(backbone, bank, method_of):
     method, history = method_of("seq_lora"), snapshots(backbone, 2)
-    found = logits(backbone, bank, method.blend(history, torch.tensor([[0.0, 1.0]])))
-    bare = logits(backbone, bank, method.blend(history, torch.tensor([[0.0, 0.0]])))
+    found = logits(backbone, bank, method.combine(history, torch.tensor([[0.0, 1.0]])))
+    bare = logits(backbone, bank, method.combine(history, torch.tensor([[0.0, 0.0]])))
     assert_same_to_rounding(found, changed_logits(backbone, history[1]), PASS)
     assert float((found - bare).abs().max()) > 0.1
 
@@ -387,10 +387,10 @@ def test_gradients_that_flow_are_those_of_the_changed_weights(backbone, bank, me
 
 def test_all_pairs_answer_as_their_sum_and_the_scale_stays_one_tasks(backbone, bank, method_of):
     method, history = method_of("inc_lora"), snapshots(backbone, 3)
-    assert method.mixings[0] == "sum"
-    together = logits(backbone, bank, method.blend(history, torch.ones(1, 3)))
+    assert method.combinations[0] == "sum"
+    together = logits(backbone, bank, method.combine(history, torch.ones(1, 3)))
     assert_same_to_rounding(together, changed_logits(backbone, *history), PASS)
-    rowwise = logits(backbone, bank, method.blend(history, torch.eye(3)[[0, 1, 2] * 4]))
+    rowwise = logits(backbone, bank, method.combine(history, torch.eye(3)[[0, 1, 2] * 4]))
     lengths = [len(row["target_ids"]) for row in ROWS]
     each = [changed_logits(backbone, snapshot).split(lengths) for snapshot in history]
     expected = torch.cat([each[row % 3][row] for row in range(12)])
@@ -523,9 +523,9 @@ def test_zero_shot_answers_as_the_bare_backbone_without_training(runs, llama):
     assert steps == []
     assert rows[0][0] == rows[1][0]
     assert len(set(packs[0].trials[0].lineages())) == 1
-    assert method_class("zero_shot").mixings == ("last",)
+    assert method_class("zero_shot").combinations == ("last",)
     method = planned("zero_shot")
-    assert method.blend([{}], torch.ones(1, 1)).deltas == ()
+    assert method.combine([{}], torch.ones(1, 1)).deltas == ()
     assert (method.rank(), method.parameter_count({"q": (4, 4)}, 4)) == (0, 0)
 
 

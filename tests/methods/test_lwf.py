@@ -169,7 +169,7 @@ def test_a_larger_weight_keeps_the_answers_nearer(at_work, tmp_path):
         own = method_at_work(Lwf, work.backbone, work.bank, alpha_kd=alpha_kd)
         after = lesson(own, history, tmp_path / f"{alpha_kd}")[0]
         student, teacher = (
-            forward(work.backbone, work.bank, rows, method.blend([snapshot], torch.ones(1, 1))).logits
+            forward(work.backbone, work.bank, rows, method.combine([snapshot], torch.ones(1, 1))).logits
             for snapshot in (after, history[0])
         )
         distances.append(float(divergence(student.flatten(0, 1), teacher.flatten(0, 1), 1.0).detach()))

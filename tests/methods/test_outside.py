@@ -45,9 +45,9 @@ class Sharp(LatentLora):
 
     settings_class = SharpSettings
 
-    def blend(self, history, weights):
+    def combine(self, history, weights):
         """The multiple."""
-        return super().blend(history, weights * self.settings.sharpness)
+        return super().combine(history, weights * self.settings.sharpness)
 
 
 NOT_A_METHOD = 1
@@ -161,7 +161,7 @@ class OddSettings(IncLoraSettings):
 
 class Odd(IncLora):
     settings_class = OddSettings
-    mixings = ("gates", "sum")
+    combinations = ("gates", "sum")
 
     def gates(self, history, prompts):
         return np.eye(len(history))[[-1] * len(prompts)]
@@ -258,11 +258,11 @@ class Unwritten(Odd):
 
 class Absent(IncLora):
     settings_class = OddSettings
-    mixings = ("gates",)
+    combinations = ("gates",)
 
 
-class NoMixing(IncLora):
-    mixings = ()
+class NoCombination(IncLora):
+    combinations = ()
 
 
 class Unmarked(IncLora):
@@ -334,8 +334,8 @@ def test_a_snapshot_that_is_not_finite_is_not_stored(odd, runs):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Absent", r"`gates` is among its mixings; expected a method gates\(history, prompts\)"),
-        ("NoMixing", r"its mixings are \(\); expected at least one of soft, "),
+        ("Absent", r"`gates` is among its combinations; expected a method gates\(history, prompts\)"),
+        ("NoCombination", r"combinations is \(\); expected some of soft, "),
     ],
 )
 def test_mixings_that_cannot_be_are_refused_when_a_sweep_is_planned(odd, name, said):

@@ -152,7 +152,7 @@ class Run:
             else:
                 weights = np.ones((1, 2))
             with torch.no_grad():
-                adaptation = self.method.blend(self.history, torch.from_numpy(weights).float())
+                adaptation = self.method.combine(self.history, torch.from_numpy(weights).float())
                 outputs = forward(self.backbone, self.bank, rows, adaptation)
             tokens = torch.nn.functional.cross_entropy(outputs.logits, outputs.labels, reduction="none")
             losses += [float(part.mean()) for part in outputs.by_row(tokens)]

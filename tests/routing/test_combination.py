@@ -10,15 +10,15 @@ from helpers.rounding import PRODUCT
 from safetensors.numpy import load_file
 
 from latent_sweep.errors import DataError
-from latent_sweep.routing.combination import MODES, Mixer, pool
-from latent_sweep.routing.gaussian import RouterSettings, TaskMixture, TaskScatter
+from latent_sweep.routing.combination import MODES, Combiner, pool
+from latent_sweep.routing.gaussian import RouterSettings, TaskGmm, TaskScatter
 
 TASKS = 3
 NAMES = ("one", "two", "three")
 
 
 class Rows(dict):
-    """Tokenised rows as the mixer reads them: columns, a length, and the cache that names them."""
+    """Tokenised rows as the combiner reads them: columns, a length, and the cache that names them."""
 
     def __init__(self, name, prompts, inputs=None):
         super().__init__(prompt_ids=prompts, input_ids=inputs or prompts)
@@ -37,18 +37,18 @@ def rows_of(task, split, count):
 
 
 @pytest.fixture
-def mixer(llama, tmp_path):
-    """`mixer(mode="soft")`, its rows in `mixer.rows`."""
+def combiner(llama, tmp_path):
+    """`combiner(mode="soft")`, its rows in `combiner.rows`."""
     rows = {(task, split): rows_of(task, split, 24 - task) for task in range(TASKS) for split in ("train", "test")}
     asked = []
 
-    def build(seed=0, folds=None, mixtures=None, **settings):
+    def build(seed=0, folds=None, gmms=None, **settings):
         def tokens(task, split):
             asked.append((task, split))
             return rows[task, split]
 
         settings = RouterSettings(**{"components": 2, **settings})
-        return Mixer(settings, llama, tokens, gates_of, TASKS, seed, tmp_path, folds, mixtures)
+        return Combiner(settings, llama, tokens, gates_of, TASKS, seed, tmp_path, folds, gmms)
 
     build.rows, build.asked, build.folder = rows, asked, tmp_path
     return build
@@ -70,95 +70,95 @@ def embedding(backbone, ids):
     ("mode", "expected"),
     [("last", [[0, 0, 1]] * 3), ("sum", [[1, 1, 1]] * 3), ("oracle", [[1, 0, 0], [0, 1, 0], [0, 0, 1]])],
 )
-def test_weights_without_a_router(mixer, mode, expected):
-    weights = mixer(mode=mode).weights(3)
+def test_weights_without_a_router(combiner, mode, expected):
+    weights = combiner(mode=mode).weights(3)
     for task in range(3):
         np.testing.assert_array_equal(weights[task], np.tile(expected[task], (24 - task, 1)))
-    assert [w.shape for w in mixer(mode=mode).weights(2)] == [(24, 2), (23, 2)]
-    assert not (mixer.folder / "embeddings").exists()
-    assert not mixer(mode=mode).routes
+    assert [w.shape for w in combiner(mode=mode).weights(2)] == [(24, 2), (23, 2)]
+    assert not (combiner.folder / "embeddings").exists()
+    assert not combiner(mode=mode).routes
 
 
-def test_gates_read_the_prompts_of_the_test_rows(mixer):
-    found = mixer(mode="gates").weights(2)
+def test_gates_read_the_prompts_of_the_test_rows(combiner):
+    found = combiner(mode="gates").weights(2)
     for task, weights in enumerate(found):
-        lengths = [len(ids) for ids in mixer.rows[task, "test"]["prompt_ids"]]
+        lengths = [len(ids) for ids in combiner.rows[task, "test"]["prompt_ids"]]
         np.testing.assert_array_equal(weights, [[length / 10, length / 11] for length in lengths])
-    assert not mixer(mode="gates").routes
+    assert not combiner(mode="gates").routes
 
 
-def test_every_mode_has_weights(mixer):
+def test_every_mode_has_weights(combiner):
     for mode in MODES:
-        for weights in mixer(mode=mode).weights(2):
+        for weights in combiner(mode=mode).weights(2):
             assert np.isfinite(weights).all()
 
 
-def evidence(mixer, tasks_seen):
-    found = mixer.evidence(tasks_seen, NAMES)
+def evidence(combiner, tasks_seen):
+    found = combiner.evidence(tasks_seen, NAMES)
     for task in range(tasks_seen):
-        found.add(task, mixer.weights_at(tasks_seen, task))
+        found.add(task, combiner.weights_at(tasks_seen, task))
     return found.measures()
 
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])
-def test_posterior_weights_sum_to_one_and_find_their_task(mixer, mode):
-    found = mixer(mode=mode).weights(3)
+def test_posterior_weights_sum_to_one_and_find_their_task(combiner, mode):
+    found = combiner(mode=mode).weights(3)
     for weights in found:
         np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-12)
         assert (weights >= 0).all()
     right = [np.mean(weights.argmax(axis=1) == task) for task, weights in enumerate(found)]
     assert np.mean(right) > 0.9
-    assert evidence(mixer(mode=mode), 3)["router_accuracy"] == pytest.approx(np.mean(right))
-    assert mixer(mode=mode).routes
+    assert evidence(combiner(mode=mode), 3)["router_accuracy"] == pytest.approx(np.mean(right))
+    assert combiner(mode=mode).routes
     if mode == "hard":
         assert {float(w) for weights in found for w in weights.ravel()} == {0.0, 1.0}
 
 
-def test_the_string_match_takes_the_nearest_definition(mixer, llama):
+def test_the_string_match_takes_the_nearest_definition(combiner, llama):
     """Whatever the inputs are, and with nothing pooled; what a task is known by is stored, and read again."""
     definitions = ["Name the colour of it.", "Count the animals.", "Is the review good?"]
-    for (task, split), rows in mixer.rows.items():
-        mixer.rows[task, split] = Rows(
+    for (task, split), rows in combiner.rows.items():
+        combiner.rows[task, split] = Rows(
             f"{task}-{split}",
             [llama.tokenizer(f"{definitions[task]} {i * i} things")["input_ids"] for i in range(len(rows))],
         )
-    found = mixer(mode="lexical").weights(3)
+    found = combiner(mode="lexical").weights(3)
     right = {f"router/accuracy/{name}": 1.0 for name in NAMES}
-    assert evidence(mixer(mode="lexical"), 3) == {"router_accuracy": 1.0} | right
+    assert evidence(combiner(mode="lexical"), 3) == {"router_accuracy": 1.0} | right
     for task in range(3):
         np.testing.assert_array_equal(found[task], np.tile(np.eye(3)[task], (24 - task, 1)))
-    assert mixer(mode="lexical").routes
-    assert not (mixer.folder / "embeddings").exists()
-    records = sorted((mixer.folder / "router").glob("*.safetensors"))
-    assert [path.stem for path in records] == sorted(mixer(mode="lexical").ngrams_name(task) for task in range(3))
+    assert combiner(mode="lexical").routes
+    assert not (combiner.folder / "embeddings").exists()
+    records = sorted((combiner.folder / "router").glob("*.safetensors"))
+    assert [path.stem for path in records] == sorted(combiner(mode="lexical").ngrams_name(task) for task in range(3))
     before = [path.read_bytes() for path in records]
-    mixer.asked.clear()
-    mixer(mode="lexical", seed=1, components=7).weights(3)
+    combiner.asked.clear()
+    combiner(mode="lexical", seed=1, components=7).weights(3)
     assert before == [path.read_bytes() for path in records]
     records[0].write_bytes(b"damaged")
-    for one, other in zip(mixer(mode="lexical").weights(3), found, strict=True):
+    for one, other in zip(combiner(mode="lexical").weights(3), found, strict=True):
         np.testing.assert_array_equal(one, other)
     assert before == [path.read_bytes() for path in records], "it is made again"
 
 
-def test_the_first_stage_knows_one_task(mixer):
-    (weights,) = mixer(mode="soft").weights(1)
+def test_the_first_stage_knows_one_task(combiner):
+    (weights,) = combiner(mode="soft").weights(1)
     np.testing.assert_array_equal(weights, np.ones((24, 1)))
-    assert {task for task, _ in mixer.asked} == {0}, "tasks that are still to come are not read"
+    assert {task for task, _ in combiner.asked} == {0}, "tasks that are still to come are not read"
 
 
-def test_the_posterior_is_bayes_rule_over_gaussian_densities(mixer, llama):
+def test_the_posterior_is_bayes_rule_over_gaussian_densities(combiner, llama):
     """Equations (12) to (14) with scipy's densities; one component, so that K-means has nothing to decide."""
     from scipy.stats import multivariate_normal
 
     settings = dict(mode="soft", components=1, epsilon=20.0, prune_below=0.0)
-    found = mixer(**settings).weights(3)
-    train = [np.stack([embedding(llama, ids) for ids in mixer.rows[t, "train"]["prompt_ids"]]) for t in range(3)]
+    found = combiner(**settings).weights(3)
+    train = [np.stack([embedding(llama, ids) for ids in combiner.rows[t, "train"]["prompt_ids"]]) for t in range(3)]
     scatter = sum((X - X.mean(0)).T @ (X - X.mean(0)) for X in train)
     pooled = scatter / sum(map(len, train))
     C = pooled + 20.0 * np.trace(pooled) / len(pooled) * np.eye(len(pooled))
     for task in range(3):
-        X = np.stack([embedding(llama, ids) for ids in mixer.rows[task, "test"]["prompt_ids"]])
+        X = np.stack([embedding(llama, ids) for ids in combiner.rows[task, "test"]["prompt_ids"]])
         logs = np.stack([multivariate_normal(t.mean(0), C).logpdf(X) for t in train], axis=1)
         density = np.exp(logs - logs.max(axis=1, keepdims=True))
         expected = density / density.sum(axis=1, keepdims=True)
@@ -166,23 +166,23 @@ def test_the_posterior_is_bayes_rule_over_gaussian_densities(mixer, llama):
         assert 0.01 < np.median(1 - expected.max(axis=1)) < 0.5, "a posterior of zeros and ones would show little"
 
 
-def test_a_covariance_of_all_tasks_reads_those_to_come(mixer):
-    per_task = mixer(mode="soft", epsilon=100.0, cov={"refresh": "per_task"}).weights(2)
-    assert {task for task, _ in mixer.asked} == {0, 1}
-    final = mixer(mode="soft", epsilon=100.0, cov={"refresh": "final"}).weights(2)
-    assert {task for task, _ in mixer.asked} == {0, 1, 2}
+def test_a_covariance_of_all_tasks_reads_those_to_come(combiner):
+    per_task = combiner(mode="soft", epsilon=100.0, cov={"refresh": "per_task"}).weights(2)
+    assert {task for task, _ in combiner.asked} == {0, 1}
+    final = combiner(mode="soft", epsilon=100.0, cov={"refresh": "final"}).weights(2)
+    assert {task for task, _ in combiner.asked} == {0, 1, 2}
     assert not np.array_equal(per_task[0], final[0])
 
 
 # --- evidence --------------------------------------------------------------------------------------------------------
 
 
-def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(mixer, llama):
+def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(combiner, llama):
     """One component, so that K-means has nothing to decide; scipy's densities, an inverse, and pairs of rows."""
     from scipy.stats import multivariate_normal
 
-    found = evidence(mixer(mode="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
-    rows = {key: np.stack([embedding(llama, ids) for ids in r["prompt_ids"]]) for key, r in mixer.rows.items()}
+    found = evidence(combiner(mode="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
+    rows = {key: np.stack([embedding(llama, ids) for ids in r["prompt_ids"]]) for key, r in combiner.rows.items()}
     train = [rows[task, "train"] for task in range(2)]
     pooled = sum((X - X.mean(0)).T @ (X - X.mean(0)) for X in train) / sum(map(len, train))
     C = pooled + 20.0 * np.trace(pooled) / len(pooled) * np.eye(len(pooled))
@@ -212,14 +212,14 @@ def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(mixer, l
     assert "router/nll/three" not in found
 
 
-def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(mixer):
+def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(combiner):
     def gates(tasks_seen, prompts):
         """Sure of each row's first token, whose task it is of, but for a tenth."""
         own = np.array([[(prompt[0] - 10) // 60 == task for task in range(tasks_seen)] for prompt in prompts])
         return np.where(own, 0.9, 0.1 / (tasks_seen - 1))
 
     def measured(gates):
-        one = mixer(mode="gates")
+        one = combiner(mode="gates")
         one.gates = gates
         return evidence(one, 3)
 
@@ -235,29 +235,29 @@ def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(mixer):
     assert open_and_shut == {}, "each is open or shut on its own, as GainLoRA's"
 
 
-def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(mixer):
-    assert evidence(mixer(mode="soft"), 1)["router_novelty_auroc"] == 1.0
+def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(combiner):
+    assert evidence(combiner(mode="soft"), 1)["router_novelty_auroc"] == 1.0
     source = torch.Generator().manual_seed(5)
     for task in (1, 2):
         prompts = [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(200)]
-        mixer.rows[task, "test"] = Rows(f"alike-{task}", prompts)
+        combiner.rows[task, "test"] = Rows(f"alike-{task}", prompts)
     prompts = [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(200)]
-    mixer.rows[0, "test"] = Rows("alike-0", prompts)
-    mixer.rows[0, "train"] = Rows(
+    combiner.rows[0, "test"] = Rows("alike-0", prompts)
+    combiner.rows[0, "train"] = Rows(
         "alike", [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(99)]
     )
-    assert 0.43 < evidence(mixer(mode="soft"), 1)["router_novelty_auroc"] < 0.57
+    assert 0.43 < evidence(combiner(mode="soft"), 1)["router_novelty_auroc"] < 0.57
 
 
-def test_every_task_to_come_is_unseen(mixer):
+def test_every_task_to_come_is_unseen(combiner):
     """The next task is like the one that is seen, the last one is not: half of the unseen rows are far away."""
-    mixer.rows[1, "test"] = Rows("again", list(mixer.rows[0, "test"]["prompt_ids"]))
-    n, m = len(mixer.rows[0, "test"]), len(mixer.rows[2, "test"])
-    assert evidence(mixer(mode="soft"), 1)["router_novelty_auroc"] == pytest.approx((0.5 * n + m) / (n + m))
+    combiner.rows[1, "test"] = Rows("again", list(combiner.rows[0, "test"]["prompt_ids"]))
+    n, m = len(combiner.rows[0, "test"]), len(combiner.rows[2, "test"])
+    assert evidence(combiner(mode="soft"), 1)["router_novelty_auroc"] == pytest.approx((0.5 * n + m) / (n + m))
 
 
-def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(mixer, caplog):
-    one = mixer(mode="soft")
+def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(combiner, caplog):
+    one = combiner(mode="soft")
     read = one.tokens
 
     def tokens(task, split):
@@ -273,53 +273,53 @@ def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(mixer, capl
 
 
 @pytest.mark.parametrize(("limit", "most"), [("DISTANCE_ROWS", 5), ("DISTANCE_ROWS_IN_ALL", 17)])
-def test_distances_are_of_rows_from_the_whole_of_a_task(mixer, monkeypatch, limit, most):
+def test_distances_are_of_rows_from_the_whole_of_a_task(combiner, monkeypatch, limit, most):
     """So many of each of three tasks, or of all of them: of a long stream the router looks at as many as of a short."""
-    from latent_sweep.routing import combination as mixing
+    from latent_sweep.routing import combination
 
     asked = []
-    distances = mixing.GaussianRouter.distances
-    monkeypatch.setattr(mixing.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
-    monkeypatch.setattr(mixing, limit, most)
-    evidence(mixer(mode="soft"), 1)
-    whole = mixer(mode="soft").embeddings(1, "test")
+    distances = combination.GaussianRouter.distances
+    monkeypatch.setattr(combination.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
+    monkeypatch.setattr(combination, limit, most)
+    evidence(combiner(mode="soft"), 1)
+    whole = combiner(mode="soft").embeddings(1, "test")
     assert [len(X) for X in asked] == [5, 5, 5]
     np.testing.assert_array_equal(asked[1], whole[[0, 5, 11, 16, 22]])
 
 
-def test_components_of_earlier_tasks_are_read_once(mixer, monkeypatch):
+def test_components_of_earlier_tasks_are_read_once(combiner, monkeypatch):
     """By all mixers that share them; others of the same tasks are others."""
-    known, looked_for, load = {}, [], TaskMixture.load
-    monkeypatch.setattr(TaskMixture, "load", classmethod(lambda cls, path: looked_for.append(path) or load(path)))
-    fresh = [mixer(mode="soft").weights(seen) for seen in (1, 2, 3)]
+    known, looked_for, load = {}, [], TaskGmm.load
+    monkeypatch.setattr(TaskGmm, "load", classmethod(lambda cls, path: looked_for.append(path) or load(path)))
+    fresh = [combiner(mode="soft").weights(seen) for seen in (1, 2, 3)]
     looked_for.clear()
     for seen, expected in zip((1, 2, 3), fresh, strict=True):
-        for one, other in zip(mixer(mode="soft", mixtures=known).weights(seen), expected, strict=True):
+        for one, other in zip(combiner(mode="soft", gmms=known).weights(seen), expected, strict=True):
             np.testing.assert_array_equal(one, other)
     assert len(looked_for) == len(known) == 3
-    mixer(mode="soft", components=3, mixtures=known).weights(3)
+    combiner(mode="soft", components=3, gmms=known).weights(3)
     assert len(looked_for) == len(known) == 6
 
 
-def test_after_the_last_task_nothing_is_unseen(mixer):
-    assert "router_novelty_auroc" not in evidence(mixer(mode="hard"), 3)
+def test_after_the_last_task_nothing_is_unseen(combiner):
+    assert "router_novelty_auroc" not in evidence(combiner(mode="hard"), 3)
 
 
 @pytest.mark.parametrize("mode", ["last", "sum", "oracle", "gates"])
-def test_without_a_router_there_is_no_evidence(mixer, mode):
-    assert evidence(mixer(mode=mode), 2) == {}
-    assert not (mixer.folder / "embeddings").exists()
+def test_without_a_router_there_is_no_evidence(combiner, mode):
+    assert evidence(combiner(mode=mode), 2) == {}
+    assert not (combiner.folder / "embeddings").exists()
 
 
-def test_evidence_fits_no_second_router_and_pools_each_row_once(mixer, monkeypatch):
-    from latent_sweep.routing import combination as mixing
+def test_evidence_fits_no_second_router_and_pools_each_row_once(combiner, monkeypatch):
+    from latent_sweep.routing import combination
 
     fitted, pooled = [], []
-    fit, pool_rows = mixing.GaussianRouter.fit, mixing.pool
-    monkeypatch.setattr(mixing.GaussianRouter, "fit", lambda *a: fitted.append(1) or fit(*a))
-    monkeypatch.setattr(mixing, "pool", lambda *a: pooled.append(1) or pool_rows(*a))
+    fit, pool_rows = combination.GaussianRouter.fit, combination.pool
+    monkeypatch.setattr(combination.GaussianRouter, "fit", lambda *a: fitted.append(1) or fit(*a))
+    monkeypatch.setattr(combination, "pool", lambda *a: pooled.append(1) or pool_rows(*a))
     for seen in (1, 2, 3):
-        one = mixer(mode="soft")
+        one = combiner(mode="soft")
         one.weights(seen)
         evidence(one, seen)
     assert (len(fitted), len(pooled)) == (3, 6)
@@ -374,9 +374,9 @@ def stored(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
-def test_embeddings_and_records_are_computed_once(mixer, monkeypatch):
-    first = mixer(mode="soft").weights(3)
-    files = stored(mixer.folder)
+def test_embeddings_and_records_are_computed_once(combiner, monkeypatch):
+    first = combiner(mode="soft").weights(3)
+    files = stored(combiner.folder)
     assert sorted(path.split("/")[0] for path in files) == ["embeddings"] * 6 + ["router"] * 6, (
         "means and a scatter for each task"
     )
@@ -386,68 +386,68 @@ def test_embeddings_and_records_are_computed_once(mixer, monkeypatch):
 
     monkeypatch.setattr("latent_sweep.routing.combination.pool", refuse)
     with monkeypatch.context() as patch:
-        patch.setattr("latent_sweep.routing.combination.fit_mixture", refuse)
+        patch.setattr("latent_sweep.routing.combination.fit_gmm", refuse)
         patch.setattr("latent_sweep.routing.combination.scatter_of", refuse)
-        for one, other in zip(mixer(mode="soft").weights(3), first, strict=True):
+        for one, other in zip(combiner(mode="soft").weights(3), first, strict=True):
             np.testing.assert_array_equal(one, other)
-        mixer(mode="hard", epsilon=0.5, temperature=2.0).weights(3)
-    mixer(mode="soft", components=3).weights(3)
-    mixer(mode="soft", seed=1).weights(3)
-    assert len(stored(mixer.folder)) == 6 + 3 + 3 * 3, "another K and another seed have means of their own"
+        combiner(mode="hard", epsilon=0.5, temperature=2.0).weights(3)
+    combiner(mode="soft", components=3).weights(3)
+    combiner(mode="soft", seed=1).weights(3)
+    assert len(stored(combiner.folder)) == 6 + 3 + 3 * 3, "another K and another seed have means of their own"
 
 
-def test_other_pooling_has_embeddings_and_records_of_its_own(mixer):
-    for rows in mixer.rows.values():
+def test_other_pooling_has_embeddings_and_records_of_its_own(combiner):
+    for rows in combiner.rows.values():
         rows["input_ids"] = [row[1:] for row in rows["prompt_ids"]]
-    whole = mixer(mode="soft", epsilon=100.0).weights(3)
-    inputs = mixer(mode="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
+    whole = combiner(mode="soft", epsilon=100.0).weights(3)
+    inputs = combiner(mode="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
     assert not np.array_equal(whole[0], inputs[0])
-    assert len(stored(mixer.folder)) == 2 * (6 + 6)
+    assert len(stored(combiner.folder)) == 2 * (6 + 6)
 
 
-def test_another_backbone_has_embeddings_and_records_of_its_own(mixer, llama):
+def test_another_backbone_has_embeddings_and_records_of_its_own(combiner, llama):
     """Two backbones may read the same tokens, and share a storage: of one tokenizer and other weights."""
-    mixer(mode="soft").weights(3)
-    other = mixer(mode="soft")
+    combiner(mode="soft").weights(3)
+    other = combiner(mode="soft")
     table = llama.embedding_table.flip(0).contiguous()
     other.backbone = SimpleNamespace(weights_digest="other", embedding_table=table, pad_id=llama.pad_id)
     other.weights(3)
-    assert len(stored(mixer.folder)) == 2 * (6 + 6)
-    found = {path.stem: load_file(path)["pooled"] for path in (mixer.folder / "embeddings").iterdir()}
+    assert len(stored(combiner.folder)) == 2 * (6 + 6)
+    found = {path.stem: load_file(path)["pooled"] for path in (combiner.folder / "embeddings").iterdir()}
     for task in range(3):
-        ids = mixer.rows[task, "test"]["prompt_ids"]
+        ids = combiner.rows[task, "test"]["prompt_ids"]
         expected = np.stack([table[torch.tensor(row)].mean(0).numpy() for row in ids])
         np.testing.assert_allclose(found[other.pooled_name(task, "test")], expected, atol=1e-6)
 
 
-def test_no_example_is_kept_in_a_record(mixer):
-    mixer(mode="soft").weights(3)
-    largest = max(path.stat().st_size for path in (mixer.folder / "router").iterdir())
+def test_no_example_is_kept_in_a_record(combiner):
+    combiner(mode="soft").weights(3)
+    largest = max(path.stat().st_size for path in (combiner.folder / "router").iterdir())
     d = 32
     assert largest < 8 * d * (d + 1) // 2 + 1000
 
 
 @pytest.mark.parametrize("refresh", ["per_task", "final", "frozen_first"])
-def test_weights_do_not_depend_on_interruptions(mixer, refresh):
+def test_weights_do_not_depend_on_interruptions(combiner, refresh):
     """One worker that keeps its folds, against a new one for every stage: the same bits."""
     settings = dict(mode="soft", epsilon=1.0, cov={"refresh": refresh}, prune_below=0.0)
     folds = {}
     for seen in (1, 2, 3, 2):
-        kept = mixer(folds=folds, **settings).weights(seen)
-        for one, other in zip(kept, mixer(**settings).weights(seen), strict=True):
+        kept = combiner(folds=folds, **settings).weights(seen)
+        for one, other in zip(kept, combiner(**settings).weights(seen), strict=True):
             np.testing.assert_array_equal(one, other)
     assert len(folds) == 1
 
 
-def test_a_new_task_is_one_addition(mixer, monkeypatch):
+def test_a_new_task_is_one_addition(combiner, monkeypatch):
     read, load = [], TaskScatter.load
     monkeypatch.setattr(
         "latent_sweep.routing.combination.TaskScatter.load", lambda path: read.append(path) or load(path)
     )
     folds = {}
     for seen in (1, 2, 3):
-        mixer(folds=folds, mode="soft").weights(seen)
-        mixer(folds=folds, mode="hard", epsilon=0.5, temperature=2.0, components=3, seed=1).weights(seen)
+        combiner(folds=folds, mode="soft").weights(seen)
+        combiner(folds=folds, mode="hard", epsilon=0.5, temperature=2.0, components=3, seed=1).weights(seen)
     assert len(read) == len(set(read)) == 3
 
 
@@ -458,18 +458,18 @@ def test_a_new_task_is_one_addition(mixer, monkeypatch):
     ids=["cut short", "empty", "a number missing", "a bit flipped"],
 )
 @pytest.mark.one_machine
-def test_a_damaged_file_is_made_again(mixer, kind, damage, caplog):
-    before = mixer(mode="soft").weights(3)
-    files = stored(mixer.folder)
-    for path in (mixer.folder / kind).iterdir():
+def test_a_damaged_file_is_made_again(combiner, kind, damage, caplog):
+    before = combiner(mode="soft").weights(3)
+    files = stored(combiner.folder)
+    for path in (combiner.folder / kind).iterdir():
         content = path.read_bytes()
         path.unlink()  # what is mapped must not be cut
         path.write_bytes(damage(content))
     if kind == "embeddings":
-        for path in (mixer.folder / "router").iterdir():
+        for path in (combiner.folder / "router").iterdir():
             path.unlink()
-    for one, other in zip(mixer(mode="soft").weights(3), before, strict=True):
+    for one, other in zip(combiner(mode="soft").weights(3), before, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert stored(mixer.folder) == files
+    assert stored(combiner.folder) == files
     assert "again" in caplog.text
-    assert list((mixer.folder / kind).glob("*.damaged"))
+    assert list((combiner.folder / kind).glob("*.damaged"))

@@ -21,9 +21,9 @@ from latent_sweep.routing.gaussian import (
     RouterError,
     RouterNotFitted,
     RouterSettings,
-    TaskMixture,
+    TaskGmm,
     TaskScatter,
-    fit_mixture,
+    fit_gmm,
     normalise_embeddings,
     pooled_covariance,
     prune,
@@ -54,11 +54,11 @@ class Records(NamedTuple):
     """What one task leaves."""
 
     scatter: TaskScatter
-    mixture: TaskMixture
+    mixture: TaskGmm
 
 
 def records_of(tasks: Sequence[np.ndarray], settings: RouterSettings) -> list[Records]:
-    return [Records(scatter_of(X), fit_mixture(X, settings, seed=0)) for X in tasks]
+    return [Records(scatter_of(X), fit_gmm(X, settings, seed=0)) for X in tasks]
 
 
 def pooled(records: Sequence[Records]) -> PooledScatter:
@@ -97,7 +97,7 @@ def triangle(matrix: np.ndarray) -> np.ndarray:
     return matrix[np.tril_indices(len(matrix))]
 
 
-def naive_covariance(mixtures: list[TaskMixture], tasks: list[np.ndarray], settings: RouterSettings) -> np.ndarray:
+def naive_covariance(mixtures: list[TaskGmm], tasks: list[np.ndarray], settings: RouterSettings) -> np.ndarray:
     """The paper's covariance from the data itself; each input belongs to its nearest mean (K-means has converged)."""
     residuals = []
     for mixture, X in zip(mixtures, tasks, strict=True):
@@ -176,7 +176,7 @@ def test_largest_width_against_the_diagonal_formula() -> None:
     d, rng = 5120, np.random.default_rng(0)
     variances = rng.uniform(0.5, 2.0, size=d)
     shares = np.array([0.3, 0.7])
-    mixtures = [TaskMixture(0.02 * rng.normal(size=(2, d)), shares, 100 * shares) for _ in range(3)]
+    mixtures = [TaskGmm(0.02 * rng.normal(size=(2, d)), shares, 100 * shares) for _ in range(3)]
     queries = np.concatenate([m.means for m in mixtures]) + np.sqrt(variances) * rng.normal(size=(6, d))
     log_likelihoods = [
         logsumexp(np.log(shares) - 0.5 * ((queries[:, None] - m.means) ** 2 / variances).sum(axis=2), axis=1)
@@ -407,7 +407,7 @@ def test_covariance_singular_to_rounding_is_refused() -> None:
     """The last pivot is one rounding error above zero, so LAPACK alone lets it pass."""
     C = np.array([[1.0, 1.0], [1.0, 1.0 + np.finfo(np.float64).eps]], order="F")
     np.linalg.cholesky(C)
-    mixture = TaskMixture(np.zeros((1, 2)), np.ones(1), np.ones(1))
+    mixture = TaskGmm(np.zeros((1, 2)), np.ones(1), np.ones(1))
     with pytest.raises(RouterError, match=r"router\.epsilon"):
         GaussianRouter(router_settings(epsilon=0.0)).fit([mixture], C)
 
@@ -445,32 +445,32 @@ def test_seeds_repeat_and_differ() -> None:
     settings = router_settings(components=8)
     huge = 2**63 + 11
     for seed in (0, 1, huge):
-        np.testing.assert_array_equal(fit_mixture(X, settings, seed).means, fit_mixture(X, settings, seed).means)
-    assert not np.array_equal(fit_mixture(X, settings, 0).means, fit_mixture(X, settings, 1).means)
+        np.testing.assert_array_equal(fit_gmm(X, settings, seed).means, fit_gmm(X, settings, seed).means)
+    assert not np.array_equal(fit_gmm(X, settings, 0).means, fit_gmm(X, settings, 1).means)
 
 
-def inertia(X: np.ndarray, record: TaskMixture) -> float:
+def inertia(X: np.ndarray, record: TaskGmm) -> float:
     return float(((X[:, None] - record.means) ** 2).sum(axis=2).min(axis=1).sum())
 
 
 def test_kmeans_settings_reach_kmeans() -> None:
     X = np.random.default_rng(0).normal(size=(300, D))
     base = router_settings(components=8)
-    plain = fit_mixture(X, base, seed=0)
-    restarted = fit_mixture(X, router_settings(components=8, gmm={"n_init": 20}), seed=0)
+    plain = fit_gmm(X, base, seed=0)
+    restarted = fit_gmm(X, router_settings(components=8, gmm={"n_init": 20}), seed=0)
     assert inertia(X, restarted) < inertia(X, plain)
-    short = fit_mixture(X, router_settings(components=8, gmm={"kmeans_iters": 1}), seed=0)
+    short = fit_gmm(X, router_settings(components=8, gmm={"kmeans_iters": 1}), seed=0)
     assert inertia(X, short) > inertia(X, plain)
-    settled = fit_mixture(X, router_settings(components=8, gmm={"kmeans_iters": 500}), seed=0)
+    settled = fit_gmm(X, router_settings(components=8, gmm={"kmeans_iters": 500}), seed=0)
     nearest = ((X[:, None] - settled.means) ** 2).sum(axis=2).argmin(axis=1)
     np.testing.assert_allclose(settled.means, [X[nearest == k].mean(axis=0) for k in range(8)])
-    random_start = fit_mixture(X, router_settings(components=8, gmm={"init": "random"}), seed=0)
+    random_start = fit_gmm(X, router_settings(components=8, gmm={"init": "random"}), seed=0)
     assert not np.array_equal(random_start.means, plain.means)
 
 
 def test_uniform_component_weights() -> None:
-    shared = fit_mixture(TASKS[0], router_settings(), seed=0)
-    uniform = fit_mixture(TASKS[0], router_settings(gmm={"weights": "uniform"}), seed=0)
+    shared = fit_gmm(TASKS[0], router_settings(), seed=0)
+    uniform = fit_gmm(TASKS[0], router_settings(gmm={"weights": "uniform"}), seed=0)
     np.testing.assert_array_equal(uniform.means, shared.means)
     np.testing.assert_allclose(uniform.shares, 1 / 3)
     assert not np.allclose(shared.shares, 1 / 3)
@@ -482,15 +482,15 @@ def test_whiten_first_separates_clusters_that_noise_hides() -> None:
     side = rng.integers(2, size=400)
     X = np.stack([5 * rng.normal(size=400), side + 0.05 * rng.normal(size=400)], axis=1)
     expected = np.sort([X[side == 0, 1].mean(), X[side == 1, 1].mean()])
-    raw = fit_mixture(X, router_settings(components=2, epsilon=1e-6), seed=0)
-    whitened = fit_mixture(X, router_settings(components=2, epsilon=1e-6, gmm={"whiten_first": True}), seed=0)
+    raw = fit_gmm(X, router_settings(components=2, epsilon=1e-6), seed=0)
+    whitened = fit_gmm(X, router_settings(components=2, epsilon=1e-6, gmm={"whiten_first": True}), seed=0)
     assert np.ptp(raw.means[:, 1]) < 0.2
     np.testing.assert_allclose(np.sort(whitened.means[:, 1]), expected, atol=1e-9)  # averages of the raw embeddings
 
 
 @pytest.mark.parametrize("weights", ["share", "uniform"])
 def test_em_steps_follow_their_definition(weights: str) -> None:
-    start = fit_mixture(TASKS[0], router_settings(gmm={"weights": weights}), seed=0)
+    start = fit_gmm(TASKS[0], router_settings(gmm={"weights": weights}), seed=0)
     settings = router_settings(gmm={"em_iters": 2, "weights": weights})
     X, C = TASKS[0], covariance_of([Records(scatter_of(TASKS[0]), start)], settings)
     means, shares = start.means, start.shares
@@ -500,7 +500,7 @@ def test_em_steps_follow_their_definition(weights: str) -> None:
         counts = responsibilities.sum(axis=0)
         means = responsibilities.T @ X / counts[:, None]
         shares = counts / len(X) if weights == "share" else shares
-    record = fit_mixture(X, settings, seed=0)
+    record = fit_gmm(X, settings, seed=0)
     np.testing.assert_allclose(record.means, means, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(record.shares, shares, rtol=1e-9)
     assert not np.allclose(record.means, start.means)
@@ -508,7 +508,7 @@ def test_em_steps_follow_their_definition(weights: str) -> None:
 
 def test_component_scatter_after_em_is_weighted_by_responsibility() -> None:
     settings = router_settings(gmm={"em_iters": 1}, cov={"center": "component"})
-    start = fit_mixture(TASKS[0], router_settings(cov={"center": "component"}), seed=0)
+    start = fit_gmm(TASKS[0], router_settings(cov={"center": "component"}), seed=0)
     X, C = TASKS[0], covariance_of([Records(scatter_of(TASKS[0]), start)], settings)
     joint = [p * multivariate_normal(m, C).pdf(X) for p, m in zip(start.shares, start.means, strict=True)]
     responsibilities = np.stack(joint, axis=1) / np.sum(joint, axis=0)[:, None]
@@ -523,7 +523,7 @@ def test_shares_have_a_floor() -> None:
     """Ten EM steps under a wide covariance would leave one component nearly empty; its weight stays near 1/n."""
     X = np.concatenate([TASKS[0], TASKS[0][:1] + 0.01])
     settings = router_settings(components=20, gmm={"em_iters": 30})
-    record = fit_mixture(X, settings, seed=0)
+    record = fit_gmm(X, settings, seed=0)
     n = len(X)
     floor = (1 / n) / (1 + len(record.shares) / n)  # 1/n before the shares are made to sum to one again
     assert record.shares.min() >= floor
@@ -534,33 +534,33 @@ def test_shares_have_a_floor() -> None:
 def test_one_component_is_the_mean_and_needs_no_clustering(monkeypatch: pytest.MonkeyPatch) -> None:
     X, settings = task_embeddings(0), router_settings(components=1)
     monkeypatch.setitem(sys.modules, "sklearn.cluster", None)  # as where it is not there: importing it takes a second
-    found = fit_mixture(X, settings, seed=7)
+    found = fit_gmm(X, settings, seed=7)
     assert found.means == pytest.approx(X.mean(axis=0)[None], rel=1e-12)
     assert (found.shares.tolist(), found.counts.tolist()) == ([1.0], [len(X)])
     with pytest.raises(ImportError):
-        fit_mixture(X, router_settings(components=2), seed=7)
+        fit_gmm(X, router_settings(components=2), seed=7)
 
 
 def test_fewer_distinct_embeddings_than_components() -> None:
     X = np.repeat(TASKS[0][:2], 5, axis=0)
     with pytest.warns(UserWarning, match="distinct clusters"):
-        record = fit_mixture(X, router_settings(components=4), seed=0)
+        record = fit_gmm(X, router_settings(components=4), seed=0)
     assert len(record.means) == 2
     np.testing.assert_allclose(record.shares, 0.5)
-    other = fit_mixture(TASKS[1], router_settings(), seed=0)  # tasks may have different numbers of components
+    other = fit_gmm(TASKS[1], router_settings(), seed=0)  # tasks may have different numbers of components
     records = [Records(scatter_of(X), record), Records(scatter_of(TASKS[1]), other)]
     assert router_of(records, router_settings()).posterior(X).argmax(axis=1).tolist() == [0] * 10
 
 
 def test_more_components_than_embeddings() -> None:
     with pytest.raises(ValueError, match=r"3 components was given 2 embeddings.*Lower router\.components"):
-        fit_mixture(TASKS[0][:2], router_settings(), seed=0)
+        fit_gmm(TASKS[0][:2], router_settings(), seed=0)
 
 
 # ---- records and router as objects -------------------------------------------------------------------------------
 
 
-def saved(record: TaskScatter | TaskMixture, path: Path) -> Any:
+def saved(record: TaskScatter | TaskGmm, path: Path) -> Any:
     """The record as it comes back from the disk."""
     record.save(path)
     return type(record).load(path)
@@ -592,7 +592,7 @@ def test_refitting_equals_a_new_router() -> None:
 
 def test_record_round_trip_leaves_no_other_file(tmp_path: Path) -> None:
     scatter, mixture = records_of(TASKS[:1], router_settings())[0]
-    transposed = TaskMixture(np.asfortranarray(mixture.means), mixture.shares, mixture.counts)
+    transposed = TaskGmm(np.asfortranarray(mixture.means), mixture.shares, mixture.counts)
     for record, original in ((scatter, scatter), (transposed, mixture)):
         path = tmp_path / "task.safetensors"
         record.save(path)
@@ -625,16 +625,16 @@ def test_a_record_that_is_not_there(tmp_path: Path) -> None:
 
 def test_every_flipped_bit_of_a_record_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "task.safetensors"
-    original = TaskMixture(np.arange(4.0).reshape(2, 2), np.full(2, 0.5), np.array([3.0, 4.0]))
+    original = TaskGmm(np.arange(4.0).reshape(2, 2), np.full(2, 0.5), np.array([3.0, 4.0]))
     original.save(path)
     content = path.read_bytes()
-    assert TaskMixture.load(path) is not None
+    assert TaskGmm.load(path) is not None
     for position in range(len(content)):
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         path.write_bytes(changed)
         sealed._checks.cache_clear()  # the clock of a file system may be too coarse for a test
-        assert TaskMixture.load(path) is None, f"byte {position}"
+        assert TaskGmm.load(path) is None, f"byte {position}"
         assert [file.name for file in tmp_path.iterdir()] == ["task.damaged"]
     assert "task.safetensors does not check against its digest; it is set aside as task.damaged" in caplog.text
 
@@ -663,11 +663,11 @@ def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_records_check_themselves() -> None:
     scatter, mixture = records_of(TASKS[:1], router_settings())[0]
     with pytest.raises(ValueError, match=r"`means` is float32 \(3, 6\), expected float64 \(3, 6\)"):
-        TaskMixture(mixture.means.astype(np.float32), mixture.shares, mixture.counts)
+        TaskGmm(mixture.means.astype(np.float32), mixture.shares, mixture.counts)
     with pytest.raises(ValueError, match=r"`means` is float64 \(2, 6\), expected float64 \(3, 6\)"):
-        TaskMixture(mixture.means[:2], mixture.shares, mixture.counts)
+        TaskGmm(mixture.means[:2], mixture.shares, mixture.counts)
     with pytest.raises(ValueError, match=r"`counts` is float64 \(1,\), expected float64 \(3,\)"):
-        TaskMixture(mixture.means, mixture.shares, mixture.counts[:1])
+        TaskGmm(mixture.means, mixture.shares, mixture.counts[:1])
     with pytest.raises(ValueError, match=r"`triangle` is float64 \(20,\), expected float64 \(d \(d \+ 1\) / 2,\)"):
         TaskScatter(scatter.triangle[:20], 60)
     with pytest.raises(ValueError, match=r"`triangle` is float64 \(6, 6\)"):
@@ -691,12 +691,12 @@ def test_router_refuses_what_does_not_fit() -> None:
     with pytest.raises(RouterError, match="embedding 4 of 32 is not finite"):
         router.posterior(broken)
     with pytest.raises(RouterError, match="is not finite"):
-        fit_mixture(broken, settings, seed=0)
+        fit_gmm(broken, settings, seed=0)
     with pytest.raises(RouterError, match="is not finite"):
         scatter_of(broken)
     with pytest.raises(RouterError, match="expected at least one"):
         GaussianRouter(settings).fit([], np.eye(D))
-    mixture = fit_mixture(TASKS[0], settings, seed=0)
+    mixture = fit_gmm(TASKS[0], settings, seed=0)
     with pytest.raises(RouterError, match=r"widths \[5, 6\]"):
         GaussianRouter(settings).fit([mixture], np.eye(D - 1))
 
@@ -785,7 +785,7 @@ def test_equal_record_identity_means_equal_record(base: dict[str, Any], change: 
     """Records are shared between trials by this identity, so whatever it leaves out must not change a record."""
     first, second = router_settings(**base), with_group(base, change)
     if first.record_identity() == second.record_identity():
-        one, other = (fit_mixture(TASKS[0], settings, seed=0) for settings in (first, second))
+        one, other = (fit_gmm(TASKS[0], settings, seed=0) for settings in (first, second))
         for name in ("means", "shares", "counts"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 

@@ -31,7 +31,7 @@ from latent_sweep.data.loaders import data_digest, tokens_name
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, stop_of, target_length
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
-from latent_sweep.routing.combination import Mixer
+from latent_sweep.routing.combination import Combiner
 from latent_sweep.settings import INFERENCE_ONLY, content_hash
 from latent_sweep.storage import versions
 from latent_sweep.sweep.config import parse_sweep
@@ -286,7 +286,7 @@ class Subject:
             name = tokens(position, split, whole=not s.router.pool.truncate)
             return SimpleNamespace(folder=Path("/tokens") / name)
 
-        mixer = Mixer(s.router, backbone, tokenised, None, len(trial.tasks), s.seed, Path())
+        combiner = Combiner(s.router, backbone, tokenised, None, len(trial.tasks), s.seed, Path())
         splits = [(position, split) for position in range(len(trial.tasks)) for split in ("train", "test")]
         prompts = [[int(tokens(0, "test"), 16)]] * s.evaluation.batch_size
         lineages = trial.lineages()
@@ -298,9 +298,9 @@ class Subject:
             "lineage": lineages,
             "rows": trial.row_keys(),
             "tokens": [tokens(*split) for split in splits],
-            "pooled": [mixer.pooled_name(*split) for split in splits],
-            "record": [mixer.mixture_name(position) for position in range(len(trial.tasks))],
-            "scatter": [mixer.scatter_name(position) for position in range(len(trial.tasks))],
+            "pooled": [combiner.pooled_name(*split) for split in splits],
+            "record": [combiner.gmm_name(position) for position in range(len(trial.tasks))],
+            "scatter": [combiner.scatter_name(position) for position in range(len(trial.tasks))],
             "answers": answers_name(batch, trial.method(), backbone),
             "factors": factors_name(backbone.weights_digest, getattr(s.method, "svd", "none")),
         }

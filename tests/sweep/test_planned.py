@@ -294,9 +294,9 @@ class SharpLora(LatentLora):
 
     settings_class = SharpSettings
 
-    def blend(self, history, weights):
+    def combine(self, history, weights):
         """Each row answers with a multiple of its own blend."""
-        return super().blend(history, weights * self.settings.sharpness)
+        return super().combine(history, weights * self.settings.sharpness)
 
 
 def test_a_method_setting_that_only_answers_read_is_searched_without_training(runs, benchmark, monkeypatch):

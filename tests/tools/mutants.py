@@ -585,7 +585,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "routing/combination.py",
         "only the next task is unseen",
-        "to_come = range(self._tasks_seen, mixer.n_tasks)",
+        "to_come = range(self._tasks_seen, combiner.n_tasks)",
         "to_come = [self._tasks_seen]",
         "combination::test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not",
         "combination::test_every_task_to_come_is_unseen",

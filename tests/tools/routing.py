@@ -53,7 +53,7 @@ def table(benchmark: Mapping[str, Any], folder: Path) -> Iterator[str]:
         cells = []
         for definition in DEFINITIONS:
             trial = trial_of(benchmark, router, definition)
-            weights = context.mixer(trial, lambda seen, prompts: np.zeros(0)).weights(len(trial.tasks))
+            weights = context.combiner(trial, lambda seen, prompts: np.zeros(0)).weights(len(trial.tasks))
             alone = np.mean([np.mean(rows.max(axis=1) == 1) for rows in weights])
             told = f" ({alone:.1%} one-hot)" if router["mode"] == "soft" else ""
             right = np.mean([np.mean(rows.argmax(axis=1) == task) for task, rows in enumerate(weights)])

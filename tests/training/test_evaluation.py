@@ -19,7 +19,7 @@ from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.versions import DECODING, library
 from latent_sweep.training import evaluation
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.evaluation import AnswerBatch, Blends, Evaluator, batched, path_of
+from latent_sweep.training.evaluation import AnswerBatch, CombinedAdapters, Evaluator, batched, path_of
 
 COUNT, LONGEST = 7, 6
 
@@ -107,7 +107,7 @@ def test_a_posterior_of_one_task_is_that_tasks_adapter(backbone, bank, method, h
     ids = torch.arange(4, 14).reshape(2, 5)
     inputs = {"input_ids": ids} if backbone.family == "llama" else {"input_ids": ids, "decoder_input_ids": ids}
     with torch.no_grad():
-        with bank.active(method.blend([s.tensors for s in history], torch.from_numpy(weights[:2]).float())):
+        with bank.active(method.combine([s.tensors for s in history], torch.from_numpy(weights[:2]).float())):
             routed = backbone.model(**inputs).logits
         with bank.active(Adaptation(method.space.deltas(history[task].tensors["R"]))):
             single = backbone.model(**inputs).logits
@@ -152,8 +152,8 @@ def test_rows_of_whole_weights_share_one_adapter_and_their_instruction(
     for prompt, mix in zip(rows["prompt_ids"], weights, strict=True):
         R = sum(w * s.tensors["R"] for w, s in zip(mix.tolist(), history, strict=True))
         blended += alone(backbone, bank, method, Snapshot("", {"R": R}, {}), [prompt])
-    shapes, real = [], method.blend
-    monkeypatch.setattr(method, "blend", lambda h, weights: shapes.append(tuple(weights.shape)) or real(h, weights))
+    shapes, real = [], method.combine
+    monkeypatch.setattr(method, "combine", lambda h, weights: shapes.append(tuple(weights.shape)) or real(h, weights))
     embedded.clear()
     assert answers(evaluator().score(history, weights, rows, "accuracy")) == blended
     assert shapes == given
@@ -180,7 +180,7 @@ def test_what_answers_several_batches_is_read_once(history, rows, evaluator, wei
 
 def test_the_blends_of_another_batch_are_others(method, history):
     """One after the other, with what the batch before has left at hand; a lineage may be there twice."""
-    of, blends = {snapshot.lineage: snapshot for snapshot in history}, Blends(method)
+    of, blends = {snapshot.lineage: snapshot for snapshot in history}, CombinedAdapters(method)
     lineages = [snapshot.lineage for snapshot in history]
     for names, weights in [
         (lineages[:2], [[1.0, 1.0]]),
@@ -192,7 +192,7 @@ def test_the_blends_of_another_batch_are_others(method, history):
     ]:
         mix = np.array(weights)
         found = blends.of(AnswerBatch(names, mix, [[5]] * len(mix), LONGEST, ()), mix, of.__getitem__)
-        expected = method.blend([of[name].tensors for name in names], torch.from_numpy(mix).float())
+        expected = method.combine([of[name].tensors for name in names], torch.from_numpy(mix).float())
         assert torch.equal(found.deltas.scaled_R, expected.deltas.scaled_R)
 
 
@@ -202,18 +202,18 @@ def test_the_blends_of_another_batch_are_others(method, history):
 def paths_taken(monkeypatch, method):
     """By prompt: whether one adapter is made for its batch, and how many tokens are read apart."""
     taken, blends = {}, []
-    real_blend, real_generate = method.blend, evaluation.generate
+    real_combine, real_generate = method.combine, evaluation.generate
 
-    def blend(snapshots, weights):
+    def combine(snapshots, weights):
         blends.append(len(weights))
-        return real_blend(snapshots, weights)
+        return real_combine(snapshots, weights)
 
     def generate(backbone, bank, prompts, adaptation, longest, stop, shared):
         one = blends[-1] == 1 and shared > 0
         taken.update({tuple(prompt): (one, shared) for prompt in prompts})
         return real_generate(backbone, bank, prompts, adaptation, longest, stop, shared)
 
-    monkeypatch.setattr(method, "blend", blend)
+    monkeypatch.setattr(method, "combine", combine)
     monkeypatch.setattr(evaluation, "generate", generate)
     return taken
 

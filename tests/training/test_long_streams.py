@@ -10,7 +10,7 @@ import yaml
 from helpers.sweeps import tiny
 from helpers.tiny import Runs, learns
 
-from latent_sweep.routing.gaussian import TaskMixture, TaskScatter
+from latent_sweep.routing.gaussian import TaskGmm, TaskScatter
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Journal
 from latent_sweep.storage.snapshots import Snapshot, SnapshotStore, StoredTensors
@@ -68,7 +68,7 @@ def counts(monkeypatch):
     counting(Journal, "_parse", "events parsed")
     counting(SnapshotStore, "_read", "snapshots checked")
     counting(StoredTensors, "__getitem__", "tensors read")
-    counting(TaskMixture, "load", "mixtures looked for")
+    counting(TaskGmm, "load", "mixtures looked for")
     counting(TaskScatter, "load", "scatters looked for")
     counting(evaluation, "read_sealed_json", "answers looked for")
     counting(context, "tokenised", "files tokenised")

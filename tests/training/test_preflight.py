@@ -8,7 +8,7 @@ from helpers.outside import outside_module
 from helpers.tiny import learns
 
 from latent_sweep.errors import ConfigError, DataError, StoreError
-from latent_sweep.routing import combination as mixing
+from latent_sweep.routing import combination
 from latent_sweep.routing.gaussian import RouterError
 from latent_sweep.storage.journal import status
 from latent_sweep.training import preflight
@@ -70,14 +70,14 @@ def test_a_router_that_cannot_be_fitted_ends_its_trial_and_no_other(runs):
 
 def test_a_router_that_fails_after_a_later_task_alone_ends_the_trial_before_the_first(runs, events, monkeypatch):
     (pack,) = runs.packs(**small())
-    fit = mixing.pooled_covariance
+    fit = combination.pooled_covariance
 
     def refuse_two(pooled, *others):
         if len(pooled.names) == 2:
             raise RouterError("router: two tasks")
         return fit(pooled, *others)
 
-    monkeypatch.setattr(mixing, "pooled_covariance", refuse_two)
+    monkeypatch.setattr(combination, "pooled_covariance", refuse_two)
     runs.fails(pack, RouterError)
     assert ends(runs, pack) == ["failed"]
 
@@ -155,14 +155,14 @@ def test_a_folder_of_snapshots_that_cannot_be_written_is_found_before_the_first(
 
 def test_what_is_fitted_before_the_first_task_is_not_fitted_again(runs, monkeypatch):
     counts = Counter()
-    for name in ("fit_mixture", "scatter_of", "pool"):
-        made = getattr(mixing, name)
+    for name in ("fit_gmm", "scatter_of", "pool"):
+        made = getattr(combination, name)
 
         def count(*asked, made=made, name=name):
             counts[name] += 1
             return made(*asked)
 
-        monkeypatch.setattr(mixing, name, count)
+        monkeypatch.setattr(combination, name, count)
     (pack,), at = runs.packs(**small(search={"router.epsilon": [0.01, 0.1]})), []
 
     def look(event):
@@ -170,12 +170,12 @@ def test_what_is_fitted_before_the_first_task_is_not_fitted_again(runs, monkeypa
             at.append(dict(counts))
 
     run_pack(pack, runs.sweep, look)
-    assert at == [{"fit_mixture": 2, "scatter_of": 2, "pool": 4}], "for both trials"
+    assert at == [{"fit_gmm": 2, "scatter_of": 2, "pool": 4}], "for both trials"
     assert dict(counts) == at[0]
 
 
 def test_trials_that_do_not_route_read_no_embedding(runs, monkeypatch):
-    monkeypatch.setattr(mixing, "pool", lambda *asked: pytest.fail("nothing is pooled"))
+    monkeypatch.setattr(combination, "pool", lambda *asked: pytest.fail("nothing is pooled"))
     (pack,) = runs.packs(**small(trial__method=LAST))
     run_pack(pack, runs.sweep, lambda event: None)
     assert ends(runs, pack) == ["finished"]
