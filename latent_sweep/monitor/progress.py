@@ -1,7 +1,6 @@
-"""Progress of a running sweep: its workers and its driver tell what they do (`storage/heartbeat.py`).
+"""Report the progress of workers and of the driver in their heartbeats (`storage/heartbeat.py`).
 
-In files, so that it works for workers on other machines and for whoever looks from another terminal (`state.py` reads
-them).
+Heartbeats are files, so that other machines and terminals can read them; `state.py` does.
 """
 
 from __future__ import annotations
@@ -21,21 +20,18 @@ if TYPE_CHECKING:
     from latent_sweep.training.events import Begun, Step
 
 WORKING, DRIVING = "working", "driving"
-"""What a worker tells of its pack, and what a driver tells as long as no worker does."""
+"""The parts of a heartbeat written by a worker, and by a driver until a worker reports."""
 PAUSE_SECONDS = 1.0
-"""Between two times that a worker writes what it tells."""
+"""Minimum seconds between two heartbeats of a worker."""
 
 MEASURING = "measuring how many trainings learn fastest side by side"
 
 
 class ProgressWriter:
-    """Tells what a worker does with its pack, within a second: what it begins, and its steps.
-
-    A task may take less than that, and begins a dozen things. What has to be pushed goes with the next sign that the
-    worker lives.
+    """Reports a worker's activity and its steps, at most `PAUSE_SECONDS` late.
 
     Args:
-        workers: how many work on the pack together.
+        workers: number of processes that work on the pack together.
     """
 
     def __init__(self, sweep: SweepFolder, pack: Pack, workers: int = 1):
@@ -43,19 +39,19 @@ class ProgressWriter:
         self._tasks = [task.name for task in pack.tasks]
         self._written = float("-inf")
         self._later: threading.Timer | None = None
-        """Writes what has been told since, once the pause is over."""
+        """Writes the newest content when the pause is over."""
         self._writing = threading.Lock()
         self._doing: tuple[str, int | None] | None = None
         self._since = 0.0
         self._worker = {
             "trials": [trial.trial_id for trial in pack.trials],
-            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),  # Ray names them there
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),  # set by Ray
             "workers": workers,
         }
 
     def write(self, at: Step | Begun) -> None:
-        """Say what the pack does. What cannot be said is left out: it is for display only."""
-        doing = "answering" if at.doing == "scoring" else at.doing  # which takes the time
+        """Report the pack's activity. Failures are ignored: this is for display only."""
+        doing = "answering" if at.doing == "scoring" else at.doing  # answering takes the time
         if (doing, at.position) != self._doing:
             self._doing, self._since = (doing, at.position), time.time()
         steps: dict[str, Any] = {"step": 0, "steps": 0, "loss": None}
@@ -73,17 +69,15 @@ class ProgressWriter:
             self._later.start()
 
     def _write(self, at_once: bool = False) -> None:
-        """Write what is told by now."""
-        with self._writing:  # or an older content could take the place of a newer one
+        with self._writing:  # or older content could replace newer content
             self._later, self._written = None, time.monotonic()
             _write(self._sweep, at_once)
 
     def __enter__(self) -> ProgressWriter:
-        """Begin; nothing is said yet."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Say that the pack has come to its end here, and which journals it has written."""
+        """Report that the pack has ended here."""
         telling_of(self._sweep.path).say(WORKING, {"trials": [], "time": time.time()})
         if (later := self._later) is not None:
             later.cancel()
@@ -91,7 +85,7 @@ class ProgressWriter:
 
 
 def say_driving(sweep: SweepFolder, doing: str) -> None:
-    """Say what a sweep's driver does before workers say what they do."""
+    """Report a driver's activity while no worker reports."""
     telling_of(sweep.path).say(DRIVING, {"doing": doing, "time": time.time()})
     _write(sweep, at_once=True)
 

@@ -1,7 +1,7 @@
-"""Where a sweep stands: its trials' journals, what its workers and its driver say they do, and whether it is driven.
+"""The state of a sweep, from its trials' journals, the heartbeats of its processes and the driver's lease.
 
-One state for all who show it: the lines of a job's log, the screen of a terminal, `latent-sweep status`. It is read
-from files, so that it can be looked at from anywhere; looking changes nothing.
+Logs, the terminal's screen and `latent-sweep status` show the same state. It is read from files, so any machine can
+look; looking changes nothing.
 """
 
 from __future__ import annotations
@@ -18,87 +18,85 @@ from typing import Any, Literal
 from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.monitor.progress import DRIVING, WORKING
-from latent_sweep.results.trial_states import ENDED, Tally, TimeLeft, TrialState, advanced
+from latent_sweep.results.trial_states import ENDED, Tally, TrialState, advanced
 from latent_sweep.storage.files import NO_FILE, FileState, read_json_or_nothing, state_of
 from latent_sweep.storage.folders import SweepFolder, TrialFolder, driven_since, driver_of, tuning_name
 from latent_sweep.storage.heartbeat import FOLDER, telling_of, told_journals
 from latent_sweep.storage.journal import START, Place, Status
 
 ROUND = 60
-"""Looks within which the journals of all trials are looked at, whoever tells of them."""
+"""Looks within which every journal is examined, whether or not a heartbeat reports it."""
 
 Course = Literal["not started", "running", "interrupted", "ended"]
 
 
 @dataclass(frozen=True)
 class Running:
-    """What a worker does with its pack."""
+    """A worker's activity."""
 
     trials: tuple[str, ...]
-    """Names of its trials that have not ended."""
+    """Names of its unfinished trials."""
     doing: str
     task: str | None
     position: int | None
-    """Of the task, 0-based."""
+    """Index of the task, from 0."""
     n_tasks: int
     step: int
-    """Of `steps`, 0 of 0 where nothing is counted: optimizer steps, or, of answering, tasks seen."""
+    """Optimizer steps or, while answering, tasks scored."""
     steps: int
+    """Their total; 0 if nothing is counted."""
     loss: float | None
     done: float
-    """Share of the pack's tasks; learning a task is taken for nine tenths of it, answering for the last."""
+    """Finished share of the pack's tasks: learning counts nine tenths of a task, answering one tenth."""
     since: float
-    """When it began this, in Unix seconds."""
+    """Start of this activity in Unix seconds."""
     host: str
     pid: int
     gpus: str
-    """Numbers of its GPUs on its host; empty where it has none, or none that Ray gave it."""
+    """Indices of its GPUs; empty without GPUs or without Ray."""
     workers: int
 
 
 @dataclass(frozen=True)
 class SweepState:
-    """Where a sweep stands."""
+    """The state of a sweep at one moment."""
 
     name: str
     place: str
     """Its folder."""
     tuning_of: str | None
-    """The sweep whose candidates these trials are."""
+    """The sweep whose tuning trials these are."""
     time: float
-    """When this was found, in Unix seconds."""
+    """Unix seconds of this state."""
     driver: str | None
-    """The process that runs it; None where none does."""
+    """The process that runs the sweep; None if no process does."""
     since: float
-    """When its driver began, in Unix seconds; 0 without one."""
+    """Start of its driver in Unix seconds; 0 without one."""
     driving: str | None
-    """What the driver does, as long as no worker says what it does."""
+    """The driver's activity while no worker reports one."""
     driving_since: float
     trials: tuple[TrialState, ...]
     running: tuple[Running, ...]
 
     counts: dict[Status, int]
-    """Trials by status, as far as there are some."""
+    """Trials by status, without zeros."""
     tasks: int
     """Tasks of all trials."""
     tasks_done: int
     """Tasks that need no more work."""
     learned: int
-    """Stages that were learned for this sweep."""
     reused: int
     """Stages whose snapshot was in the store."""
     failed: tuple[TrialState, ...]
-    """The trials that have failed."""
     best: TrialState | None
-    """The trial with the highest AP so far, of those that have seen the most tasks: AP falls with their number."""
+    """See `Tally.best`."""
     seconds_at_work: float
-    """How long workers were at work, at least one of them: pauses between runs do not count."""
-    left: TimeLeft | None
-    """How long it still takes, by the stages learned since its driver began; None where too little is known."""
+    seconds_left: float | None
+    """See `Tally.seconds_left`."""
 
     @property
     def course(self) -> Course:
-        """Whether it has begun, goes on, or is over; interrupted: trials have not ended, and nobody drives it."""
+        """Return the sweep's phase; `interrupted` if trials remain and no process drives it."""
         if self.driver is not None:
             return "running"
         if sum(self.counts.get(status, 0) for status in ENDED) == len(self.trials):
@@ -111,7 +109,7 @@ class SweepState:
         return self.counts.get("finished", 0) + self.counts.get("stopped", 0)
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return the state as JSON values."""
         best = self.best
         return {
             "name": self.name,
@@ -127,7 +125,7 @@ class SweepState:
             "stages_learned": self.learned,
             "stages_reused": self.reused,
             "seconds_at_work": self.seconds_at_work,
-            "seconds_left": asdict(self.left) if self.left else None,
+            "seconds_left": self.seconds_left,
             "best": None
             if best is None
             else {
@@ -150,20 +148,21 @@ class SweepState:
 
 
 def current(sweep: SweepFolder) -> SweepFolder:
-    """Return the sweep, or the one with its candidates: where that is being run, or is all that there is."""
+    """Return the sweep, or its tuning sweep if that is being run or is the only one."""
     tuning = SweepFolder(sweep.storage, tuning_name(sweep.name))
     sweep.storage.pull(tuning.path)
     if not tuning.exists:
         return sweep
-    here = not sweep.exists or (driven_since(sweep) is None and driven_since(tuning) is not None)
-    return tuning if here else SweepFolder(sweep.storage, sweep.name)  # it reads anew what a driver has written anew
+    if not sweep.exists or (driven_since(sweep) is None and driven_since(tuning) is not None):
+        return tuning
+    return SweepFolder(sweep.storage, sweep.name)  # not the argument: a driver may have rewritten its files
 
 
 class SweepWatch:
-    """Looks at a sweep again and again, and reads only what journals have more than before.
+    """Follows a sweep, reading only the new part of each journal.
 
-    Of a sweep that is driven, it looks at those journals that somebody tells of; at each look also at some of the
-    others, so that what nobody could tell of any more is seen within `ROUND` looks.
+    While a process drives the sweep, a look examines the journals that heartbeats report, and a slice of the others:
+    an update that no heartbeat could report is seen within `ROUND` looks.
 
     Args:
         drives: whether this process drives the sweep.
@@ -181,12 +180,12 @@ class SweepWatch:
         self._round = 0
 
     def look(self) -> SweepState:
-        """Return where the sweep stands now.
+        """Return the sweep's current state.
 
         Raises:
-            StoreError: a journal is damaged, or the object store that tells who drives the sweep cannot be reached.
+            StoreError: a journal is corrupt, or the object store is unreachable.
         """
-        since = self._began if self._drives else driven_since(self.sweep)  # first: a journal tells its end before
+        since = self._began if self._drives else driven_since(self.sweep)  # first: journals end before the lease does
         told = self._read_told()
         if not self._trials:
             self._begin()
@@ -216,7 +215,7 @@ class SweepWatch:
             failed=tally.failed,
             best=tally.best,
             seconds_at_work=tally.seconds_at_work,
-            left=None if since is None else tally.left(now),
+            seconds_left=None if since is None else tally.seconds_left(now),
         )
 
     def _begin(self) -> None:
@@ -232,14 +231,13 @@ class SweepWatch:
         self._tally = Tally(map(pending, self._trials))
 
     def _moved(self, told: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Numbers of the trials whose journals somebody tells of, and of those whose turn it is."""
+        """Return indices of trials with reported updates, plus the next slice of the round-robin scan."""
         written = set(telling_of(self.sweep.path).written()).union(*map(told_journals, told))
         self._round = (self._round + 1) % ROUND
         turn = range(self._round, len(self._trials), ROUND)
         return [*(self._numbers[trial_id] for trial_id in written if trial_id in self._numbers), *turn]
 
     def _look_at(self, number: int) -> None:
-        """Read what the journal of a trial has more than before."""
         trial, (known, place) = self._trials[number], self._known[number]
         version = state_of(trial.journal.path)
         if version == known:
@@ -249,14 +247,14 @@ class SweepWatch:
             if version.size < place.offset:
                 raise StoreError(f"{trial.journal.path}: shorter than before")
             events, place = trial.journal.read_on(place)
-        except StoreError:  # another journal lies there now, or this one is damaged
+        except StoreError:  # the journal was replaced, or it is corrupt: read it from its start
             state = TrialState(state.trial_id, state.training_id, state.name, state.n_tasks)
             events, place = trial.journal.read_on(START)
         self._known[number] = version, place
         self._tally.advance(number, advanced(state, events))
 
     def _read_told(self) -> list[dict[str, Any]]:
-        """What the processes of the sweep tell."""
+        """Read the heartbeats that have changed."""
         paths = sorted((self.sweep.path / FOLDER).glob("*.json"))
         found = {}
         for path in paths:
@@ -270,12 +268,12 @@ class SweepWatch:
 
 
 def _said(told: Sequence[Mapping[str, Any]], since: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What workers say they do, the newest first, and what the driver says; both since it began."""
+    """Return the workers' reports, newest first, and the driver's, both since the driver began."""
 
     def said(part: str) -> list[dict[str, Any]]:
         found = []
         for content in told:
-            with suppress(KeyError, TypeError, ValueError, OverflowError):  # not as we write it: for display only
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # malformed; only for display
                 one = {"host": content["host"], "pid": content["pid"]} | content[part]
                 found.append(one | {"time": _moment(one["time"])})
         return sorted((one for one in found if one["time"] >= since), key=lambda one: -one["time"])
@@ -288,12 +286,12 @@ def _said(told: Sequence[Mapping[str, Any]], since: float) -> tuple[list[dict[st
 def _workers(
     told: Sequence[Mapping[str, Any]], trials: Sequence[TrialState], numbers: Mapping[str, int]
 ) -> tuple[Running, ...]:
-    """What each worker does that has trials left, by their names; of two that tell of one trial, the newer one."""
+    """Return the activity of each worker with trials left; the newest report of a trial counts."""
     named = [trials[numbers[i]] for content in told for i in _strings(content.get("trials")) if i in numbers]
     left = {trial.trial_id: trial for trial in named if trial.status not in ("finished", "stopped")}
     found = []
     for content in told:
-        with suppress(KeyError, TypeError, ValueError, OverflowError):  # not as we write it: for display only
+        with suppress(KeyError, TypeError, ValueError, OverflowError):  # malformed; only for display
             if (worker := _running(content, left)) is not None:
                 found.append(worker)
                 for trial_id in content["trials"]:
@@ -302,14 +300,14 @@ def _workers(
 
 
 def _running(content: Mapping[str, Any], left: Mapping[str, TrialState]) -> Running | None:
-    """What a worker says it does; None where its trials have ended, or it was lost since.
+    """Return a worker's activity; None if its trials have ended or it was lost.
 
     Args:
-        left: trials that have not ended, by trial id.
+        left: trials that have not ended, by id.
     """
     going = [left[i] for i in content["trials"] if i in left]
     going = [trial for trial in going if not (trial.idle and trial.changed > content["time"])]
-    going = [trial for trial in going if trial.status != "failed"] or going  # before it is said that it is tried again
+    going = [trial for trial in going if trial.status != "failed"] or going  # a retry may be imminent
     if not going:
         return None
     doing, n_tasks, step, steps = str(content["doing"]), going[0].n_tasks, int(content["step"]), int(content["steps"])
@@ -335,12 +333,11 @@ def _running(content: Mapping[str, Any], left: Mapping[str, TrialState]) -> Runn
 
 
 def _strings(found: Any) -> list[str]:
-    """The texts in what should be a list of them."""
     return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
 
 
 def _moment(seconds: Any) -> float:
-    """Check a Unix time that is read from a file that nothing seals."""
+    """Check a Unix time from a file without a checksum."""
     if not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
         raise ValueError(f"found {seconds!r}; expected Unix seconds")
     return float(seconds)

@@ -1,34 +1,30 @@
-"""Where trials stand, each by its journal, and all of them together: kept up to date event by event.
+"""The state of each trial by its journal, and their totals, both updated event by event.
 
-A sweep may have ten thousand trials of fifteen stages: who looks every second adds what is new, and nothing is summed
-over all of them again.
+A sweep may have ten thousand trials of fifteen stages. An observer that looks every second must not sum over all.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import sys
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from latent_sweep.storage.journal import Event, Status, row_of, status, told_by_worker
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
-"""In which trials are counted for people."""
+"""The order in which messages count trials."""
 ENOUGH = 3
-"""Learned stages from which on the time left is estimated."""
+"""Learned stages needed before the time left is estimated."""
 RECENT = 1000
-"""Stages that it is estimated by, the newest ones, at least as far as there are some."""
-DEVIATIONS = 2.0
-"""Standard deviations on either side of the time left."""
+"""Number of newest stages that the estimate uses, at least."""
 
 Span = tuple[float, float]
-"""From when to when, in Unix seconds."""
+"""Start and end in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,52 +34,50 @@ class Stage:
     task: str
     tasks_seen: int
     lineage: str
-    """Of its snapshot: trials that have learned it together tell each of it."""
+    """Of its snapshot. Trials that share a training share lineages."""
     row: int
-    """As `journal.row_of` has it."""
+    """See `journal.row_of`."""
     reused: bool
     """Whether its snapshot was in the store."""
-    seconds_train: float
     AP: float
     FM: float
     time: float
-    """When it was done, in Unix seconds."""
+    """When it ended, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialState:
-    """Where a trial stands, by its journal."""
+    """The state of a trial by its journal."""
 
     trial_id: str
     training_id: str
-    """Trials that share a training have it in common, and the stages that they tell of."""
     name: str
-    """Its settings that vary, for people."""
+    """Its settings that vary."""
     n_tasks: int
     status: Status = "pending"
     stages: tuple[Stage, ...] = ()
     at_work: tuple[Span, ...] = ()
-    """From when to when workers were at work on it, in Unix seconds; an attempt that was cut: to what it told last."""
+    """When workers worked on it. An interrupted attempt ends at its last event."""
     message: str | None = None
-    """Why it has failed, was stopped or has lost its worker; None where nothing was recorded."""
+    """Why it failed, was stopped or lost its worker; None if nothing is recorded."""
     kind: str | None = None
-    """Of its failure."""
+    """Kind of its failure."""
     task: str | None = None
-    """At which it has failed."""
+    """Task at which it failed."""
     idle: bool = False
-    """Whether its worker has failed or was lost, and no other has taken it up."""
+    """Whether its worker failed or was lost and no other has taken over."""
     changed: float = 0.0
-    """When its last event was told; 0 where there is none."""
+    """Time of its last event; 0 without one."""
 
     @property
     def tasks_done(self) -> int:
-        """Tasks that need no more work: of a trial that was stopped or has finished, all."""
+        """Tasks that need no more work: all of them once it has been stopped."""
         return self.n_tasks if self.status in ("finished", "stopped") else len(self.stages)
 
 
 def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
-    """Return where a trial stands after more events of its journal."""
-    told, at_work, last = {stage.tasks_seen: stage for stage in trial.stages}, list(trial.at_work), None
+    """Return a trial's state after more events of its journal."""
+    stages, at_work, last = {stage.tasks_seen: stage for stage in trial.stages}, list(trial.at_work), None
     for last in events:
         if last["event"] == "started":
             at_work.append((last["time"], last["time"]))
@@ -91,79 +85,45 @@ def advanced(trial: TrialState, events: Iterable[Event]) -> TrialState:
             at_work[-1] = at_work[-1][0], last["time"]
         if last["event"] == "stage":
             stage = _stage(last)
-            if stage.tasks_seen in told and told[stage.tasks_seen].row != stage.row:  # as `journal.stages` has it
-                told = {seen: row for seen, row in told.items() if seen < stage.tasks_seen}
-            told[stage.tasks_seen] = stage
+            if stage.tasks_seen in stages and stages[stage.tasks_seen].row != stage.row:  # see `journal.stages`
+                stages = {seen: row for seen, row in stages.items() if seen < stage.tasks_seen}
+            stages[stage.tasks_seen] = stage
     if last is None:
         return trial
-    found = status([last])
-    failed = last if found == "failed" else {}
-    ended = last if found == "failed" or last["event"] == "lost" else {}
+    now = status([last])
+    failure = last if now == "failed" else {}
+    end = last if now == "failed" or last["event"] == "lost" else {}
     return replace(
         trial,
-        status=found,
-        stages=tuple(told[seen] for seen in sorted(told)),
+        status=now,
+        stages=tuple(stages[seen] for seen in sorted(stages)),
         at_work=tuple(at_work),
-        message=ended.get("message") or (last.get("reason") if found == "stopped" else None),
-        kind=failed.get("kind"),
-        task=failed.get("task"),
+        message=end.get("message") or (last.get("reason") if now == "stopped" else None),
+        kind=failure.get("kind"),
+        task=failure.get("task"),
         idle=last["event"] in ("failed", "lost"),
         changed=last["time"],
     )
 
 
 def counts_text(counts: Mapping[Status, int], driven: bool) -> str:
-    """Say how many trials there are of each status; one that nobody drives any more is interrupted."""
+    """Return the number of trials of each status; without a driver, running trials are interrupted."""
     names = {"running": "running" if driven else "interrupted"}
     return ", ".join(f"{counts[status]} {names.get(status, status)}" for status in ORDER if counts.get(status))
 
 
 def _stage(event: Event) -> Stage:
-    m = event["metrics"]
-    seconds = m.get("seconds_train", 0.0)
-    lineage = sys.intern(event["lineage"])  # for many trials may tell of one
-    what = event["task"], event["tasks_seen"], lineage, row_of(event)
-    return Stage(*what, event["reused"], seconds, m["AP"], m["FM"], event["time"])
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """Seconds until all trials have ended, with the range that they are expected in."""
-
-    seconds: float
-    shortest: float
-    longest: float
-
-
-def time_left(gaps: Sequence[float], remaining: int, waited: float) -> TimeLeft | None:
-    """Estimate how long the remaining stages take, from the times between the ends of those before them.
-
-    Stages end one after another, however many workers there are. With n gaps of mean m and standard deviation s, the
-    remaining R take R m; were gaps drawn independently, that sum would deviate by s sqrt(R), and R times the mean of n
-    by s R / sqrt(n). The range is two standard deviations of both together on either side, s sqrt(R + R^2 / n). Later
-    stages answer for more tasks, which the spread holds in part.
-
-    Args:
-        gaps: seconds before the end of each stage that was learned, since the end before it.
-        remaining: stages.
-        waited: seconds since the last end; they are off what is left.
-
-    Returns:
-        None for fewer than `ENOUGH` gaps, and where nothing remains.
-    """
-    if len(gaps) < ENOUGH or not remaining:
-        return None
-    mean, spread = statistics.fmean(gaps), statistics.stdev(gaps)
-    around = DEVIATIONS * spread * math.sqrt(remaining + remaining**2 / len(gaps))
-    found = [max(0.0, remaining * mean + shift - waited) for shift in (0.0, -around, around)]
-    return TimeLeft(*found)
+    metrics = event["metrics"]
+    lineage = sys.intern(event["lineage"])  # many trials may share it
+    key = event["task"], event["tasks_seen"], lineage, row_of(event)
+    return Stage(*key, event["reused"], metrics["AP"], metrics["FM"], event["time"])
 
 
 class Tally:
-    """What all trials of a sweep add up to, trial by trial.
+    """Totals over the trials of a sweep, updated trial by trial.
 
     Args:
-        trials: where they stand, in the sweep's order.
+        trials: their states, in the sweep's order.
     """
 
     def __init__(self, trials: Iterable[TrialState]):
@@ -174,31 +134,31 @@ class Tally:
         self._sum()
 
     def advance(self, number: int, trial: TrialState) -> None:
-        """Have the trial of this number stand there now."""
+        """Replace the state of the trial with this index."""
         before, self.trials[number] = self.trials[number], trial
-        known, spans = {id(stage) for stage in before.stages}, zip(before.at_work, trial.at_work, strict=False)
-        if len(known & {id(stage) for stage in trial.stages}) < len(known) or any(a > b for a, b in spans):
-            self._sum()  # something else is told of it than before: its folder was mended, or a stage told again
+        counted, spans = {id(stage) for stage in before.stages}, zip(before.at_work, trial.at_work, strict=False)
+        if len(counted & {id(stage) for stage in trial.stages}) < len(counted) or any(a > b for a, b in spans):
+            self._sum()  # its journal was repaired, or a stage was computed again
             return
         self._remove(number, before)
-        self._add(number, trial, known)
+        self._add(number, trial, counted)
         if self._best == number and _rank(trial) < _rank(before):
             self._best = self._ahead(range(len(self.trials)))
 
     def since(self, moment: float) -> None:
-        """Estimate the time left by the stages learned since then, in Unix seconds."""
+        """Estimate the time left from stages that ended after this moment only."""
         if moment != self._since:
             self._since = moment
             self._sum()
 
     @property
     def counts(self) -> dict[Status, int]:
-        """Trials by status, as far as there are some."""
+        """Trials by status, without zeros."""
         return {status: self._counts[status] for status in ORDER if self._counts[status]}
 
     @property
     def learned(self) -> int:
-        """Stages that were learned; what trials of one training tell of the same stage counts once."""
+        """Distinct stages that were learned; trials of one training share them."""
         return len(self._learned)
 
     @property
@@ -208,18 +168,18 @@ class Tally:
 
     @property
     def best(self) -> TrialState | None:
-        """The trial with the highest AP so far, of those that have seen the most tasks: AP falls with their number."""
+        """The trial with the highest AP among those that have seen the most tasks: AP falls with their number."""
         return None if self._best is None else self.trials[self._best]
 
     @property
     def seconds_at_work(self) -> float:
-        """How long workers were at work, at least one of them: pauses between runs do not count."""
+        """Seconds during which at least one worker worked; pauses between runs do not count."""
         return sum((end - begin for begin, end in self._at_work), 0.0)
 
-    def left(self, now: float) -> TimeLeft | None:
-        """How long it still takes, by the newest stages learned since the driver began; None where too little is known.
+    def seconds_left(self, now: float) -> float | None:
+        """Estimate the time left by the mean gap between the ends of the newest learned stages.
 
-        Trials that have failed are tried again by another run, and count as done.
+        Failed trials count as done. None for fewer than `ENOUGH` gaps and if nothing remains.
         """
         if not self._ends:
             return None
@@ -227,16 +187,18 @@ class Tally:
         first, reused = self._ends[0]
         if not self._cut and not reused:
             gaps.insert(0, first - (self._since if self._begun is None else self._begun))
-        return time_left(gaps, self._remaining, now - self._ends[-1][0])
+        if len(gaps) < ENOUGH or not self._remaining:
+            return None
+        return max(0.0, self._remaining * statistics.fmean(gaps) - (now - self._ends[-1][0]))
 
     def _sum(self) -> None:
-        """Add everything up anew."""
         self._counts: Counter[Status] = Counter()
         self._failed: set[int] = set()
         self.tasks_done, self.reused, self._remaining = 0, 0, 0
         self._learned: set[str] = set()
         self._at_work: list[Span] = []
         self._ends: list[tuple[float, bool]] = []
+        """When each stage ended, and whether it was reused."""
         self._cut = False
         self._begun: float | None = None
         self._best = None
@@ -244,21 +206,21 @@ class Tally:
             self._add(number, trial, set())
 
     def _remove(self, number: int, trial: TrialState) -> None:
-        """Take away what a trial adds to sums; what it has told so far stays."""
+        """Subtract a trial from the counts; its stages stay."""
         self._counts[trial.status] -= 1
         self._failed.discard(number)
         self.tasks_done -= trial.tasks_done
         self._remaining -= _remaining(trial)
 
-    def _add(self, number: int, trial: TrialState, known: set[int]) -> None:
-        """Add what a trial adds, and tells beyond the stages that are known."""
+    def _add(self, number: int, trial: TrialState, counted: set[int]) -> None:
+        """Add a trial to the counts, and its stages except those counted before, by id."""
         self._counts[trial.status] += 1
         if trial.status == "failed":
             self._failed.add(number)
         self.tasks_done += trial.tasks_done
         self._remaining += _remaining(trial)
         for stage in trial.stages:
-            if id(stage) not in known:
+            if id(stage) not in counted:
                 reused = stage.reused or stage.lineage in self._learned
                 self.reused += reused
                 if not reused:
@@ -275,7 +237,6 @@ class Tally:
         self._best = self._ahead([number] if self._best is None else sorted((self._best, number)))
 
     def _ahead(self, numbers: Iterable[int]) -> int | None:
-        """The first of these trials that is ahead of the others."""
         begun = (number for number in numbers if self.trials[number].stages)
         return max(begun, key=lambda number: _rank(self.trials[number]), default=None)
 
@@ -289,7 +250,7 @@ def _remaining(trial: TrialState) -> int:
 
 
 def cover(spans: list[Span], span: Span) -> None:
-    """Add a span to spans that are apart from each other and in order; those that it touches become one with it."""
+    """Insert a span into sorted disjoint spans, merging those that it touches."""
     begin, end = span
     after = len(spans)
     while after and spans[after - 1][0] > end:

@@ -1,4 +1,4 @@
-"""What a terminal shows while a sweep runs, and what a pipe is given."""
+"""The output of a running sweep on a terminal and into a pipe."""
 
 import contextlib
 import fcntl
@@ -24,11 +24,11 @@ from latent_sweep.monitor.state import SweepWatch
 
 COLUMNS, ROWS = 100, 30
 CURSOR = "\x1b[2K"
-"""Erases a line: the screen is drawn in the place of the one before."""
+"""Erases a line, as a redraw does."""
 
 
 class Terminal:
-    """A pseudo terminal; what is written to it is read until it is closed."""
+    """A pseudo terminal that records its output."""
 
     def __init__(self):
         self.master, self.slave = pty.openpty()
@@ -38,12 +38,12 @@ class Terminal:
         self._thread.start()
 
     def _drain(self):
-        with contextlib.suppress(OSError):  # Linux reports the end so
+        with contextlib.suppress(OSError):  # Linux reports the end this way
             while part := os.read(self.master, 65536):
                 self._read += part
 
     def text(self):
-        """Everything that was written, once nobody can write any more."""
+        """Close the terminal and return its output."""
         os.close(self.slave)
         self._thread.join()
         os.close(self.master)
@@ -55,7 +55,7 @@ TERMINAL = {"TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
 
 @pytest.fixture
 def variables(monkeypatch):
-    """The environment of a terminal."""
+    """Set the environment of a terminal."""
     for name, value in TERMINAL.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -64,7 +64,7 @@ def variables(monkeypatch):
 
 @contextlib.contextmanager
 def on_terminal():
-    """Has this process write to a terminal within the block."""
+    """Redirect standard output to a terminal."""
     place = Terminal()
     with open(place.slave, "w", encoding="utf-8", closefd=False) as stream, contextlib.redirect_stdout(stream):
         yield place
@@ -75,29 +75,31 @@ def without_escapes(text):
 
 
 def assert_shows_a_run(text, log):
-    """A screen that changed in place, lines above it, and at its end the table, plain."""
+    """Check for a screen that changes in place, lines above it, and a plain table at the end."""
     shown = without_escapes(text)
     assert text.count(CURSOR) > 2
     assert "tiny: 2 trials (2 pending)" in shown
     assert "tiny: 2 trials (2 finished)" in shown
-    assert re.search(r"\[\d+:\d\d\] K=1: 1/2 mood \(\d+ s\) AP", shown)
-    assert re.search(r"\[\d+:\d\d\] K=2: finished", shown)
+    for trial in ("K=1", "K=2"):
+        assert len(re.findall(rf"\[\d+:\d\d\] {trial}: finished: AP", shown)) == 1
     assert shown.replace("\n", "").count(str(log)) == 1
     table = text[text.rindex("sweep tiny: 2 trials (2 finished)") :]
     assert "\x1b" not in table
     assert re.search(r"K +n +AP", table)
-    assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h") < text.rindex("sweep tiny:"), "the cursor is there again"
+    assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h") < text.rindex("sweep tiny:"), (
+        "the cursor is visible again"
+    )
 
 
 @pytest.mark.usefixtures("variables")
-def test_a_terminal_shows_one_screen_and_ends_with_the_table(tmp_path):
+def test_a_terminal_shows_a_screen_and_then_the_table(tmp_path):
     with on_terminal() as terminal:
         assert main(["run", write(tmp_path, SMALL), "--local"]) == 0
     assert_shows_a_run(terminal.text(), tmp_path / "runs" / "tiny" / LOG)
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_what_ray_runs(tmp_path):
+def test_a_terminal_shows_a_run_on_ray(tmp_path):
     from subprocess import Popen
 
     place = Terminal()
@@ -130,11 +132,11 @@ def test_a_pipe_gets_plain_lines(tmp_path, capsys):
     assert printed.out.startswith(f"checking {tmp_path / 'sweep.yaml'}, its data and its backbone\n")
     assert "\x1b" not in printed.out + printed.err
     assert "\r" not in printed.out + printed.err
-    assert re.search(r"\[\d+:\d\d\] K=1: 1/2 mood \(\d+ s\) AP", printed.out)
+    assert re.search(r"\[\d+:\d\d\] K=1: finished: AP", printed.out)
     assert not (sweep_folder(tmp_path).path / LOG).exists()
 
 
-def test_nothing_else_reaches_the_screen(tmp_path):
+def test_other_output_goes_to_the_log(tmp_path):
     console = Console(file=io.StringIO(), force_terminal=True, width=COLUMNS, height=ROWS)
     sweep = write_sweep(tmp_path, {"router.components": [1]})
     before = sys.stdout, sys.stderr, logging.getLogger().handlers[:]
@@ -155,11 +157,11 @@ def test_nothing_else_reaches_the_screen(tmp_path):
     assert "(pid=123) a stray line, password=***" in log
     assert "Converting" in log
     assert "a long traceback" in log
-    kept.write("")  # as a handler does that was made meanwhile
+    kept.write("")  # like a handler created meanwhile
     assert kept.writable()
 
 
-def test_what_is_written_after_the_screen_goes_where_it_went_before(tmp_path, capsys):
+def test_late_output_goes_to_the_original_stream(tmp_path, capsys):
     console = Console(file=io.StringIO(), force_terminal=True, width=COLUMNS, height=ROWS)
     with Live(console, tmp_path / LOG):
         kept = sys.stderr
@@ -167,7 +169,7 @@ def test_what_is_written_after_the_screen_goes_where_it_went_before(tmp_path, ca
     assert capsys.readouterr().err == "late\n"
 
 
-def test_a_dumb_terminal_and_a_pipe_have_lines(tmp_path, variables):
+def test_a_dumb_terminal_and_a_pipe_get_lines(tmp_path, variables):
     sweep = write_sweep(tmp_path, {"router.components": [1]})
     assert isinstance(screen_for(sweep, log=False), Lines)
     with on_terminal() as terminal:
@@ -178,7 +180,7 @@ def test_a_dumb_terminal_and_a_pipe_have_lines(tmp_path, variables):
 
 
 @pytest.mark.usefixtures("variables")
-def test_watching_on_a_terminal_ends_with_the_state(tmp_path):
+def test_watching_ends_with_the_state(tmp_path):
     sweep = write_sweep(tmp_path, {"router.components": [1, 2]})
     start(next(iter(sweep)))
     with on_terminal() as terminal:
@@ -187,5 +189,5 @@ def test_watching_on_a_terminal_ends_with_the_state(tmp_path):
     assert CURSOR in text
     end = text[text.rindex("sweep     lambda in ") :]
     assert "\x1b" not in end
-    assert "interrupted: nobody runs it" in end
+    assert "interrupted" in end
     assert "trials    2 (1 interrupted, 1 pending)" in end

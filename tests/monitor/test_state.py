@@ -1,9 +1,8 @@
-"""Where a sweep stands, whoever looks: by its journals, by what its workers and its driver say, by who drives it."""
+"""The state of a sweep: from its journals, heartbeats and lease."""
 
 import io
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -20,14 +19,13 @@ from latent_sweep.cli.main import main
 from latent_sweep.errors import StoreError
 from latent_sweep.monitor import progress
 from latent_sweep.monitor import state as states
-from latent_sweep.monitor.log_lines import duration, news, status_lines, summary, time_left_text
+from latent_sweep.monitor.log_lines import status_lines, summary, time_left_text
 from latent_sweep.monitor.progress import ProgressWriter, say_driving
 from latent_sweep.monitor.screen import Lines, Reel
 from latent_sweep.monitor.state import SweepWatch, current
 from latent_sweep.monitor.terminal import draw
 from latent_sweep.report.tables import counts
 from latent_sweep.results.summaries import summarize
-from latent_sweep.results.trial_states import TimeLeft, time_left
 from latent_sweep.storage import heartbeat as telling
 from latent_sweep.storage.checksummed import sealed_json
 from latent_sweep.storage.folders import driven_since, driving, open_sweep
@@ -52,21 +50,21 @@ def look(sweep, **how):
 
 
 def another_process(monkeypatch):
-    """From here on, what is told is told by another process."""
+    """Have later heartbeats come from another process."""
     monkeypatch.setattr(telling, "_TELLINGS", {})
     monkeypatch.setattr(telling, "_NAMES", {})
 
 
 def drawn(state, width, height=24):
-    """What a terminal of this size shows, as lines without colors."""
+    """Return the lines that a terminal of this size shows, without colors."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system="standard")
     console.print(draw(state, width, height))
     return re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()).splitlines()
 
 
-def test_nothing_has_begun(sweep):
+def test_a_sweep_that_has_not_started(sweep):
     state = look(sweep)
-    assert (state.course, state.counts, state.running, state.best, state.left) == (
+    assert (state.course, state.counts, state.running, state.best, state.seconds_left) == (
         "not started",
         {"pending": 4},
         (),
@@ -74,11 +72,10 @@ def test_nothing_has_begun(sweep):
         None,
     )
     assert "not started" in status_lines(state)[1]
-    assert summary(state) == "0 of 4 trials done, 0 % of all tasks"
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_what_a_worker_begins_is_seen(sweep, phase, monkeypatch):
+def test_every_activity_of_a_worker_is_shown(sweep, phase, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
     first, second, *_ = sweep
     with driving(sweep, refuse):
@@ -96,7 +93,7 @@ def test_what_a_worker_begins_is_seen(sweep, phase, monkeypatch):
     assert re.fullmatch(expected, line)
 
 
-def test_steps_are_told_with_their_loss(sweep, monkeypatch):
+def test_steps_and_loss_are_shown(sweep, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
     first, *_ = sweep
     start(first)
@@ -113,7 +110,7 @@ def test_steps_are_told_with_their_loss(sweep, monkeypatch):
         assert worker.done == pytest.approx((1 + 0.95) / 3)
 
 
-def test_a_worker_that_writes_rests_before_it_writes_again(sweep, monkeypatch):
+def test_a_worker_pauses_between_heartbeats(sweep, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE_SECONDS", 3600.0)
     first, *_ = sweep
     with driving(sweep, refuse):
@@ -121,10 +118,10 @@ def test_a_worker_that_writes_rests_before_it_writes_again(sweep, monkeypatch):
             for step in (1, 2, 40):
                 writer.write(Step(1, "learning", step, 40, {"task": 0.5}, "t"))
                 assert [worker.step for worker in look(sweep).running] == [1]
-        assert look(sweep).running == (), "that it ends is told at once"
+        assert look(sweep).running == (), "the end is reported at once"
 
 
-def test_what_was_told_in_a_pause_is_written_after_it(sweep, monkeypatch):
+def test_the_newest_step_is_written_after_the_pause(sweep, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.05)
     first, *_ = sweep
     with driving(sweep, refuse), ProgressWriter(sweep, PackOf(first)) as writer:
@@ -132,11 +129,11 @@ def test_what_was_told_in_a_pause_is_written_after_it(sweep, monkeypatch):
             writer.write(Step(1, "learning", step, 40, {"task": 0.5}, "t"))
         deadline = time.monotonic() + PATIENCE
         while [worker.step for worker in look(sweep).running] != [40]:
-            assert time.monotonic() < deadline, "the newest step is not told"
+            assert time.monotonic() < deadline, "the newest step is not reported"
             time.sleep(0.01)
 
 
-def test_what_is_for_display_is_not_flushed_to_disk(sweep, monkeypatch):
+def test_heartbeats_are_not_synced_to_disk(sweep, monkeypatch):
     flushed = []
     monkeypatch.setattr(os, "fsync", flushed.append)
     first, *_ = sweep
@@ -147,7 +144,7 @@ def test_what_is_for_display_is_not_flushed_to_disk(sweep, monkeypatch):
     assert flushed, "a journal is"
 
 
-def test_a_worker_counts_while_its_trials_go_on_and_its_driver_lives(sweep):
+def test_a_worker_counts_while_its_trials_and_driver_run(sweep):
     first, second, *_ = sweep
     ProgressWriter(sweep, PackOf(second)).write(Begun("tokenising", 0))
     with driving(sweep, refuse):
@@ -166,7 +163,7 @@ def test_a_worker_counts_while_its_trials_go_on_and_its_driver_lives(sweep):
     assert (state.driver, state.running, state.course) == (None, (), "interrupted")
 
 
-def test_of_two_workers_that_speak_of_one_trial_the_newer_counts(sweep, monkeypatch):
+def test_the_newer_of_two_heartbeats_of_a_trial_counts(sweep, monkeypatch):
     first, second, *_ = sweep
     with driving(sweep, refuse):
         ProgressWriter(sweep, PackOf(first, second)).write(Begun("answering", 0))
@@ -178,7 +175,7 @@ def test_of_two_workers_that_speak_of_one_trial_the_newer_counts(sweep, monkeypa
         ]
 
 
-def test_the_driver_says_what_it_does_until_workers_do(sweep):
+def test_the_driver_is_shown_until_a_worker_reports(sweep):
     first, *_ = sweep
     say_driving(sweep, "starting Ray")
     with driving(sweep, refuse):
@@ -192,7 +189,7 @@ def test_the_driver_says_what_it_does_until_workers_do(sweep):
     assert look(sweep).driving is None
 
 
-def test_what_trials_of_one_training_tell_of_it_was_learned_once(sweep):
+def test_a_stage_shared_by_trials_counts_once(sweep):
     content = json.loads((sweep.path / "sweep.json").read_bytes())["content"]
     for entry in content["trials"]:
         entry["training_id"] = f"seed{entry['values']['seed']}"
@@ -208,7 +205,7 @@ def test_what_trials_of_one_training_tell_of_it_was_learned_once(sweep):
     assert (cost.learned, cost.reused, cost.seconds_learning) == (6, 6, 6 * 1.5)
 
 
-def test_nobody_is_at_work_until_a_loss_is_noticed(sweep):
+def test_the_time_until_a_loss_is_noticed_is_no_work(sweep):
     first, *_ = sweep
     for seconds, event, told in (
         (100, "started", {"attempt": 1, "node": "a", "versions": {}, "hardware": "cpu"}),
@@ -219,7 +216,7 @@ def test_nobody_is_at_work_until_a_loss_is_noticed(sweep):
     assert look(sweep).seconds_at_work == 60
 
 
-def test_failures_have_their_reasons(sweep, capsys):
+def test_failures_are_shown_with_their_reasons(sweep, capsys):
     first, second, *_ = sweep
     start(first)
     first.journal.append("failed", kind="non_finite", message="the loss is nan\nsecond line", task="intent", step=3)
@@ -243,7 +240,7 @@ def test_failures_have_their_reasons(sweep, capsys):
     }
 
 
-def test_how_a_sweep_has_ended(sweep, capsys):
+def test_a_sweep_that_has_ended(sweep, capsys):
     for trial, average in zip(sweep, (0.25, 0.5, 0.75, 0.5), strict=True):
         run_to_end(trial, average, 0.1)
     state = look(sweep)
@@ -262,7 +259,7 @@ def test_how_a_sweep_has_ended(sweep, capsys):
     assert (record["course"], record["best"]["AP"], record["stages_learned"]) == ("ended", 0.75, 12)
 
 
-def test_the_best_so_far_has_seen_the_most_tasks(sweep):
+def test_the_best_trial_has_seen_the_most_tasks(sweep):
     first, second, *_ = sweep
     start(first)
     learn(first, 1, 0.9)
@@ -274,7 +271,7 @@ def test_the_best_so_far_has_seen_the_most_tasks(sweep):
 
 
 def told(trial, moment, tasks_seen=0, reused=False):
-    """An event at this moment, in Unix seconds: started, or a stage."""
+    """Append an event at this moment: started, or a stage."""
     if not tasks_seen:
         trial.journal.append("started", time=moment, attempt=1)
         return
@@ -289,7 +286,7 @@ def told(trial, moment, tasks_seen=0, reused=False):
     )
 
 
-def test_the_time_left_follows_from_what_learned_stages_took(sweep, monkeypatch):
+def test_the_time_left_follows_from_the_gaps_between_learned_stages(sweep, monkeypatch):
     monkeypatch.setattr(states, "driven_since", lambda sweep: 1000.0)
     monkeypatch.setattr(states.time, "time", lambda: 1150.0)
     first, second, third, _ = sweep
@@ -299,7 +296,7 @@ def test_the_time_left_follows_from_what_learned_stages_took(sweep, monkeypatch)
     told(first, 1030.0, 2)
     told(second, 1040.0)
     told(second, 1041.0, 1, reused=True)
-    assert look(sweep).left is None
+    assert look(sweep).seconds_left is None
     told(second, 1071.0, 2)
     told(third, 1080.0)
     told(third, 1121.0, 1)
@@ -307,34 +304,22 @@ def test_the_time_left_follows_from_what_learned_stages_took(sweep, monkeypatch)
     gaps = [20.0, 30.0, 50.0]
     remaining = 12 - 5
     assert (state.tasks_done, state.reused, state.learned) == (5, 1, 4)
-    around = 2 * statistics.stdev(gaps) * math.sqrt(remaining + remaining**2 / 3)
-    expected = remaining * statistics.fmean(gaps) - (1150 - 1121)
-    assert state.left.seconds == pytest.approx(expected)
-    assert state.left.longest == pytest.approx(expected + around)
-    assert state.left.shortest == pytest.approx(max(0.0, expected - around))
+    assert state.seconds_left == pytest.approx(remaining * statistics.fmean(gaps) - (1150 - 1121))
     assert state.seconds_at_work == pytest.approx(50 + 20 + 31 + 41)
 
 
-def test_stages_that_all_take_the_same_have_no_range():
-    left = time_left([5.0] * 4, 6, 2.0)
-    assert (left.shortest, left.seconds, left.longest) == (28.0, 28.0, 28.0)
-    assert time_left([5.0] * 2, 6, 0.0) is None
-    assert time_left([5.0] * 4, 0, 0.0) is None
-
-
 @pytest.mark.parametrize(
-    ("left", "ranged"),
+    ("seconds", "text"),
     [
-        (TimeLeft(600, 500, 700), True),
-        (TimeLeft(146, 0, 479), False),
-        (TimeLeft(28, 28, 28), True),
-        (TimeLeft(0, 0, 90), False),
+        (0, "less than 1 min left"),
+        (146, "about 2 min left"),
+        (95 * 60, "about 95 min left"),
+        (9400, "about 2.6 h left"),
+        (90 * 3600, "about 90 h left"),
     ],
 )
-def test_a_range_is_said_where_it_says_something(left, ranged):
-    text = time_left_text(left)
-    assert (f"({duration(left.shortest)} to {duration(left.longest)})" in text) == ranged
-    assert duration(left.seconds or left.longest) in text
+def test_time_left_is_one_rounded_number(seconds, text):
+    assert time_left_text(seconds) == text
 
 
 def test_only_journals_that_have_changed_are_read_again(sweep, monkeypatch):
@@ -355,12 +340,12 @@ def test_only_journals_that_have_changed_are_read_again(sweep, monkeypatch):
     learn(second, 1, 0.5)
     read.clear()
     assert watch.look().tasks_done == 1
-    assert read == [(second.trial_id, (end, 1))], "what was read is not read again"
+    assert read == [(second.trial_id, (end, 1))], "only the new part is read"
     assert watch.look().tasks_done == 1
     assert len(read) == 1
 
 
-def test_of_many_trials_those_are_looked_at_that_somebody_tells_of(tmp_path, monkeypatch):
+def test_only_reported_journals_and_a_slice_of_the_others_are_examined(tmp_path, monkeypatch):
     sweep = write_sweep(tmp_path, {"seed": list(range(states.ROUND * 3))})
     trials, looked = list(sweep), []
     state_of = states.state_of
@@ -373,14 +358,14 @@ def test_of_many_trials_those_are_looked_at_that_somebody_tells_of(tmp_path, mon
         start(trials[-1])
         learn(trials[-1], 1, 0.5)
         assert watch.look().tasks_done == 1
-        assert len(looked) <= 1 + 3, "its own, and a sixtieth of all"
+        assert len(looked) <= 1 + 3, "the reported journal, and a sixtieth of all"
     another_process(monkeypatch)
     start(trials[5])
-    monkeypatch.setattr(telling, "_TELLINGS", {})  # killed before it could tell anybody
+    monkeypatch.setattr(telling, "_TELLINGS", {})  # killed before its heartbeat was written
     assert [watch.look().counts["running"] for _ in range(states.ROUND)][-1] == 2
 
 
-def test_what_all_trials_add_up_to_is_the_same_event_by_event(tmp_path, monkeypatch):
+def test_totals_are_the_same_event_by_event_and_from_scratch(tmp_path, monkeypatch):
     monkeypatch.setattr(states.time, "time", lambda: 5000.0)
     sweep = write_sweep(tmp_path, {"seed": list(range(6))})
     trials, source = list(sweep), random.Random(7)
@@ -406,7 +391,7 @@ def test_what_all_trials_add_up_to_is_the_same_event_by_event(tmp_path, monkeypa
         assert kept == anew.look()
 
 
-def test_a_damaged_journal_is_an_error_and_no_picture(sweep, capsys):
+def test_a_corrupt_journal_is_an_error(sweep, capsys):
     first, *_ = sweep
     start(first)
     first.journal.path.write_bytes(b"nothing\n")
@@ -416,7 +401,7 @@ def test_a_damaged_journal_is_an_error_and_no_picture(sweep, capsys):
     assert "line 1" in capsys.readouterr().err
 
 
-def test_news_are_stages_and_ends_and_each_is_told_once(sweep):
+def test_each_end_of_a_trial_is_one_line(sweep):
     first, second, *_ = sweep
     start(first)
     learn(first, 1, 0.5)
@@ -432,9 +417,7 @@ def test_news_are_stages_and_ends_and_each_is_told_once(sweep):
     reel.look()
     reel.look()
     assert [line.partition("] ")[2] for line in said] == [
-        "K=1 seed=0: 2/3 summary (2 s) AP 50.0 FM 2.0",
-        "K=1 seed=0: 3/3 intent (2 s) AP 25.0 FM 3.0",
-        "K=1 seed=0: finished",
+        "K=1 seed=0: finished: AP 25.0, FM 3.0",
         "K=1 seed=1: failed: why",
     ]
     start(second, attempt=2)
@@ -443,7 +426,7 @@ def test_news_are_stages_and_ends_and_each_is_told_once(sweep):
     assert said[-1].endswith("K=1 seed=1: failed: again")
 
 
-def test_lines_about_what_runs_come_when_something_else_begins(sweep):
+def test_a_new_activity_of_the_driver_is_a_line(sweep):
     first, *_ = sweep
     said = []
     reel = Reel(SweepWatch(sweep, drives=True), Lines(said.append, interval_seconds=1e9))
@@ -458,7 +441,7 @@ def test_lines_about_what_runs_come_when_something_else_begins(sweep):
 
 
 @pytest.mark.parametrize(("width", "height"), list(itertools.product((100, 60), (16, 12))))
-def test_no_line_of_the_screen_is_wider_than_the_terminal_and_none_is_wrapped(tmp_path, monkeypatch, width, height):
+def test_the_screen_fits_the_terminal(tmp_path, monkeypatch, width, height):
     names = ["[red]" + "a rather long name of a method from outside " * 2, "[/]", "[bold]b[/bold]\x1b[2J"]
     sweep = write_sweep(tmp_path, {"method.name": names, "seed": [0, 1, 2, 3, 4, 5]})
     trials = list(sweep)
@@ -472,7 +455,7 @@ def test_no_line_of_the_screen_is_wider_than_the_terminal_and_none_is_wrapped(tm
         state = look(sweep)
     lines = drawn(state, width, height)
     assert max(map(len, lines)) <= width
-    assert len(lines) < height, "a screen that fills the terminal scrolls it"
+    assert len(lines) < height, "a full screen would scroll"
     text = "\n".join(lines)
     assert "method=[/] seed=0" in text if width == 100 else "[/]" in text
     assert "[red]" in text
@@ -482,7 +465,7 @@ def test_no_line_of_the_screen_is_wider_than_the_terminal_and_none_is_wrapped(tm
     assert any("learning sentiment, task 1 of 3, step 3 of 40" in line for line in lines) == (width == 100)
 
 
-def test_the_screen_says_what_the_lines_say(sweep):
+def test_the_screen_shows_the_state(sweep):
     first, second, *_ = sweep
     run_to_end(first, 0.5, 0.0)
     with driving(sweep, refuse):
@@ -496,8 +479,7 @@ def test_the_screen_says_what_the_lines_say(sweep):
     assert any("learning sentiment, task 1 of 3, step 3 of 40, loss 0.500" in line for line in lines)
 
 
-def test_tables_count_trials_as_the_status_does(sweep):
-    """Those that nobody runs any more were interrupted."""
+def test_tables_and_status_count_trials_alike(sweep):
     first, second, *_ = sweep
     run_to_end(first, 0.5, 0.0)
     start(second)
@@ -508,19 +490,19 @@ def test_tables_count_trials_as_the_status_does(sweep):
     assert status_lines(look(sweep))[2] == "trials    4 (1 finished, 1 interrupted, 2 pending)"
 
 
-def test_a_sweep_that_is_being_tuned_is_its_candidates(tmp_path, sweep):
+def test_a_sweep_that_is_being_tuned_shows_its_tuning_sweep(tmp_path, sweep):
     tuning = write_sweep(tmp_path, AXES, name="lambda-tuning", tuning_of="lambda")
     assert current(sweep).name == "lambda"
     with driving(tuning, refuse):
         assert current(sweep).name == "lambda-tuning"
-        assert "which tunes lambda" in status_lines(look(current(sweep)))[0]
+        assert "of lambda" in status_lines(look(current(sweep)))[0]
         with driving(sweep, refuse):
             assert current(sweep).name == "lambda"
     (sweep.path / "sweep.json").unlink()
     assert current(sweep).name == "lambda-tuning"
 
 
-def test_who_looks_takes_no_lease(sweep):
+def test_looking_takes_no_lease(sweep):
     assert driven_since(sweep) is None
     before = time.time()
     with driving(sweep, refuse):
@@ -539,11 +521,6 @@ def test_looking_writes_nothing(sweep):
     assert {path: path.stat().st_mtime_ns for path in sweep.path.rglob("*")} == before
 
 
-def test_where_there_is_no_sweep(tmp_path, capsys):
+def test_a_folder_without_a_sweep(tmp_path, capsys):
     assert main(["status", str(tmp_path / "none")]) == 2
     assert "found no sweep.json" in capsys.readouterr().err
-
-
-def test_news_of_an_earlier_look_are_none(sweep):
-    state = look(sweep)
-    assert list(news(state, state)) == []
