@@ -74,7 +74,7 @@ def own_cache(tmp_path_factory, request):
     The large embedded one, which only a new version of its package changes, is the user's where it is there. What the
     tests of this process have written goes when all of them have passed: it may lie in memory.
     """
-    from latent_sweep.backbones.known import EMBEDDED
+    from latent_sweep.backbones.registry import EMBEDDED
     from latent_sweep.storage.files import cache_folder
 
     base = tmp_path_factory.getbasetemp()

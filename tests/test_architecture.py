@@ -54,7 +54,7 @@ WITHOUT_TORCH = [
         for path in (PACKAGE / folder).glob("[a-z]*.py")
     ),
     *("errors", "labels", "memo", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
-    *("backbones.identity", "backbones.known", "methods", "methods.protocol"),
+    *("backbones.identity", "backbones.registry", "methods", "methods.protocol"),
     *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_tune", "ray_workers", "retries")),
 ]
 """What plans, hands out and reports."""
@@ -214,11 +214,11 @@ def settings_classes():
 
 
 def test_every_setting_has_its_sentence():
-    composed = {
+    to_nfc = {
         ("TrialSettings", group) for group in ("method", "router", "backbone", "benchmark", "training", "evaluation")
     }
     described_by_their_group = (
-        composed | {("Sweep", name) for name in ("name", "grid", "draws", "run", "tune")} | {("Draw", "kind")}
+        to_nfc | {("Sweep", name) for name in ("name", "grid", "draws", "run", "tune")} | {("Draw", "kind")}
     )
     silent = {
         (kind.__name__, name)

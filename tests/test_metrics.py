@@ -26,16 +26,16 @@ from latent_sweep.metrics import (
     cut_answer,
     edit_similarity,
     exact_match,
-    is_unread,
+    lacks_value,
     metric_source,
-    normalise_answer,
+    normalize_answer,
     number_match,
-    reads_input,
     rouge_1,
     rouge_l,
     rouge_l_char,
     sari,
     score_rows,
+    takes_input,
     token_f1,
     token_f1_char,
 )
@@ -59,7 +59,7 @@ def random_matrix(rng: np.random.Generator, n_tasks: int) -> ScoreMatrix:
     ],
 )
 def test_normalise_answer(text: str, expected: str) -> None:
-    assert normalise_answer(text) == expected
+    assert normalize_answer(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_numbers_that_others_give_reason_to_doubt() -> None:
     assert ambiguous_numbers(["1.234", "1.234.567", "3.14"]) == ["1.234"]
     assert ambiguous_numbers(["-1.234", "9.876,50"]) == ["-1.234"]
     assert ambiguous_numbers(["12 345 km", "in 2023 100"]) == ["12 345 km"]
-    assert [text for text in ("2^10", "1,2,3", "2024-01-05", "7:05", "1/3", "x") if is_unread(text)] == [
+    assert [text for text in ("2^10", "1,2,3", "2024-01-05", "7:05", "1/3", "x") if lacks_value(text)] == [
         "2^10",
         "1,2,3",
         "2024-01-05",
@@ -490,7 +490,7 @@ def test_every_metric_is_a_fraction_and_one_where_all_is_right() -> None:
         assert score_rows(name, [right], [[right]], "single_first", inputs)[0] == pytest.approx(1.0), name
         for prediction, reference in PAIRS:
             assert 0 <= score_rows(name, [prediction], [[reference]], "max_over_refs", inputs)[0] <= 1, name
-        assert reads_input(name) == (name == "sari")
+        assert takes_input(name) == (name == "sari")
 
 
 OUTSIDE = """

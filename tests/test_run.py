@@ -16,9 +16,9 @@ from helpers.patience import PATIENCE
 from helpers.sweep_folders import journal_of
 from helpers.sweeps import end, events, results, start, sweep_folder, tiny, write, write_benchmark
 
-from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.execution.local import run_here
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.storage.folders import SweepFolder, open_sweep
@@ -122,7 +122,7 @@ def test_every_stage_tells_what_the_most_frequent_training_answer_scores(finishe
     for trial in sweep_folder(finished[0]):
         for position, stage in enumerate(stages(trial.events())):
             train, test = (
-                load_rows(first.spec, first.tasks[position], split, first.settings.benchmark)
+                load_examples(first.spec, first.tasks[position], split, first.settings.benchmark)
                 for split in ("train", "test")
             )
             ((answer, _),) = Counter(row.target for row in train).most_common(1)
@@ -224,7 +224,7 @@ def test_the_table_has_a_row_for_every_configuration(finished, capsys):
     scores = [trial.read_json("result.json")["metrics"]["AP"] for trial in sweep_folder(finished[0])]
     assert float(rows[0]["AP_mean"]) == pytest.approx(50 * (scores[0] + scores[2]), abs=0.01)
     trial = expand(load_sweep(finished[1]))[0]
-    settings, known = trial.settings, KNOWN[trial.settings.backbone.name]
+    settings, known = trial.settings, REGISTRY[trial.settings.backbone.name]
     shapes = target_shapes(known.family, known.config)
     assert {row["trained"] for row in rows} == {str(trial.method().parameter_count(shapes, 16))}
     assert {row["steps"] for row in rows} == {str(settings.training.step_count(settings.benchmark.train_per_task))}

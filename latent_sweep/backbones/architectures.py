@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.outlines import embedding_name, model_class, model_config
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def drawn_model(family: str, config: Mapping[str, Any], dtype: torch.dtype, devi
     import torch
     from accelerate import init_empty_weights
 
-    from latent_sweep.backbones.drawing import our_numbers
+    from latent_sweep.backbones.random_weights import portable_random
 
-    with our_numbers(), torch.device(device):
+    with portable_random(), torch.device(device):
         model = _made(family, config, dtype)
     with init_empty_weights(include_buffers=False):
         host = _made(family, config, dtype)

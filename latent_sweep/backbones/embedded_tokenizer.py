@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.files import EMBEDDED_FILE, embedded_package, embedded_version
-from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.errors import ConfigError
 from latent_sweep.storage.files import cache_folder, write_file
 

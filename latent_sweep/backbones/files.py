@@ -17,12 +17,12 @@ from typing import Any
 from filelock import FileLock
 
 from latent_sweep.backbones.architectures import drawn_model, random_model
-from latent_sweep.backbones.known import (
+from latent_sweep.backbones.registry import (
     EMBEDDED,
     EMBEDDED_PACKAGE,
     RANDOM,
     BackboneSettings,
-    KnownBackbone,
+    BackboneSpec,
     describe,
 )
 from latent_sweep.errors import ConfigError
@@ -157,7 +157,7 @@ def local_folder(settings: BackboneSettings) -> Path:
     return Path(source) if Path(source).is_dir() else _download(source, settings.revision)
 
 
-def _draw(folder: Path, known: KnownBackbone, settings: BackboneSettings) -> None:
+def _draw(folder: Path, known: BackboneSpec, settings: BackboneSettings) -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.files import checkpoint_file
-from latent_sweep.backbones.known import BackboneSettings, describe, known_backbone
+from latent_sweep.backbones.registry import BackboneSettings, describe, registered_backbone
 from latent_sweep.backbones.tokenizers import TOKENIZER_FILE, tokenizer_at_hand
 
 TOKENIZER_FILES = (
@@ -39,7 +39,7 @@ def folder_faults(settings: BackboneSettings) -> list[str]:
         ConfigError: the backbone's folder is no checkpoint of a model that is supported.
     """
     faults = []
-    if known_backbone(settings.name) is None:
+    if registered_backbone(settings.name) is None:
         faults += list(_missing("backbone.name", settings.name))
     if settings.tokenizer is not None:
         faults += list(_missing("backbone.tokenizer", settings.tokenizer))
@@ -63,7 +63,7 @@ def _missing(setting: str, name: str) -> Iterator[str]:
 
 def _tokenizer_faults(settings: BackboneSettings) -> Iterator[str]:
     """Find a folder without a tokenizer, or one whose tokenizer.json the installed libraries cannot read."""
-    known = known_backbone(settings.name)
+    known = registered_backbone(settings.name)
     setting, name = "backbone.tokenizer", settings.tokenizer
     if name is None:
         setting, name = "backbone.name", settings.name if known is None else known.source
@@ -98,7 +98,7 @@ def _unreadable(path: Path) -> str | None:
 
 def _vocabulary_faults(settings: BackboneSettings) -> Iterator[str]:
     """Find a tokenizer that gives ids for which the model has no embedding; tokens added to it may never be used."""
-    if known_backbone(settings.name) is not None and settings.tokenizer is None:
+    if registered_backbone(settings.name) is not None and settings.tokenizer is None:
         return
     known = describe(settings)
     size = _text_config({} if known is None else known.config).get("vocab_size")
@@ -116,7 +116,7 @@ def _vocabulary_faults(settings: BackboneSettings) -> Iterator[str]:
 def _kernel_faults(settings: BackboneSettings) -> Iterator[str]:
     """Find an attention kernel in config.json whose package is not installed."""
     folder = Path(settings.name)
-    if known_backbone(settings.name) is not None or not folder.is_dir():
+    if registered_backbone(settings.name) is not None or not folder.is_dir():
         return
     known = describe(settings)
     config = {} if known is None else known.config

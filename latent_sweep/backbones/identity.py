@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from latent_sweep.backbones.files import embedded_version
-from latent_sweep.backbones.known import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, known_backbone
+from latent_sweep.backbones.registry import EMBEDDED, EMBEDDED_PACKAGE, RANDOM, BackboneSettings, registered_backbone
 from latent_sweep.storage import versions
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def unpinned(settings: BackboneSettings) -> list[str]:
 
 def _source(name: str) -> str | None:
     """Return the hub's name of a backbone or tokenizer; None where it comes from somewhere else."""
-    known = known_backbone(name)
+    known = registered_backbone(name)
     if name == EMBEDDED or (known is not None and known.source == "config") or Path(name).is_dir():
         return None
     return known.source if known else name
@@ -90,7 +90,7 @@ def _commit(source: str | None, revision: str | None) -> str | None:
 
 
 def _source_identity(name: str, revision: str | None) -> Any:
-    known = known_backbone(name)
+    known = registered_backbone(name)
     if known is not None and known.source == "config":
         drawn = {"drawn": versions.DRAWN} if name.startswith(RANDOM) else {}
         return {"random": dict(known.config), "family": known.family, **drawn}

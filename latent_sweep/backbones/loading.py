@@ -23,12 +23,17 @@ from latent_sweep.backbones.architectures import (
     set_dropout,
     slow_bfloat16,
 )
+from latent_sweep.backbones.checkpoint import (
+    CheckpointProjection,
+    CheckpointWeights,
+    checkpoint_weights,
+    digest_of_weights,
+)
 from latent_sweep.backbones.families import Family, family_of_type, select
 from latent_sweep.backbones.files import WEIGHTS, embedded_folder, hide_progress_bars, local_folder
-from latent_sweep.backbones.known import EMBEDDED, RANDOM, BackboneSettings, describe
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outlines import linears_of, model_class
-from latent_sweep.backbones.stored import StoredBackbone, StoredProjection, digest_of_weights, stored_backbone
+from latent_sweep.backbones.registry import EMBEDDED, RANDOM, BackboneSettings, describe
 from latent_sweep.backbones.tokenizers import digest_of_tokenizer, load_tokenizer
 from latent_sweep.errors import ConfigError
 
@@ -56,7 +61,7 @@ class Backbone:
     """Adapted projections by module name, in the order of `target_shapes`."""
     device: torch.device
     """Where it computes."""
-    stored: StoredBackbone | None
+    stored: CheckpointWeights | None
     """The checkpoint's files; None where there are none."""
     tokenizer_digest: str
     """Content hash of the tokenizer and its special tokens: what token caches and answers are keyed by."""
@@ -118,7 +123,7 @@ class Backbone:
         return self.traits.laid_out and tokens <= self.window
 
     @property
-    def projections(self) -> Mapping[str, StoredProjection] | Mapping[str, torch.nn.Linear]:
+    def projections(self) -> Mapping[str, CheckpointProjection] | Mapping[str, torch.nn.Linear]:
         """The weights of `targets` to be read one at a time: from the checkpoint's files where it has some."""
         return self.stored.projections if self.stored else self.targets
 
@@ -201,13 +206,13 @@ def load_backbone(settings: BackboneSettings) -> Backbone:
         model = _load_pretrained(known.source if known else settings.name, settings, dtype)
     if device != "cpu":
         model.to(device)
-    return assemble(settings, model, stored_backbone(settings))
+    return assemble(settings, model, checkpoint_weights(settings))
 
 
 def assemble(
     settings: BackboneSettings,
     model: Any,
-    stored: StoredBackbone | None,
+    stored: CheckpointWeights | None,
     whole: bool = True,
     before_answering: Callable[[], None] = _nothing,
 ) -> Backbone:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Example = Mapping[str, Any]
-"""One tokenised row: `prompt_ids`, `target_ids` and `input_ids` (the input without its instruction) are token ids."""
+"""One tokenized row: `prompt_ids`, `target_ids` and `input_ids` (the input without its instruction) are token ids."""
 
 
 @dataclass(frozen=True)

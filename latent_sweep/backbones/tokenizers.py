@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from latent_sweep.backbones.embedded_tokenizer import embedded_tokenizer_file
 from latent_sweep.backbones.files import checkpoint_file, embedded_folder
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
+from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
 from latent_sweep.errors import ConfigError
 from latent_sweep.settings import content_hash
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from latent_sweep.backbones.known import BackboneSettings, describe
+from latent_sweep.backbones.registry import BackboneSettings, describe
 from latent_sweep.bench.answers import GENERATION_RATE, evaluate, generate
 from latent_sweep.bench.methods import methods
 from latent_sweep.bench.processes import memory, start, sweep, threads

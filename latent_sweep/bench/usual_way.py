@@ -7,7 +7,7 @@ Each trial loads the model once, trains a LoRA adapter per task (peft, r = 8 on 
 length, one thread per trial. It compares with Latent-LoRA as closely as the usual parts go: lambda weighs O-LoRA's
 overlap of the down-projection with those of earlier tasks, and the adapter that answers a row is that of the nearest of
 K centroids per task, found by K-means on mean token embeddings. K is a setting like any other here, so each value of it
-is a trial. Rows come tokenised, and answers are scored by the same functions as ours: neither is compared.
+is a trial. Rows come tokenized, and answers are scored by the same functions as ours: neither is compared.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Subject:
     @property
     def rank(self) -> int:
         """The paper's 32, or what a smaller backbone allows."""
-        from latent_sweep.backbones.known import BackboneSettings, describe
+        from latent_sweep.backbones.registry import BackboneSettings, describe
 
         settings = BackboneSettings(name=self.backbone)
         known = describe(settings)

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from latent_sweep.data.examples import ID_COLUMN, Example, to_example
 from latent_sweep.data.mapping import SUPERNI_TEST, RecordReader, SourceSpec
 from latent_sweep.data.records import SUFFIXES, read_json, read_records
-from latent_sweep.data.rows import NUMBERS_ROWS, Row, row_of
 from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSpec
 from latent_sweep.data.shapes import MESSAGES, read_chat, shape_of
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import first_alike, rouge_reads
+from latent_sweep.metrics import first_equivalent, rouge_coverage
 from latent_sweep.settings import parse_yaml, yaml_text
 
 MOST_LABELS = 20
@@ -225,7 +225,7 @@ def _has_answers(path: Path, mapping: Mapping[str, str]) -> bool:
     reader = RecordReader(SourceSpec.model_validate({"train": "train", "test": "test", **mapping}), opened.classes)
     place, record = next(opened.each, ("", None))
     try:
-        return record is not None and row_of(f"{path}, {place}", record, "", reader) is not None
+        return record is not None and to_example(f"{path}, {place}", record, "", reader) is not None
     except DataError:
         return False
 
@@ -246,7 +246,7 @@ def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) 
     told = f"{path}: found the columns {', '.join(map(repr, record))}"
     usable = [column for column in record if not re.search(r"[{}\[\]!:]", column)]  # what a template can name
     lowered = {column.lower(): column for column in usable}
-    texts = [column for column in usable if isinstance(record[column], str) and not NUMBERS_ROWS.fullmatch(column)]
+    texts = [column for column in usable if isinstance(record[column], str) and not ID_COLUMN.fullmatch(column)]
     answer = next((lowered[name] for name in ANSWERS if name in lowered), None)
     answer = answer or (min(texts, key=lambda column: len(record[column])) if len(texts) > 1 else None)
     if answer is None:
@@ -268,7 +268,7 @@ def _guessed(path: Path, record: Mapping[str, Any], classes: Mapping[str, Any]) 
 def _texts(record: Mapping[str, Any], read: Sequence[str]) -> list[str]:
     """Return the columns of text that are not read and do more than number rows."""
     texts = [column for column, value in record.items() if isinstance(value, (str, list, dict)) and column not in read]
-    return [column for column in texts if not NUMBERS_ROWS.fullmatch(column)]
+    return [column for column in texts if not ID_COLUMN.fullmatch(column)]
 
 
 def _not_read(columns: Sequence[str]) -> list[str]:
@@ -318,13 +318,13 @@ def _seen(task: _Found, home: Path) -> _Seen:
         tokens.append(tokens_about(target))
         numbers += bool(_NUMBER.fullmatch(target.strip()))
         codes += bool(_CODE.search(target))
-        unread += rouge_reads(target) < 0.5
+        unread += rouge_coverage(target) < 0.5
         breaks |= "\n" in target.strip()
     if missing := [split for split in ("train", "test") if not rows[split]]:
         raise DataError(f"Task {task.name!r}: found no {missing[0]} rows; expected at least one.")
     count = rows.total()
     labels = sorted(answers) if _are_labels(answers, count) else None
-    alike = first_alike(labels or ()) is not None
+    alike = first_equivalent(labels or ()) is not None
     if labels is not None and not alike:
         metric = "accuracy"
     elif numbers >= SHARE * count:
@@ -342,13 +342,13 @@ def _are_labels(answers: Counter[str], rows: int) -> bool:
     return short and len(answers) <= min(MOST_LABELS, max(2, rows // 4))
 
 
-def _rows(task: _Found, home: Path) -> Iterator[tuple[str, Row]]:
+def _rows(task: _Found, home: Path) -> Iterator[tuple[str, Example]]:
     source = None if task.source is None else SourceSpec.model_validate(task.source)
     for split, path in _files(task, home):
         opened = read_records(path)
         reader = None if source is None else RecordReader(source, opened.classes)
         for position, (place, record) in enumerate(opened.each):
-            row = row_of(f"{path}, {place}", record, f"{position}", reader)
+            row = to_example(f"{path}, {place}", record, f"{position}", reader)
             if row is not None:
                 of_test = source is not None and source.kind == "superni" and position < source.test_instances
                 yield "test" if of_test else split, row

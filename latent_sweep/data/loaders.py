@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from latent_sweep.data import builtin
 from latent_sweep.data.chat import Chat, chat_of
 from latent_sweep.data.dataset_folders import checks, is_intact, locked, write_folder
+from latent_sweep.data.examples import Example, check_labels, is_labelled, to_example
 from latent_sweep.data.hub import hub_split, values_digest
 from latent_sweep.data.mapping import RecordReader, SourceSpec
 from latent_sweep.data.prompts import (
@@ -35,9 +36,8 @@ from latent_sweep.data.prompts import (
     split_prompts,
 )
 from latent_sweep.data.records import files_digest, files_state, read_records
-from latent_sweep.data.rows import Row, check_labels, is_labelled, row_of
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, Split, TaskSpec, target_length
-from latent_sweep.data.token_rows import TokenRows
+from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import DataError, MissingData
 from latent_sweep.memo import memo_active, memoized
 from latent_sweep.settings import content_hash, local_path
@@ -60,14 +60,14 @@ WHOLE_PROMPT = 1 << 20
 """A limit in tokens that no prompt reaches."""
 
 
-def load_rows(
+def load_examples(
     spec: BenchmarkSpec,
     task: TaskSpec,
     split: Split,
     settings: BenchmarkSettings,
     carve_validation: bool = False,
     source: str | None = None,
-) -> list[Row]:
+) -> list[Example]:
     """The rows of one split of `task`, in the order of the file, after the subsets of `settings`.
 
     A subset is the first n rows of one fixed permutation, so smaller subsets lie within larger ones. Validation rows
@@ -84,7 +84,7 @@ def load_rows(
     split, carve_validation = _scored(split, settings, carve_validation)
     total = 0
 
-    def ranked() -> Iterator[tuple[bytes, int, Row]]:
+    def ranked() -> Iterator[tuple[bytes, int, Example]]:
         nonlocal total
         for total, row in enumerate(_source_rows(spec, task, split, settings, source), start=1):
             yield hashlib.sha256(f"{settings.subset_seed}/{row.id}".encode()).digest(), total, row
@@ -95,10 +95,10 @@ def load_rows(
     return [row for _, _, row in sorted(kept, key=lambda entry: entry[1])]
 
 
-def row_count(
+def count_examples(
     spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, carve_validation: bool = False
 ) -> int:
-    """Count the rows that `load_rows` gives; where the data is not at hand, from the published size.
+    """Count the rows that `load_examples` gives; where the data is not at hand, from the published size.
 
     Raises:
         DataError: The data is malformed.
@@ -133,7 +133,7 @@ def data_digest(
     carve_validation: bool = False,
     source: str | None = None,
 ) -> str:
-    """Names exactly the rows and prompt texts that `load_rows` and `split_prompts` give.
+    """Names exactly the rows and prompt texts that `load_examples` and `split_prompts` give.
 
     Args:
         source: The split's `source_digest`, where it was taken before.
@@ -171,7 +171,7 @@ def data_digest(
     return content_hash(content)
 
 
-def tokenised(
+def tokenized(
     spec: BenchmarkSpec,
     task: TaskSpec,
     split: Split,
@@ -183,8 +183,8 @@ def tokenised(
     folder: Path,
     carve_validation: bool = False,
     source: str | None = None,
-) -> TokenRows:
-    """The rows of `load_rows` as token ids, memory-mapped from a cache below `folder`.
+) -> TokenizedExamples:
+    """The rows of `load_examples` as token ids, memory-mapped from a cache below `folder`.
 
     Columns: `id`, `prompt_ids` (whole prompt), `input_ids` (the part of it that is the row's input), `target_ids`
     and `references` (texts). The cache is named by everything that it depends on, built by one process while others
@@ -205,12 +205,14 @@ def tokenised(
     max_target_length = target_length(settings, task)
     data = data_digest(spec, task, split, settings, carve_validation, source)
     chat = chat_of(tokenizer) if settings.chat else None
-    target = folder / tokens_name(data, settings, tokenizer_name, family, max_source_length, max_target_length, chat)
+    target = folder / token_cache_name(
+        data, settings, tokenizer_name, family, max_source_length, max_target_length, chat
+    )
     if checks(target):  # what is there was put there whole: nobody has to wait to read it
-        return TokenRows(target)
+        return TokenizedExamples(target)
     with committing(target), locked(target):
         if not is_intact(target, "token cache"):
-            rows = load_rows(spec, task, split, settings, carve_validation, source)
+            rows = load_examples(spec, task, split, settings, carve_validation, source)
             encode = partial(
                 encode_parts,
                 tokenizer=tokenizer,
@@ -242,7 +244,7 @@ def tokenised(
                 "references": [list(row.references) for row in rows],
             }
             _write(columns, target)
-    return TokenRows(target)
+    return TokenizedExamples(target)
 
 
 def truncation_identity(settings: BenchmarkSettings) -> str:
@@ -252,7 +254,7 @@ def truncation_identity(settings: BenchmarkSettings) -> str:
     return settings.truncation
 
 
-def tokens_name(
+def token_cache_name(
     data: str,
     settings: BenchmarkSettings,
     tokenizer_name: str,
@@ -360,12 +362,12 @@ def _scored(split: Split, settings: BenchmarkSettings, carve_validation: bool = 
 
 def _source_rows(
     spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, source: str | None = None
-) -> Iterator[Row]:
+) -> Iterator[Example]:
     """All rows that a split may take, in the order of the data, one after the other."""
     if spec.layout == "builtin":
         pairs = _generated(task, split)
         _check_source(f"built-in task {task.name!r}, {split}", content_hash(pairs), source)
-        yield from (Row(_row_id(task, split, i), text, (answer,)) for i, (text, answer) in enumerate(pairs))
+        yield from (Example(_row_id(task, split, i), text, (answer,)) for i, (text, answer) in enumerate(pairs))
         return
     paths = _find_files(spec, task, split, settings)
     if paths is None:
@@ -473,7 +475,7 @@ def _count_rows(
 
 def _rows(
     paths: tuple[Path, ...], task: TaskSpec, split: Split, labels: tuple[str, ...] | None, planned: str | None = None
-) -> Iterable[Row]:
+) -> Iterable[Example]:
     """The rows of `_read_rows`; small files are read once within `memo_scope`: a plan counts rows, then checks them."""
     state = files_state(paths)
     if not memo_active() or sum(size for _, size, _ in state) > KEPT_BYTES:
@@ -485,7 +487,7 @@ def _rows(
 
 def _read_rows(
     paths: Iterable[Path], task: TaskSpec, split: Split, labels: tuple[str, ...] | None, planned: str | None = None
-) -> Iterator[Row]:
+) -> Iterator[Example]:
     """Read the checked rows of files: at least one, with ids that differ, and no answer beside `labels`."""
     paths = list(paths)
     said, state = ", ".join(map(str, paths)), files_state(paths)
@@ -511,7 +513,7 @@ def _read_rows(
         raise DataError(f"{said}: was written again while it was read. Run the same command again.")
 
 
-def _rows_of(paths: Iterable[Path], task: TaskSpec, split: Split) -> Iterator[tuple[Path, str, Row, bool]]:
+def _rows_of(paths: Iterable[Path], task: TaskSpec, split: Split) -> Iterator[tuple[Path, str, Example, bool]]:
     """Yield the rows that a task takes of files, each with its place and whether it has an id of its own."""
     source, position, taken = task.source, -1, 0
     tests = source.test_instances if source is not None and source.kind == "superni" else None
@@ -526,7 +528,7 @@ def _rows_of(paths: Iterable[Path], task: TaskSpec, split: Split) -> Iterator[tu
                 raise DataError(f"{path}: is no task file of Super-NaturalInstructions; expected one with `Instances`.")
             if tests is not None and (position < tests) != (split == "test"):
                 continue
-            row = row_of(f"{said}, {place}", record, _row_id(task, split, position), reader)
+            row = to_example(f"{said}, {place}", record, _row_id(task, split, position), reader)
             if row is None:
                 continue
             yield path, place, row, (reader is None or reader.recognises) and "id" in record

@@ -17,7 +17,7 @@ from latent_sweep.data.faults import unknown_name, validation_faults
 from latent_sweep.data.hub import pinned
 from latent_sweep.data.mapping import SourceSpec
 from latent_sweep.errors import ConfigError
-from latent_sweep.metrics import check_metric, first_alike
+from latent_sweep.metrics import check_metric, first_equivalent
 from latent_sweep.security import quoted
 from latent_sweep.settings import (
     FROM_PRESET,
@@ -124,7 +124,7 @@ class TaskSpec(Settings):
 
     @model_validator(mode="after")
     def _check_labels(self) -> TaskSpec:
-        if self.metric == "accuracy" and (alike := first_alike(self.labels or ())):
+        if self.metric == "accuracy" and (alike := first_equivalent(self.labels or ())):
             raise ValueError(
                 f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
                 f"{' and '.join(map(quoted, alike))} would count as equal; leave `labels` out if that is meant, give "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, known_backbone
+from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, registered_backbone
 from latent_sweep.deploy.content import NOVELTY_QUANTILE, ModelContent
 from latent_sweep.methods.protocol import Combination
 from latent_sweep.storage import versions
@@ -33,7 +33,7 @@ ANSWERING: Mapping[Combination, str] = {
 
 def base_model(settings: BackboneSettings) -> str:
     """Return where the backbone's weights come from: a hub's name or a folder, or a name that only we know."""
-    known = known_backbone(settings.name)
+    known = registered_backbone(settings.name)
     if known is None or known.source == "config" or settings.name == EMBEDDED:
         return settings.name
     return known.source

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from latent_sweep.data.examples import is_whole
 from latent_sweep.data.loaders import WHOLE_PROMPT
 from latent_sweep.data.prompts import bare_prompt, encode_parts, prompt_parts
-from latent_sweep.data.rows import is_whole
 from latent_sweep.data.schema import TaskSpec, stop_of, target_length
 from latent_sweep.deploy import folder as folders
 from latent_sweep.deploy.content import LearnedTask, ModelContent
-from latent_sweep.deploy.lessons import Lesson, RowLike, lesson_of
-from latent_sweep.deploy.opening import BEST, content_of, find_trial, planned
+from latent_sweep.deploy.extraction import BEST, content_of, find_trial, planned
+from latent_sweep.deploy.new_task import ExampleLike, NewTask, new_task
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods.capabilities import Gated
@@ -287,8 +287,8 @@ class ContinualModel:
         self,
         task: str | TaskSpec,
         benchmark: str | Path | None = None,
-        rows: Sequence[RowLike] | None = None,
-        held_out: Sequence[RowLike] = (),
+        rows: Sequence[ExampleLike] | None = None,
+        held_out: Sequence[ExampleLike] = (),
     ) -> None:
         """Learn one more task, with the same method and settings, from its rows and what earlier tasks have left.
 
@@ -307,11 +307,11 @@ class ContinualModel:
             DataError: its rows are not at hand or malformed.
             NonFiniteLoss: its loss became NaN or infinite; the model is what it was.
         """
-        lesson = lesson_of(self.content, task, benchmark, rows, held_out)
+        lesson = new_task(self.content, task, benchmark, rows, held_out)
         with self._lock:
             self._learn(lesson)
 
-    def _learn(self, lesson: Lesson) -> None:
+    def _learn(self, lesson: NewTask) -> None:
         self.context.check([known.snapshot for known in self.content.learned])
         position, engine = len(self.tasks), self.context.engine
         context = Context(_decided(lesson.reading, self.context), self._storage, engine)

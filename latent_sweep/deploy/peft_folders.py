@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.data.schema import stop_of, target_length
 from latent_sweep.deploy.adapters import Adapter, adapters_of
 from latent_sweep.deploy.card import base_model, front_matter, prompts_end, provenance

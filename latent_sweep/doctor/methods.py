@@ -141,8 +141,8 @@ def differs(one: Outcome, other: Outcome) -> str:
 @cache
 def loaded(family: str, device: str) -> Engine:
     """Return an engine that holds a tiny backbone and gives it to every run."""
-    from latent_sweep.backbones.known import BackboneSettings
     from latent_sweep.backbones.loading import Backbone, load_backbone
+    from latent_sweep.backbones.registry import BackboneSettings
     from latent_sweep.training.engine import Engine
 
     class Loaded(Engine):

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from latent_sweep.backbones.architectures import device_of, empty_model, separate_head
+from latent_sweep.backbones.checkpoint import checkpoint_weights, read_weight
 from latent_sweep.backbones.files import local_folder, tensor_files
-from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import Backbone, assemble
-from latent_sweep.backbones.stored import stored_backbone, stored_weight
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.data.faults import validation_faults
 from latent_sweep.errors import ConfigError
 from latent_sweep.security import quoted
@@ -155,7 +155,7 @@ class DeepSpeedEngine(Engine):
             return super().load(settings)
         forget_backbone()  # a whole one, that this process may have loaded before
         folder = local_folder(settings)
-        stored = stored_backbone(settings.model_copy(update={"name": str(folder), "revision": None}))
+        stored = checkpoint_weights(settings.model_copy(update={"name": str(folder), "revision": None}))
         if stored is None:
             raise ConfigError(
                 f"run.engine.zero_stage: 3 reads the backbone weight by weight, but {folder} has no safetensors files "
@@ -209,7 +209,7 @@ class DeepSpeedEngine(Engine):
             raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
         if not self.group.leads:
             return torch.empty(empty.shape, dtype=dtype, device=self._device)
-        return stored_weight(files[stored[0]], stored[0]).to(self._device, dtype, copy=True)
+        return read_weight(files[stored[0]], stored[0]).to(self._device, dtype, copy=True)
 
     def _whole_weights_fit(self, model: Any) -> bool:
         """Whether every worker can hold all weights while it answers; one that cannot decides for all."""
@@ -259,7 +259,7 @@ class _Stored(Mapping[str, Tensor]):
         self._files = files
 
     def __getitem__(self, name: str) -> Tensor:
-        return stored_weight(self._files[name], name)
+        return read_weight(self._files[name], name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

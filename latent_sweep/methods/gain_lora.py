@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from latent_sweep.backbones.known import family_of
 from latent_sweep.backbones.outputs import Example
+from latent_sweep.backbones.registry import family_of
 from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, gate_identity, gate_of
 from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm, try_reading
 from latent_sweep.methods.lora import (

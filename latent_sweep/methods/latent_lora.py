@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones.known import EMBEDDED
 from latent_sweep.backbones.outputs import Example
+from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.methods.capabilities import LowRankPairs
 from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, Settings

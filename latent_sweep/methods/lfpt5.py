@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones.known import EMBEDDED, dropout_rate
 from latent_sweep.backbones.outputs import Example, Outputs
+from latent_sweep.backbones.registry import EMBEDDED, dropout_rate
 from latent_sweep.methods.protocol import Learner, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 

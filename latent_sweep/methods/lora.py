@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from latent_sweep.backbones.known import EMBEDDED, dropout_rate, family_of
 from latent_sweep.backbones.outputs import Example
+from latent_sweep.backbones.registry import EMBEDDED, dropout_rate, family_of
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.capabilities import LowRankPairs
 from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, Method, MethodSettings, TaskData

@@ -34,7 +34,7 @@ _KEEPS_INDENT = ("edit_similarity",)
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def composed(text: str) -> str:
+def to_nfc(text: str) -> str:
     """Return `text` in the Unicode normalization form NFC, in which all answers and references are compared.
 
     NFC only unites spellings that look the same (a letter with its accent as one character or as two). NFKC, which
@@ -69,13 +69,13 @@ def cut_answer(text: str, stop: Sequence[str]) -> str:
     return without_blank_lines(before + body)
 
 
-def normalise_answer(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """`text` in lower case, without ASCII punctuation, with single spaces; articles are kept."""
     return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
 
 
 def _metric(score: Callable[..., float]) -> Callable[..., float]:
-    """Pass composed and trimmed texts to a metric; an empty answer scores 1 for an empty reference, else 0.
+    """Pass to_nfc and trimmed texts to a metric; an empty answer scores 1 for an empty reference, else 0.
 
     Raises:
         ValueError: there is no reference.
@@ -84,8 +84,8 @@ def _metric(score: Callable[..., float]) -> Callable[..., float]:
     @wraps(score)
     def scored(prediction: str, references: Sequence[str], *text: str) -> float:
         _check_references(references)
-        answer, *accepted = (trimmed(score.__name__, composed(each)) for each in (prediction, *references))
-        return score(answer, accepted, *map(composed, text)) if answer else float("" in accepted)
+        answer, *accepted = (trimmed(score.__name__, to_nfc(each)) for each in (prediction, *references))
+        return score(answer, accepted, *map(to_nfc, text)) if answer else float("" in accepted)
 
     return scored
 
@@ -276,7 +276,7 @@ def metric_source(name: Metric) -> str | None:
     return code_digest(name)
 
 
-def reads_input(name: Metric) -> bool:
+def takes_input(name: Metric) -> bool:
     """Whether a metric scores an answer by the row's input too.
 
     Raises:
@@ -333,7 +333,7 @@ def score_rows(
     asked: list[tuple[Any, ...]] = [
         (answer, accepted[:last]) for answer, accepted in zip(predictions, references, strict=True)
     ]
-    if reads_input(metric):
+    if takes_input(metric):
         if inputs is None:
             raise ValueError(f"metric {metric} reads inputs; expected those of {len(predictions)} rows")
         asked = [(*row, text) for row, text in zip(asked, inputs, strict=True)]
@@ -341,7 +341,7 @@ def score_rows(
     return np.array(scores, dtype=np.float64)
 
 
-def first_alike(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[str, str] | None:
+def first_equivalent(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[str, str] | None:
     """Return the first pair of different answers that scores 1, one as the answer to the other; None without one.
 
     Rouge is not stemmed here.
@@ -358,11 +358,11 @@ def first_alike(answers: Iterable[str], metric: Metric = "accuracy") -> tuple[st
 def _checked(metric: Metric, score: Callable[..., float], row: tuple[Any, ...]) -> float:
     """Score a row by a function from outside, and hold what it gives against what a score is.
 
-    It gets texts as ours do, composed and trimmed; what an empty answer is worth is for it to say.
+    It gets texts as ours do, to_nfc and trimmed; what an empty answer is worth is for it to say.
     """
     answer, accepted, *text = row
     _check_references(accepted)
-    row = (composed(answer).strip(), [composed(each).strip() for each in accepted], *map(composed, text))
+    row = (to_nfc(answer).strip(), [to_nfc(each).strip() for each in accepted], *map(to_nfc, text))
     try:
         found = float(score(*row))
     except Exception as error:  # whatever it does
@@ -386,7 +386,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def _normalised_or_whole(text: str) -> str:
-    return normalise_answer(text) or text
+    return normalize_answer(text) or text
 
 
 def _squad_words(prediction: str, reference: str) -> tuple[list[str], list[str]]:
@@ -470,7 +470,7 @@ def _rouge_scorer(variant: str) -> Any:
     return RougeScorer([variant], use_stemmer=True)
 
 
-def rouge_reads(text: str) -> float:
+def rouge_coverage(text: str) -> float:
     """Return the share of the letters and digits of a text that Rouge and its words hold; 1 if it has none."""
     letters = [each for each in text if each.isalnum()]
     return sum(map(str.isascii, letters)) / len(letters) if letters else 1.0

@@ -57,7 +57,7 @@ def last_number(text: str) -> Number | None:
     return None if writing is None else _value(writing)
 
 
-def is_unread(text: str) -> bool:
+def lacks_value(text: str) -> bool:
     """Return whether the last number of a text has no value, so that it is compared as it is written."""
     writing = _last_writing(text)
     return writing is not None and _value(writing) == writing and _CLOCK.fullmatch(writing) is None

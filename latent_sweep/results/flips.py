@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import split_prompts
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.results.selection import UNREADABLE, FinishedTrial, finished_trial
@@ -113,7 +113,7 @@ def _prompts(settings: BenchmarkSettings, task: str, ids: Sequence[str]) -> list
     try:
         spec = load_benchmark(settings.name)
         known = next(found for found in spec.tasks if found.name == task)
-        rows = load_rows(spec, known, "test", settings)
+        rows = load_examples(spec, known, "test", settings)
         if [row.id for row in rows] != list(ids):
             return None
         parts = split_prompts(spec, known, "test", settings, (row.input for row in rows))

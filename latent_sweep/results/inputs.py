@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, scoring_metric
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.metrics import Metric
@@ -35,7 +35,7 @@ def benchmark_rows(settings: BenchmarkSettings, task: str) -> BenchmarkRows:
     found = next((known for known in spec.tasks if known.name == task), None)
     if found is None:
         raise ConfigError(f"benchmark {spec.name} has no task {task}")
-    rows = load_rows(spec, found, "test", settings)
+    rows = load_examples(spec, found, "test", settings)
     return BenchmarkRows(
         [row.id for row in rows],
         [row.input for row in rows],

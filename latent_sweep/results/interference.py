@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from latent_sweep.backbones.known import BackboneSettings, describe
+from latent_sweep.backbones.registry import BackboneSettings, describe
 from latent_sweep.methods import method_class
 from latent_sweep.results.routing import backbone_digests
 from latent_sweep.results.selection import MOST_DRAWN, UNREADABLE, FinishedTrial, finished_trials, first_of_each, reason

@@ -16,7 +16,7 @@ import numpy as np
 
 from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, reads_input, score_rows
+from latent_sweep.metrics import Metric, RefsPolicy, ScoreMatrix, score_rows, takes_input
 from latent_sweep.results.definition import trial_name
 from latent_sweep.results.inputs import benchmark_rows
 from latent_sweep.storage.folders import SweepFolder, TrialFolder
@@ -225,7 +225,7 @@ class _Rescoring:
         """Say why answers cannot be scored here: their metric is not here, or it reads inputs and those are not."""
         try:
             for task, metric in metrics.items():
-                if reads_input(metric):
+                if takes_input(metric):
                     self._inputs(task)
         except (ConfigError, DataError) as error:
             return str(error)
@@ -259,7 +259,7 @@ class _Rescoring:
         if new := [key for key in keys if key not in self.known]:
             policy: RefsPolicy = self.settings.references
             references = [self.references[task][row] for _, row, _ in new]
-            inputs = self._inputs(task) if reads_input(metric) else None
+            inputs = self._inputs(task) if takes_input(metric) else None
             texts = None if inputs is None else [inputs[row] for _, row, _ in new]
             scores = score_rows(metric, [prediction for *_, prediction in new], references, policy, texts)
             self.known |= dict(zip(new, map(float, scores), strict=True))

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from latent_sweep.backbones.known import BackboneSettings, family_of
+from latent_sweep.backbones.registry import BackboneSettings, family_of
 from latent_sweep.data.chat import Chat, chat_of
-from latent_sweep.data.loaders import WHOLE_PROMPT, data_digest, tokens_name
+from latent_sweep.data.loaders import WHOLE_PROMPT, data_digest, token_cache_name
 from latent_sweep.data.schema import Split, load_benchmark, target_length, task_sequence
 from latent_sweep.errors import StoreError
 from latent_sweep.labels import label, short_names
@@ -261,7 +261,7 @@ class StoredRouter:
         lengths = b.max_source_length if self._settings.pool.truncate else WHOLE_PROMPT
         data = data_digest(self._spec, self._tasks[task], split, b)
         answers = target_length(b, self._tasks[task])
-        tokens = tokens_name(data, b, digests["tokenizer"], family_of(backbone.name), lengths, answers, self._chat)
+        tokens = token_cache_name(data, b, digests["tokenizer"], family_of(backbone.name), lengths, answers, self._chat)
         return pooled_name(tokens, digests["weights"], self._settings)
 
     @cached_property
@@ -297,9 +297,9 @@ class StoredRouter:
     @cached_property
     def _table_std(self) -> float | None:
         """Standard deviation of the embedding table's entries; None where the backbone's files are not here."""
-        from latent_sweep.backbones.stored import stored_backbone  # loads torch
+        from latent_sweep.backbones.checkpoint import checkpoint_weights  # loads torch
 
-        found = stored_backbone(BackboneSettings.model_validate(self._groups["backbone"]))
+        found = checkpoint_weights(BackboneSettings.model_validate(self._groups["backbone"]))
         return None if found is None else float(found.embedding_table.float().std())
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from latent_sweep.storage.journal import Event, Status, row_of, status, told_by_worker
+from latent_sweep.storage.journal import Event, Status, status, to_example, told_by_worker
 
 ENDED: tuple[Status, ...] = ("finished", "stopped", "failed")
 ORDER: tuple[Status, ...] = ("finished", "running", "pending", "failed", "stopped")
@@ -36,7 +36,7 @@ class Stage:
     lineage: str
     """Of its snapshot. Trials that share a training share lineages."""
     row: int
-    """See `journal.row_of`."""
+    """See `journal.to_example`."""
     reused: bool
     """Whether its snapshot was in the store."""
     AP: float
@@ -115,7 +115,7 @@ def counts_text(counts: Mapping[Status, int], driven: bool) -> str:
 def _stage(event: Event) -> Stage:
     metrics = event["metrics"]
     lineage = sys.intern(event["lineage"])  # many trials may share it
-    key = event["task"], event["tasks_seen"], lineage, row_of(event)
+    key = event["task"], event["tasks_seen"], lineage, to_example(event)
     return Stage(*key, event["reused"], metrics["AP"], metrics["FM"], event["time"])
 
 

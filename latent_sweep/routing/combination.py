@@ -118,7 +118,7 @@ class Combiner:
 
     Args:
         settings: the trial's `router:` group, its mode resolved.
-        tokens: gives the tokenised rows that the router pools.
+        tokens: gives the tokenized rows that the router pools.
         gates: gives the weights of the mode `gates`.
         n_tasks: tasks of the whole trial.
         seed: of K-means.

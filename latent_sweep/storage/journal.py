@@ -234,13 +234,13 @@ def stages(events: Sequence[Event]) -> list[Event]:
     for event in events:
         if event["event"] == "stage":
             seen = event["tasks_seen"]
-            if seen in latest and row_of(latest[seen]) != row_of(event):
+            if seen in latest and to_example(latest[seen]) != to_example(event):
                 latest = {earlier: row for earlier, row in latest.items() if earlier < seen}
             latest[seen] = event
     return [latest[tasks_seen] for tasks_seen in sorted(latest)]
 
 
-def row_of(stage: Event) -> int:
+def to_example(stage: Event) -> int:
     """Hash what a row of the score matrix is of, in this process: what is scored how, and the newest snapshot."""
     return hash((stage.get("key"), stage.get("lineage")))
 

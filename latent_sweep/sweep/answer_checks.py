@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latent_sweep.data.rows import Row
+from latent_sweep.data.examples import Example
 from latent_sweep.data.schema import Allowance
 from latent_sweep.metrics import (
     Metric,
     RefsPolicy,
     ambiguous_numbers,
-    composed,
-    first_alike,
-    is_unread,
+    first_equivalent,
+    lacks_value,
     metric_source,
-    normalise_answer,
-    reads_input,
-    rouge_reads,
+    normalize_answer,
+    rouge_coverage,
     score_rows,
+    takes_input,
+    to_nfc,
 )
 
 ROWS = 64
@@ -190,10 +190,10 @@ def examine_answers(task: TaskAnswers) -> AnswerReport:
         constant=_mean(_scores(task, rows, [most_frequent] * len(rows))),
         copied=_mean(_scores(task, rows[::4], [task.inputs[row] for row in rows[::4]])),
         confusion=_confusion(task, [most_frequent, *_spread(known, most)]),
-        labels_alike=None if reads_input(task.metric) else first_alike(labels, task.metric),
-        letters_read=rouge_reads(letters) if task.metric in _OF_ROUGE else 1.0,
+        labels_alike=None if takes_input(task.metric) else first_equivalent(labels, task.metric),
+        letters_read=rouge_coverage(letters) if task.metric in _OF_ROUGE else 1.0,
         unspaced=len(_UNSPACED.findall(letters)) / max(1, sum(map(str.isalnum, letters))),
-        numbers_as_written=[text for text in numbers if is_unread(text)],
+        numbers_as_written=[text for text in numbers if lacks_value(text)],
         ambiguous_numbers=ambiguous_numbers(numbers),
         untrained=_untrained(task),
     )
@@ -292,7 +292,7 @@ def _unread(report: AnswerReport) -> Iterator[Problem]:
             yield Problem(f"{metric}: {topic}", count, ", ".join(map(_short, numbers[:SHOWN])), "", False)
 
 
-def other_form(train: Sequence[Row], test: Sequence[Row]) -> int:
+def other_form(train: Sequence[Example], test: Sequence[Example]) -> int:
     """Count the test rows whose Unicode normalization form is not the one that most training rows have.
 
     Rows without a letter that has two forms do not count. If no training row has one, the usual form is NFC.
@@ -302,11 +302,11 @@ def other_form(train: Sequence[Row], test: Sequence[Row]) -> int:
     return sum(form not in (None, usual) for form in map(_form, test))
 
 
-def _form(row: Row) -> str | None:
+def _form(row: Example) -> str | None:
     text = "\n".join((row.input, *row.references))
     if text.isascii() or unicodedata.normalize("NFD", text) == unicodedata.normalize("NFC", text):
         return None
-    return "NFC" if composed(text) == text else "other"
+    return "NFC" if to_nfc(text) == text else "other"
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -351,7 +351,7 @@ def _as_seen(metric: Metric, text: str) -> str:
 
     For a metric of numbers it is the last word with a digit, since such a metric ignores other words by design.
     """
-    seen = " ".join(composed(text).casefold().split())
+    seen = " ".join(to_nfc(text).casefold().split())
     if metric == "number_match":
         words = [word for word in seen.split() if re.search(r"(?<![^\W\d])\d", word)]
         return words[-1].strip(string.punctuation.replace("-", "")).replace(",", "") if words else seen
@@ -376,8 +376,8 @@ def _untrained(task: TaskAnswers) -> Untrained | None:
 
 
 def _normal(text: str) -> str:
-    text = composed(text).strip()
-    return normalise_answer(text) or text
+    text = to_nfc(text).strip()
+    return normalize_answer(text) or text
 
 
 def _look(text: str) -> str:

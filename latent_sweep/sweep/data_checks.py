@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from latent_sweep.backbones.families import Protocol
-from latent_sweep.backbones.known import BackboneSettings, family_of
+from latent_sweep.backbones.registry import BackboneSettings, family_of
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.data.chat import Chat
-from latent_sweep.data.loaders import data_digest, data_folder, load_rows, row_count, source_digest
+from latent_sweep.data.examples import Example
+from latent_sweep.data.loaders import count_examples, data_digest, data_folder, load_examples, source_digest
 from latent_sweep.data.prompts import (
     FRAMES,
     LOST,
@@ -31,7 +32,6 @@ from latent_sweep.data.prompts import (
     in_chat,
     split_prompts,
 )
-from latent_sweep.data.rows import Row
 from latent_sweep.data.schema import (
     Allowance,
     BenchmarkSettings,
@@ -45,7 +45,7 @@ from latent_sweep.data.schema import (
 from latent_sweep.data.text_tokens import tokenize
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.memo import memo_scope
-from latent_sweep.metrics import cut_answer, metric_source, normalise_answer
+from latent_sweep.metrics import cut_answer, metric_source, normalize_answer
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import quoted
 from latent_sweep.settings import canonical_json, content_hash
@@ -146,7 +146,7 @@ def _routes_by_inputs(trial: Trial) -> bool:
 def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:
     """Count the targets of all tasks with the backbone's own tokenizer, unless that was done before for the same rows.
 
-    What is found is logged; how many prompts are cut is said when they are tokenised.
+    What is found is logged; how many prompts are cut is said when they are tokenized.
 
     Args:
         folder: the storage, where it is noted.
@@ -215,7 +215,7 @@ def _can_count(trial: Trial) -> bool:
     """Whether the training rows of all tasks can be counted; where not, the look at the rows says why."""
     try:
         for task in trial.tasks:
-            row_count(trial.spec, task, "train", trial.settings.benchmark)
+            count_examples(trial.spec, task, "train", trial.settings.benchmark)
     except DataError:
         return False
     return True
@@ -247,10 +247,10 @@ def _check_validation(trial: Trial, found: Findings) -> bool:
     b, before = trial.settings.benchmark, len(found.faults)
     for task in trial.tasks if trial.settings.training.select == "best_validation" else ():
         try:
-            row_count(trial.spec, task, "train", b, carve_validation=True)
+            count_examples(trial.spec, task, "train", b, carve_validation=True)
         except DataError as error:
             found.fault(f"training.select: best_validation holds rows out of every task. {error}")
-        rows = row_count(trial.spec, task, "train", b)
+        rows = count_examples(trial.spec, task, "train", b)
         if rows > 1 and round(rows * b.validation_fraction) < 1:
             found.warn(
                 f"benchmark {trial.spec.name}: benchmark.validation_fraction = {b.validation_fraction:g} is less than "
@@ -343,7 +343,7 @@ class Reader:
             kept = kept.partition(mark)[0]
         if kept.strip() == seen.strip():
             return False
-        return not normalise_answer(kept) or normalise_answer(kept) != normalise_answer(seen)
+        return not normalize_answer(kept) or normalize_answer(kept) != normalize_answer(seen)
 
 
 @dataclass(frozen=True)
@@ -372,10 +372,10 @@ class Case:
         return self.name if self.alone else f"{self.name} with {self.backbone}"
 
     @cached_property
-    def rows(self) -> Mapping[str, list[Row]]:
+    def rows(self) -> Mapping[str, list[Example]]:
         """The rows that trials read, by split."""
         return {
-            split: load_rows(self.spec, self.task, split, self.settings, source=self.sources.get(split))
+            split: load_examples(self.spec, self.task, split, self.settings, source=self.sources.get(split))
             for split in SPLITS
         }
 
@@ -385,7 +385,7 @@ class Case:
             return "training"
         return "held-out" if self.settings.score_on == "validation" else "test"
 
-    def answers(self, row: Row, split: str) -> tuple[str, ...]:
+    def answers(self, row: Example, split: str) -> tuple[str, ...]:
         """Return the texts that a row is trained on, or scored against."""
         if split == "train":
             return (row.target,)
@@ -626,7 +626,9 @@ def _check_shared(case: Case, found: Findings) -> None:
     if not shared:
         return
     whole = case.settings.model_copy(update={"train_per_task": None, "test_per_task": None})
-    sets = [{(row.input, row.references) for row in load_rows(case.spec, case.task, split, whole)} for split in SPLITS]
+    sets = [
+        {(row.input, row.references) for row in load_examples(case.spec, case.task, split, whole)} for split in SPLITS
+    ]
     if sets[0] == sets[1]:
         found.fault(
             f"{case.name}, task {case.task.name}: test and training rows are the same{_place(case)}; expected test "
@@ -741,7 +743,7 @@ class _Spoiled(NamedTuple):
     example: str
 
 
-def _spoiled(case: Case, rows: Sequence[Row], split: str, is_spoiled: Any) -> _Spoiled:
+def _spoiled(case: Case, rows: Sequence[Example], split: str, is_spoiled: Any) -> _Spoiled:
     """Count the rows none of whose answers is whole."""
     answers = [case.answers(row, split) for row in rows]
     known = {text: is_spoiled(text) for text in dict.fromkeys(itertools.chain.from_iterable(answers))}

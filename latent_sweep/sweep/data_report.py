@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from latent_sweep.backbones.folder_checks import folder_faults
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, family_of
+from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, family_of
 from latent_sweep.data.prompts import LOST, split_prompts
 from latent_sweep.data.schema import BenchmarkSettings, Split, load_benchmark
 from latent_sweep.data.text_tokens import special_tokens
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.metrics import normalise_answer
+from latent_sweep.metrics import normalize_answer
 from latent_sweep.sweep.answer_checks import AnswerReport, other_form
 from latent_sweep.sweep.data_checks import Case, Findings, TaskPrompts, check_rows, reader_of
 from latent_sweep.sweep.plan import SOURCE_LENGTHS, SPLITS
@@ -258,7 +258,7 @@ def _split_report(case: Case, split: Split, alike: int) -> SplitReport:
         labels=dict(answers.most_common()) if few else {},
         repeated=len(rows) - len({row.input.strip() for row in rows}),
         alike=alike,
-        empty=sum(count for text, count in answers.items() if not normalise_answer(text)),
+        empty=sum(count for text, count in answers.items() if not normalize_answer(text)),
         beside_labels=sum(count for text, count in answers.items() if task.labels and text not in task.labels),
         **({} if case.reader.tokenizer is None else _lengths(case, split)),
     )

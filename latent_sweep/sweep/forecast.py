@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from latent_sweep.backbones.known import describe
-from latent_sweep.data.loaders import load_rows, row_count
+from latent_sweep.backbones.registry import describe
+from latent_sweep.data.loaders import count_examples, load_examples
 from latent_sweep.data.prompts import prompt_parts
 from latent_sweep.data.schema import stop_of
 from latent_sweep.errors import MissingData, StoreError
@@ -272,7 +272,7 @@ def _tests(trial: Trial) -> list[tuple[str, int]]:
     s = trial.settings
     decoding = [s.evaluation.identity(), s.benchmark.max_target_length, s.method.inference_identity()]
     digests = [[trial.data_digest_of(task, "test"), stop_of(trial.spec, task)] for task in trial.tasks]
-    rows = [row_count(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
+    rows = [count_examples(trial.spec, task, "test", s.benchmark) for task in trial.tasks]
     return [(content_hash([*digest, *decoding]), count) for digest, count in zip(digests, rows, strict=True)]
 
 
@@ -666,7 +666,7 @@ def training_tokens(trials: Sequence[Trial], store: SnapshotStore, reader: Reade
 def _tokens_per_row(trial: Trial, position: int, reader: Reader) -> float:
     """Mean length of a task's training rows, prompts cut where they are too long."""
     b, task = trial.settings.benchmark, trial.tasks[position]
-    rows = load_rows(trial.spec, task, "train", b)
+    rows = load_examples(trial.spec, task, "train", b)
     prompts = ["".join(prompt_parts(trial.spec, task, row.input)) for row in rows]
     each = reader.characters_per_token(prompts) if reader.tokenizer else CHARACTERS_PER_TOKEN
     tokens = (min(len(prompt) / each, b.max_source_length) for prompt in prompts)

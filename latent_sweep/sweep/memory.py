@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 
 from latent_sweep.adapters.inputs import input_of
 from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, describe
+from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
 from latent_sweep.methods.capabilities import prompt_read, tasks_learned
 from latent_sweep.sweep.plan import Pack, Trial
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings

@@ -28,12 +28,12 @@ from pydantic import ValidationError
 
 from latent_sweep.backbones.folder_checks import folder_faults
 from latent_sweep.backbones.identity import backbone_identity, pinned
-from latent_sweep.backbones.known import EMBEDDED, KNOWN, describe, family_of, in_one_spelling
+from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, canonical_targets, describe, family_of
 from latent_sweep.data.faults import validation_faults
 from latent_sweep.data.loaders import (
     DATA_VARIABLE,
+    count_examples,
     data_digest,
-    row_count,
     source_digest,
     truncation_identity,
 )
@@ -132,7 +132,7 @@ class Trial:
 
         def count() -> dict[int, int]:
             positions = self._learned[position]
-            return {i: row_count(self.spec, self.tasks[i], "train", b, carve) for i in positions}
+            return {i: count_examples(self.spec, self.tasks[i], "train", b, carve) for i in positions}
 
         return memoized(("rows learned", position, carve), (self.settings.method, b, self.tasks, self.spec), count)
 
@@ -474,7 +474,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
             (written.router,),
             lambda: filled(written.router, RouterSettings, {"mode": kind.combinations[0]}),
         ),
-        backbone=memoized("pinned", (written.backbone,), lambda: pinned(in_one_spelling(written.backbone))),
+        backbone=memoized("pinned", (written.backbone,), lambda: pinned(canonical_targets(written.backbone))),
         benchmark=memoized(
             ("benchmark", family),
             (written.benchmark, spec),
@@ -676,7 +676,9 @@ def trial_faults(trial: Trial) -> list[str]:
     if s.router.mode in ROUTED:
         faults += memoized("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
     # rows that cannot be scored are better found before anything is learned
-    memoized("test rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "test", s.benchmark) for t in trial.tasks])
+    memoized(
+        "test rows", (s.benchmark,), lambda: [count_examples(trial.spec, t, "test", s.benchmark) for t in trial.tasks]
+    )
     return faults
 
 
@@ -685,7 +687,7 @@ def _backbone_faults(trial: Trial) -> list[str]:
     s, faults = trial.settings, []
     known = describe(s.backbone)
     if known is None and "/" not in s.backbone.name:
-        near = difflib.get_close_matches(s.backbone.name, KNOWN, n=1, cutoff=0.8)
+        near = difflib.get_close_matches(s.backbone.name, REGISTRY, n=1, cutoff=0.8)
         faults += [f"backbone.name: found {s.backbone.name!r}; did you mean {near[0]!r}?"] if near else []
     faults += folder_faults(s.backbone)
     if known is not None:
@@ -708,7 +710,9 @@ def _router_faults(trial: Trial) -> list[str]:
     """Say which task has too few rows for the router's components, or why there is no covariance."""
     s = trial.settings
     counts = memoized(
-        "training rows", (s.benchmark,), lambda: [row_count(trial.spec, t, "train", s.benchmark) for t in trial.tasks]
+        "training rows",
+        (s.benchmark,),
+        lambda: [count_examples(trial.spec, t, "train", s.benchmark) for t in trial.tasks],
     )
     rows, place = min((rows, place) for place, rows in enumerate(counts))
     wanted, task = s.router.components, trial.tasks[place]
@@ -717,7 +721,7 @@ def _router_faults(trial: Trial) -> list[str]:
     advice = f"use at most {rows:,}"
     if s.benchmark.train_per_task is not None:
         whole = s.benchmark.model_copy(update={"train_per_task": None})
-        enough = all(row_count(trial.spec, task, "train", whole) >= wanted for task in trial.tasks)
+        enough = all(count_examples(trial.spec, task, "train", whole) >= wanted for task in trial.tasks)
         advice += f", or raise benchmark.train_per_task to {wanted:,}" if enough else ""
     return [f"router.components: found {wanted:,}, but task {task.name} has {rows:,} training rows; {advice}"]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.data.schema import BenchmarkSettings
 from latent_sweep.methods import METHODS, method_class
 from latent_sweep.methods.protocol import MethodSettings

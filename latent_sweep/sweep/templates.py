@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import latent_sweep
-from latent_sweep.backbones.known import EMBEDDED, KNOWN, TINY_VOCABULARY, BackboneSettings, describe
+from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, TINY_VOCABULARY, BackboneSettings, describe
 from latent_sweep.data import builtin
 from latent_sweep.data.schema import BENCHMARK_FILE, BenchmarkSpec, load_benchmark
 from latent_sweep.errors import ConfigError
@@ -102,7 +102,7 @@ PURPOSES: Mapping[str, Purpose] = {
 
 def is_small(backbone: str) -> bool:
     """Whether a backbone is meant for CPUs: the embedded one, and those of a few thousand numbers."""
-    known = KNOWN.get(backbone)
+    known = REGISTRY.get(backbone)
     return backbone == EMBEDDED or (known is not None and known.config.get("vocab_size") == TINY_VOCABULARY)
 
 

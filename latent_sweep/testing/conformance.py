@@ -19,9 +19,9 @@ from safetensors.torch import load, load_file
 
 from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.families import fused_projection, sizes
-from latent_sweep.backbones.known import KNOWN, BackboneSettings
 from latent_sweep.backbones.loading import Backbone, load_backbone
 from latent_sweep.backbones.outlines import outline
+from latent_sweep.backbones.registry import REGISTRY, BackboneSettings
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method
 from latent_sweep.sweep.plan import Trial
@@ -55,7 +55,7 @@ ABSOLUTE, RELATIVE = 1e-4, 1e-2
 
 
 _FIRST: dict[tuple[str, str], Runs] = {}
-"""The first runs of this process on each family, below the session's folder: what has tokenised the rows."""
+"""The first runs of this process on each family, below the session's folder: what has tokenized the rows."""
 
 
 class Cut(BaseException):
@@ -111,7 +111,7 @@ class MethodConformance:
     @pytest.fixture(scope="class")
     @classmethod
     def new_runs(cls, tmp_path_factory: pytest.TempPathFactory, family: str) -> Callable[[str], Runs]:
-        """Runs in a new folder, which begin with the tokenised rows once there are some, of whatever method."""
+        """Runs in a new folder, which begin with the tokenized rows once there are some, of whatever method."""
 
         def make(name: str) -> Runs:
             runs = Runs(tmp_path_factory.mktemp(name) / "runs")
@@ -180,7 +180,7 @@ class MethodConformance:
     @classmethod
     def backbone(cls, family: str) -> dict[str, Any]:
         """The `backbone:` group of `content`; of a family without query and value of their own, what it adapts."""
-        known = KNOWN[family]
+        known = REGISTRY[family]
         fused = fused_projection(known.traits, outline(known.family, known.config).linears)
         return {"name": family, "dtype": "float32", **({"targets": [fused]} if fused else {})}
 
@@ -361,7 +361,7 @@ class MethodConformance:
         learns = bool(self.learned_positions(family))
         with pytest.raises(Cut) if learns else contextlib.nullcontext():
             runs.run(runs.packs_of(self.content(family)))
-        known = KNOWN[family]
+        known = REGISTRY[family]
         width = sizes(known.traits, known.config)["width"]
         shapes = known.adapted(BackboneSettings.model_validate(self.backbone(family)))
         assert counts == ([self.planned(family).parameter_count(shapes, width)] if learns else [])

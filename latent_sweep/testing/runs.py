@@ -39,7 +39,7 @@ class Runs:
         return SweepFolder(Storage(self.folder), self.name)
 
     def take_tokens(self, other: Runs) -> Runs:
-        """Begin with the tokenised rows of other runs, so that nobody tokenises them again; returns itself."""
+        """Begin with the tokenized rows of other runs, so that nobody tokenises them again; returns itself."""
         shutil.copytree(other.folder / "tokens", self.folder / "tokens")
         return self
 

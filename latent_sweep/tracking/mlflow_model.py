@@ -71,9 +71,9 @@ def log_best(sweep: SweepFolder) -> None:
     Raises:
         LatentSweepError: no trial has finished, or the model cannot be made of what it has left behind.
     """
+    from latent_sweep.deploy.extraction import find_trial, origin_of
     from latent_sweep.deploy.folder import opened
     from latent_sweep.deploy.model import ContinualModel
-    from latent_sweep.deploy.opening import find_trial, origin_of
 
     with suppress(StoreError):  # there is none, or none that is whole
         content, _ = opened(sweep.path / MODEL_FOLDER / "data" / DATA)

@@ -19,9 +19,9 @@ from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.data.chat import Chat, chat_of
-from latent_sweep.data.loaders import WHOLE_PROMPT, load_rows, tokenised
+from latent_sweep.data.loaders import WHOLE_PROMPT, load_examples, tokenized
 from latent_sweep.data.schema import BenchmarkSettings, Split, scoring_metric
-from latent_sweep.data.token_rows import TokenRows
+from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods import method_class
 from latent_sweep.methods.capabilities import prompt_read
@@ -74,7 +74,7 @@ class Context:
         self._folds: dict[str, PooledScatter] = {}
         self._gmms: dict[str, TaskGmm] = {}
         self._recent: dict[tuple[str, int], Recent] = {}
-        self._tokens: dict[Any, TokenRows] = {}
+        self._tokens: dict[Any, TokenizedExamples] = {}
         self._constants: dict[tuple[BenchmarkSettings, str], float] = {}
         self._methods: dict[str, Method] = {}
 
@@ -165,8 +165,10 @@ class Context:
                 self._methods[key] = method_class(settings.name)(settings, context)
         return self._methods[key]
 
-    def tokens(self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False) -> TokenRows:
-        """The tokenised rows of a trial's task; found once.
+    def tokens(
+        self, trial: Trial, position: int, split: Split, carve: bool = False, whole: bool = False
+    ) -> TokenizedExamples:
+        """The tokenized rows of a trial's task; found once.
 
         Args:
             carve: whether validation rows are taken out of the training rows (A31).
@@ -177,7 +179,7 @@ class Context:
         if key not in self._tokens:
             backbone = self.backbone
             with self.doing("tokenising", position):
-                found = tokenised(
+                found = tokenized(
                     trial.spec,
                     task,
                     split,
@@ -194,7 +196,7 @@ class Context:
             self._tokens[key] = found
         return self._tokens[key]
 
-    def _check_rows(self, rows: TokenRows, told: str, trial: Trial, whole: bool) -> None:
+    def _check_rows(self, rows: TokenizedExamples, told: str, trial: Trial, whole: bool) -> None:
         """Refuse rows that the backbone cannot read: torch would only say that some index is out of range."""
         backbone, b = self.backbone, trial.settings.benchmark
         name = f"backbone.name: {trial.settings.backbone.name}"
@@ -224,10 +226,10 @@ class Context:
             )
 
     def inputs(self, trial: Trial, position: int) -> list[str]:
-        """The inputs of a trial's test rows as texts, which the tokenised rows do not hold."""
+        """The inputs of a trial's test rows as texts, which the tokenized rows do not hold."""
         task = trial.tasks[position]
         source = trial.source(task, "test")
-        return [row.input for row in load_rows(trial.spec, task, "test", trial.settings.benchmark, source=source)]
+        return [row.input for row in load_examples(trial.spec, task, "test", trial.settings.benchmark, source=source)]
 
     def constant(self, trial: Trial, position: int) -> float | None:
         """Return the score of the most frequent training answer as the answer to every test row of a trial's task.
@@ -239,7 +241,7 @@ class Context:
         if key not in self._constants:
             try:
                 train, test = (
-                    load_rows(trial.spec, task, split, b, source=trial.source(task, split)) for split in SPLITS
+                    load_examples(trial.spec, task, split, b, source=trial.source(task, split)) for split in SPLITS
                 )
             except DataError as error:
                 log.warning("the score of the most frequent answer of %s is not known: %s", task.name, error)

@@ -16,7 +16,7 @@ from latent_sweep.settings import canonical_json
 from latent_sweep.training.worker_group import ALONE, WorkerGroup
 
 if TYPE_CHECKING:
-    from latent_sweep.backbones.known import BackboneSettings
+    from latent_sweep.backbones.registry import BackboneSettings
 
 
 _OURS = __name__.partition(".")[0] + "."

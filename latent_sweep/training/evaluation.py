@@ -230,7 +230,7 @@ class Evaluator:
         Args:
             history: the snapshots, oldest first.
             weights: (rows, snapshots).
-            rows: tokenised test rows.
+            rows: tokenized test rows.
             definitions: how many definitions the prompts take in turn.
             inputs: the rows' inputs, for a metric that reads them.
             recent: the answers of the stage before, which need not be looked for; those of this one take their place.

@@ -19,7 +19,7 @@ from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.data.schema import scoring_metric
 from latent_sweep.errors import StoreError
 from latent_sweep.methods.capabilities import TriesTasks, tasks_learned
-from latent_sweep.metrics import reads_input, score_rows
+from latent_sweep.metrics import score_rows, takes_input
 from latent_sweep.routing.combination import Array
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.storage.failures import failure_kind
@@ -192,7 +192,7 @@ def _try_metric(context: Context, trial: Trial, position: int) -> None:
     b, task = trial.settings.benchmark, trial.tasks[position]
     metric = scoring_metric(b, task)
     references = context.tokens(trial, position, "test")["references"][0]
-    inputs = 2 * context.inputs(trial, position)[:1] if reads_input(metric) else None
+    inputs = 2 * context.inputs(trial, position)[:1] if takes_input(metric) else None
     score_rows(metric, [references[0], ""], 2 * [references], b.references, inputs)
 
 

@@ -129,7 +129,7 @@ class MemberRun:
             learner = self.method.begin_task(data, history)
         return TaskTraining(
             learner,
-            data.rows,
+            data.examples,
             s.training,
             self._seed_parts(position),
             context.store.checkpoint(self.lineages[position]),

@@ -11,7 +11,7 @@ from typing import Any
 from latent_sweep.data.prompts import definitions
 from latent_sweep.data.schema import scoring_metric, stop_of, target_length
 from latent_sweep.methods.capabilities import gates_of
-from latent_sweep.metrics import reads_input
+from latent_sweep.metrics import takes_input
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.predictions import GENERATED, note_stage
 from latent_sweep.storage.snapshots import Snapshot
@@ -171,7 +171,7 @@ def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[
             rows = context.tokens(trial, j, "test")
             wordings = len(definitions(task, "test", s.benchmark))
             metric = scoring_metric(s.benchmark, task)
-            inputs = context.inputs(trial, j) if reads_input(metric) else None
+            inputs = context.inputs(trial, j) if takes_input(metric) else None
             weights, recent = combiner.weights_at(position + 1, j), context.recent(trial, j)
             evidence.add(j, weights)
             end = AnswerEnd(target_length(s.benchmark, task), stop_of(trial.spec, task))

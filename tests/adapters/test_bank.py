@@ -11,8 +11,8 @@ from latent_sweep.adapters.latent import LatentDelta
 from latent_sweep.adapters.lora import DeltaSum, LoraDeltas, inputs_of, new_branch, outputs_of
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.generation import generate
-from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.registry import REGISTRY, BackboneSettings, BackboneSpec
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods._gpm import GpmSettings, InputMemory
 from latent_sweep.methods.protocol import MethodContext
@@ -49,7 +49,7 @@ def load(monkeypatch):
     banks = []
 
     def of(family, targets):
-        monkeypatch.setitem(KNOWN, f"tiny-{family}", KnownBackbone(family, "config", CONFIGS[family]))
+        monkeypatch.setitem(REGISTRY, f"tiny-{family}", BackboneSpec(family, "config", CONFIGS[family]))
         name = f"tiny-{family}"
         backbone = load_backbone(BackboneSettings(name=name, dtype="float32", device="cpu", targets=targets))
         banks.append(bank_of(backbone))

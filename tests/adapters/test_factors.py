@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from latent_sweep.adapters import factors
 from latent_sweep.adapters.factors import factors_name, load_factors, stored_singular_values, truncated_svd
-from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.checkpoint import CheckpointProjection, checkpoint_weights
 from latent_sweep.backbones.loading import load_backbone
-from latent_sweep.backbones.stored import StoredProjection, stored_backbone
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.errors import ConfigError
 from latent_sweep.storage import checksummed as sealed
 from latent_sweep.storage import versions
@@ -317,7 +317,7 @@ def test_streamed_factors_are_those_of_the_loaded_model(name, shard, published, 
     folder = saved(load_tiny(name, published), tmp_path / "checkpoint", shard)
     assert (folder / "model.safetensors.index.json").is_file() == (shard == "20KB")
     settings = BackboneSettings(name=str(folder), dtype=dtype, device="cpu")
-    stored = stored_backbone(settings)
+    stored = checkpoint_weights(settings)
     loaded = load_backbone(settings)
     assert stored.weights_digest == loaded.weights_digest
     assert list(stored.projections) == list(loaded.targets)
@@ -352,7 +352,7 @@ def test_only_one_weight_lives_at_a_time(tmp_path):
 
 def test_random_weights_have_no_checkpoint(backbone):
     assert backbone.projections is backbone.targets
-    assert stored_backbone(BackboneSettings(name="tiny-llama")) is None
+    assert checkpoint_weights(BackboneSettings(name="tiny-llama")) is None
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ def test_a_missing_shard_is_said(checkpoint, caplog):
     shard_of = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
     (checkpoint / shard_of["model.layers.1.self_attn.v_proj.weight"]).unlink()
     with caplog.at_level("INFO"):
-        assert stored_backbone(BackboneSettings(name=str(checkpoint))) is None
+        assert checkpoint_weights(BackboneSettings(name=str(checkpoint))) is None
     assert "holds no model.layers." in caplog.text
 
 
@@ -384,22 +384,22 @@ def test_other_names_than_the_models_are_said(llama, tmp_path, caplog):
     """A checkpoint of the bare decoder has no prefix; transformers renames, and so its weights come from the model."""
     llama.model.model.save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
-        assert stored_backbone(BackboneSettings(name=str(tmp_path))) is None
+        assert checkpoint_weights(BackboneSettings(name=str(tmp_path))) is None
     assert "holds no model.embed_tokens.weight in its safetensors files" in caplog.text
 
 
 def test_a_model_in_the_hubs_cache_is_found_there(checkpoint, llama, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     settings = BackboneSettings(name="somebody/some-model", dtype="float32", device="cpu")
-    assert stored_backbone(settings) is None
+    assert checkpoint_weights(settings) is None
     model = tmp_path / "hub" / "models--somebody--some-model"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("0" * 40)
     shutil.copytree(checkpoint, model / "snapshots" / ("0" * 40))
-    stored = stored_backbone(settings)
+    stored = checkpoint_weights(settings)
     assert stored.weights_digest == llama.weights_digest
-    assert all(isinstance(p, StoredProjection) and model in p.file.parents for p in stored.projections.values())
-    assert stored_backbone(settings.model_copy(update={"revision": "elsewhere"})) is None
+    assert all(isinstance(p, CheckpointProjection) and model in p.file.parents for p in stored.projections.values())
+    assert checkpoint_weights(settings.model_copy(update={"revision": "elsewhere"})) is None
 
 
 PEAK = """
@@ -407,15 +407,15 @@ import sys
 from pathlib import Path
 import torch
 from latent_sweep.adapters.factors import load_factors, truncated_svd
-from latent_sweep.backbones.known import BackboneSettings
-from latent_sweep.backbones.stored import stored_backbone
+from latent_sweep.backbones.registry import BackboneSettings
+from latent_sweep.backbones.checkpoint import checkpoint_weights
 def kib(field):  # not resource.getrusage: its peak is inherited from the process that started this one
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1])
 torch.set_num_threads(1)
 truncated_svd(torch.randn(64, 64), 4, "randomized")  # what a first call loads is no matter of weights
 resident = kib("VmRSS")
-stored = stored_backbone(BackboneSettings(name=sys.argv[1], dtype="float32", device="cpu"))
+stored = checkpoint_weights(BackboneSettings(name=sys.argv[1], dtype="float32", device="cpu"))
 digest = stored.weights_digest
 load_factors(stored.projections, digest, 4, Path(sys.argv[2]), "randomized")
 print(1024 * (kib("VmHWM") - resident))

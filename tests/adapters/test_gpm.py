@@ -19,8 +19,8 @@ from latent_sweep.adapters.gpm import (
 )
 from latent_sweep.adapters.inputs import reads_encoder
 from latent_sweep.backbones.batches import collate, label_logits
-from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.registry import REGISTRY, BackboneSettings, BackboneSpec
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError, NonFiniteLoss
 from latent_sweep.methods._gpm import GpmSettings, InputMemory, added_columns, released_gpm
 from latent_sweep.methods.protocol import MethodContext
@@ -178,7 +178,7 @@ def other(monkeypatch):
 
     def load(family):
         config = {"is_encoder_decoder": True, **OTHERS[family]}
-        monkeypatch.setitem(KNOWN, f"tiny-{family}", KnownBackbone(family, "config", config))
+        monkeypatch.setitem(REGISTRY, f"tiny-{family}", BackboneSpec(family, "config", config))
         return load_backbone(BackboneSettings(name=f"tiny-{family}", dtype="float32", device="cpu"))
 
     return load

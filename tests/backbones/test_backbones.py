@@ -17,12 +17,12 @@ from transformers import LlamaForCausalLM, PreTrainedModel, T5ForConditionalGene
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones import loading
 from latent_sweep.backbones.architectures import model_config, random_model
+from latent_sweep.backbones.checkpoint import digest_of_weights
 from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.backbones.identity import _folder_digest, backbone_identity
-from latent_sweep.backbones.known import EMBEDDED, KNOWN, BackboneSettings, describe, dropout_rate, target_shapes
 from latent_sweep.backbones.loading import load_backbone
-from latent_sweep.backbones.stored import digest_of_weights
+from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, BackboneSettings, describe, dropout_rate, target_shapes
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.errors import ConfigError
 
@@ -37,7 +37,7 @@ PAPER = {
 
 
 def on_the_meta_device(name):
-    known = KNOWN[name]
+    known = REGISTRY[name]
     with init_empty_weights():
         architecture = T5ForConditionalGeneration if known.family == "t5" else LlamaForCausalLM
         return architecture(model_config(known.family, known.config))
@@ -46,8 +46,8 @@ def on_the_meta_device(name):
 @pytest.mark.parametrize("name", [*PAPER, "tiny-llama", "tiny-t5", EMBEDDED])
 @pytest.mark.one_machine
 def test_shapes_by_formula_are_the_models_own(name):
-    shapes = target_shapes(KNOWN[name].family, KNOWN[name].config)
-    pattern = r"(SelfAttention|EncDecAttention)\.[qv]" if KNOWN[name].family == "t5" else r"self_attn\.[qv]_proj"
+    shapes = target_shapes(REGISTRY[name].family, REGISTRY[name].config)
+    pattern = r"(SelfAttention|EncDecAttention)\.[qv]" if REGISTRY[name].family == "t5" else r"self_attn\.[qv]_proj"
     modules = on_the_meta_device(name).named_modules()
     found = {path: tuple(module.weight.shape) for path, module in modules if re.search(f"{pattern}$", path)}
     assert shapes == found
@@ -55,7 +55,7 @@ def test_shapes_by_formula_are_the_models_own(name):
 
 @pytest.mark.parametrize("name", PAPER)
 def test_trainable_parameters_are_the_papers(name):
-    shapes = target_shapes(KNOWN[name].family, KNOWN[name].config)
+    shapes = target_shapes(REGISTRY[name].family, REGISTRY[name].config)
     modules, latent, lora = PAPER[name]
     assert len(shapes) == modules
     assert len(shapes) * 32**2 == latent
@@ -89,7 +89,7 @@ def test_dropout_is_on_within_its_block_alone():
             assert dropout_rates(backbone.model) == {0.0}
         assert dropout_rates(backbone.model) == {0.25}
     assert dropout_rates(backbone.model) == {0.0}
-    trained = random_model("t5", {**KNOWN["tiny-t5"].config, "dropout_rate": 0.25}, torch.float32)
+    trained = random_model("t5", {**REGISTRY["tiny-t5"].config, "dropout_rate": 0.25}, torch.float32)
     assert dropout_rates(trained) == {0.25}, "transformers knows no other places"
 
 
@@ -110,14 +110,14 @@ def test_the_rate_of_dropout_is_the_configurations(name, rate):
 
 @pytest.mark.parametrize(("said", "rate"), [({}, 0.1), ({"dropout_rate": 0.2}, 0.2), ({"dropout_rate": 0}, 0.0)])
 def test_a_folder_says_its_rate_of_dropout(tmp_path, said, rate):
-    config = {**KNOWN["tiny-t5"].config, "model_type": "t5", **said}
+    config = {**REGISTRY["tiny-t5"].config, "model_type": "t5", **said}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert dropout_rate(str(tmp_path)) == rate
 
 
 @pytest.mark.parametrize("said", ["a tenth", 1.0, -0.1, None])
 def test_a_rate_of_dropout_that_is_none_is_refused(tmp_path, said):
-    config = {**KNOWN["tiny-t5"].config, "model_type": "t5", "dropout_rate": said}
+    config = {**REGISTRY["tiny-t5"].config, "model_type": "t5", "dropout_rate": said}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"says dropout_rate .* or set training\.backbone_dropout"):
         dropout_rate(str(tmp_path))
@@ -242,7 +242,7 @@ def test_random_weights_are_the_same_bits_on_every_device(name, monkeypatch):
     moved = []
     monkeypatch.setattr(loading, "device_of", lambda settings: "cuda")
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: moved.append(device))
-    found, drawn = load_tiny(name), random_model(KNOWN[name].family, KNOWN[name].config, torch.float32)
+    found, drawn = load_tiny(name), random_model(REGISTRY[name].family, REGISTRY[name].config, torch.float32)
     assert moved == ["cuda"]
     assert found.model.state_dict().keys() == drawn.state_dict().keys()
     assert all(torch.equal(weight, drawn.state_dict()[key]) for key, weight in found.model.state_dict().items())
@@ -379,7 +379,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, config, message):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    config = dict(KNOWN["tiny-llama"].config, model_type="llama")
+    config = dict(REGISTRY["tiny-llama"].config, model_type="llama")
     write_config(tmp_path, json.dumps(config))
     with pytest.raises(ConfigError, match=r"could not be loaded from the hub or a folder: (?s:.*)give a local folder"):
         load_backbone(BackboneSettings(name=str(tmp_path)))
@@ -432,7 +432,7 @@ def test_the_embedded_backbone_answers():
     assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
     assert {m.attention_dropout for m in backbone.model.modules() if hasattr(m, "attention_dropout")} == {0.0}
     assert {name: tuple(t.weight.shape) for name, t in backbone.targets.items()} == target_shapes(
-        "llama", KNOWN[EMBEDDED].config
+        "llama", REGISTRY[EMBEDDED].config
     )
     assert math.isfinite(float(backbone.embedding_table.sum()))
 

@@ -22,10 +22,10 @@ from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.batches import collate, label_logits, read_padded
 from latent_sweep.backbones.families import FAMILIES, default_targets, linear_shapes, refusal, sizes
 from latent_sweep.backbones.generation import generate
-from latent_sweep.backbones.known import KNOWN, BackboneSettings, KnownBackbone, describe, in_one_spelling
 from latent_sweep.backbones.layouts import Padded, Shared
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.outlines import linears_of, model_class, model_config, outline
+from latent_sweep.backbones.registry import REGISTRY, BackboneSettings, BackboneSpec, canonical_targets, describe
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.forecast import _memory_lines
@@ -34,7 +34,7 @@ from latent_sweep.sweep.plan import expand, pack
 from latent_sweep.sweep.schema import RunSettings, TrainingSettings
 from latent_sweep.training.loop import recomputing
 
-LLAMA = {name: value for name, value in KNOWN["tiny-qwen3"].config.items() if name != "head_dim"}
+LLAMA = {name: value for name, value in REGISTRY["tiny-qwen3"].config.items() if name != "head_dim"}
 OTHERS = {
     # families with tables, that no known name has
     "qwen2": {},
@@ -56,7 +56,7 @@ OTHERS = {
 """By `model_type`: what its configuration has besides `LLAMA`'s."""
 FUSED = {"tiny-phi4": ["qkv_proj"]}
 FUSED |= {f"tiny-{family}": ["query_key_value"] for family in ("gpt_neox", "falcon", "bloom")}
-NEW = [name for name in KNOWN if name.startswith("tiny-") and name not in ("tiny-llama", "tiny-t5")]
+NEW = [name for name in REGISTRY if name.startswith("tiny-") and name not in ("tiny-llama", "tiny-t5")]
 NAMES = [*NEW, *(f"tiny-{family}" for family in OTHERS), "tiny-mt5", "tiny-bart"]
 WINDOWED = ("tiny-mistral", "tiny-gemma3", "tiny-olmo3", "tiny-cohere2", "tiny-gemma2")
 EACH = [name if name in NEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
@@ -68,8 +68,8 @@ LONGEST = 10
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     for family, more in OTHERS.items():
-        monkeypatch.setitem(KNOWN, f"tiny-{family}", KnownBackbone(family, "config", {**LLAMA, **more}))
-    monkeypatch.setitem(KNOWN, "tiny-mt5", dataclasses.replace(KNOWN["tiny-flan-t5"], family="mt5"))
+        monkeypatch.setitem(REGISTRY, f"tiny-{family}", BackboneSpec(family, "config", {**LLAMA, **more}))
+    monkeypatch.setitem(REGISTRY, "tiny-mt5", dataclasses.replace(REGISTRY["tiny-flan-t5"], family="mt5"))
     sides = {
         f"{side}_{name}": count
         for side in ("encoder", "decoder")
@@ -78,10 +78,10 @@ def known(monkeypatch):
     ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None)
     bart = {"d_model": 32, "vocab_size": 260, "max_position_embeddings": 128, "init_std": 0.2, "dropout": 0.0}
     bart |= {"is_encoder_decoder": True, **sides, **ids}
-    monkeypatch.setitem(KNOWN, "tiny-bart", KnownBackbone("bart", "config", bart))
+    monkeypatch.setitem(REGISTRY, "tiny-bart", BackboneSpec("bart", "config", bart))
     for name in WINDOWED:
-        config = KNOWN[name].config | {"sliding_window": 16}
-        monkeypatch.setitem(KNOWN, name, dataclasses.replace(KNOWN[name], config=config))
+        config = REGISTRY[name].config | {"sliding_window": 16}
+        monkeypatch.setitem(REGISTRY, name, dataclasses.replace(REGISTRY[name], config=config))
 
 
 def settings_of(name, **more):
@@ -90,7 +90,7 @@ def settings_of(name, **more):
 
 def plain(name):
     """The same weights in transformers' own model, with its own attention."""
-    return random_model(KNOWN[name].family, KNOWN[name].config, torch.float32).eval()
+    return random_model(REGISTRY[name].family, REGISTRY[name].config, torch.float32).eval()
 
 
 def instructed(count, seed=0, longest=4):
@@ -246,10 +246,10 @@ def test_padding_in_front_is_read_as_trainers_do(name, released):
 @pytest.mark.parametrize("name", NAMES)
 def test_training_mode_gives_the_same_logits(name):
     """Gradient checkpointing trains in training mode: no dropout may wake up there, wherever a model keeps its rate."""
-    config = KNOWN[name].config
+    config = REGISTRY[name].config
     rates = ("attention_dropout", "hidden_dropout", "resid_pdrop", "dropout", "residual_dropout", "encoder_layerdrop")
     wet = dict.fromkeys(rates, 0.5) | {"dropout_rate": 0.5}
-    KNOWN[name] = dataclasses.replace(KNOWN[name], config={**config, **wet})
+    REGISTRY[name] = dataclasses.replace(REGISTRY[name], config={**config, **wet})
     backbone, rows = load_backbone(settings_of(name)), instructed(2)
     with torch.no_grad():
         expected = expected_logits(plain(name), rows)
@@ -284,7 +284,7 @@ def test_recomputed_activations_give_the_same_gradients(name):
 
 
 def empty(name):
-    found = model_config(KNOWN[name].family, KNOWN[name].config)
+    found = model_config(REGISTRY[name].family, REGISTRY[name].config)
     with torch.device("meta"):
         return model_class(found)(found)
 
@@ -292,7 +292,7 @@ def empty(name):
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.one_machine
 def test_shapes_by_table_are_the_models_own(name):
-    known = KNOWN[name]
+    known = REGISTRY[name]
     model = random_model(known.family, known.config, torch.float32)
     assert list(linear_shapes(known.traits, known.config).items()) == list(linears_of(model).items())
     tables = outline(known.family, known.config)
@@ -318,7 +318,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
 def test_a_family_adapts_query_and_value_or_says_that_they_are_fused(family):
     traits, config = FAMILIES[family], {}
     if traits.encoder_decoder:
-        config = KNOWN["tiny-t5"].config
+        config = REGISTRY["tiny-t5"].config
     linears = linear_shapes(traits, {**LLAMA, **config})
     assert bool(default_targets(traits, linears)) != bool(traits.fused)
     assert sizes(traits, {**LLAMA, **config})["width"] == 32
@@ -346,7 +346,7 @@ def test_a_family_without_a_table_is_not_forecast():
     ],
 )
 def test_names_are_taken_as_peft_takes_them(name, targets, found):
-    known, settings = KNOWN[name], settings_of(name, targets=targets)
+    known, settings = REGISTRY[name], settings_of(name, targets=targets)
     last = [path.split(".", 3)[3] for path in known.adapted(settings)]
     assert list(dict.fromkeys(last)) == found
     assert list(load_backbone(settings).targets) == list(known.adapted(settings))
@@ -357,12 +357,12 @@ def test_all_linear_is_pefts(name):
     theirs = LoraModel(plain(name), LoraConfig(r=2, target_modules="all-linear"), "default")
     adapted = {path.removeprefix("model.") for path, m in theirs.named_modules() if hasattr(m, "lora_A")}
     assert set(load_backbone(settings_of(name, targets="all-linear")).targets) == adapted
-    assert set(KNOWN[name].adapted(settings_of(name, targets="all-linear"))) == adapted
+    assert set(REGISTRY[name].adapted(settings_of(name, targets="all-linear"))) == adapted
 
 
 def test_one_choice_has_one_spelling():
     def spelled(*targets, name="tiny-llama"):
-        return in_one_spelling(settings_of(name, targets=targets)).targets
+        return canonical_targets(settings_of(name, targets=targets)).targets
 
     assert spelled("v_proj", "q_proj") is None
     assert spelled("self_attn.q_proj", "v_proj") is None
@@ -394,7 +394,7 @@ def test_a_fused_projection_is_adapted_by_its_name_alone(name):
     (target,) = FUSED[name]
     expected = rf"one projection, {target}.*write `targets: \[{target}\]`"
     with pytest.raises(ConfigError, match=expected):
-        KNOWN[name].adapted(settings_of(name, targets=None))
+        REGISTRY[name].adapted(settings_of(name, targets=None))
     with pytest.raises(ConfigError, match=expected):
         load_backbone(settings_of(name, targets=None))
 
@@ -403,7 +403,7 @@ def test_a_projection_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(
         ConfigError, match=r"found q_prj; the linear projections of this llama model are q_proj, k_proj"
     ):
-        in_one_spelling(settings_of("tiny-llama", targets=["q_prj"]))
+        canonical_targets(settings_of("tiny-llama", targets=["q_prj"]))
     with pytest.raises(ConfigError, match=r"found embed_tokens"):
         load_backbone(settings_of("tiny-llama", targets=["embed_tokens"]))
 
@@ -456,8 +456,8 @@ def test_weights_are_quantised_where_a_configuration_says_how():
 
 
 def test_a_decoder_that_starts_from_nothing_is_refused():
-    config = {**KNOWN["tiny-bart"].config, "decoder_start_token_id": None}
-    KNOWN["tiny-bart"] = dataclasses.replace(KNOWN["tiny-bart"], config=config)
+    config = {**REGISTRY["tiny-bart"].config, "decoder_start_token_id": None}
+    REGISTRY["tiny-bart"] = dataclasses.replace(REGISTRY["tiny-bart"], config=config)
     with pytest.raises(ConfigError, match="has no decoder_start_token_id"):
         load_backbone(settings_of("tiny-bart"))
 
@@ -502,7 +502,7 @@ def test_a_folder_and_its_files_give_the_same_backbone(name, tmp_path, monkeypat
 def test_a_soft_prompt_of_tokens_is_those_tokens(name):
     """Wherever a model scales its embeddings: in the embedding itself, or behind it."""
     if name == "tiny-bart":
-        KNOWN[name] = dataclasses.replace(KNOWN[name], config={**KNOWN[name].config, "scale_embedding": True})
+        REGISTRY[name] = dataclasses.replace(REGISTRY[name], config={**REGISTRY[name].config, "scale_embedding": True})
     backbone = load_backbone(settings_of(name))
     bank, (row,) = bank_of(backbone), instructed(1)
     prompt = backbone.embedding_scale * backbone.embedding_table[row["prompt_ids"][:3]]
@@ -526,7 +526,9 @@ def test_a_soft_prompt_of_tokens_is_those_tokens(name):
 )
 def test_rows_longer_than_the_table_of_positions_are_refused(name, prompt, answer, said, runs):
     """Torch would say that an index is out of range."""
-    KNOWN[name] = dataclasses.replace(KNOWN[name], config={**KNOWN[name].config, "max_position_embeddings": 64})
+    REGISTRY[name] = dataclasses.replace(
+        REGISTRY[name], config={**REGISTRY[name].config, "max_position_embeddings": 64}
+    )
     benchmark = {"name": "builtin", "tasks": ["mood"], "train_per_task": 4, "test_per_task": 2}
     benchmark |= {"max_source_length": prompt, "max_target_length": answer}
     trial = {"method": {"name": "seq_lora", "rank": 2}, "backbone": {"name": name, "dtype": "float32"}}

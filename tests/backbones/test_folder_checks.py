@@ -15,7 +15,7 @@ from helpers.tiny import load_tiny
 from latent_sweep.backbones.embedded_tokenizer import embedded_tokenizer_file, read_tokenizer
 from latent_sweep.backbones.files import EMBEDDED_FILE, embedded_package
 from latent_sweep.backbones.folder_checks import folder_faults, is_path
-from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer, load_tokenizer, tokenizer_at_hand
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError

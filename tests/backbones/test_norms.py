@@ -10,9 +10,9 @@ from helpers.tiny import bank_of, load_tiny
 
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.families import FAMILIES
-from latent_sweep.backbones.known import KNOWN, BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.norms import FUSIBLE, fuse_norms
+from latent_sweep.backbones.registry import REGISTRY, BackboneSettings
 from latent_sweep.testing.stages import random_rows
 from latent_sweep.training.engine import Engine
 
@@ -106,7 +106,7 @@ def test_every_family_of_the_table_is_decided():
 
 # --- in a backbone ---------------------------------------------------------------------------------------------------
 
-TINY = [name for name, known in KNOWN.items() if name.startswith("tiny-")]
+TINY = [name for name, known in REGISTRY.items() if name.startswith("tiny-")]
 
 
 def norms(backbone):

@@ -10,9 +10,9 @@ from helpers.tiny import load_tiny
 from latent_sweep.backbones.batches import collate
 from latent_sweep.backbones.families import linear_shapes
 from latent_sweep.backbones.generation import shared_tokens
-from latent_sweep.backbones.known import KNOWN
 from latent_sweep.backbones.layouts import Padded, Shared
 from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.registry import REGISTRY
 from latent_sweep.backbones.sharing import pays_for_prompts, pays_in_a_step
 from latent_sweep.testing.stages import random_rows
 
@@ -20,7 +20,7 @@ from latent_sweep.testing.stages import random_rows
 @cache
 def sized(name: str, device: str = "cuda") -> Backbone:
     """A tiny backbone that has the sizes of a known one for whoever asks."""
-    known = KNOWN[name]
+    known = REGISTRY[name]
     backbone = replace(load_tiny("tiny-llama"), device=torch.device(device))
     shapes = linear_shapes(known.traits, known.config).values()
     vars(backbone).update(multiplied=sum(m * n for m, n in shapes), blocks=known.config["num_hidden_layers"])
@@ -30,7 +30,7 @@ def sized(name: str, device: str = "cuda") -> Backbone:
 def test_sizes_are_those_of_the_model():
     backbone = load_tiny("tiny-llama")
     assert backbone.multiplied == sum(
-        m * n for m, n in linear_shapes(backbone.traits, KNOWN["tiny-llama"].config).values()
+        m * n for m, n in linear_shapes(backbone.traits, REGISTRY["tiny-llama"].config).values()
     )
     assert (backbone.blocks, load_tiny("tiny-t5").blocks) == (2, 4)
 

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from latent_sweep.data import builtin, loaders
-from latent_sweep.data.loaders import data_digest, load_rows, row_count, source_digest, tokenised
+from latent_sweep.data.examples import Example
+from latent_sweep.data.loaders import count_examples, data_digest, load_examples, source_digest, tokenized
 from latent_sweep.data.prompts import (
     PromptParts,
     definitions,
@@ -25,7 +26,6 @@ from latent_sweep.data.prompts import (
     encode_target,
     prompt_parts,
 )
-from latent_sweep.data.rows import Row
 from latent_sweep.data.schema import (
     BenchmarkSettings,
     BenchmarkSpec,
@@ -35,7 +35,7 @@ from latent_sweep.data.schema import (
     scoring_metric,
     task_sequence,
 )
-from latent_sweep.data.token_rows import TokenRows
+from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.settings import content_hash
 
@@ -109,7 +109,7 @@ def test_metrics_and_sizes_are_the_published_ones() -> None:
     assert {task.name for task in superni.tasks if task.metric == "accuracy"} == {"task363", "task875", "task1687"}
     assert {task.metric for task in long_sequence.tasks} == {"accuracy"}
     sizes = [
-        sum(row_count(spec, task, split, settings_of(data_dir="absent")) for task in spec.tasks)
+        sum(count_examples(spec, task, split, settings_of(data_dir="absent")) for task in spec.tasks)
         for spec in (superni, long_sequence)
         for split in ("train", "test")
     ]
@@ -360,22 +360,22 @@ def test_a_users_folder_needs_little(tmp_path: Path) -> None:
     task = spec.tasks[0]
     assert (spec.name, spec.title, spec.orders) == ("colours", "colours", {"1": ("colour",)})
     assert (task.title, task.folder) == ("colour", "colour")
-    assert load_rows(spec, task, "test", settings_of(tmp_path)) == [
-        Row("s", "sky", ("blue", "azure")),
-        Row("colour-test-1", "grass", ("green",)),
+    assert load_examples(spec, task, "test", settings_of(tmp_path)) == [
+        Example("s", "sky", ("blue", "azure")),
+        Example("colour-test-1", "grass", ("green",)),
     ]
 
 
 def test_json_layouts_read_the_same(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path)
     task, settings, file = spec.tasks[0], settings_of(tmp_path), tmp_path / "colour" / "train.json"
-    expected = load_rows(spec, task, "train", settings)
+    expected = load_examples(spec, task, "train", settings)
     (tmp_path / "colour" / "train.jsonl").unlink()
     file.write_text(json.dumps({"Definition": ["Name it."], "Instances": numbered_rows(40)}))
-    assert load_rows(spec, task, "train", settings) == expected
+    assert load_examples(spec, task, "train", settings) == expected
     flat = [{"sentence": row["input"], "label": row["output"]} for row in numbered_rows(40)]
     file.write_text(json.dumps(flat), encoding="utf-8-sig")
-    assert load_rows(spec, task, "train", settings) == expected
+    assert load_examples(spec, task, "train", settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_malformed_data_names_the_file_and_the_row(tmp_path: Path, file: str, co
     (tmp_path / "colour" / "train.jsonl").unlink()
     (tmp_path / "colour" / file).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path))
+        load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path))
     assert str(tmp_path / "colour" / file) in str(caught.value)
 
 
@@ -422,7 +422,7 @@ def test_two_files_for_one_split_are_refused(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path)
     (tmp_path / "colour" / "train.json").write_text("[]")
     with pytest.raises(DataError, match=r"train\.jsonl lies beside it"):
-        load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path))
+        load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path))
 
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,17 +430,17 @@ def test_missing_data_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: 
     task = next(task for task in spec.tasks if task.name == "task363")
     monkeypatch.delenv("LATENT_SWEEP_DATA", raising=False)
     with pytest.raises(DataError, match=r"no data folder is set\. Set benchmark\.data_dir.*LATENT_SWEEP_DATA"):
-        load_rows(spec, task, "train", settings_of("superni"))
+        load_examples(spec, task, "train", settings_of("superni"))
     monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path))
     looked_for = tmp_path / "SuperNI" / "task363_sst2_polarity_classification" / "test.json"
     with pytest.raises(DataError, match="there is no such file") as caught:
-        load_rows(spec, task, "test", settings_of("superni"))
+        load_examples(spec, task, "test", settings_of("superni"))
     assert str(looked_for) in str(caught.value)
 
     own = user_benchmark(tmp_path / "own")
     (tmp_path / "own" / "colour" / "test.jsonl").unlink()
     with pytest.raises(DataError, match="Put the task's rows there"):
-        row_count(own, own.tasks[0], "test", settings_of(tmp_path))
+        count_examples(own, own.tasks[0], "test", settings_of(tmp_path))
 
 
 def test_the_data_folder_may_be_cl_benchmark_or_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,9 +451,9 @@ def test_the_data_folder_may_be_cl_benchmark_or_hold_it(tmp_path: Path, monkeypa
     task = next(task for task in spec.tasks if task.name == "cb")
     outer, inner = settings_of("long_sequence", data_dir=str(tmp_path)), settings_of("long_sequence")
     monkeypatch.setenv("LATENT_SWEEP_DATA", str(tmp_path / "CL_Benchmark"))
-    assert load_rows(spec, task, "train", outer) == load_rows(spec, task, "train", inner)
+    assert load_examples(spec, task, "train", outer) == load_examples(spec, task, "train", inner)
     assert data_digest(spec, task, "train", outer) == data_digest(spec, task, "train", inner)
-    assert row_count(spec, task, "train", outer) == 3
+    assert count_examples(spec, task, "train", outer) == 3
 
 
 def test_each_split_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -461,34 +461,34 @@ def test_each_split_has_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "colour" / "test.jsonl").write_text('{"input": "b", "output": "blue"}\n')
     (tmp_path / "colour" / "dev.jsonl").write_text('{"input": "c", "output": "green"}\n')
     task, settings = spec.tasks[0], settings_of(tmp_path)
-    assert [row.input for row in load_rows(spec, task, "train", settings)] == ["a"]
-    assert [row.input for row in load_rows(spec, task, "test", settings)] == ["b"]
+    assert [row.input for row in load_examples(spec, task, "train", settings)] == ["a"]
+    assert [row.input for row in load_examples(spec, task, "test", settings)] == ["b"]
 
 
 def test_subsets_are_nested_and_in_the_files_order(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path)
     task = spec.tasks[0]
-    everything = load_rows(spec, task, "train", settings_of(tmp_path))
-    subsets = [load_rows(spec, task, "train", settings_of(tmp_path, train_per_task=n)) for n in (5, 10, 40, 99)]
+    everything = load_examples(spec, task, "train", settings_of(tmp_path))
+    subsets = [load_examples(spec, task, "train", settings_of(tmp_path, train_per_task=n)) for n in (5, 10, 40, 99)]
     assert [len(rows) for rows in subsets] == [5, 10, 40, 40]
     assert set(subsets[0]) < set(subsets[1]) < set(everything)
     assert subsets[1] == [row for row in everything if row in subsets[1]]
     assert subsets[2] == everything
-    other = load_rows(spec, task, "train", settings_of(tmp_path, train_per_task=10, subset_seed=1))
+    other = load_examples(spec, task, "train", settings_of(tmp_path, train_per_task=10, subset_seed=1))
     assert set(other) != set(subsets[1])
-    test_rows = load_rows(spec, task, "test", settings_of(tmp_path, train_per_task=5, test_per_task=7))
-    assert len(test_rows) == row_count(spec, task, "test", settings_of(tmp_path, test_per_task=7)) == 7
+    test_rows = load_examples(spec, task, "test", settings_of(tmp_path, train_per_task=5, test_per_task=7))
+    assert len(test_rows) == count_examples(spec, task, "test", settings_of(tmp_path, test_per_task=7)) == 7
 
 
 def test_validation_rows_come_out_of_the_training_subset(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path)
     task, settings = spec.tasks[0], settings_of(tmp_path, train_per_task=20, validation_fraction=0.25)
-    whole = load_rows(spec, task, "train", settings)
-    train = load_rows(spec, task, "train", settings, carve_validation=True)
-    validation = load_rows(spec, task, "validation", settings)
+    whole = load_examples(spec, task, "train", settings)
+    train = load_examples(spec, task, "train", settings, carve_validation=True)
+    validation = load_examples(spec, task, "validation", settings)
     assert (len(train), len(validation)) == (15, 5)
-    assert row_count(spec, task, "train", settings, carve_validation=True) == 15
-    assert row_count(spec, task, "validation", settings) == 5
+    assert count_examples(spec, task, "train", settings, carve_validation=True) == 15
+    assert count_examples(spec, task, "validation", settings) == 5
     assert set(train) | set(validation) == set(whole)
     assert not set(train) & set(validation)
     digests = {
@@ -498,7 +498,7 @@ def test_validation_rows_come_out_of_the_training_subset(tmp_path: Path) -> None
     }
     assert len(digests) == 3
     with pytest.raises(DataError, match="'colour': 1 training row; expected 2 or more"):
-        load_rows(spec, task, "validation", settings_of(tmp_path, train_per_task=1))
+        load_examples(spec, task, "validation", settings_of(tmp_path, train_per_task=1))
 
 
 def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
@@ -506,9 +506,11 @@ def test_scores_on_validation_rows_read_no_test_row(tmp_path: Path) -> None:
     task, limits = spec.tasks[0], {"train_per_task": 20, "validation_fraction": 0.25}
     usual, held_out = settings_of(tmp_path, **limits), settings_of(tmp_path, score_on="validation", **limits)
     next((tmp_path / task.folder).glob("test.*")).unlink()
-    assert load_rows(spec, task, "test", held_out) == load_rows(spec, task, "validation", usual)
-    assert load_rows(spec, task, "train", held_out) == load_rows(spec, task, "train", usual, carve_validation=True)
-    assert [row_count(spec, task, split, held_out) for split in ("train", "validation", "test")] == [15, 5, 5]
+    assert load_examples(spec, task, "test", held_out) == load_examples(spec, task, "validation", usual)
+    assert load_examples(spec, task, "train", held_out) == load_examples(
+        spec, task, "train", usual, carve_validation=True
+    )
+    assert [count_examples(spec, task, split, held_out) for split in ("train", "validation", "test")] == [15, 5, 5]
     assert source_digest(spec, task, "test", held_out) == source_digest(spec, task, "train", usual)
     assert data_digest(spec, task, "test", held_out) == data_digest(spec, task, "validation", usual)
     assert data_digest(spec, task, "train", held_out) == data_digest(spec, task, "train", usual, carve_validation=True)
@@ -526,14 +528,14 @@ def test_validation_is_at_most_500_rows() -> None:
     spec = load_benchmark("long_sequence")
     dbpedia = next(task for task in spec.tasks if task.name == "dbpedia")
     settings = settings_of("long_sequence", data_dir="absent")
-    assert row_count(spec, dbpedia, "validation", settings) == 500
-    assert row_count(spec, dbpedia, "train", settings, carve_validation=True) == 13500
+    assert count_examples(spec, dbpedia, "validation", settings) == 500
+    assert count_examples(spec, dbpedia, "train", settings, carve_validation=True) == 13500
 
 
 def test_training_picks_one_reference_by_the_rows_id() -> None:
-    rows = [Row(str(i), "x", ("a", "b", "c")) for i in range(60)]
+    rows = [Example(str(i), "x", ("a", "b", "c")) for i in range(60)]
     assert {row.target for row in rows} == {"a", "b", "c"}
-    assert [row.target for row in rows] == [Row(row.id, "other input", row.references).target for row in rows]
+    assert [row.target for row in rows] == [Example(row.id, "other input", row.references).target for row in rows]
 
 
 def test_unlabelled_test_rows_can_be_dropped(tmp_path: Path) -> None:
@@ -541,13 +543,13 @@ def test_unlabelled_test_rows_can_be_dropped(tmp_path: Path) -> None:
     spec = user_benchmark(tmp_path / "accuracy", rows)
     keep, drop = settings_of(tmp_path), settings_of(tmp_path, drop_unlabelled=True)
     task = spec.tasks[0]
-    assert [row.input for row in load_rows(spec, task, "test", drop)] == ["a", "c"]
-    assert (row_count(spec, task, "test", keep), row_count(spec, task, "test", drop)) == (3, 2)
+    assert [row.input for row in load_examples(spec, task, "test", drop)] == ["a", "c"]
+    assert (count_examples(spec, task, "test", keep), count_examples(spec, task, "test", drop)) == (3, 2)
     assert data_digest(spec, task, "test", keep) != data_digest(spec, task, "test", drop)
-    assert load_rows(spec, task, "train", keep) == load_rows(spec, task, "train", drop)
+    assert load_examples(spec, task, "train", keep) == load_examples(spec, task, "train", drop)
     assert data_digest(spec, task, "train", keep) == data_digest(spec, task, "train", drop)
     generation = user_benchmark(tmp_path / "rouge", rows, metric="rouge_l")
-    assert len(load_rows(generation, generation.tasks[0], "test", drop)) == 3
+    assert len(load_examples(generation, generation.tasks[0], "test", drop)) == 3
 
 
 def test_digest_names_the_rows_and_the_texts(tmp_path: Path) -> None:
@@ -563,7 +565,7 @@ def test_digest_names_the_rows_and_the_texts(tmp_path: Path) -> None:
     with (tmp_path / "colour" / "train.jsonl").open("a") as file:
         file.write('{"input": "new", "output": "red"}\n')
     assert data_digest(spec, task, "train", settings) != digest
-    assert row_count(spec, task, "train", settings) == 41
+    assert count_examples(spec, task, "train", settings) == 41
 
 
 def test_planning_imports_nothing_heavy() -> None:
@@ -584,7 +586,7 @@ def test_builtin_tasks_are_complete() -> None:
     assert {task.name for task in spec.tasks} == set(builtin.GENERATORS)
     assert all(sorted(order) == sorted(builtin.GENERATORS) for order in spec.orders.values())
     for task in spec.tasks:
-        train, test = (load_rows(spec, task, split, settings_of()) for split in ("train", "test"))
+        train, test = (load_examples(spec, task, split, settings_of()) for split in ("train", "test"))
         assert (len(train), len(test)) == (task.train_rows, task.test_rows) == (400, 60)
         assert not {row.input for row in train} & {row.input for row in test}
         assert not any("\n" in row.input + row.target for row in train + test)
@@ -608,17 +610,17 @@ def test_a_builtin_task_of_another_name_is_refused() -> None:
     spec = load_benchmark("builtin")
     task = TaskSpec(name="moods", metric="accuracy")
     with pytest.raises(DataError, match="no built-in task 'moods'; layout `builtin` has mood, "):
-        load_rows(spec, task, "train", settings_of())
+        load_examples(spec, task, "train", settings_of())
 
 
 # The cache of token ids ----------------------------------------------------------------------------------------------
 
 
-def tokenise_mood(folder: Path, tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> TokenRows:
+def tokenise_mood(folder: Path, tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> TokenizedExamples:
     spec = load_benchmark("builtin")
     task = next(task for task in spec.tasks if task.name == "mood")
     settings = settings_of(test_per_task=6, **changes)
-    return tokenised(spec, task, "test", settings, tokenizer, "bytes", "t5", 512, folder)
+    return tokenized(spec, task, "test", settings, tokenizer, "bytes", "t5", 512, folder)
 
 
 def test_tokenised_rows_hold_prompt_input_target_and_references(tmp_path: Path) -> None:
@@ -626,7 +628,7 @@ def test_tokenised_rows_hold_prompt_input_target_and_references(tmp_path: Path) 
     rows = tokenise_mood(tmp_path, tokenizer)
     assert len(rows) == 6
     first, spec = next(iter(rows)), load_benchmark("builtin")
-    source = load_rows(spec, spec.tasks[0], "test", settings_of())
+    source = load_examples(spec, spec.tasks[0], "test", settings_of())
     origin = next(row for row in source if row.id == first["id"])
     assert tokenizer.decode(first["prompt_ids"]) == f"Mark this guest review.\n\n{origin.input}\nOutput: </s>"
     assert tokenizer.decode(first["input_ids"]) == origin.input
@@ -682,7 +684,7 @@ def test_real_data_loads_and_agrees_with_the_spec(name: str) -> None:
         folder = loaders.data_folder(spec, settings) / task.folder
         definition = json.loads((folder / "train.json").read_text(encoding="utf-8"))["Definition"]
         assert task.instruction == "".join(definition).strip()
-        train, test = (load_rows(spec, task, split, settings) for split in ("train", "test"))
+        train, test = (load_examples(spec, task, split, settings) for split in ("train", "test"))
         assert not {row.input for row in train} & {row.input for row in test}
         if task.labels:
             answers = {reference for row in train + test for reference in row.references}
@@ -694,5 +696,7 @@ def test_real_data_loads_and_agrees_with_the_spec(name: str) -> None:
 def test_real_mnli_has_131_unlabelled_test_rows() -> None:
     spec = load_benchmark("long_sequence")
     mnli = next(task for task in spec.tasks if task.name == "mnli")
-    counts = [row_count(spec, mnli, "test", settings_of("long_sequence", drop_unlabelled=d)) for d in (False, True)]
+    counts = [
+        count_examples(spec, mnli, "test", settings_of("long_sequence", drop_unlabelled=d)) for d in (False, True)
+    ]
     assert counts == [7600, 7600 - 131]

@@ -8,8 +8,8 @@ from datasets import load_from_disk
 from helpers.chats import chatting_tokenizer
 from helpers.sweeps import sweep_folder, tiny, write
 
-from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.cli.main import main
 from latent_sweep.data.chat import FIXED_DATE, chat_of

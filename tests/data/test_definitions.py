@@ -13,7 +13,7 @@ from helpers.sweeps import tiny, write, write_benchmark
 
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import data_digest, load_rows, tokenised
+from latent_sweep.data.loaders import data_digest, load_examples, tokenized
 from latent_sweep.data.prompts import definitions, prompt_parts, split_prompts
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec, load_benchmark
 from latent_sweep.errors import ConfigError
@@ -150,8 +150,8 @@ def test_tokenised_test_rows_read_the_definition_that_is_asked_for(tmp_path: Pat
     task, found = task_of(spec, "mood"), {}
     for definition in ("verbatim", "paraphrase", "none"):
         settings = settings_of("builtin", definition, test_per_task=4)
-        rows = tokenised(spec, task, "test", settings, tokenizer, "bytes", "llama", 512, tmp_path)
-        inputs = [row.input for row in load_rows(spec, task, "test", settings)]
+        rows = tokenized(spec, task, "test", settings, tokenizer, "bytes", "llama", 512, tmp_path)
+        inputs = [row.input for row in load_examples(spec, task, "test", settings)]
         prompts = [tokenizer.decode(ids) for ids in rows["prompt_ids"]]
         found[definition] = [p.removesuffix(f"{x}\nOutput: ") for p, x in zip(prompts, inputs, strict=True)]
     first, second, third = (f"{text}\n\n" for text in task.paraphrases)

@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from latent_sweep.cli.main import main
 from latent_sweep.data.draft import draft_benchmark, tokens_about
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, TaskSpec, load_benchmark
 from latent_sweep.errors import ConfigError
 
@@ -25,7 +25,7 @@ def written(folder: Path, capsys: Any, *options: str) -> tuple[BenchmarkSpec, di
     settings = BenchmarkSettings(name=path, max_source_length=512, max_target_length=50)
     for task in spec.tasks:
         for split in ("train", "test"):
-            assert load_rows(spec, task, split, settings)  # type: ignore[arg-type]
+            assert load_examples(spec, task, split, settings)  # type: ignore[arg-type]
     return spec, {task.name: task for task in spec.tasks}, Path(path).read_text()
 
 

@@ -18,7 +18,7 @@ FIRST, SECOND = "a" * 40, "b" * 40
 
 LOADING = """
 import json, sys
-from latent_sweep.data.loaders import load_rows, source_digest
+from latent_sweep.data.loaders import load_examples, source_digest
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.errors import LatentSweepError
 
@@ -27,7 +27,7 @@ def loaded(folder):
         spec = load_benchmark(folder)
         settings = BenchmarkSettings(name=folder, max_source_length=512, max_target_length=50)
         (task,) = spec.tasks
-        rows = {split: load_rows(spec, task, split, settings) for split in ("train", "test")}
+        rows = {split: load_examples(spec, task, split, settings) for split in ("train", "test")}
     except LatentSweepError as error:
         return str(error)
     return {

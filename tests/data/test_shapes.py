@@ -10,9 +10,9 @@ import pytest
 from helpers.sweeps import change_benchmark, write_benchmark
 
 from latent_sweep.backbones.tokenizers import byte_tokenizer
-from latent_sweep.data.loaders import tokenised
+from latent_sweep.data.examples import Example, to_example
+from latent_sweep.data.loaders import tokenized
 from latent_sweep.data.prompts import bare_prompt, prompt_parts
-from latent_sweep.data.rows import Row, row_of
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark, stop_of, target_length
 from latent_sweep.errors import ConfigError, DataError
 
@@ -44,14 +44,14 @@ def message(role: str, content: str) -> dict[str, str]:
     ],
 )
 def test_a_record_of_a_known_shape_is_a_row(record: dict[str, Any], text: str, answer: str) -> None:
-    row = row_of("file", record, "default", None)
-    assert row == Row(record.get("id", "default"), text, (answer,))
+    row = to_example("file", record, "default", None)
+    assert row == Example(record.get("id", "default"), text, (answer,))
     assert row.unread == ()
 
 
 def test_columns_that_are_not_read_are_kept_by_name() -> None:
     record = {"question": "q", "answer": "b", "hint": "h", "question_id": "7", "options": ["x"], "level": 3, "no": ""}
-    row = row_of("file", record, "default", None)
+    row = to_example("file", record, "default", None)
     assert row is not None
     assert row.unread == ("hint", "options")
 
@@ -70,7 +70,7 @@ def test_columns_that_are_not_read_are_kept_by_name() -> None:
 )
 def test_a_record_of_no_shape_is_refused(record: dict[str, Any]) -> None:
     with pytest.raises(DataError):
-        row_of("file", record, "default", None)
+        to_example("file", record, "default", None)
 
 
 # --- what a task says of its own prompts and answers -----------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_the_rows_of_a_task_have_its_cue_and_limit(own: Path, tmp_path: Path) ->
     spec, tokenizer = load_benchmark(str(own)), byte_tokenizer()
     settings = BenchmarkSettings(name=str(own), max_source_length=64, max_target_length=4)
     rows = [
-        tokenised(spec, task, "train", settings, tokenizer, "bytes", "llama", 64, tmp_path / "tokens")
+        tokenized(spec, task, "train", settings, tokenizer, "bytes", "llama", 64, tmp_path / "tokens")
         for task in spec.tasks
     ]
     assert [tokenizer.decode(of["prompt_ids"][0], skip_special_tokens=True) for of in rows] == [

@@ -15,8 +15,8 @@ import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_from_disk
 from helpers.sweeps import tiny
 
-from latent_sweep.data.loaders import data_digest, load_rows, row_count, source_digest
-from latent_sweep.data.rows import Row
+from latent_sweep.data.examples import Example
+from latent_sweep.data.loaders import count_examples, data_digest, load_examples, source_digest
 from latent_sweep.data.schema import BenchmarkSettings, BenchmarkSpec, load_benchmark
 from latent_sweep.errors import ConfigError, DataError, MissingData
 from latent_sweep.sweep.config import parse_sweep
@@ -46,9 +46,9 @@ def described(folder: Path, source: Any, **task: Any) -> BenchmarkSpec:
     return load_benchmark(str(folder))
 
 
-def read(folder: Path, source: Any, split: str = "train", **changes: Any) -> list[Row]:
+def read(folder: Path, source: Any, split: str = "train", **changes: Any) -> list[Example]:
     spec = described(folder, source)
-    rows: list[Row] = load_rows(spec, spec.tasks[0], split, settings_of(folder, **changes))  # type: ignore[arg-type]
+    rows: list[Example] = load_examples(spec, spec.tasks[0], split, settings_of(folder, **changes))  # type: ignore[arg-type]
     return rows
 
 
@@ -162,7 +162,7 @@ def test_who_filters_a_saved_data_set_changes_no_digest(tmp_path: Path) -> None:
     assert list((tmp_path / "saved").glob("cache-*.arrow"))
     (tmp_path / "saved" / ".DS_Store").write_bytes(b"of a window")
     assert source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path)) == before
-    assert len(load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path), source=before)) == 3
+    assert len(load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path), source=before)) == 3
 
 
 def test_lists_of_strings_are_several_references(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_task_of_super_natural_instructions_is_cut_from_its_file(tmp_path: Pat
         test, train = (read(tmp_path, source, split) for split in ("test", "train"))
         assert [row.id for row in test] == [f"task1-{i}" for i in range(first)]
         assert [row.id for row in train] == [f"task1-{i}" for i in range(first, 130)]
-        assert train[0] == Row(f"task1-{first}", f"in {first}", (f"out {first}", "other"))
+        assert train[0] == Example(f"task1-{first}", f"in {first}", (f"out {first}", "other"))
     write(tmp_path / "rows.json", [{"input": "a", "output": "b"}])
     with pytest.raises(DataError, match=r"rows\.json: is no task file of Super-NaturalInstructions"):
         read(tmp_path, {"superni": "rows.json"})
@@ -273,7 +273,7 @@ def test_trace_is_read_as_it_lies(tmp_path: Path) -> None:
     content = {"tasks": [{"name": "FOMC", "metric": "accuracy", "labels": ["A", "B", "C"]}]}
     (tmp_path / "benchmark.yaml").write_text(yaml.safe_dump(content))
     spec = load_benchmark(str(tmp_path))
-    found = {s: load_rows(spec, spec.tasks[0], s, settings_of(tmp_path)) for s in ("train", "test")}
+    found = {s: load_examples(spec, spec.tasks[0], s, settings_of(tmp_path)) for s in ("train", "test")}
     assert [row.input for row in found["train"]] == ["train 0", "train 1", "train 2"]
     assert [(row.input, row.target) for row in found["test"]] == [("test 0", "A"), ("test 1", "B")]
 
@@ -290,9 +290,9 @@ def test_a_digest_names_the_content_and_what_is_taken_of_it(tmp_path: Path) -> N
         task, settings = spec.tasks[0], settings_of(tmp_path)
         digest = source_digest(spec, task, "train", settings)
         assert digest is not None
-        assert load_rows(spec, task, "train", settings, source=digest)
+        assert load_examples(spec, task, "train", settings, source=digest)
         with pytest.raises(DataError, match=f"its digest is {digest}, expected 0"):
-            load_rows(spec, task, "train", settings, source="0")
+            load_examples(spec, task, "train", settings, source="0")
         return digest, data_digest(spec, task, "train", settings)
 
     first = digests()
@@ -314,8 +314,8 @@ def test_a_subset_of_a_stream_is_that_of_a_list(tmp_path: Path) -> None:
         found = read(tmp_path, source, **changes)
         (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"tasks": [{"name": "nli", "metric": "accuracy"}]}))
         spec = load_benchmark(str(tmp_path / "plain.yaml"))
-        assert load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == found
-        assert row_count(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == len(found)
+        assert load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == found
+        assert count_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, **changes)) == len(found)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
@@ -326,8 +326,8 @@ def test_data_larger_than_its_subset_is_not_held(tmp_path: Path, name: str) -> N
     spec = described(tmp_path, {"train": name, "test": name})
     tracemalloc.start()
     try:
-        assert len(load_rows(spec, spec.tasks[0], "train", settings_of(tmp_path, train_per_task=5))) == 5
-        assert row_count(spec, spec.tasks[0], "train", settings_of(tmp_path)) == 200
+        assert len(load_examples(spec, spec.tasks[0], "train", settings_of(tmp_path, train_per_task=5))) == 5
+        assert count_examples(spec, spec.tasks[0], "train", settings_of(tmp_path)) == 200
         source_digest(spec, spec.tasks[0], "train", settings_of(tmp_path))
         _, most = tracemalloc.get_traced_memory()
     finally:

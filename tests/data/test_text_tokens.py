@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from latent_sweep.backbones.embedded_tokenizer import embedded_tokenizer_file
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.data.chat import chat_of
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import CUE, PromptParts, encode_parts, encode_prompt, encode_target
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.data.text_tokens import special_tokens, tokenize, unknown_id
@@ -175,7 +175,9 @@ def test_no_published_row_spells_a_special_token(name: str) -> None:
     for task in spec.tasks:
         texts = [task.instruction]
         for split in ("train", "test"):
-            texts += [text for row in load_rows(spec, task, split, settings) for text in (row.input, *row.references)]
+            texts += [
+                text for row in load_examples(spec, task, split, settings) for text in (row.input, *row.references)
+            ]
         for tokenizer in known:
             specials = special_tokens(tokenizer)
             assert not [text for text in texts if specials.spelled(text)]

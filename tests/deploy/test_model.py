@@ -17,7 +17,7 @@ from helpers.tiny import load_tiny
 
 from latent_sweep import ContinualModel
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import NOVELTY_QUANTILE
@@ -82,7 +82,7 @@ def mixed(home):
 def rows_of(model, task):
     trial = model.trial
     spec = next(known for known in trial.tasks if known.name == task)
-    return load_rows(trial.spec, spec, "test", trial.settings.benchmark)
+    return load_examples(trial.spec, spec, "test", trial.settings.benchmark)
 
 
 def predictions(sweep, trial_id, task):
@@ -237,7 +237,7 @@ def test_novelty_is_the_distance_from_everything_learned(mixed):
     def embedded(task, split):
         spec = next(known for known in model.trial.tasks if known.name == task)
         texts = [
-            f"{spec.instruction}\n\n{r.input}\nOutput: " for r in load_rows(model.trial.spec, spec, split, settings)
+            f"{spec.instruction}\n\n{r.input}\nOutput: " for r in load_examples(model.trial.spec, spec, split, settings)
         ]
         ids = model.context.backbone.tokenizer(texts)["input_ids"]
         return np.stack([table[[*row, model.context.backbone.eos_id]].mean(0) for row in ids])

@@ -11,9 +11,9 @@ from helpers.sweeps import sweep_folder, tiny, write
 
 from latent_sweep import ContinualModel
 from latent_sweep.backbones.files import embedded_folder
-from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.tracking.mlflow import MlflowTracker
 
 pytestmark = [
@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
     model = ContinualModel.from_sweep(sweep.path)
     answered = {}
     for task in model.trial.tasks:
-        rows = load_rows(model.trial.spec, task, "test", model.trial.settings.benchmark)
+        rows = load_examples(model.trial.spec, task, "test", model.trial.settings.benchmark)
         lines = (trial.path / "predictions" / f"{task.name}.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines]
         assert [row.id for row in rows] == [line["id"] for line in found]

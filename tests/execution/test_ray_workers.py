@@ -129,8 +129,8 @@ def test_the_real_backbone_on_real_data_scores_as_with_one_worker(two_cpus, one_
 @pytest.fixture
 def checkpoint(tmp_path):
     """A tiny backbone as a folder of its own."""
-    from latent_sweep.backbones.known import BackboneSettings
     from latent_sweep.backbones.loading import load_backbone
+    from latent_sweep.backbones.registry import BackboneSettings
     from latent_sweep.backbones.tokenizers import byte_tokenizer
 
     folder = tmp_path / "checkpoint"

@@ -31,10 +31,10 @@ from latent_sweep.adapters.bank import AdapterBank
 from latent_sweep.backbones.architectures import drawn_model
 from latent_sweep.backbones.batches import forward
 from latent_sweep.backbones.generation import generate
-from latent_sweep.backbones.known import BYTE_IDS, BackboneSettings
 from latent_sweep.backbones.loading import Backbone, assemble
 from latent_sweep.backbones.norms import fuse_norms
 from latent_sweep.backbones.outputs import Example
+from latent_sweep.backbones.registry import BYTE_IDS, BackboneSettings
 from latent_sweep.bench.steps import bare_step_seconds
 from latent_sweep.bench.workbench import CPU, GPU, QUICK, Subject, Workbench, first_trial
 from latent_sweep.methods import method_class

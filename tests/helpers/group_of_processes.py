@@ -115,7 +115,7 @@ def run(group: Any, sweep: dict[str, Any], engine: dict[str, Any], folder: str) 
 
 def shards(group: Any) -> dict[str, list[int]]:
     """Numbers of the tiny backbone's weights that a worker holds at ZeRO stage 3: [of its shards, gathered ones]."""
-    from latent_sweep.backbones.known import BackboneSettings
+    from latent_sweep.backbones.registry import BackboneSettings
     from latent_sweep.execution.engines import engine_of
     from latent_sweep.sweep.schema import EngineSettings
 

@@ -25,8 +25,8 @@ __all__ = [
 
 def load_tiny(name: str, dtype: str = "float32"):
     """A tiny backbone of its own, for a test that edits its weights."""
-    from latent_sweep.backbones.known import BackboneSettings
     from latent_sweep.backbones.loading import load_backbone
+    from latent_sweep.backbones.registry import BackboneSettings
 
     return load_backbone(BackboneSettings(name=name, dtype=dtype, device="cpu"))
 

@@ -3,11 +3,11 @@
 import pytest
 from helpers.methods import OPTIONS
 
-from latent_sweep.backbones.known import KNOWN
+from latent_sweep.backbones.registry import REGISTRY
 from latent_sweep.methods import METHODS
 from latent_sweep.testing import FAMILIES, MethodConformance
 
-OTHERS = [name for name in KNOWN if name.startswith("tiny-") and name not in FAMILIES]
+OTHERS = [name for name in REGISTRY if name.startswith("tiny-") and name not in FAMILIES]
 """Families with which the suite runs among the slow tests: with methods that ask different things of a backbone, and
 with all of them in `make conformance`."""
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from latent_sweep.adapters.gate import Gate, layers, new_maps, pooled
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
-from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.errors import ConfigError, DataError, LatentSweepError
 from latent_sweep.methods._gate import GateSettings, NewGate
 from latent_sweep.methods._gpm import GpmSettings
@@ -487,7 +487,7 @@ def test_presets():
 
 @pytest.mark.parametrize(("width", "gate"), [(100, 205_824), (50, 103_424)])
 def test_numbers_per_task(width, gate):
-    shapes = target_shapes("t5", KNOWN["t5-large"].config)
+    shapes = target_shapes("t5", REGISTRY["t5-large"].config)
     for variant, pairs in (("inf_lora", 1_179_648), ("o_lora", 2_359_296)):
         settings = GainLoraSettings(variant=variant, gate={"width": width})
         method = GainLora(GainLora.resolve(settings, "t5-large", "superni"))

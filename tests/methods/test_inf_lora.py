@@ -15,7 +15,7 @@ from helpers.tiny import bank_of, random_rows, task_data
 from pydantic import ValidationError
 
 from latent_sweep.backbones.batches import collate, label_logits
-from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.errors import DataError
 from latent_sweep.methods._gpm import GpmSettings
 from latent_sweep.methods.inf_lora import InfLora, InfLoraSettings
@@ -205,7 +205,7 @@ def test_presets(backbone_name, benchmark, expected):
 
 def test_numbers_per_task():
     method = InfLora(InfLora.resolve(InfLoraSettings(), "t5-large", "superni"))
-    assert method.parameter_count(target_shapes("t5", KNOWN["t5-large"].config), 1024) == 1_179_648
+    assert method.parameter_count(target_shapes("t5", REGISTRY["t5-large"].config), 1024) == 1_179_648
 
 
 @pytest.mark.parametrize(

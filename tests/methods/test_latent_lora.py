@@ -5,7 +5,7 @@ import torch
 from helpers.tiny import bank_of, learn, learns, random_rows, task_data
 from pydantic import ValidationError
 
-from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from latent_sweep.adapters.lora import DeltaSum, new_branch, outputs_of
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
-from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods import method_class
@@ -186,7 +186,7 @@ def test_a_fault_is_found_when_the_settings_are_read(fault):
 )
 def test_the_parameter_counts_of_the_papers_table(backbone, count):
     """At r = 8; Llama-3-8B is narrower in v than the paper's table counts."""
-    known = KNOWN[backbone]
+    known = REGISTRY[backbone]
     assert planned("seq_lora").parameter_count(target_shapes(known.family, known.config), 1024) == count
 
 

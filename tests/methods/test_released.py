@@ -26,8 +26,8 @@ from helpers.tiny import bank_of, learn, load_tiny, task_data
 from latent_sweep.adapters import gate as gate_formulas
 from latent_sweep.adapters import lora as lora_formulas
 from latent_sweep.backbones.architectures import random_model
-from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.methods import _gate, _gpm, method_class
 from latent_sweep.methods.protocol import MethodContext

@@ -14,7 +14,7 @@ from helpers.sweep_folders import TASKS, journal_of, learn, run_to_end, start, w
 from helpers.sweeps import sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.prompts import encode_prompt, split_prompts
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.errors import StoreError
@@ -321,7 +321,7 @@ def forgetful(folder, tmp_path):
     spec = load_benchmark("builtin")
     settings = finished_trials(sweep_folder(folder))[0].benchmark().model_copy(update={"test_per_task": 4})
     (trial.path / "trial.yaml").write_text(yaml.safe_dump({"benchmark": settings.model_dump(mode="json")}))
-    ids = [row.id for row in load_rows(spec, spec.tasks[0], "test", settings)]
+    ids = [row.id for row in load_examples(spec, spec.tasks[0], "test", settings)]
     start(trial)
     files = TrialFiles(sweep, trial.trial_id, ORDER, ["a", "b", "c"])
     for found in scores.values():
@@ -393,7 +393,7 @@ def test_the_map_shows_what_the_router_reads(folder, llama):
     settings, spec = soft.trial.benchmark(), load_benchmark("builtin")
     for place, name in enumerate(ORDER):
         task = next(one for one in spec.tasks if one.name == name)
-        rows = load_rows(spec, task, "test", settings)
+        rows = load_examples(spec, task, "test", settings)
         parts = split_prompts(spec, task, "test", settings, (row.input for row in rows))
         ids = [encode_prompt(part, llama.tokenizer, "llama", settings.max_source_length) for part in parts]
         expected = [llama.embedding_table[prompt].double().mean(0).numpy() for prompt in ids]

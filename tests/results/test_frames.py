@@ -22,7 +22,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from latent_sweep import open_sweep
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import BenchmarkSettings, load_benchmark
 from latent_sweep.errors import ConfigError, DataError, StoreError
 from latent_sweep.results.frames import SweepResults
@@ -263,7 +263,7 @@ def test_answers_have_the_text_of_their_rows_where_the_data_is_the_same(finished
     task = next(task for task in spec.tasks if task.name == "mood")
     trial = next(iter(sweep_folder(finished)))
     settings = BenchmarkSettings.model_validate(trial.settings()["benchmark"])
-    texts = {row.id: row.input for row in load_rows(spec, task, "test", settings)}
+    texts = {row.id: row.input for row in load_examples(spec, task, "test", settings)}
     assert len(texts) > 1
     assert found["input"].tolist() == [texts[row] for row in found["row_id"]]
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 
 from latent_sweep.adapters.latent import OrthoPenalty
-from latent_sweep.backbones.known import KNOWN, target_shapes
+from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.cli.main import main
 from latent_sweep.methods.o_lora import overlap
 from latent_sweep.report.interference_pictures import interference_pictures
@@ -119,7 +119,7 @@ def test_overlaps_of_a_sweep_are_those_of_its_whole_weight_changes(folder):
     (path,) = (folder / "runs" / "factors").glob("*.safetensors")
     factors = load_file(path)
     names = [name[:-2] for name in factors if name.endswith(".U")]
-    order = list(target_shapes("llama", KNOWN["tiny-llama"].config))
+    order = list(target_shapes("llama", REGISTRY["tiny-llama"].config))
     assert sorted(order) == sorted(names)
     for one in found:
         lineages = [event["lineage"] for event in stages(one.trial.events)]

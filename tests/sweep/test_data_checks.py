@@ -17,7 +17,7 @@ from helpers.sweeps import change_benchmark, tiny, write, write_benchmark
 from helpers.tiny import load_tiny
 
 from latent_sweep.backbones.generation import answer_text
-from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer, tokenizer_at_hand
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError, DataError

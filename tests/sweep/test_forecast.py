@@ -7,7 +7,7 @@ import pytest
 import yaml
 from helpers.sweeps import tiny, write, write_benchmark
 
-from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import tokenizer_at_hand
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import DATA_VARIABLE

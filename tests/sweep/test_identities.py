@@ -22,12 +22,12 @@ from pydantic import Field
 
 from latent_sweep.adapters.factors import factors_name
 from latent_sweep.backbones.architectures import random_model
-from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.data import schema
 from latent_sweep.data.chat import Chat
-from latent_sweep.data.loaders import data_digest, tokens_name
+from latent_sweep.data.loaders import data_digest, token_cache_name
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, stop_of, target_length
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
@@ -278,15 +278,15 @@ class Subject:
         def tokens(position, split, whole=False):
             longest = 1 << 20 if whole else b.max_source_length
             chat = Chat("user: ", "assistant: ", 2, strips=False) if b.chat else None
-            return tokens_name(
+            return token_cache_name(
                 data(position, split), b, backbone.tokenizer_digest, "llama", longest, b.max_target_length, chat
             )
 
-        def tokenised(position, split):
+        def tokenized(position, split):
             name = tokens(position, split, whole=not s.router.pool.truncate)
             return SimpleNamespace(folder=Path("/tokens") / name)
 
-        combiner = Combiner(s.router, backbone, tokenised, None, len(trial.tasks), s.seed, Path())
+        combiner = Combiner(s.router, backbone, tokenized, None, len(trial.tasks), s.seed, Path())
         splits = [(position, split) for position in range(len(trial.tasks)) for split in ("train", "test")]
         prompts = [[int(tokens(0, "test"), 16)]] * s.evaluation.batch_size
         lineages = trial.lineages()

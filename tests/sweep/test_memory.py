@@ -14,8 +14,8 @@ from helpers.sweeps import tiny
 from helpers.tiny import bank_of, checkpoint_at, task_data
 
 from latent_sweep.backbones.architectures import random_model
-from latent_sweep.backbones.known import EMBEDDED, KNOWN, BackboneSettings, KnownBackbone
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.registry import EMBEDDED, REGISTRY, BackboneSettings, BackboneSpec
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.memory import (
     GATHER_ROOM,
@@ -33,30 +33,32 @@ from latent_sweep.sweep.plan import expand, pack
 from latent_sweep.sweep.schema import RunSettings
 from latent_sweep.training.engine import Engine
 
-LLAMA = dict(KNOWN["tiny-llama"].config, hidden_size=128, num_hidden_layers=3, intermediate_size=344, vocab_size=600)
-T5 = dict(KNOWN["tiny-t5"].config, d_model=128, num_layers=3, num_decoder_layers=3, d_kv=32, d_ff=512, vocab_size=600)
+LLAMA = dict(REGISTRY["tiny-llama"].config, hidden_size=128, num_hidden_layers=3, intermediate_size=344, vocab_size=600)
+T5 = dict(
+    REGISTRY["tiny-t5"].config, d_model=128, num_layers=3, num_decoder_layers=3, d_kv=32, d_ff=512, vocab_size=600
+)
 SHAPES = {
-    "small-llama": KnownBackbone("llama", "config", LLAMA),
-    "small-t5": KnownBackbone("t5", "config", T5),
-    "wide-llama": KnownBackbone(
+    "small-llama": BackboneSpec("llama", "config", LLAMA),
+    "small-t5": BackboneSpec("t5", "config", T5),
+    "wide-llama": BackboneSpec(
         "llama",
         "config",
         LLAMA
         | dict(hidden_size=1024, num_hidden_layers=3, num_attention_heads=16, intermediate_size=2752, vocab_size=8000),
     ),
-    "deep-llama": KnownBackbone(
+    "deep-llama": BackboneSpec(
         "llama",
         "config",
         LLAMA
         | dict(hidden_size=384, num_hidden_layers=20, num_attention_heads=12, num_key_value_heads=4, vocab_size=4000)
         | dict(intermediate_size=1024),
     ),
-    "wide-t5": KnownBackbone(
+    "wide-t5": BackboneSpec(
         "t5",
         "config",
         T5 | dict(d_model=768, num_layers=3, num_decoder_layers=3, num_heads=12, d_kv=64, d_ff=3072, vocab_size=8000),
     ),
-    "deep-t5": KnownBackbone(
+    "deep-t5": BackboneSpec(
         "t5",
         "config",
         T5 | dict(d_model=256, num_layers=16, num_decoder_layers=16, num_heads=8, d_kv=64, d_ff=1024, vocab_size=4000),
@@ -64,17 +66,17 @@ SHAPES = {
 }
 """Random models beside the named ones: small for every run of the tests, wide and deep with some 30 to 60 M numbers."""
 
-DECODER = {name: value for name, value in LLAMA.items() if name != "initializer_range"} | KNOWN["tiny-olmo2"].config
+DECODER = {name: value for name, value in LLAMA.items() if name != "initializer_range"} | REGISTRY["tiny-olmo2"].config
 DECODER |= {name: LLAMA[name] for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")}
-GEMMA = KNOWN["tiny-gemma3"].config | DECODER
+GEMMA = REGISTRY["tiny-gemma3"].config | DECODER
 SHAPES |= {
-    "small-qwen3": KnownBackbone("qwen3", "config", DECODER | {"head_dim": 64}),
-    "small-qwen2": KnownBackbone("qwen2", "config", DECODER),
-    "small-gemma3": KnownBackbone("gemma3_text", "config", GEMMA | {"layer_types": ["full_attention"] * 3}),
-    "small-olmo2": KnownBackbone("olmo2", "config", DECODER),
-    "small-phi4": KnownBackbone("phi3", "config", DECODER),
-    "small-umt5": KnownBackbone("umt5", "config", T5),
-    "small-flan-t5": KnownBackbone(
+    "small-qwen3": BackboneSpec("qwen3", "config", DECODER | {"head_dim": 64}),
+    "small-qwen2": BackboneSpec("qwen2", "config", DECODER),
+    "small-gemma3": BackboneSpec("gemma3_text", "config", GEMMA | {"layer_types": ["full_attention"] * 3}),
+    "small-olmo2": BackboneSpec("olmo2", "config", DECODER),
+    "small-phi4": BackboneSpec("phi3", "config", DECODER),
+    "small-umt5": BackboneSpec("umt5", "config", T5),
+    "small-flan-t5": BackboneSpec(
         "t5", "config", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     ),
 }
@@ -86,7 +88,7 @@ TARGETS = {"tiny-phi4": ["qkv_proj"], "small-phi4": ["qkv_proj"]}
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch):
     for name, known in SHAPES.items():
-        monkeypatch.setitem(KNOWN, name, known)
+        monkeypatch.setitem(REGISTRY, name, known)
 
 
 def trial_of(backbone="small-llama", dtype="float32", method="latent_lora", prompt=64, target=8, **changes):
@@ -116,13 +118,13 @@ def run_of(workers=1, accelerator=None, **engine):
 # --- weights and shapes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*KNOWN, *SHAPES])
+@pytest.mark.parametrize("name", [*REGISTRY, *SHAPES])
 def test_weights_are_counted_exactly(name):
     import torch
 
-    config = {**KNOWN[name].config, **({"tie_word_embeddings": True} if name == EMBEDDED else {})}
+    config = {**REGISTRY[name].config, **({"tie_word_embeddings": True} if name == EMBEDDED else {})}
     with torch.device("meta"):
-        model = random_model(KNOWN[name].family, config, torch.bfloat16)
+        model = random_model(REGISTRY[name].family, config, torch.bfloat16)
     shape = shape_of(BackboneSettings(name=name, targets=TARGETS.get(name)))
     assert shape.parameters == Counter(p.numel() for p in model.parameters())
     trial = trial_of({"name": name, "targets": TARGETS.get(name)}, "bfloat16")

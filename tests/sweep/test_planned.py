@@ -17,7 +17,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.identity import _commit, backbone_identity, pinned, unpinned
-from latent_sweep.backbones.known import BackboneSettings
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.cli.main import main
 from latent_sweep.errors import ConfigError, DataError

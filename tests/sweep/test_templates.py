@@ -16,10 +16,10 @@ from helpers.patience import PATIENCE
 from helpers.sweeps import write_benchmark
 
 import latent_sweep
-from latent_sweep.backbones.known import EMBEDDED
+from latent_sweep.backbones.registry import EMBEDDED
 from latent_sweep.cli import init as command
 from latent_sweep.cli.main import main
-from latent_sweep.data.loaders import load_rows
+from latent_sweep.data.loaders import load_examples
 from latent_sweep.data.schema import load_benchmark
 from latent_sweep.settings import parse_yaml
 from latent_sweep.storage.folders import open_sweep
@@ -156,7 +156,7 @@ def test_an_own_benchmark_is_whole_and_runs(tmp_path, capsys):
     spec = load_benchmark(str(tmp_path / "mine_tasks"))
     settings = resolve_benchmark("mine.yaml")
     for task in spec.tasks:
-        train, test = (load_rows(spec, task, split, settings) for split in ("train", "test"))
+        train, test = (load_examples(spec, task, split, settings) for split in ("train", "test"))
         assert (len(train), len(test)) == (starting.OWN_ROWS["train"], starting.OWN_ROWS["test"])
         assert not {row.input for row in train} & {row.input for row in test}
     assert set(spec.orders) == {"1", "2"}

@@ -19,16 +19,16 @@ from helpers.imitated_gpu import Record
 from helpers.steady_steps import workshop
 
 from latent_sweep.backbones.architectures import random_model
-from latent_sweep.backbones.known import KNOWN, BackboneSettings, Family
 from latent_sweep.backbones.loading import Backbone, assemble
+from latent_sweep.backbones.registry import REGISTRY, BackboneSettings, Family
 
 DEPTHS = {"t5-large": 24, "llama-2-7b": 32, "llama-3-8b": 32, "llama-2-13b": 40}
 
 
 def shallow(name: str, depth: int, dtype: str = "bfloat16") -> Backbone:
     """A backbone of this name's family with so many layers (of T5 in each half) and the tiny one's widths."""
-    known = KNOWN[name]
-    tiny = KNOWN[f"tiny-{known.family}"]
+    known = REGISTRY[name]
+    tiny = REGISTRY[f"tiny-{known.family}"]
     config: dict[str, Any] = {**tiny.config}
     if known.family == "t5":
         config |= {"num_layers": depth, "num_decoder_layers": depth}

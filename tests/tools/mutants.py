@@ -1360,7 +1360,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sources::test_every_kind_of_file_gives_the_same_rows",
     ),
     _mutant(
-        "data/rows.py",
+        "data/examples.py",
         "training always takes the first reference",
         'int.from_bytes(digest[:8], "big") % len(self.references)',
         "0",

@@ -19,8 +19,8 @@ from helpers.sweeps import end, launch, sweep_folder, tiny, wait_until, write
 
 from latent_sweep import ContinualModel
 from latent_sweep.cli.main import main
+from latent_sweep.deploy.extraction import find_trial
 from latent_sweep.deploy.folder import is_model, opened
-from latent_sweep.deploy.opening import find_trial
 from latent_sweep.errors import ConfigError
 from latent_sweep.storage.journal import stages
 from latent_sweep.tracking.contents import MODEL_FOLDER

@@ -13,8 +13,8 @@ from helpers.steady_steps import workshop
 from helpers.tiny import FAMILIES, Runs, learns, load_tiny
 
 from latent_sweep.backbones.generation import LOOK_EVERY
-from latent_sweep.backbones.known import BackboneSettings
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.storage.snapshots import TaskCheckpoint
@@ -34,7 +34,7 @@ class Cut(BaseException):
 
 @pytest.fixture(scope="module")
 def tokens():
-    """The first runs of each family, which have tokenised the rows."""
+    """The first runs of each family, which have tokenized the rows."""
     return {}
 
 

@@ -71,7 +71,7 @@ def counts(monkeypatch):
     counting(TaskGmm, "load", "mixtures looked for")
     counting(TaskScatter, "load", "scatters looked for")
     counting(evaluation, "read_sealed_json", "answers looked for")
-    counting(context, "tokenised", "files tokenised")
+    counting(context, "tokenized", "files tokenized")
     return counts
 
 
@@ -131,7 +131,7 @@ def test_a_late_stage_does_no_more_than_an_early_one_beyond_its_pairs(stream, co
         "predictions written": 1,
         "answers written": 1,
         "scores.json written": 1,
-    }, "rows are tokenised, and components fitted, before the first task"
+    }, "rows are tokenized, and components fitted, before the first task"
 
 
 class Cut(BaseException):
@@ -180,7 +180,7 @@ def test_resuming_late_reads_every_file_once_and_does_nothing_again(stream, coun
     assert counts == {
         "snapshots checked": stages,
         "tensors read": stages,  # each R once, for the penalty of the task that is learned next
-        "files tokenised": 2 * n_tasks,  # training and test rows of all tasks, before one of them is learned
+        "files tokenized": 2 * n_tasks,  # training and test rows of all tasks, before one of them is learned
         "mixtures looked for": n_tasks,
         "scatters looked for": n_tasks,
         "leases": 2,  # to write the trial's folder, and to learn that task

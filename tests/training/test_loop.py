@@ -10,8 +10,8 @@ from helpers.tiny import bank_of, learn, load_tiny, random_rows, task_data
 from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.batches import collate, epoch_batches, forward, label_logits
-from latent_sweep.backbones.known import KNOWN
 from latent_sweep.backbones.outputs import Outputs
+from latent_sweep.backbones.registry import REGISTRY
 from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
@@ -177,7 +177,7 @@ def test_the_backbones_own_dropout_is_that_of_transformers(train, backbone, chec
     """The first step's loss, where the adapter does nothing yet, against the same weights in training mode."""
     settings = {"backbone_dropout": 0.3, "max_steps": 1, "batch_size": 12, "gradient_checkpointing": checkpointing}
     *_, (loss,) = train(R_init="zero", **settings)
-    model = random_model("t5", {**KNOWN["tiny-t5"].config, "dropout_rate": 0.3}, torch.float32)
+    model = random_model("t5", {**REGISTRY["tiny-t5"].config, "dropout_rate": 0.3}, torch.float32)
     model.load_state_dict(backbone.model.state_dict())
     model.train()
     lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in ROWS]

@@ -19,7 +19,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Row:
+class Example:
     """One example of a task."""
 
     id: str
@@ -37,7 +37,7 @@ class Row:
         return self.references[int.from_bytes(digest[:8], "big") % len(self.references)]
 
 
-def row_of(where: str, record: Any, default_id: str, reader: RecordReader | None) -> Row | None:
+def to_example(where: str, record: Any, default_id: str, reader: RecordReader | None) -> Example | None:
     """The row that a record is; None where it is none of those that are read.
 
     Args:
@@ -59,10 +59,10 @@ def row_of(where: str, record: Any, default_id: str, reader: RecordReader | None
     mapped = reader.mapped(where, record)
     if mapped is None:
         return _recognised(where, reader.named(where, record), default_id)
-    return _whole_characters(where, Row(default_id, *mapped))
+    return _whole_characters(where, Example(default_id, *mapped))
 
 
-def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
+def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Example:
     """The row that a record is by the names of its columns."""
     shape, row_id = shape_of(record), record.get("id", default_id)
     if type(row_id) not in (str, int):
@@ -74,7 +74,7 @@ def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
                 f"{where}: `{MESSAGES}` is {found}; expected a list of objects with the texts `role` (system, user or "
                 "assistant) and `content`, two or more, the last one the assistant's."
             )
-        return _whole_characters(where, Row(str(row_id), chat[0], (chat[1],), _unread(record, (MESSAGES,))))
+        return _whole_characters(where, Example(str(row_id), chat[0], (chat[1],), _unread(record, (MESSAGES,))))
     if shape is None:
         missing = "` and `".join(column for column in nearest_shape(record).columns if column not in record)
         raise DataError(
@@ -89,10 +89,10 @@ def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Row:
         raise DataError(
             f"{where}: `{shape.answer}` is {kind_of(answer)}: {quoted(answer, 60)}; expected a string or strings."
         )
-    return _whole_characters(where, Row(str(row_id), text, tuple(references), _unread(record, shape.columns)))
+    return _whole_characters(where, Example(str(row_id), text, tuple(references), _unread(record, shape.columns)))
 
 
-NUMBERS_ROWS = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
+ID_COLUMN = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
 """Columns that only number rows."""
 
 
@@ -109,7 +109,7 @@ def _unread(record: Mapping[str, Any], read: tuple[str, ...]) -> tuple[str, ...]
 
 @lru_cache(maxsize=256)  # one tuple for all rows of a file
 def _without_numbers(columns: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(column for column in columns if not NUMBERS_ROWS.fullmatch(column))
+    return tuple(column for column in columns if not ID_COLUMN.fullmatch(column))
 
 
 def is_whole(text: str) -> bool:
@@ -117,18 +117,18 @@ def is_whole(text: str) -> bool:
     return text.isascii() or _HALF_PAIR.search(text) is None
 
 
-def _whole_characters(where: str, row: Row) -> Row:
+def _whole_characters(where: str, row: Example) -> Example:
     if not all(map(is_whole, (row.id, row.input, *row.references))):
         raise DataError(f"{where}: found half of a surrogate pair, which UTF-8 cannot hold; expected whole characters.")
     return row
 
 
-def is_labelled(row: Row) -> bool:
+def is_labelled(row: Example) -> bool:
     """Whether a row's answers hold a letter or a digit."""
     return any(character.isalnum() for reference in row.references for character in reference)
 
 
-def check_labels(where: str, row: Row, labels: tuple[str, ...]) -> None:
+def check_labels(where: str, row: Example, labels: tuple[str, ...]) -> None:
     """Hold a row's answers against the labels of its task.
 
     Raises:

@@ -73,7 +73,7 @@ class BackboneSettings(Settings):
 
 
 @dataclass(frozen=True)
-class KnownBackbone:
+class BackboneSpec:
     """A backbone known by name: where it comes from, and the configuration its shapes follow from."""
 
     family: str
@@ -97,7 +97,7 @@ class KnownBackbone:
 
 def _llama(
     source: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: Any
-) -> KnownBackbone:
+) -> BackboneSpec:
     config = dict(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -107,10 +107,10 @@ def _llama(
         vocab_size=vocab,
         **more,
     )
-    return KnownBackbone("llama", source, config)
+    return BackboneSpec("llama", source, config)
 
 
-def _t5(source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model: int = 1024) -> KnownBackbone:
+def _t5(source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model: int = 1024) -> BackboneSpec:
     config = dict(
         d_model=d_model,
         num_layers=layers,
@@ -120,32 +120,32 @@ def _t5(source: str, heads: int, d_kv: int, d_ff: int, layers: int = 24, d_model
         d_ff=d_ff,
         vocab_size=32128,
     )
-    return KnownBackbone("t5", source, config)
+    return BackboneSpec("t5", source, config)
 
 
 TINY_VOCABULARY = 260  # 256 bytes and four special tokens
 
 
-def _tiny(family: str, **more: Any) -> KnownBackbone:
+def _tiny(family: str, **more: Any) -> BackboneSpec:
     """A decoder of two layers; its weights are wide enough that an adapter can move the logits."""
     known = _llama("config", 32, 2, 4, 2, 64, TINY_VOCABULARY, initializer_range=0.2, **more)
-    return KnownBackbone(family, "config", known.config)
+    return BackboneSpec(family, "config", known.config)
 
 
-def _tiny_t5(family: str, **more: Any) -> KnownBackbone:
+def _tiny_t5(family: str, **more: Any) -> BackboneSpec:
     known = _t5("config", heads=4, d_kv=8, d_ff=64, layers=2, d_model=32)
     ids = dict(
         pad_token_id=0,
         eos_token_id=2,  # the byte tokenizer's own; T5's default is 1
         decoder_start_token_id=0,
     )
-    return KnownBackbone(family, "config", {**known.config, "vocab_size": TINY_VOCABULARY, **ids, **more})
+    return BackboneSpec(family, "config", {**known.config, "vocab_size": TINY_VOCABULARY, **ids, **more})
 
 
 _IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 """Special tokens of the byte tokenizer; the families' own lie beyond a tiny vocabulary."""
 
-KNOWN: Mapping[str, KnownBackbone] = {
+REGISTRY: Mapping[str, BackboneSpec] = {
     EMBEDDED: _llama(f"package:{EMBEDDED_PACKAGE}", 576, 30, 9, 3, 1536, 49152),
     "t5-large": _t5("google-t5/t5-large", heads=16, d_kv=64, d_ff=4096),
     "t5-3b": _t5("google-t5/t5-3b", heads=32, d_kv=128, d_ff=16384),
@@ -177,21 +177,21 @@ BYTE_IDS = dict(**_IDS, decoder_start_token_id=0)
 """The same of any model, an encoder-decoder among them."""
 
 
-def known_backbone(name: str) -> KnownBackbone | None:
+def registered_backbone(name: str) -> BackboneSpec | None:
     """Look up the backbone of this name, `random:` before it or not; None where there is none."""
-    known = KNOWN.get(name.removeprefix(RANDOM))
+    known = REGISTRY.get(name.removeprefix(RANDOM))
     if known is None or not name.startswith(RANDOM):
         return known
-    return KnownBackbone(known.family, "config", {**known.config, **BYTE_IDS})
+    return BackboneSpec(known.family, "config", {**known.config, **BYTE_IDS})
 
 
-def describe(settings: BackboneSettings) -> KnownBackbone | None:
+def describe(settings: BackboneSettings) -> BackboneSpec | None:
     """Family, source and configuration of a backbone without loading it; None where only the hub knows them.
 
     Raises:
         ConfigError: a local folder is no checkpoint of a model that is supported.
     """
-    known = known_backbone(settings.name)
+    known = registered_backbone(settings.name)
     if known is not None:
         return known
     folder = Path(settings.name)
@@ -225,7 +225,7 @@ def describe(settings: BackboneSettings) -> KnownBackbone | None:
         raise ConfigError(
             f"backbone.name: {path}: sizes such as hidden_size are no positive whole numbers; copy the checkpoint again"
         )
-    return KnownBackbone(kind, str(folder), config)
+    return BackboneSpec(kind, str(folder), config)
 
 
 def family_of(name: str) -> Protocol:
@@ -274,7 +274,7 @@ def _target_shapes(family: str, config: str, targets: Sequence[str] | str | None
     return select(family, family_of_type(family, content), outline(family, content).linears, targets)
 
 
-def in_one_spelling(settings: BackboneSettings) -> BackboneSettings:
+def canonical_targets(settings: BackboneSettings) -> BackboneSettings:
     """Write the same adapted projections in the same way, whatever they were called: None where it is the default.
 
     Raises:
@@ -295,7 +295,7 @@ def in_one_spelling(settings: BackboneSettings) -> BackboneSettings:
     return settings.model_copy(update={"targets": targets})
 
 
-def _default(known: KnownBackbone, linears: Shapes) -> Shapes:
+def _default(known: BackboneSpec, linears: Shapes) -> Shapes:
     try:
         return select(known.family, known.traits, linears, None)
     except ConfigError:  # a fused projection, which the default does not have

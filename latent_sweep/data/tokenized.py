@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-class TokenRows:
+class TokenizedExamples:
     """The rows of a folder that `write_folder` has written.
 
     `datasets` takes ten milliseconds to open such a folder, and copies its description at each look: a pack opens two

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from latent_sweep.backbones.architectures import device_of
 from latent_sweep.backbones.families import refusal
 from latent_sweep.backbones.files import checkpoint_file, embedded_folder, tensor_files
-from latent_sweep.backbones.known import EMBEDDED, BackboneSettings, KnownBackbone, describe
 from latent_sweep.backbones.outlines import outline
+from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, BackboneSpec, describe
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StoredProjection:
+class CheckpointProjection:
     """An adapted projection that lies in a checkpoint: its weight is mapped when it is asked for, and never kept."""
 
     file: Path
@@ -41,17 +41,17 @@ class StoredProjection:
     @property
     def weight(self) -> torch.Tensor:
         """Read the weight, (out, in), in the type and on the device in which the loaded backbone has it."""
-        return stored_weight(self.file, self.name).to(self.device, self.dtype)
+        return read_weight(self.file, self.name).to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
-class StoredBackbone:
+class CheckpointWeights:
     """The weights of a backbone that the methods read, in the safetensors files of its checkpoint: no model is loaded.
 
     They are the loaded backbone's bit for bit: loading casts every weight to `backbone.dtype` and no further.
     """
 
-    projections: Mapping[str, StoredProjection]
+    projections: Mapping[str, CheckpointProjection]
     """Adapted projections by module name, in the order of `target_shapes`."""
     embedding_file: Path
     embedding_name: str
@@ -65,7 +65,7 @@ class StoredBackbone:
     @property
     def embedding_table(self) -> torch.Tensor:
         """The input embedding table, (vocabulary, d), mapped from its file."""
-        return stored_weight(self.embedding_file, self.embedding_name).to(self.dtype)
+        return read_weight(self.embedding_file, self.embedding_name).to(self.dtype)
 
     def _weights(self) -> Iterator[torch.Tensor]:
         yield self.embedding_table
@@ -73,7 +73,7 @@ class StoredBackbone:
             yield projection.weight
 
 
-def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
+def checkpoint_weights(settings: BackboneSettings) -> CheckpointWeights | None:
     """The weights of a backbone on this machine, in a local folder or the hub's cache; reads names, no weight.
 
     Returns:
@@ -106,13 +106,13 @@ def stored_backbone(settings: BackboneSettings) -> StoredBackbone | None:
         return None
     dtype, device = getattr(torch, settings.dtype), device_of(settings)
     projections = {
-        name: StoredProjection(files[f"{name}.weight"], f"{name}.weight", *shape, dtype, device)
+        name: CheckpointProjection(files[f"{name}.weight"], f"{name}.weight", *shape, dtype, device)
         for name, shape in shapes.items()
     }
-    return StoredBackbone(projections, files[wanted[0]], wanted[0], dtype)
+    return CheckpointWeights(projections, files[wanted[0]], wanted[0], dtype)
 
 
-def stored_weight(file: Path, name: str) -> torch.Tensor:
+def read_weight(file: Path, name: str) -> torch.Tensor:
     """One tensor of a safetensors file, mapped."""
     from safetensors import safe_open
 
@@ -120,11 +120,11 @@ def stored_weight(file: Path, name: str) -> torch.Tensor:
         return tensors.get_tensor(name)
 
 
-def _described_by_cache(source: str, revision: str | None) -> KnownBackbone | None:
+def _described_by_cache(source: str, revision: str | None) -> BackboneSpec | None:
     path = checkpoint_file(source, "config.json", revision)
     config = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     kind = config.get("model_type")
-    return KnownBackbone(kind, source, config) if isinstance(kind, str) and not refusal(kind, config) else None
+    return BackboneSpec(kind, source, config) if isinstance(kind, str) and not refusal(kind, config) else None
 
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.data.loaders import load_rows, row_count, source_digest
+from latent_sweep.data.loaders import count_examples, load_examples, source_digest
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark, scoring_metric
 from latent_sweep.deploy.content import ModelContent
 from latent_sweep.errors import ConfigError, DataError
@@ -20,12 +20,12 @@ from latent_sweep.settings import content_hash
 from latent_sweep.storage.files import cache_folder, write_file
 from latent_sweep.sweep.plan import SPLITS, Trial
 
-RowLike = Mapping[str, Any]
+ExampleLike = Mapping[str, Any]
 """`{"input": text, "output": text or texts}`, as in a benchmark's files."""
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class NewTask:
     """One task to learn after those that a model has learned."""
 
     task: TaskSpec
@@ -35,13 +35,13 @@ class Lesson:
     """The same, with the benchmark that the task's rows are read from in the place of the model's own."""
 
 
-def lesson_of(
+def new_task(
     content: ModelContent,
     task: str | TaskSpec,
     benchmark: str | Path | None,
-    rows: Sequence[RowLike] | None,
-    held_out: Sequence[RowLike],
-) -> Lesson:
+    rows: Sequence[ExampleLike] | None,
+    held_out: Sequence[ExampleLike],
+) -> NewTask:
     """Find the task and its rows; see `ContinualModel.learn`.
 
     Raises:
@@ -82,7 +82,7 @@ def lesson_of(
     _check_rows(reading, task)
     if rows:
         _check_limits(reading, task, len(rows), len(held_out))
-    return Lesson(task, replace(reading, spec=_holding(trial.spec, task)), reading)
+    return NewTask(task, replace(reading, spec=_holding(trial.spec, task)), reading)
 
 
 def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
@@ -94,7 +94,7 @@ def _named(source: BenchmarkSpec, name: str) -> TaskSpec:
 
 
 def _own_benchmark(
-    spec: BenchmarkSpec, task: TaskSpec, rows: Sequence[RowLike], held_out: Sequence[RowLike]
+    spec: BenchmarkSpec, task: TaskSpec, rows: Sequence[ExampleLike], held_out: Sequence[ExampleLike]
 ) -> BenchmarkSpec:
     """Write the rows of a task down as those of a benchmark of one's own, where they are read like any others.
 
@@ -163,8 +163,8 @@ def _check_rows(trial: Trial, task: TaskSpec) -> None:
         DataError: they are not at hand, or malformed.
     """
     s = trial.settings
-    load_rows(trial.spec, task, "train", s.benchmark, source=trial.source(task, "train"))
-    count = row_count(trial.spec, task, "train", s.benchmark)
+    load_examples(trial.spec, task, "train", s.benchmark, source=trial.source(task, "train"))
+    count = count_examples(trial.spec, task, "train", s.benchmark)
     if s.router.mode in ROUTED and s.router.components > count:
         raise ConfigError(
             f"task {task.name}: found {count} training rows; the router of this model has {s.router.components} "

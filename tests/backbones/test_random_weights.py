@@ -4,16 +4,16 @@ import pytest
 import torch
 from helpers.imitated_gpu import imitated_gpu
 
-from latent_sweep.backbones import drawing
+from latent_sweep.backbones import random_weights
 from latent_sweep.backbones.architectures import drawn_model, random_model
-from latent_sweep.backbones.drawing import normal_numbers, our_numbers
 from latent_sweep.backbones.files import local_folder
 from latent_sweep.backbones.identity import backbone_identity
-from latent_sweep.backbones.known import KNOWN, RANDOM, BackboneSettings, known_backbone
 from latent_sweep.backbones.loading import load_backbone
+from latent_sweep.backbones.random_weights import normal_values, portable_random
+from latent_sweep.backbones.registry import RANDOM, REGISTRY, BackboneSettings, registered_backbone
 from latent_sweep.storage import versions
 
-TINY = [name for name in KNOWN if name.startswith("tiny-")]
+TINY = [name for name in REGISTRY if name.startswith("tiny-")]
 
 
 def splitmix64(i: int) -> int:
@@ -30,7 +30,7 @@ def test_numbers_are_sums_of_the_parts_of_a_hash(first):
     sums = [sum((splitmix64(i) >> shift) & 65535 for shift in (0, 16, 32, 48)) for i in range(first + 1, first + 201)]
     deviation = (4 * (65536**2 - 1) / 12) ** 0.5
     expected = (torch.tensor(sums, dtype=torch.float64) - 131070) / deviation
-    torch.testing.assert_close(normal_numbers(first, torch.empty(200)).double(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(normal_values(first, torch.empty(200)).double(), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_the_hash_is_the_published_one():
@@ -38,23 +38,23 @@ def test_the_hash_is_the_published_one():
 
 
 def test_numbers_are_as_good_as_normal():
-    x = normal_numbers(0, torch.empty(1 << 20)).double()
+    x = normal_values(0, torch.empty(1 << 20)).double()
     assert abs(x.mean()) < 4e-3 and abs(x.std() - 1) < 4e-3
     assert abs((x**3).mean()) < 0.02 and abs((x**4).mean() - 2.7) < 0.03  # a sum of four uniform ones: 3 - 1.2 / 4
     assert abs((x[1:] * x[:-1]).mean()) < 4e-3
 
 
 def test_weights_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
-    known = known_backbone(f"{RANDOM}tiny-llama")
+    known = registered_backbone(f"{RANDOM}tiny-llama")
     found = []
     for chunk in (1 << 16, 1000):
-        monkeypatch.setitem(drawing.CHUNK, "cpu", chunk)
+        monkeypatch.setitem(random_weights.CHUNK, "cpu", chunk)
         found.append(drawn_model(known.family, known.config, torch.float32, "cpu").state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in found), strict=True))
 
 
 def test_bfloat16_is_float32_rounded():
-    known = known_backbone(f"{RANDOM}tiny-t5")
+    known = registered_backbone(f"{RANDOM}tiny-t5")
     wide, narrow = (drawn_model(known.family, known.config, t, "cpu") for t in (torch.float32, torch.bfloat16))
     for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
@@ -63,7 +63,7 @@ def test_bfloat16_is_float32_rounded():
 @pytest.mark.parametrize("name", TINY)
 def test_every_family_is_drawn_as_transformers_means_it(name):
     """Deviations of every weight, ones, zeros, buffers, ties: as of the model that torch's own generator fills."""
-    known = known_backbone(f"{RANDOM}{name}")
+    known = registered_backbone(f"{RANDOM}{name}")
     drawn = drawn_model(known.family, known.config, torch.float32, "cpu")
     usual = random_model(known.family, known.config, torch.float32)
     assert [n for n, _ in drawn.named_parameters()] == [n for n, _ in usual.named_parameters()]
@@ -78,9 +78,9 @@ def test_every_family_is_drawn_as_transformers_means_it(name):
 
 
 def test_what_is_to_be_uniform_is_refused():
-    with pytest.raises(NotImplementedError, match="1 tensors"), our_numbers():
+    with pytest.raises(NotImplementedError, match="1 tensors"), portable_random():
         torch.nn.Linear(3, 4, bias=False)
-    with pytest.raises(NotImplementedError, match="bernoulli_"), our_numbers():
+    with pytest.raises(NotImplementedError, match="bernoulli_"), portable_random():
         torch.empty(3).bernoulli_()
 
 

@@ -26,7 +26,7 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Numbers drawn at once: what a CPU's cache holds, and what keeps a GPU busy in 128 MiB."""
 
 
-def normal_numbers(first: int, like: Tensor) -> Tensor:
+def normal_values(first: int, like: Tensor) -> Tensor:
     """Return the numbers of the sequence from `first` on, float32, of mean 0 and deviation 1.
 
     Args:
@@ -76,13 +76,13 @@ class _Drawing(TorchDispatchMode):
         numbers, chunk = tensor.view(-1), CHUNK[tensor.device.type]
         for start in range(0, numbers.numel(), chunk):
             part = numbers[start : start + chunk]
-            part.copy_(normal_numbers(self._drawn + start, part).mul_(deviation).add_(mean))
+            part.copy_(normal_values(self._drawn + start, part).mul_(deviation).add_(mean))
         self._drawn += numbers.numel()
         return tensor
 
 
 @contextmanager
-def our_numbers() -> Iterator[None]:
+def portable_random() -> Iterator[None]:
     """Have modules that are made within the block be filled from the sequence, which begins anew.
 
     Raises:
