@@ -17,10 +17,10 @@ from latent_sweep.bench.workbench import Workbench, first_trial
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.capabilities import Gated, prompt_read
 from latent_sweep.storage.snapshots import Snapshot
-from latent_sweep.sweep.plan import Member, Trial
+from latent_sweep.sweep.plan import Run, Trial
 from latent_sweep.training.evaluation import path_of
 from latent_sweep.training.loop import TaskTraining, TrainingSummary
-from latent_sweep.training.run import MemberRun
+from latent_sweep.training.run import ActiveRun
 
 REFERENCE = "seq_lora"
 """The method that the others are compared with: one LoRA pair, carried from task to task."""
@@ -68,7 +68,7 @@ class _Contender:
 
     def __init__(self, bench: Workbench, trial: Trial):
         self.bench, self.context, self.trial = bench, bench.context, trial
-        self.run = MemberRun(Member((trial,), bench.subject.rank), (), bench.context)
+        self.run = ActiveRun(Run((trial,), bench.subject.rank), (), bench.context)
         self.outside: dict[int, float] = {}
         self.trainings: dict[int, TaskTraining] = {}
         for position in range(len(trial.tasks)):

@@ -32,12 +32,12 @@ from latent_sweep.settings import local_path
 from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.memory import with_checkpointing
-from latent_sweep.sweep.plan import Member, Trial
+from latent_sweep.sweep.plan import Run, Trial
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine
 from latent_sweep.training.evaluation import AnswerEnd, Evaluator
 from latent_sweep.training.events import say_nothing
-from latent_sweep.training.run import MemberRun, Members
+from latent_sweep.training.run import ActiveRun, ActiveRuns
 from latent_sweep.training.stage import learn_missing
 
 Array = npt.NDArray[np.float64]
@@ -316,14 +316,14 @@ class ContinualModel:
         position, engine = len(self.tasks), self.context.engine
         context = Context(_decided(lesson.reading, self.context), self._storage, engine)
         try:
-            run = MemberRun(Member((context.trial,), self.content.largest_rank), [], context)
+            run = ActiveRun(Run((context.trial,), self.content.largest_rank), [], context)
             run.snapshots = [known.snapshot for known in self.content.learned]
             if (lineages := [known.lineage for known in run.snapshots]) != list(run.lineages[:position]):
                 raise ConfigError(
                     "the code that learns is not the one that this model's snapshots were learned with; install the "
                     f"versions that the facts of {lineages[-1]} name"
                 )
-            learn_missing(Members([run], context), position, say_nothing)
+            learn_missing(ActiveRuns([run], context), position, say_nothing)
             if run.failure is not None:
                 raise run.failure
             combiner = records_combiner(context, context.trial)
@@ -343,8 +343,8 @@ class ContinualModel:
         for name in ("method", "_router", "_evaluator"):
             self.__dict__.pop(name, None)
 
-    def _run(self) -> MemberRun:
-        return MemberRun(Member((self.trial,), self.content.largest_rank), [], self.context)
+    def _run(self) -> ActiveRun:
+        return ActiveRun(Run((self.trial,), self.content.largest_rank), [], self.context)
 
     # --- keeping ---
 

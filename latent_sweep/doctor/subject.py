@@ -13,7 +13,7 @@ from latent_sweep.errors import MissingData
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.memory import GIB, RESERVE, decided, predict
-from latent_sweep.sweep.plan import Member, Trial, pack
+from latent_sweep.sweep.plan import Run, Trial, pack
 from latent_sweep.tracking.addresses import ray_address
 
 if TYPE_CHECKING:
@@ -131,10 +131,10 @@ def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) ->
     Nothing is resumed and nothing is saved.
     """
     from latent_sweep.storage.snapshots import TaskCheckpoint
-    from latent_sweep.training.run import MemberRun
+    from latent_sweep.training.run import ActiveRun
 
     largest = max(trial.method().rank(), 1)
-    training = MemberRun(Member((trial,), largest), (), context).training(
+    training = ActiveRun(Run((trial,), largest), (), context).training(
         0, lambda step, steps, losses: told.append(losses)
     )
     if not training.examples:

@@ -29,7 +29,7 @@ from latent_sweep.storage.watch import following, forget_the_old, requests_told
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
 from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.forecast import describe_plan, describe_tuning
-from latent_sweep.sweep.plan import Member, Pack, Trial, expand, pack
+from latent_sweep.sweep.plan import Pack, Run, Trial, expand, pack
 from latent_sweep.sweep.schema import GROUPS, EngineSettings
 from latent_sweep.sweep.tuning import (
     TUNING,
@@ -189,7 +189,7 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
         )
     folder = write_sweep(sweep, trials, storage)
     todo = _incomplete(packs, folder) if failed is None else failed
-    trainings, missing = (sum(len(p.members) for p in some) for some in (packs, todo))
+    trainings, missing = (sum(len(p.runs) for p in some) for some in (packs, todo))
     if how.only_failed:
         say(f"{missing} of {trainings} trainings have failed before and are run again")
     elif missing < trainings:
@@ -466,11 +466,11 @@ def _params(trial: Trial) -> dict[str, Any]:
 def _incomplete(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
     """Return the packs with those of their members that have something missing."""
 
-    def lacks(member: Member) -> bool:
+    def lacks(member: Run) -> bool:
         return not all(trial.files(folder).complete for trial in member.trials)
 
-    lacking = [Pack(tuple(filter(lacks, p.members))) for p in packs]
-    return [p for p in lacking if p.members]
+    lacking = [Pack(tuple(filter(lacks, p.runs))) for p in packs]
+    return [p for p in lacking if p.runs]
 
 
 def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
@@ -479,8 +479,8 @@ def _failed(packs: Sequence[Pack], folder: SweepFolder) -> list[Pack]:
     def failed(trial: Trial) -> bool:
         return status(folder.journal(trial.trial_id).read()) == "failed"
 
-    def kept(member: Member) -> Member:
+    def kept(member: Run) -> Run:
         return replace(member, trials=tuple(filter(failed, member.trials)))
 
-    left = [Pack(tuple(m for m in map(kept, p.members) if m.trials)) for p in packs]
-    return [p for p in left if p.members]
+    left = [Pack(tuple(m for m in map(kept, p.runs) if m.trials)) for p in packs]
+    return [p for p in left if p.runs]

@@ -19,7 +19,7 @@ from latent_sweep.security import redact
 from latent_sweep.storage.failures import Phase
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.journal import Event, Journal, status
-from latent_sweep.sweep.plan import Member, Pack, Trial
+from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.sweep.schema import RunSettings
 
 WHILE: Mapping[Phase, str] = {
@@ -91,9 +91,9 @@ def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], ru
         launched: length of each trial's journal when the sweep was launched, by trial id: an earlier launch's failures
             are forgiven.
     """
-    members: list[Member] = []
+    members: list[Run] = []
     halved: frozenset[Phase] = frozenset()
-    for member in pack.members:
+    for member in pack.runs:
         trials = []
         for trial in member.trials:
             journal = sweep.journal(trial.trial_id)
@@ -113,7 +113,7 @@ def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], ru
     return Pack(tuple(members), halved)
 
 
-def _with_half_the_rows(member: Member, workers: int) -> Member:
+def _with_half_the_rows(member: Run, workers: int) -> Run:
     """A member whose forward passes have half as many rows; its optimizer steps, and so its identity, stay."""
 
     def changed(trial: Trial) -> Trial:

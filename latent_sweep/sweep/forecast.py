@@ -33,7 +33,7 @@ from latent_sweep.storage.trial_files import told_rows
 from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.data_checks import Reader, reader_of
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, shape_of, with_checkpointing
-from latent_sweep.sweep.plan import Member, Pack, Trial, count_points, router_identity
+from latent_sweep.sweep.plan import Pack, Run, Trial, count_points, router_identity
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 from latent_sweep.sweep.schema import RunSettings
@@ -330,8 +330,8 @@ def describe_plan(
     ]
     for pack in packs:
         # the members of a pack stand together, with a bar beside them
-        bar = "|" if len(pack.members) > 1 else " "
-        lines += [f" {bar}{member.training_id}  {_member_text(member)}" for member in pack.members]
+        bar = "|" if len(pack.runs) > 1 else " "
+        lines += [f" {bar}{member.training_id}  {_run_text(member)}" for member in pack.runs]
     return "\n".join([*lines, *([""] if warnings else []), *warnings])
 
 
@@ -457,7 +457,7 @@ def _resources_text(run: RunSettings) -> str:
     return each if r.workers == 1 else f"{r.workers} workers at once, each with {each}"
 
 
-def _member_text(member: Member) -> str:
+def _run_text(member: Run) -> str:
     """Name what the trials of a training have in common, and what tells them apart."""
     names = short_names(path for trial in member.trials for path in trial.values)
     common = common_values(member.trials)
@@ -483,8 +483,8 @@ def _memory_lines(packs: Sequence[Pack], run: RunSettings) -> list[str]:
     found: dict[str, list[tuple[Memory, int]]] = {}
     untold: dict[str, None] = {}
     for pack in packs:
-        members = 1 if run.pack == "auto" else len(pack.members)  # how many it takes together is measured first
-        for member in pack.members:
+        members = 1 if run.pack == "auto" else len(pack.runs)  # how many it takes together is measured first
+        for member in pack.runs:
             s = member.trials[0].settings
             memory, prompt = _predicted(member.trials[0], run, members), s.benchmark.max_source_length
             if memory is not None and prompt is not None:

@@ -215,11 +215,11 @@ def decided(pack: Pack, run: RunSettings, free: Callable[[BackboneSettings], flo
     trials = [trial for trial in pack.trials if trial.settings.training.gradient_checkpointing == "auto"]
     if not trials:
         return pack
-    found = [predict(with_checkpointing(member.trials[0], False), run, len(pack.members)) for member in pack.members]
+    found = [predict(with_checkpointing(member.trials[0], False), run, len(pack.runs)) for member in pack.runs]
     room = free(trials[0].settings.backbone)
     on = any(memory is not None and memory.learning + RESERVE > room for memory in found)
-    members = [replace(m, trials=tuple(with_checkpointing(trial, on) for trial in m.trials)) for m in pack.members]
-    return replace(pack, members=tuple(members))
+    members = [replace(m, trials=tuple(with_checkpointing(trial, on) for trial in m.trials)) for m in pack.runs]
+    return replace(pack, runs=tuple(members))
 
 
 def cards(resources: ResourceSettings) -> dict[int, float]:

@@ -306,7 +306,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Member:
+class Run:
     """Trials that share their training and differ in what inference reads: its variants."""
 
     trials: tuple[Trial, ...]
@@ -321,26 +321,26 @@ class Member:
 
 @dataclass(frozen=True)
 class Pack:
-    """The work of one worker: members learn side by side, in one forward pass of the backbone they share."""
+    """The work of one worker: runs learn side by side, in one forward pass of the backbone they share."""
 
-    members: tuple[Member, ...]
+    runs: tuple[Run, ...]
     halved: frozenset[Phase] = frozenset()
     """What is done with half the rows in a pass, because memory has not sufficed for more."""
 
     @property
     def pack_id(self) -> str:
-        """Names the pack: its member's training id where there is one member."""
-        ids = [member.training_id for member in self.members]
+        """Names the pack: its run's training id where there is one."""
+        ids = [run.training_id for run in self.runs]
         return ids[0] if len(ids) == 1 else content_hash(ids)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Every trial of every member."""
-        return tuple(trial for member in self.members for trial in member.trials)
+        """Every trial of every run."""
+        return tuple(trial for run in self.runs for trial in run.trials)
 
     @property
     def tasks(self) -> tuple[TaskSpec, ...]:
-        """The tasks, in the order they are learned; the same for all members."""
+        """The tasks, in the order they are learned; the same for all runs."""
         return self.trials[0].tasks
 
 
@@ -418,11 +418,11 @@ def pack(trials: Sequence[Trial], together: int | Sequence[str] | Literal["auto"
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.training_id, []).append(trial)
-    members = [Member(tuple(group), ranks[_adapted(group[0])]) for group in groups.values()]
-    alike: dict[str, list[Member]] = {}
-    for member in members:
-        alike.setdefault(_pack_key(member, together), []).append(member)
-    size = together if isinstance(together, int) else max(1, len(members))
+    runs = [Run(tuple(group), ranks[_adapted(group[0])]) for group in groups.values()]
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(_pack_key(run, together), []).append(run)
+    size = together if isinstance(together, int) else max(1, len(runs))
     return [Pack(tuple(group[i : i + size])) for group in alike.values() for i in range(0, len(group), size)]
 
 
@@ -431,9 +431,9 @@ def _adapted(trial: Trial) -> tuple[str, Any]:
     return trial.settings.backbone.name, trial.settings.backbone.targets
 
 
-def _pack_key(member: Member, together: int | Sequence[str]) -> str:
-    """Return a key that is equal for members that may learn side by side."""
-    trial = member.trials[0]
+def _pack_key(run: Run, together: int | Sequence[str]) -> str:
+    """Return a key that is equal for runs that may learn side by side."""
+    trial = run.trials[0]
     s = trial.settings
     if not trial.method().packable or s.training.backbone_dropout:  # masks are drawn for a whole batch
         return trial.training_id

@@ -373,7 +373,7 @@ class MethodConformance:
         together, content = new_runs("together"), self.gently(family)
         packs = together.packs_of(content | {"run": {**content["run"], "pack": ["seed"]}})
         packable = packs[0].trials[0].method().packable
-        assert [len(pack.members) for pack in packs] == ([2] if packable else [1, 1])
+        assert [len(pack.runs) for pack in packs] == ([2] if packable else [1, 1])
         together.run(packs)
         _check_snapshots(together, two_seeds.runs, two_seeds.names[0] | two_seeds.names[1])
 

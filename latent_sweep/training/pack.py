@@ -21,7 +21,7 @@ from latent_sweep.training.engine import Engine, forget_backbone
 from latent_sweep.training.events import Emit, StageDone, say_nothing
 from latent_sweep.training.journaling import say_finished, say_started
 from latent_sweep.training.preflight import try_everything
-from latent_sweep.training.run import Members, unfinished
+from latent_sweep.training.run import ActiveRuns, unfinished
 from latent_sweep.training.stage import learn_missing, score_missing
 from latent_sweep.training.worker import follow
 
@@ -70,7 +70,7 @@ def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
     if not context.engine.group.leads:
         follow(pack, context)
         return
-    with writing(sweep, {m.training_id: [trial.trial_id for trial in m.trials] for m in pack.members}):
+    with writing(sweep, {m.training_id: [trial.trial_id for trial in m.trials] for m in pack.runs}):
         members = unfinished(pack, sweep, context)
         if members.all:
             _lead(pack, members, emit)
@@ -79,7 +79,7 @@ def _run(pack: Pack, sweep: SweepFolder, emit: Emit, context: Context) -> None:
         raise failures[0]
 
 
-def _lead(pack: Pack, members: Members, emit: Emit) -> None:
+def _lead(pack: Pack, members: ActiveRuns, emit: Emit) -> None:
     """Run members to their end, or to that of the pack."""
     context = members.context
     runs = [run for member in members.all for run in member.trials]
@@ -104,7 +104,7 @@ def _lead(pack: Pack, members: Members, emit: Emit) -> None:
         raise
 
 
-def _learn_and_score(members: Members, emit: Emit) -> None:
+def _learn_and_score(members: ActiveRuns, emit: Emit) -> None:
     """Learn and score what is missing of each task in turn, and report it."""
     n_tasks = len(members.context.tasks)
     for position in range(n_tasks):
@@ -120,7 +120,7 @@ def _learn_and_score(members: Members, emit: Emit) -> None:
                 say_finished(run.files, run.trial, member.lineages, members.context)
 
 
-def _matrices(members: Members, position: int) -> list[ScoreMatrix]:
+def _matrices(members: ActiveRuns, position: int) -> list[ScoreMatrix]:
     """The score matrices up to this task, of the trials that go as far."""
     runs = [run for member in members.going(position) for run in member.trials if position < run.files.wanted]
     return [run.files.matrix_after(position + 1) for run in runs]

@@ -22,7 +22,7 @@ from latent_sweep.sweep.plan import Pack
 from latent_sweep.training.context import Context, hardware
 from latent_sweep.training.engine import forget_backbone
 from latent_sweep.training.loop import Progress, TaskTraining, train_pack
-from latent_sweep.training.run import MemberRun
+from latent_sweep.training.run import ActiveRun
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ def best_size(timings: Sequence[PackTiming]) -> int:
 
 def split(pack: Pack, size: int, slots: int) -> list[Pack]:
     """Split the pack into parts of at most `size` members, no larger than what keeps every slot of the cluster busy."""
-    size = max(1, min(size, math.ceil(len(pack.members) / max(1, slots))))
-    return [Pack(pack.members[i : i + size]) for i in range(0, len(pack.members), size)]
+    size = max(1, min(size, math.ceil(len(pack.runs) / max(1, slots))))
+    return [Pack(pack.runs[i : i + size]) for i in range(0, len(pack.runs), size)]
 
 
 def _time(pack: Pack, context: Context, size: int) -> PackTiming:
@@ -107,7 +107,7 @@ def _time(pack: Pack, context: Context, size: int) -> PackTiming:
     def on_step(step: int, steps: int, losses: Mapping[str, float]) -> None:
         moments.append(time.monotonic())
 
-    runs = [MemberRun(pack.members[i % len(pack.members)], [], context) for i in range(size)]
+    runs = [ActiveRun(pack.runs[i % len(pack.runs)], [], context) for i in range(size)]
     outcomes = train_pack([_first_steps(run, on_step) for run in runs], context.engine, context.bank)
     if failures := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
         raise failures[0]
@@ -116,7 +116,7 @@ def _time(pack: Pack, context: Context, size: int) -> PackTiming:
     return PackTiming(size, size / seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else None)
 
 
-def _first_steps(run: MemberRun, on_step: Progress) -> TaskTraining:
+def _first_steps(run: ActiveRun, on_step: Progress) -> TaskTraining:
     """Make the training of the first task's first steps, without validation, resuming and saving nothing."""
     settings = run.settings.training.model_copy(
         update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}

@@ -26,7 +26,7 @@ from latent_sweep.storage.failures import failure_kind
 from latent_sweep.storage.files import write_file
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.training.context import Context
-from latent_sweep.training.run import MemberRun, Members, TrialRun
+from latent_sweep.training.run import ActiveRun, ActiveRuns, ActiveTrial
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ Stages = Sequence[tuple[str, Sequence[int]]]
 """By training id, the positions of the tasks that are to be learned."""
 
 
-def try_everything(members: Members) -> None:
+def try_everything(members: ActiveRuns) -> None:
     """Try what the members' trials will do; trials that fail leave their member, and the others go on.
 
     Raises:
@@ -74,7 +74,7 @@ def try_everything(members: Members) -> None:
     log.info("tried what %d trials will do in %.1f s", trials, time.monotonic() - began)
 
 
-def try_backbone(members: Members, prompt: Sequence[int], stages: Stages) -> None:
+def try_backbone(members: ActiveRuns, prompt: Sequence[int], stages: Stages) -> None:
     """Generate an answer, and let methods try the tasks that they will learn; every worker of a group does so at once.
 
     Raises:
@@ -93,16 +93,16 @@ def try_backbone(members: Members, prompt: Sequence[int], stages: Stages) -> Non
 # --- what is missing -------------------------------------------------------------------------------------------------
 
 
-def _remaining(members: Sequence[MemberRun]) -> list[MemberRun]:
+def _remaining(members: Sequence[ActiveRun]) -> list[ActiveRun]:
     """Return the members that have not failed."""
     return [member for member in members if member.failure is None]
 
 
-def _rows_missing(run: TrialRun) -> bool:
+def _rows_missing(run: ActiveTrial) -> bool:
     return len(run.files.rows) < run.files.wanted
 
 
-def _stages_missing(member: MemberRun, stored: set[str]) -> list[int]:
+def _stages_missing(member: ActiveRun, stored: set[str]) -> list[int]:
     """Return the positions of the tasks that are to be learned: no snapshot is stored, and something is learned."""
     counts = (len(tasks_learned(member.method, position, len(member.tasks))) for position in range(member.wanted))
     lineages = zip(member.lineages, counts, strict=False)
@@ -110,7 +110,7 @@ def _stages_missing(member: MemberRun, stored: set[str]) -> list[int]:
 
 
 @contextmanager
-def _leaving(member: MemberRun, run: TrialRun) -> Iterator[None]:
+def _leaving(member: ActiveRun, run: ActiveTrial) -> Iterator[None]:
     """Have what goes wrong within the block be the end of this trial alone, unless another try may help all."""
     try:
         yield
@@ -153,7 +153,7 @@ def _try_folder(folder: Path) -> None:
     probe.unlink(missing_ok=True)
 
 
-def _trained(member: MemberRun) -> int:
+def _trained(member: ActiveRun) -> int:
     """Count the trainable parameters of a task."""
     backbone = member.context.backbone
     shapes = {name: (target.out_features, target.in_features) for name, target in backbone.targets.items()}
@@ -163,7 +163,7 @@ def _trained(member: MemberRun) -> int:
 # --- a trial ---------------------------------------------------------------------------------------------------------
 
 
-def _try_trial(member: MemberRun, run: TrialRun, positions: Sequence[int], known: set[str]) -> None:
+def _try_trial(member: ActiveRun, run: ActiveTrial, positions: Sequence[int], known: set[str]) -> None:
     """Read the rows that a trial needs, score one of each task, and fit its routers.
 
     Args:
@@ -196,7 +196,7 @@ def _try_metric(context: Context, trial: Trial, position: int) -> None:
     score_rows(metric, [references[0], ""], 2 * [references], b.references, inputs)
 
 
-def _try_router(context: Context, run: TrialRun, known: set[str]) -> None:
+def _try_router(context: Context, run: ActiveTrial, known: set[str]) -> None:
     """Pool the test rows, and fit the router of every stage that is to be scored."""
     combiner = context.combiner(run.trial, _no_gates)
     wanted, tasks = run.files.wanted, run.trial.tasks

@@ -22,7 +22,7 @@ from latent_sweep.storage.failures import failure_kind, let_go
 from latent_sweep.storage.folders import SweepFolder
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import TrialFiles
-from latent_sweep.sweep.plan import Member, Pack, Trial
+from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.training.context import Context, backbone_facts, computed_with
 from latent_sweep.training.journaling import say_failed
 from latent_sweep.training.loop import Progress, TaskTraining, TrainingSummary, derived_seed, recomputing
@@ -34,21 +34,21 @@ PENALTY_WARNING = 10.0
 
 
 @dataclass(frozen=True)
-class TrialRun:
+class ActiveTrial:
     """A trial, and the files that it leaves behind."""
 
     trial: Trial
     files: TrialFiles
 
 
-class MemberRun:
+class ActiveRun:
     """One member on its way through its tasks: its method, its snapshots so far, and its trials.
 
     Args:
         trials: those that have something missing; none where the member only follows, or is measured.
     """
 
-    def __init__(self, member: Member, trials: Sequence[TrialRun], context: Context):
+    def __init__(self, member: Run, trials: Sequence[ActiveTrial], context: Context):
         self.member, self.trials, self.context = member, trials, context
         self.settings = member.trials[0].settings  # training reads nothing in which its trials differ
         self.tasks = member.trials[0].tasks
@@ -199,7 +199,7 @@ class MemberRun:
         own = self.failure
         return [*self._dropped, *([] if own is None or any(own is error for error in self._dropped) else [own])]
 
-    def drop(self, run: TrialRun, error: Exception) -> None:
+    def drop(self, run: ActiveTrial, error: Exception) -> None:
         """Have one of its trials leave before its first task, and log in its journal why; the last one ends it."""
         say_failed(run.files, error, None, None)
         log.error("%s failed before its first task: %s", run.trial.name, error)
@@ -221,18 +221,18 @@ class MemberRun:
         let_go(error)  # the others go on, with what memory it has held
 
 
-class Members:
+class ActiveRuns:
     """The members of a pack that run together."""
 
-    def __init__(self, members: Sequence[MemberRun], context: Context):
+    def __init__(self, members: Sequence[ActiveRun], context: Context):
         self.all, self.context = members, context
 
-    def going(self, position: int) -> list[MemberRun]:
+    def going(self, position: int) -> list[ActiveRun]:
         """Return those that go on to this task: they have not failed, and no scheduler has stopped them before."""
         return [member for member in self.all if member.failure is None and position < member.wanted]
 
     @contextmanager
-    def leaving(self, members: Sequence[MemberRun], position: int | None) -> Iterator[None]:
+    def leaving(self, members: Sequence[ActiveRun], position: int | None) -> Iterator[None]:
         """Have what goes wrong for these members within the block be their own end, not the pack's.
 
         With several workers only a loss that is not finite is: all workers see it alike. A lost device is the end of
@@ -255,11 +255,11 @@ class Members:
                 member.fail(error, task)
 
 
-def unfinished(pack: Pack, sweep: SweepFolder, context: Context) -> Members:
+def unfinished(pack: Pack, sweep: SweepFolder, context: Context) -> ActiveRuns:
     """The members of a pack with those of their trials that have something missing."""
     members = []
-    for member in pack.members:
-        runs = [TrialRun(trial, trial.files(sweep)) for trial in member.trials]
+    for member in pack.runs:
+        runs = [ActiveTrial(trial, trial.files(sweep)) for trial in member.trials]
         if lacking := [run for run in runs if not run.files.complete]:
-            members.append(MemberRun(member, lacking, context))
-    return Members(members, context)
+            members.append(ActiveRun(member, lacking, context))
+    return ActiveRuns(members, context)

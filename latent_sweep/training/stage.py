@@ -20,7 +20,7 @@ from latent_sweep.training.events import Emit, Step
 from latent_sweep.training.journaling import say_stage
 from latent_sweep.training.loop import Progress, TaskTraining, TrainingSummary, train_pack
 from latent_sweep.training.memory_housekeeping import give_back_memory
-from latent_sweep.training.run import MemberRun, Members, TrialRun
+from latent_sweep.training.run import ActiveRun, ActiveRuns, ActiveTrial
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Learned = Mapping[str, TrainingSummary]
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def learn_missing(members: Members, position: int, emit: Emit) -> Learned:
+def learn_missing(members: ActiveRuns, position: int, emit: Emit) -> Learned:
     """Put the task's snapshot at the end of each member's history: found in the store, or learned here and now."""
     store, learned = members.context.store, {}
     _recall(members, position)  # nobody holds a lease, or waits for one, to read what is there
@@ -53,15 +53,15 @@ def learn_missing(members: Members, position: int, emit: Emit) -> Learned:
     return learned
 
 
-def _wanting(members: Members, position: int) -> list[MemberRun]:
+def _wanting(members: ActiveRuns, position: int) -> list[ActiveRun]:
     """The members that go on to this task and lack its snapshot."""
     return [member for member in members.going(position) if len(member.snapshots) == position]
 
 
-def _recall(members: Members, position: int) -> None:
+def _recall(members: ActiveRuns, position: int) -> None:
     """Give members the task's snapshot where the store has it by now."""
     store = members.context.store
-    wanting: dict[str, list[MemberRun]] = {}
+    wanting: dict[str, list[ActiveRun]] = {}
     for member in _wanting(members, position):
         wanting.setdefault(member.lineages[position], []).append(member)
     for lineage, sharing in wanting.items():
@@ -74,7 +74,7 @@ def _recall(members: Members, position: int) -> None:
 
 
 def learn_together(
-    members: Members, position: int, lineages: Sequence[str], emit: Emit
+    members: ActiveRuns, position: int, lineages: Sequence[str], emit: Emit
 ) -> dict[str, tuple[Snapshot, TrainingSummary]]:
     """Learn these snapshots side by side, each for all members that share it; all workers of a group do so at once."""
     going = members.going(position)
@@ -99,7 +99,7 @@ def learn_together(
     return learned
 
 
-def _outcomes(members: Members, trainings: Mapping[str, TaskTraining]) -> dict[str, TrainingSummary | Exception]:
+def _outcomes(members: ActiveRuns, trainings: Mapping[str, TaskTraining]) -> dict[str, TrainingSummary | Exception]:
     """Train side by side what has rows to learn from."""
     context = members.context
     with_rows = {lineage: training for lineage, training in trainings.items() if training.examples}
@@ -108,7 +108,7 @@ def _outcomes(members: Members, trainings: Mapping[str, TaskTraining]) -> dict[s
     return nothing | dict(zip(with_rows, outcomes, strict=True))
 
 
-def _reporter(members: Sequence[MemberRun], position: int, emit: Emit) -> Progress:
+def _reporter(members: Sequence[ActiveRun], position: int, emit: Emit) -> Progress:
     def on_step(step: int, steps: int, losses: Mapping[str, float]) -> None:
         for member in members:
             member.step = step
@@ -124,7 +124,7 @@ def _say_waiting(lineage: str) -> None:
 # --- scoring ---------------------------------------------------------------------------------------------------------
 
 
-def score_missing(member: MemberRun, position: int, learned: Learned, emit: Emit) -> None:
+def score_missing(member: ActiveRun, position: int, learned: Learned, emit: Emit) -> None:
     """Score all tasks seen for those of a member's trials that lack the row, and tell their journals."""
     for run in member.trials:
         if len(run.files.rows) <= position < run.files.wanted:
@@ -134,7 +134,7 @@ def score_missing(member: MemberRun, position: int, learned: Learned, emit: Emit
             say_stage(run.files, run.trial, member.snapshots[position], summary, scoring, member.context)
 
 
-def _score(run: TrialRun, member: MemberRun, position: int, emit: Emit) -> dict[str, float]:
+def _score(run: ActiveTrial, member: ActiveRun, position: int, emit: Emit) -> dict[str, float]:
     """Score all tasks seen for one trial and record the row; returns timings and shares for the journal."""
     began = time.monotonic()
     trial, context = run.trial, member.context

@@ -12,7 +12,7 @@ from latent_sweep.training.context import Context
 from latent_sweep.training.evaluation import CombinedAdapters, answer
 from latent_sweep.training.events import say_nothing
 from latent_sweep.training.preflight import try_backbone
-from latent_sweep.training.run import MemberRun, Members
+from latent_sweep.training.run import ActiveRun, ActiveRuns
 from latent_sweep.training.stage import learn_together
 
 
@@ -22,8 +22,8 @@ def follow(pack: Pack, context: Context) -> None:
     Raises:
         StoreError: this worker does not see a snapshot that the first one has.
     """
-    by_id = {member.training_id: MemberRun(member, [], context) for member in pack.members}
-    members = Members(list(by_id.values()), context)
+    by_id = {member.training_id: ActiveRun(member, [], context) for member in pack.runs}
+    members = ActiveRuns(list(by_id.values()), context)
     snapshots: dict[str, Snapshot] = {}
     blends: dict[str, CombinedAdapters] = {}
 

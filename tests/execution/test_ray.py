@@ -346,7 +346,7 @@ def told(pack, storage, run):
     return [PackTiming(1, os.getpid(), None)]
 
 class Pack:
-    members = ()
+    runs = ()
 
 ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, logging_level="ERROR")
 ray_tune._measure_there = told

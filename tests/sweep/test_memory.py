@@ -544,7 +544,7 @@ def automatic(**changes):
 
 def checkpointing_of(trial, free, members=1):
     (only,) = pack([trial])
-    found = decided(replace(only, members=only.members * members), run_of(accelerator="A100"), lambda backbone: free)
+    found = decided(replace(only, runs=only.runs * members), run_of(accelerator="A100"), lambda backbone: free)
     (said,) = {each.settings.training.gradient_checkpointing for each in found.trials}
     assert found.pack_id, "it is a pack as before"
     return said

@@ -216,7 +216,7 @@ def test_a_longer_sequence_continues_a_shorter_one():
 
 def test_the_largest_rank_of_a_backbone_serves_its_packs():
     trials = trials_over(method__rank=[2, 16, 8], backbone__name=["tiny-llama", "tiny-t5"])
-    assert {member.largest_rank for p in pack(trials) for member in p.members} == {16}
+    assert {member.largest_rank for p in pack(trials) for member in p.runs} == {16}
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -319,7 +319,7 @@ def snapshots(runs):
 def test_a_packed_sweep_leaves_what_an_unpacked_one_leaves(tmp_path):
     packed, plain = Runs(tmp_path / "packed"), Runs(tmp_path / "plain")
     packs = packed.packs(**SWEEP, run__pack=["method.ortho_lambda", "seed"])
-    assert [(len(p.members), len(p.trials)) for p in packs] == [(4, 8)]
+    assert [(len(p.runs), len(p.trials)) for p in packs] == [(4, 8)]
     packed.run(packs)
     plain.run(plain.packs(**SWEEP))
     assert [len(stage.matrices) for stage in packed.stages] == [8, 8], "a stage is about all trials of the pack"
@@ -371,7 +371,7 @@ def test_a_worker_that_follows_asks_nothing_of_members_that_have_failed(runs):
 
 def test_what_may_share_a_pack(runs):
     def sizes(**changes):
-        return sorted(len(p.members) for p in runs.packs(**{**SWEEP, **changes}))
+        return sorted(len(p.runs) for p in runs.packs(**{**SWEEP, **changes}))
 
     assert sizes() == [1, 1, 1, 1]
     assert sizes(run__pack=["seed"]) == [2, 2]
@@ -422,8 +422,8 @@ def test_a_pack_is_split_so_that_no_slot_stands_idle(runs):
 
     def sizes(size, slots):
         parts = split(whole, size, slots)
-        assert tuple(member for part in parts for member in part.members) == whole.members
-        return [len(part.members) for part in parts]
+        assert tuple(member for part in parts for member in part.runs) == whole.runs
+        return [len(part.runs) for part in parts]
 
     assert sizes(8, 1) == [4]
     assert sizes(8, 2) == [2, 2]
@@ -466,7 +466,7 @@ def test_the_journal_names_every_member_of_a_pack(runs):
     (whole,) = runs.packs(**SWEEP, run__pack="auto")
     told = set()
     runs.run([whole], lambda event: told.add(getattr(event, "training_id", None)))
-    assert told - {None} == {member.training_id for member in whole.members}
+    assert told - {None} == {member.training_id for member in whole.runs}
     assert isinstance(whole, Pack) and len(whole.pack_id) == 16
 
 
