@@ -97,7 +97,7 @@ FILES = {
     "true for a number": (sweep(seed="true"), "trial.seed: found true; "),
     "a number in quotes": (sweep(training="{epochs: '3'}"), "trial.training.epochs: found '3'; "),
     "unknown key at the top": (sweep("sarch: {seed: [0]}\n"), "sarch: unknown key; did you mean 'search'?"),
-    "unknown group": (sweep(rooter="{mode: sum}"), "trial.rooter: unknown key; did you mean 'router'?"),
+    "unknown group": (sweep(rooter="{combine: sum}"), "trial.rooter: unknown key; did you mean 'router'?"),
     "unknown setting": (sweep(training="{epoch: 1}"), "unknown key 'epoch' (did you mean 'epochs'?)"),
     "unknown setting of a setting": (sweep(router="{pool: {trunkate: true}}"), "(did you mean 'truncate'?)"),
     "a key that is no text": (sweep(training="{1: 2}"), "trial.training.1: "),

@@ -47,7 +47,7 @@ def paths(tree, prefix=()):
 
 PATHS = sorted(paths(TINY))
 NAMES = sorted({key for path in PATHS for key in path} | {"mode", "rank", "choice", "uniform", "randint", "trial"})
-KEYS = st.sampled_from(NAMES) | TEXTS | st.sampled_from([0, 1.5, None, True, "method.rank", "router.mode", "a..b"])
+KEYS = st.sampled_from(NAMES) | TEXTS | st.sampled_from([0, 1.5, None, True, "method.rank", "router.combine", "a..b"])
 TREES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=8
 )
@@ -128,7 +128,7 @@ AXES = {
     "training.learning_rate": st.sampled_from(["uniform", "loguniform"]).flatmap(
         lambda kind: st.fixed_dictionaries({kind: bounds(st.floats(1e-9, 10.0))})
     ),
-    "router.mode": distinct(st.sampled_from(["soft", "hard", "sum", "last"])),
+    "router.combine": distinct(st.sampled_from(["soft", "hard", "sum", "last"])),
     "benchmark.tasks": distinct(st.sampled_from(["mood", "date", "cart"])).map(lambda names: [names]),
     "backbone.revision": distinct(st.none() | TEXTS),
 }

@@ -285,7 +285,7 @@ def test_a_wider_sweep_learns_only_what_is_new(finished, tmp_path):
 
 
 def test_modes_that_read_no_router_run_beside_those_that_do(tmp_path, capsys):
-    search = {"router.mode": ["soft", "sum"], "router.components": [1, 2]}
+    search = {"router.combine": ["soft", "sum"], "router.components": [1, 2]}
     content = tiny(trial__training__epochs=1, search=search)
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     assert "3 trials (3 finished)" in capsys.readouterr().out

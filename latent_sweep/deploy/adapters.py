@@ -45,7 +45,7 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
     Raises:
         ConfigError: its snapshots are no LoRA adapters.
     """
-    method, mode, learned = model.method, model.trial.settings.router.mode, model.content.learned
+    method, mode, learned = model.method, model.trial.settings.router.combine, model.content.learned
     if not isinstance(method, HasLowRankPairs):
         raise ConfigError(
             f"method {method.settings.name}: its snapshots are no LoRA adapters (a soft prompt stands behind the text "
@@ -87,7 +87,7 @@ def adapter_for(model: ContinualModel, task: str | None) -> Adapter:
         ConfigError: the model has one for each task and none is named, or one for all and a task is named.
     """
     found = {adapter.name: adapter for adapter in adapters_of(model)}
-    mode = model.trial.settings.router.mode
+    mode = model.trial.settings.router.combine
     if task is None and len(found) > 1:
         raise ConfigError(
             f"task: found none; this model ({mode}) has an adapter for each task. Name one of {', '.join(found)}"

@@ -26,7 +26,7 @@ ANSWERING: Mapping[Combination, str] = {
     "sum": "an adapter for each task, which answer together",
     "last": "the newest snapshot, which answers every text",
     "gates": "an adapter for each task, weighed for each text",
-    **dict.fromkeys(("soft", "hard", "lexical", "oracle"), "an adapter for each task, chosen for each text"),
+    **dict.fromkeys(("soft", "hard", "ngram", "oracle"), "an adapter for each task, chosen for each text"),
 }
 """What answers beside the backbone, by the way of mixing."""
 
@@ -95,7 +95,7 @@ def provenance(content: ModelContent, context: Context) -> list[str]:
         "## Where it comes from",
         "",
         f"Sweep {origin.sweep}, trial {origin.name} ({origin.trial_id}): {', '.join(measures)} (per cent). Method "
-        f"{settings.method.name}, snapshots mixed by `{settings.router.mode}`, seed {settings.seed}, benchmark "
+        f"{settings.method.name}, snapshots mixed by `{settings.router.combine}`, seed {settings.seed}, benchmark "
         f"{content.trial.spec.name} (version {content.trial.spec.version}). Learned with "
         f"{_told(content.learned[-1].snapshot.facts['computed_with'])}; written with {_told(versions.installed())}.",
         "",
@@ -109,7 +109,7 @@ def model_card(content: ModelContent, context: Context) -> str:
         "",
         f"# {content.trial.settings.method.name} after {len(content.learned)} tasks",
         "",
-        f"A model of latent_sweep: a frozen backbone with {ANSWERING[content.trial.settings.router.mode]}.",
+        f"A model of latent_sweep: a frozen backbone with {ANSWERING[content.trial.settings.router.combine]}.",
         "",
         "```python",
         "from latent_sweep import ContinualModel",

@@ -42,7 +42,7 @@ from latent_sweep.training.stage import learn_missing
 
 Array = npt.NDArray[np.float64]
 Device = Literal["auto", "cpu", "cuda"]
-ROUTING = (*ROUTED, "lexical", "oracle")
+ROUTING = (*ROUTED, "ngram", "oracle")
 """Ways of mixing that send each text to one task before all others."""
 
 
@@ -185,7 +185,7 @@ class ContinualModel:
             return self._answer(list(texts), position) if texts else []
 
     def _position(self, task: str | None) -> int | None:
-        mode = self.trial.settings.router.mode
+        mode = self.trial.settings.router.combine
         if task is None:
             if mode == "oracle":
                 raise ConfigError(
@@ -200,11 +200,11 @@ class ContinualModel:
     def _answer(self, texts: Sequence[str], position: int | None) -> list[Answered]:
         s = self.trial.settings
         ids = self._encoded(texts, position, s.benchmark.max_source_length)
-        whole = s.router.mode in ROUTED and not s.router.pool.truncate
+        whole = s.router.combine in ROUTED and not s.router.pool.truncate
         rows = self._rows(self._encoded(texts, position, WHOLE_PROMPT) if whole else ids)
         router = self._router
         known = Known(len(self.tasks), router, self._ngrams(), self._gates)
-        weights = weigh(s.router.mode, known, rows, position)
+        weights = weigh(s.router.combine, known, rows, position)
         snapshots = [task.snapshot for task in self.content.learned]
         answers, _ = self._evaluator.answers(snapshots, weights, ids["prompt_ids"], end=self._end(position))
         distances = [None] * len(texts) if router is None else router.distances(rows.embeddings())
@@ -215,7 +215,7 @@ class ContinualModel:
 
     def _answered(self, answer: str, weights: Array, novelty: float | None) -> Answered:
         mixed = {name: float(weight) for name, weight in zip(self.tasks, weights, strict=True) if weight}
-        if self.trial.settings.router.mode not in ROUTING:
+        if self.trial.settings.router.combine not in ROUTING:
             return Answered(answer, None, mixed, None, None)
         routed = self.content.learned[int(weights.argmax())]
         known = None if novelty is None or routed.farthest is None else novelty <= routed.farthest

@@ -165,7 +165,7 @@ def _check_rows(trial: Trial, task: TaskSpec) -> None:
     s = trial.settings
     load_examples(trial.spec, task, "train", s.benchmark, source=trial.source(task, "train"))
     count = count_examples(trial.spec, task, "train", s.benchmark)
-    if s.router.mode in ROUTED and s.router.components > count:
+    if s.router.combine in ROUTED and s.router.components > count:
         raise ConfigError(
             f"task {task.name}: found {count} training rows; the router of this model has {s.router.components} "
             "components a task. Give at least as many rows"

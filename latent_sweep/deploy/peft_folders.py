@@ -31,7 +31,7 @@ LOST = {
     "closed.",
     "hard": "Here the router chooses one of them for each text. It is not in these folders: whoever loads them has to "
     "choose.",
-    "lexical": "Here a string match chooses one of them for each text. It is not in these folders: whoever loads them "
+    "ngram": "Here a string match chooses one of them for each text. It is not in these folders: whoever loads them "
     "has to choose.",
     "oracle": "Which task a text is of must be known, here as there.",
     "sum": "All adapters answer together: this one is their sum, of their summed rank, and loses nothing.",
@@ -147,7 +147,7 @@ def _card(model: ContinualModel, adapters: Sequence[Adapter], folder: Path) -> s
         "",
         f"# LoRA adapters of {settings.method.name} {learned}",
         "",
-        f"Rank {rank}. {LOST[settings.router.mode]}",
+        f"Rank {rank}. {LOST[settings.router.combine]}",
         "",
         f"A prompt is what stood in training, cue included: `{model.trial.spec.prompt}` of latent_sweep. "
         f"{prompts_end(model.context)} Answers are greedy, and end at " + f"{_ends(model)}.",

@@ -44,9 +44,9 @@ def records_at(combiner: Combiner, position: int) -> Records:
     Raises:
         DataError: the rows are needed, and are not at hand or are others than were planned with.
     """
-    if combiner.settings.mode in ROUTED:
+    if combiner.settings.combine in ROUTED:
         return Records(combiner.gmm(position), combiner.scatter(position))
-    return Records(ngrams=combiner.ngrams(position)) if combiner.settings.mode == "lexical" else Records()
+    return Records(ngrams=combiner.ngrams(position)) if combiner.settings.combine == "ngram" else Records()
 
 
 def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRouter | None:
@@ -55,7 +55,7 @@ def fitted(settings: RouterSettings, records: Sequence[Records]) -> GaussianRout
     Returns:
         None where no posterior is asked for.
     """
-    if settings.mode not in ROUTED:
+    if settings.combine not in ROUTED:
         return None
     mixtures = [record.mixture for record in records if record.mixture is not None]
     scatters = [record.scatter for record in records if record.scatter is not None]

@@ -1,6 +1,6 @@
 """IncLoRA: a new LoRA pair for every task beside the frozen earlier ones; all of them are summed, nothing else.
 
-`train_active: current` with `router.mode: oracle` makes it per-task fine-tuning, the reference that forgets nothing.
+`train_active: current` with `router.combine: oracle` makes it per-task fine-tuning, the reference that forgets nothing.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from latent_sweep.adapters.bank import Adaptation, AdapterBank
     from latent_sweep.backbones.loading import Backbone
 
-Combination = Literal["soft", "hard", "lexical", "gates", "sum", "last", "oracle"]
+Combination = Literal["soft", "hard", "ngram", "gates", "sum", "last", "oracle"]
 
-ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "lexical", "last", "oracle")
+ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "ngram", "last", "oracle")
 """How snapshots can answer together that are adapters of their own."""
 
 

@@ -90,7 +90,7 @@ def bounds_picture(found: Sequence[Interference]) -> Picture:
         "projections; boxes over all pairs of tasks (quartiles, whiskers to the extremes). Bound: the paper's "
         "proposition, s^2 ||R~_i' R~_j||_2. Largest: what the worst direction psi reaches. Typical: root mean square "
         "over all directions alike; hidden states of real rows are not stored, and may prefer some directions."
-        f"{reached} FM is the forgetting that was observed, by how the same snapshots were mixed (`router.mode`). "
+        f"{reached} FM is the forgetting that was observed, by how the same snapshots were mixed (`router.combine`). "
         f"Trials: {names}."
     )
     return Picture("interference_bound", "Interference: bound, worst and typical", caption, bounds_figure(found))

@@ -90,7 +90,7 @@ def all_pictures(sweep: SweepFolder, summary: Summary) -> tuple[list[Picture], l
         embeddings = embedding_map(sweep, best)
         if not isinstance(embeddings, str):
             found += embeddings
-        elif best.params.get("router.mode") in ROUTED:  # others need not have pooled anything
+        elif best.params.get("router.combine") in ROUTED:  # others need not have pooled anything
             not_drawn.append(f"the map of embeddings of {embeddings}")
     return found, not_drawn
 

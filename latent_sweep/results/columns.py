@@ -45,14 +45,14 @@ def differing(sweeps: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[Iter
 
 def value_read(settings: Mapping[str, Any], path: str) -> Any:
     """Return a setting of a trial or a configuration; None if it has no such setting or does not read it."""
-    return settings.get(path) if is_read(path, settings.get("router.mode")) else None
+    return settings.get(path) if is_read(path, settings.get("router.combine")) else None
 
 
 def _has(settings: Mapping[str, Any], path: str) -> bool:
     """Whether a value, also a missing one, counts: other methods have other settings."""
     if path.startswith("method.") and path not in settings:
         return False
-    return is_read(path, settings.get("router.mode"))
+    return is_read(path, settings.get("router.combine"))
 
 
 def _count(settings: Iterable[Mapping[str, Any]], *paths: str) -> int:

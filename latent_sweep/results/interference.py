@@ -69,7 +69,7 @@ class Interference:
     penalty: float | None
     """lambda; None where the method has none."""
     forgetting: Mapping[str, float]
-    """FM, a fraction, of every way in which the same snapshots were mixed, by `router.mode`."""
+    """FM, a fraction, of every way in which the same snapshots were mixed, by `router.combine`."""
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def _forgetting(of: FinishedTrial, trials: Sequence[FinishedTrial]) -> dict[str,
     found: dict[str, float] = {}
     for trial in trials:
         if trial.folder.training_id == of.folder.training_id and "FM" in trial.metrics:
-            found.setdefault(str(trial.folder.params.get("router.mode", "")), trial.metrics["FM"])
+            found.setdefault(str(trial.folder.params.get("router.combine", "")), trial.metrics["FM"])
     return found
 
 

@@ -1,6 +1,6 @@
 """Where test rows were routed, and how sure the router was: read from what a trial and its store have kept.
 
-A trial keeps the weights with which its rows were answered: pruned ones under `router.mode: soft`, the largest alone
+A trial keeps the weights with which its rows were answered: pruned ones under `router.combine: soft`, the largest alone
 under `hard`. Where pooled embeddings and router records are still in the store, the posterior itself is computed again
 from them, without a backbone, and held against these weights.
 """
@@ -48,7 +48,7 @@ from latent_sweep.storage.journal import stages
 Array = npt.NDArray[np.float64]
 Record = TypeVar("Record", TaskGmm, TaskScatter)
 
-MODES = (*ROUTED, "lexical")
+MODES = (*ROUTED, "ngram")
 """How trials mix whose rows are routed; the string match has no posterior."""
 
 READ = ("router.", "benchmark.", "backbone.")
@@ -72,7 +72,7 @@ class Routing:
     @property
     def recomputed(self) -> bool:
         """Whether it is the posterior, computed again from the store."""
-        return self.settings.mode in ROUTED and self.gap is None
+        return self.settings.combine in ROUTED and self.gap is None
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Routing:
     @property
     def has_posterior(self) -> bool:
         """Whether the rows say how sure the router was, and not only where they went."""
-        return self.recomputed or self.settings.mode == "soft"
+        return self.recomputed or self.settings.combine == "soft"
 
 
 class Reliability(NamedTuple):
@@ -151,7 +151,7 @@ def routed_apart(sweep: SweepFolder, trials: Sequence[FinishedTrial]) -> list[Fi
     """
     found: dict[str, FinishedTrial] = {}
     for trial in trials:
-        if trial.folder.params.get("router.mode") in MODES:
+        if trial.folder.params.get("router.combine") in MODES:
             read = {p: v for p, v in trial.folder.params.items() if p.startswith(READ) or p == "seed"}
             names = {p: name for p, name in short_names(sweep.axes).items() if p.startswith(READ)}
             name = label({names[p]: trial.folder.values.get(p) for p in names if p != sweep.seed_axis})
@@ -172,7 +172,7 @@ def routing(sweep: SweepFolder, trial: FinishedTrial) -> Routing:
     if predictions is None:
         raise StoreError("its predictions are not those that its journal tells of")
     kept = tuple(_weights(predictions[task], len(trial.tasks)) for task in trial.tasks)
-    if settings.mode not in ROUTED:
+    if settings.combine not in ROUTED:
         return Routing(trial, settings, kept)
     try:
         return Routing(trial, settings, StoredRouter(sweep, trial).posterior(kept))
@@ -207,7 +207,7 @@ class StoredRouter:
         """
         router = self._router()
         embeddings = [self.embeddings(task, "test") for task in range(len(kept))]
-        mode: Literal["soft", "hard"] = "hard" if self._settings.mode == "hard" else "soft"
+        mode: Literal["soft", "hard"] = "hard" if self._settings.combine == "hard" else "soft"
         again = np.concatenate([router.weights(found, mode) for found in embeddings])
         told = np.concatenate(list(kept))
         alike = again.shape == told.shape and np.abs(again - told).max(axis=1) <= _SAME_WEIGHT
@@ -226,7 +226,7 @@ class StoredRouter:
         if not is_sealed(path):
             raise StoreError(
                 f"the pooled embeddings of task {self.trial.tasks[task]} are not in {path.parent} on this machine; a "
-                "trial whose router.mode is soft or hard leaves them there"
+                "trial whose router.combine is soft or hard leaves them there"
             )
         pooled = load_file(path)["pooled"]
         how = self._settings.embed_norm

@@ -629,7 +629,7 @@ def _repeat(trial: TrialFolder, axis: str) -> str | None:
 
     A setting that is null, as `training.max_steps` may be, has a value like any other.
     """
-    if axis not in trial.params or not is_read(axis, trial.params.get("router.mode")):
+    if axis not in trial.params or not is_read(axis, trial.params.get("router.combine")):
         return None
     resolved = trial.params[axis]
     value = trial.values.get(axis, resolved)

@@ -103,7 +103,7 @@ def weigh(mode: Combination, known: Known, rows: Rows, task: int | None = None) 
     if mode == "soft" or mode == "hard":
         assert known.router is not None, "these modes are the router's"
         return known.router.weights(rows.embeddings(), mode)
-    if mode == "lexical":
+    if mode == "ngram":
         return nearest(rows.texts(), known.ngrams)
     if mode == "gates":
         return known.gates(known.tasks_seen, rows.prompts())
@@ -153,7 +153,7 @@ class Combiner:
     @property
     def routes(self) -> bool:
         """Whether weights come from where a prompt seems to belong."""
-        return self.settings.mode in ("soft", "hard", "lexical")
+        return self.settings.combine in ("soft", "hard", "ngram")
 
     def weights(self, tasks_seen: int) -> list[Array]:
         """Return for each task seen the weights of its test rows: (rows, tasks_seen)."""
@@ -162,15 +162,15 @@ class Combiner:
     def known(self, tasks_seen: int) -> Known:
         """Return what is known of the tasks seen, fitted once for all their rows."""
         if tasks_seen not in self._fitted:
-            mode = self.settings.mode
+            mode = self.settings.combine
             router = self._fit(tasks_seen) if mode in ROUTED else None
-            ngrams = [self.ngrams(task) for task in range(tasks_seen)] if mode == "lexical" else []
+            ngrams = [self.ngrams(task) for task in range(tasks_seen)] if mode == "ngram" else []
             self._fitted = {tasks_seen: Known(tasks_seen, router, ngrams, self.gates)}
         return self._fitted[tasks_seen]
 
     def weights_at(self, tasks_seen: int, task: int) -> Array:
         """Return the weights of one task's test rows, (rows, tasks_seen)."""
-        mode = self.settings.mode
+        mode = self.settings.combine
         if mode == "soft" or mode == "hard":
             return self._router(tasks_seen).weights_of(self.log_posterior(tasks_seen, task), mode)
         return weigh(mode, self.known(tasks_seen), self._rows(task, "test"), task)
@@ -332,9 +332,9 @@ class Evidence:
             weights: of its test rows, (rows, tasks_seen).
         """
         combiner, name = self._mixer, self._names[task]
-        if combiner.settings.mode == "lexical":  # it has no posterior
+        if combiner.settings.combine == "ngram":  # it has no posterior
             self._right[name] = float((weights.argmax(axis=1) == task).mean())
-        elif combiner.settings.mode == "gates":
+        elif combiner.settings.combine == "gates":
             self._are_posteriors = self._are_posteriors and is_posterior(weights)
             if self._are_posteriors:
                 with np.errstate(divide="ignore"):
@@ -352,11 +352,11 @@ class Evidence:
         gives, if they are probabilities; nothing where nothing is routed.
         """
         combiner = self._mixer
-        if combiner.settings.mode == "gates":
+        if combiner.settings.combine == "gates":
             return self._measures.measures() if self._are_posteriors else {}
         if not combiner.routes:
             return {}
-        if combiner.settings.mode == "lexical":
+        if combiner.settings.combine == "ngram":
             return accuracies(self._right)
         found = self._measures.measures()
         if self._tasks_seen < combiner.n_tasks:

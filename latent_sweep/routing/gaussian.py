@@ -101,8 +101,8 @@ class PoolSettings(Settings):
 class RouterSettings(Settings):
     """The `router:` group of a sweep file. Training reads none of it."""
 
-    mode: Combination = Field(default="soft", json_schema_extra=INFERENCE_ONLY | FROM_PRESET)
-    """How snapshots answer together (Eq. 15): `soft` by the posterior, `hard` by its argmax, `lexical` by the nearest
+    combine: Combination = Field(default="soft", json_schema_extra=INFERENCE_ONLY | FROM_PRESET)
+    """How snapshots answer together (Eq. 15): `soft` by the posterior, `hard` by its argmax, `ngram` by the nearest
     definition as a string (a control, which reads nothing else of this group), `gates` by the method's own gates,
     `sum` with weight 1 each, `last` the newest alone, `oracle` the true task's; null: as the method says."""
     components: int = Field(default=5, ge=1, json_schema_extra=INFERENCE_ONLY)

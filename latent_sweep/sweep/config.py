@@ -4,7 +4,7 @@ name: lambda
 trial:    one trial, group by group: method, router, backbone, benchmark, training, evaluation, seed
 search:   dotted paths below `trial`; a list is a grid axis, {loguniform: [a, b]} is drawn at random.
           A value may be a mapping: {name: superni, order: 1} sets two settings of a group together, and below the
-          axis `trial` {method: {name: seq_lora}, router: {mode: last}} sets settings of several groups
+          axis `trial` {method: {name: seq_lora}, router: {combine: last}} sets settings of several groups
 tune:     settings that are chosen before the trials run, by trials of their own on other rows
 run:      how to run it; no part of any result's identity
 """

@@ -140,7 +140,7 @@ def check_sweep(sweep: Sweep, trials: Sequence[Trial], folder: Path | None = Non
 
 def _routes_by_inputs(trial: Trial) -> bool:
     router = trial.settings.router
-    return router.mode in ROUTED and router.pool.scope == "input_only"
+    return router.combine in ROUTED and router.pool.scope == "input_only"
 
 
 def check_pack(pack: Pack, reader: Reader, folder: Path) -> None:

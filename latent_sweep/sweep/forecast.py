@@ -246,7 +246,7 @@ class _StagePasses(NamedTuple):
 
     @classmethod
     def of(cls, trial: Trial, lineages: Sequence[str]) -> _StagePasses:
-        s, mode = trial.settings, trial.settings.router.mode
+        s, mode = trial.settings, trial.settings.router.combine
         parts = s.benchmark, s.evaluation, s.method, trial.spec, trial.tasks, trial.sources
         tests = memoized("passes", parts, lambda: _tests(trial))
         seen = memoized("seen", (tests,), lambda: [dict(tests[: stage + 1]) for stage in range(len(tests))])
@@ -264,7 +264,7 @@ class _StagePasses(NamedTuple):
         ]
         if mode != "gates":  # one snapshot has weight one
             spread[0] = 0, lineages[0], seen[0]
-        return cls(rows, sure if mode in (*ROUTED, "lexical") else spread, spread)
+        return cls(rows, sure if mode in (*ROUTED, "ngram") else spread, spread)
 
 
 def _tests(trial: Trial) -> list[tuple[str, int]]:
@@ -279,8 +279,8 @@ def _tests(trial: Trial) -> list[tuple[str, int]]:
 def _blend(trial: Trial, lineages: Sequence[str]) -> str:
     """Return a key for what decides the weights of several snapshots, beside the snapshots."""
     s = trial.settings
-    if s.router.mode not in ROUTED:
-        return s.router.mode
+    if s.router.combine not in ROUTED:
+        return s.router.combine
     # a covariance of all tasks reads those that are still to come (A16)
     tasks = tuple(lineages) if s.router.cov.refresh == "final" else None
     return memoized(("blend", s.seed, tasks), (s.router,), lambda: content_hash([router_identity(s), s.seed, tasks]))

@@ -257,7 +257,7 @@ class Trial:
             common = {
                 "decoding": versions.DECODING,
                 "router": router_identity(s),
-                "routing": _routing_versions(s.router.mode),
+                "routing": _routing_versions(s.router.combine),
                 "method": s.method.answer_identity(self.method_source) | self._method_source,
                 "evaluation": s.evaluation.identity(),
                 "stop": list(self.spec.stop),
@@ -270,7 +270,7 @@ class Trial:
             **scoring,
         }
         # a covariance of all tasks reads those that are still to come (A16)
-        of_all = s.router.mode in ROUTED and s.router.cov.refresh == "final"
+        of_all = s.router.combine in ROUTED and s.router.cov.refresh == "final"
         common["tasks"] = json_list(lineages) if of_all else "null"
         seen = [(json_list(lineages[:n]), json_list(tests[:n])) for n in range(1, len(tests) + 1)]
         return tuple(text_hash(json_object(common | {"snapshots": s, "tests": t})) for s, t in seen)
@@ -346,15 +346,15 @@ class Pack:
 
 def router_identity(settings: TrialSettings) -> dict[str, Any]:
     """Return what inference reads of the router: nothing but the mode where no posterior is asked for."""
-    if settings.router.mode in ROUTED:
+    if settings.router.combine in ROUTED:
         return settings.router.identity()
-    return {"mode": settings.router.mode}
+    return {"combine": settings.router.combine}
 
 
 def _routing_versions(mode: str) -> list[int] | None:
     if mode in ROUTED:
         return [versions.POOLING, versions.RECORDS]
-    return [versions.RECORDS] if mode == "lexical" else None
+    return [versions.RECORDS] if mode == "ngram" else None
 
 
 @memo_scope()
@@ -472,7 +472,7 @@ def resolve(written: WrittenTrial) -> TrialSettings:
         router=memoized(
             ("router", kind.combinations[0]),
             (written.router,),
-            lambda: filled(written.router, RouterSettings, {"mode": kind.combinations[0]}),
+            lambda: filled(written.router, RouterSettings, {"combine": kind.combinations[0]}),
         ),
         backbone=memoized("pinned", (written.backbone,), lambda: pinned(canonical_targets(written.backbone))),
         benchmark=memoized(
@@ -567,7 +567,7 @@ def plan_trial(written: WrittenTrial, point: Iterable[str], elsewhere: Iterable[
     )
     # the values as resolved; what the router would not read says nothing about the trial
     told = [*point, *(path for path in elsewhere if has_setting(s, path) and setting(s, path) is not None)]
-    read = [path for path in told if is_read(path, s.router.mode)]
+    read = [path for path in told if is_read(path, s.router.combine)]
     return Trial(
         trial_id=text_hash(json_list([training, inference])),
         training_id=text_hash(training),
@@ -627,7 +627,7 @@ def _stream(settings: BenchmarkSettings, spec: BenchmarkSpec) -> _Stream:
 
 def is_read(path: str, mode: str | None) -> bool:
     """Whether a trial whose snapshots answer by this mode reads a setting: of a router nothing else without one."""
-    return mode in ROUTED or not path.startswith("router.") or path == "router.mode"
+    return mode in ROUTED or not path.startswith("router.") or path == "router.combine"
 
 
 def values_read(trial: TrialFolder) -> dict[str, Any]:
@@ -635,7 +635,7 @@ def values_read(trial: TrialFolder) -> dict[str, Any]:
 
     None is what it does not read, and what is null. A number that it reads has stood there since it was planned.
     """
-    mode, found = trial.params.get("router.mode"), dict(trial.values)
+    mode, found = trial.params.get("router.combine"), dict(trial.values)
     for path, value in trial.values.items():
         resolved = trial.params.get(path)
         # tasks that are null, all of the order, are not called by their names
@@ -665,15 +665,15 @@ def trial_faults(trial: Trial) -> list[str]:
     s = trial.settings
     faults = memoized("backbone faults", (s.backbone, s.method, s.training), lambda: _backbone_faults(trial))
     faults = faults + memoized("definition faults", (s.benchmark,), lambda: _definition_faults(trial))
-    if s.router.mode not in trial.method().combinations:
+    if s.router.combine not in trial.method().combinations:
         possible = ", ".join(trial.method().combinations)
-        faults.append(f"router.mode: found {s.router.mode!r}; snapshots of {s.method.name} answer as {possible}")
+        faults.append(f"router.combine: found {s.router.combine!r}; snapshots of {s.method.name} answer as {possible}")
     if s.benchmark.score_on == "validation" and s.training.select == "best_validation":
         faults.append(
             "training.select: found best_validation where rows held out are scored (benchmark.score_on: validation, as "
             "tune: does), but it would choose among epochs by those very rows; use last"
         )
-    if s.router.mode in ROUTED:
+    if s.router.combine in ROUTED:
         faults += memoized("router faults", (s.router, s.benchmark), lambda: _router_faults(trial))
     # rows that cannot be scored are better found before anything is learned
     memoized(

@@ -48,7 +48,7 @@ _REFERENCES = """\
     # references: the untouched backbone, all tasks learned together, one adapter per task with the task known
     - {method: {name: zero_shot}}
     - {method: {name: joint_lora}}
-    - {method: {name: inc_lora, train_active: current}, router: {mode: oracle}}
+    - {method: {name: inc_lora, train_active: current}, router: {combine: oracle}}
     # the methods of the paper's tables
 """
 
@@ -58,7 +58,7 @@ PURPOSES: Mapping[str, Purpose] = {
         """\
   method.ortho_lambda: [0.0, 1.0e-5]
   seed: [0, 1]
-  router.mode: [soft, sum]                            # inference only: costs no training
+  router.combine: [soft, sum]                            # inference only: costs no training
 """,
     ),
     "lambda": Purpose(
@@ -81,7 +81,7 @@ PURPOSES: Mapping[str, Purpose] = {
         """\
   seed: [0, 1, 2]
   router.components: [1, 3, 5, 8]
-  router.mode: [soft, hard, sum, oracle]              # oracle is told the task: what a router could reach
+  router.combine: [soft, hard, sum, oracle]              # oracle is told the task: what a router could reach
 """,
     ),
     "seeds": Purpose(

@@ -87,7 +87,7 @@ def choices(sweep: Sweep) -> list[Choice]:
         if missed := sorted(unread[key] - _unread(tune, settings)):
             faults.append(
                 f"tune: candidates are made from the first trial of a choice, which does not read {', '.join(missed)}, "
-                f"and a trial with router.mode {settings.router.mode} does, which shares that choice; add router.mode "
+                f"and a trial with router.combine {settings.router.combine} does, which shares that choice; add router.combine "
                 "to tune.apply_to"
             )
         if key not in found:
@@ -146,8 +146,8 @@ def _shared(settings: TrialSettings, tune: TuneSettings) -> dict[str, Any]:
 def _unread(tune: TuneSettings, settings: TrialSettings) -> frozenset[str]:
     """Return the paths of what would be tried that the trial does not read: those of a router that it does without."""
     tried = tune.tried(settings.method.name)
-    routers = frozenset(path for path in tried if path.startswith("router.") and path != "router.mode")
-    return frozenset() if settings.router.mode in ROUTED else routers
+    routers = frozenset(path for path in tried if path.startswith("router.") and path != "router.combine")
+    return frozenset() if settings.router.combine in ROUTED else routers
 
 
 def _candidates(

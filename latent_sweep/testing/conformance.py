@@ -230,7 +230,7 @@ class MethodConformance:
         )
         method = first.method()
         assert method.combinations
-        assert first.settings.router.mode == method.combinations[0]
+        assert first.settings.router.combine == method.combinations[0]
         assert not method.reads_history(0)
 
     def test_loss_terms_are_named_and_finite(self, finished: Finished, family: str) -> None:

@@ -207,7 +207,7 @@ class Context:
                 "(backbone.tokenizer)"
             )
         router = trial.settings.router
-        by_input = router.mode in ROUTED and router.pool.scope == "input_only"
+        by_input = router.combine in ROUTED and router.pool.scope == "input_only"
         if by_input and (place := rows.empty("input_ids")) is not None:
             raise DataError(
                 f"router.pool.scope: input_only takes the mean over an input's tokens, and row {place:,} (0-based) of "
@@ -259,7 +259,7 @@ class Context:
             gates: gives the weights where that is how its method mixes.
         """
         router = trial.settings.router
-        whole = router.mode in ROUTED and not router.pool.truncate
+        whole = router.combine in ROUTED and not router.pool.truncate
         pooled: Callable[[int, Split], Any] = partial(self.tokens, trial, whole=whole)
         seed = trial.settings.seed
         folder, known = self.storage.folder, (self._folds, self._gmms)

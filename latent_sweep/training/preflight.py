@@ -183,7 +183,7 @@ def _try_trial(member: ActiveRun, run: ActiveTrial, positions: Sequence[int], kn
         if once not in known:
             _try_metric(context, trial, position)
             known.add(once)
-    if trial.settings.router.mode in ROUTED:
+    if trial.settings.router.combine in ROUTED:
         _try_router(context, run, known)
 
 

@@ -28,7 +28,7 @@ trial:
   benchmark: {name: superni, order: 1, tasks: [task1687, task875], train_per_task: 48, test_per_task: 8}
   training: {epochs: 1}
 search:
-  router.mode: [soft, sum]
+  router.combine: [soft, sum]
 run: {storage: STORAGE, tracking: {uri: none}}
 """
 
@@ -57,13 +57,13 @@ def run(folder):
 def generated_shares(folder):
     """Of each stage, by the router's mode."""
     return {
-        trial.values["router.mode"]: [event["metrics"]["generated_share"] for event in stages(trial.events())]
+        trial.values["router.combine"]: [event["metrics"]["generated_share"] for event in stages(trial.events())]
         for trial in sweep_folder(folder)
     }
 
 
 def test_routing_keeps_a_real_task_that_another_follows(learned):
-    trials = {trial.values["router.mode"]: trial for trial in sweep_folder(learned)}
+    trials = {trial.values["router.combine"]: trial for trial in sweep_folder(learned)}
     routed = stages(trials["soft"].events())
     assert [event["metrics"]["router_accuracy"] for event in routed] == [1.0, 1.0]
     first, last = (event["scores"] for event in routed)

@@ -26,7 +26,7 @@ from latent_sweep.methods import METHODS, method_class
 from latent_sweep.storage.checksummed import read_sealed_json, write_sealed_json
 from latent_sweep.storage.folders import open_sweep
 
-MODES = ("soft", "hard", "lexical", "sum", "last", "oracle")
+MODES = ("soft", "hard", "ngram", "sum", "last", "oracle")
 CONTINUED = [name for name in METHODS if name not in ("zero_shot", "joint_lora")]
 
 
@@ -73,7 +73,7 @@ def mixed(home):
         home,
         "mixed",
         TASKS,
-        {"router.mode": list(MODES)},
+        {"router.combine": list(MODES)},
         method={"name": "latent_lora", **OPTIONS["latent_lora"]},
         backbone={"name": "tiny-t5", "dtype": "float32"},
     )
@@ -169,7 +169,7 @@ def test_every_method_answers_and_learns_as_its_trial(tmp_path, family):
 @pytest.mark.one_machine
 @pytest.mark.parametrize("mode", MODES)
 def test_every_way_of_mixing_answers_as_its_trial(mixed, mode, tmp_path):
-    trial_id = by_setting(mixed, "router.mode")[mode]
+    trial_id = by_setting(mixed, "router.combine")[mode]
     model = ContinualModel.from_sweep(mixed, trial_id)
     assert_answers_as_its_trial(model, mixed, trial_id)
     model.save(tmp_path / "model")
@@ -195,7 +195,7 @@ READINGS = (
 @pytest.mark.slow
 def test_every_way_of_reading_prompts_routes_as_its_trial(mixed, home):
     """Of one training: `mixed` has learned it; prompts are cut, so that the router may read more than the model."""
-    search = {"router": [{"mode": "soft", **reading} for reading in READINGS]}
+    search = {"router": [{"combine": "soft", **reading} for reading in READINGS]}
     sweep = sweep_of(
         home,
         "readings",
@@ -218,7 +218,7 @@ def test_every_way_of_reading_prompts_routes_as_its_trial(mixed, home):
 
 
 def test_without_a_task_a_text_is_the_prompt(mixed):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     rows = rows_of(model, "ticket")
     instruction = next(task.instruction for task in model.trial.tasks if task.name == "ticket")
     told = model.answer([row.input for row in rows], task="ticket")
@@ -230,7 +230,7 @@ def test_without_a_task_a_text_is_the_prompt(mixed):
 
 def test_novelty_is_the_distance_from_everything_learned(mixed):
     """Against dense formulas on embeddings that are averaged here."""
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     table = model.context.backbone.embedding_table.double().numpy()
     settings = model.trial.settings.benchmark
 
@@ -273,7 +273,7 @@ print(json.dumps(found[0].record()))
 
 @pytest.mark.slow
 def test_another_process_needs_neither_ray_nor_mlflow(mixed, tmp_path):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["hard"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["hard"])
     model.save(tmp_path / "model")
     command = [sys.executable, "-c", ASKING, str(tmp_path / "model")]
     ran = subprocess.run(command, timeout=PATIENCE, check=False, capture_output=True, text=True)
@@ -288,7 +288,7 @@ def test_another_process_needs_neither_ray_nor_mlflow(mixed, tmp_path):
 
 
 def test_a_task_with_rows_of_its_own(mixed, tmp_path):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     model.save(tmp_path / "model")
     model.close()
     model = ContinualModel.from_folder(tmp_path / "model")
@@ -308,7 +308,7 @@ def test_a_task_with_rows_of_its_own(mixed, tmp_path):
 
 
 def test_a_task_of_another_benchmark(mixed, tmp_path):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     place = tmp_path / "own"
     (place / "sizes").mkdir(parents=True)
     (place / "benchmark.yaml").write_text("name: own\ntasks: [{name: sizes, metric: accuracy}]\n")
@@ -339,7 +339,7 @@ FORTY = [{"input": f"number {i}", "output": "ab"[i % 2]} for i in range(40)]
     ],
 )
 def test_what_cannot_be_learned_is_told_before_anything_is(mixed, task, more, error, said):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     with pytest.raises(error, match=said):
         model.learn(task, **more)
     assert model.tasks == tuple(TASKS)
@@ -355,18 +355,18 @@ def test_the_best_trial_and_others_by_id_prefix_and_name(mixed):
     best = ContinualModel.from_sweep(mixed).content.origin
     assert best.measures["AP"] == max(averages.values())
     assert best.trial_id == next(i for i, average in averages.items() if average == max(averages.values()))
-    trial_id = by_setting(mixed, "router.mode")["lexical"]
-    for wanted in (trial_id, trial_id[:10], "mode=lexical"):
+    trial_id = by_setting(mixed, "router.combine")["ngram"]
+    for wanted in (trial_id, trial_id[:10], "combine=ngram"):
         assert ContinualModel.from_sweep(mixed, wanted).content.origin.trial_id == trial_id
-    with pytest.raises(ConfigError, match=r"'mode=none', which fits no trial; expected best, an id"):
-        ContinualModel.from_sweep(mixed, "mode=none")
+    with pytest.raises(ConfigError, match=r"'combine=none', which fits no trial; expected best, an id"):
+        ContinualModel.from_sweep(mixed, "combine=none")
     with pytest.raises(ConfigError, match="fits 6 trials"):
         ContinualModel.from_sweep(mixed, "")
 
 
 def test_a_trial_that_has_not_finished_is_refused(home, mixed, tmp_path):
     shutil.copytree(mixed, tmp_path / "runs" / "mixed")
-    trial_id = by_setting(mixed, "router.mode")["soft"]
+    trial_id = by_setting(mixed, "router.combine")["soft"]
     journal = tmp_path / "runs" / "mixed" / "trials" / trial_id / "journal.jsonl"
     journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(ConfigError, match=f"trial {trial_id} is running; expected a finished one"):
@@ -383,13 +383,13 @@ def test_a_trial_that_has_not_finished_is_refused(home, mixed, tmp_path):
     ],
 )
 def test_questions_that_cannot_be_answered(mixed, texts, task, said):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     with pytest.raises((ConfigError, DataError), match=said):
         model.answer(texts, task=task)
 
 
 def test_an_oracle_must_be_told_the_task(mixed):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["oracle"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["oracle"])
     with pytest.raises(
         ConfigError, match=r"mixes as an oracle, which is told the task. Name one of mood, ticket, past"
     ):
@@ -398,7 +398,7 @@ def test_an_oracle_must_be_told_the_task(mixed):
 
 @pytest.fixture(scope="module")
 def saved(mixed, tmp_path_factory):
-    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.mode")["soft"])
+    model = ContinualModel.from_sweep(mixed, by_setting(mixed, "router.combine")["soft"])
     folder = model.save(tmp_path_factory.mktemp("saved") / "model")
     model.close()
     return folder

@@ -69,7 +69,7 @@ def test_without_a_penalty_another_order_learns_nothing_again(runs):
     [
         {"router.components": [1, 2]},
         {"router.epsilon": [0.01, 0.1]},
-        {"router.mode": ["soft", "hard", "lexical", "sum", "last", "oracle"]},
+        {"router.combine": ["soft", "hard", "ngram", "sum", "last", "oracle"]},
         {"evaluation.batch_size": [4, 16]},
         {"benchmark.test_per_task": [4, 8]},
         {"training.micro_batch_size": [1, 2]},

@@ -103,7 +103,7 @@ def answers_of(trial):
 def test_a_method_from_outside_plans_like_one_of_ours_and_is_another(place):
     trial, ours = trial_of(place), trial_of("latent_lora")
     assert type(trial.method()) is method_class(place)
-    assert trial.settings.router.mode == "soft"
+    assert trial.settings.router.combine == "soft"
     assert trial.settings.method.sharpness == 1.0
     assert not {*trial.lineages()} & {*ours.lineages()}
     assert {source_of(name) for name in METHODS} == {None}

@@ -117,7 +117,7 @@ def test_the_command_writes_it_beside_the_sweep(sweep, tmp_path, capsys, monkeyp
 
 @pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
 def test_tables_of_several_sweeps(sweep, tmp_path, capsys, format):
-    other = write_sweep(tmp_path, {"router.mode": ["soft"], "seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
+    other = write_sweep(tmp_path, {"router.combine": ["soft"], "seed": [0]}, name="other", sweep_id="0ther0ther0ther0")
     run_to_end(next(iter(other)), 0.48, 0.0)
     assert main(["report", str(sweep.path), str(other.path), "--format", format]) == 0
     text = capsys.readouterr().out

@@ -187,14 +187,14 @@ def test_forgetting_says_how_many_other_streams_it_leaves_out(tmp_path, monkeypa
 
 def test_equal_configurations_are_drawn_once(tmp_path):
     """As soft and hard routing where the router is certain; a seed that differs is a difference."""
-    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard", "oracle"], "seed": [0, 1]})
+    sweep = write_sweep(tmp_path, {"router.combine": ["soft", "hard", "oracle"], "seed": [0, 1]})
     for trial, average in zip(sweep, (0.5, 0.6, 0.5, 0.6, 0.5, 0.7), strict=True):
         run_to_end(trial, average, 0.0)
     found = pictures_of(sweep)
     for name in ("over_tasks", "forgetting", "matrices"):
-        assert found[name].caption.endswith("; with the same scores, and drawn once: mode=soft, mode=hard")
+        assert found[name].caption.endswith("; with the same scores, and drawn once: combine=soft, combine=hard")
     maps = [axes for axes in found["matrices"].figure.axes if any(isinstance(i, AxesImage) for i in axes.images)]
-    assert [axes.get_title() for axes in maps] == ["mode=oracle", "mode=soft"], "the highest AP first"
+    assert [axes.get_title() for axes in maps] == ["combine=oracle", "combine=soft"], "the highest AP first"
 
 
 def test_differences_from_a_baseline_have_their_intervals(tmp_path):

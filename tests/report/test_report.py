@@ -416,14 +416,14 @@ def test_an_axis_that_is_not_there_names_those_that_are(tmp_path):
 @pytest.fixture
 def routed(tmp_path):
     """Two modes of two seeds: `soft` with a router, `old` with what an earlier version told, `sum` without one."""
-    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "old", "sum"], "seed": [0, 1]})
+    sweep = write_sweep(tmp_path, {"router.combine": ["soft", "old", "sum"], "seed": [0, 1]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.5, 0.1)
         for seen, last in enumerate((0.2, 0.4, 0.9), start=1):
             metrics = {"AP": 0.5, "FM": 0.1}
-            if trial.values["router.mode"] != "sum":
+            if trial.values["router.combine"] != "sum":
                 metrics |= {"router_accuracy": last}
-            if trial.values["router.mode"] == "soft":
+            if trial.values["router.combine"] == "soft":
                 metrics |= {
                     "router_p_correct": last / 2,
                     "router_nll": 1.25 + number,
@@ -472,7 +472,7 @@ def test_a_sweep_that_has_not_begun_renders(tmp_path, format):
 
 
 def test_latex_and_markdown_survive_special_characters(tmp_path):
-    sweep = write_sweep(tmp_path, {"router.mode": ["soft_&", "a|b"], "seed": [0]})
+    sweep = write_sweep(tmp_path, {"router.combine": ["soft_&", "a|b"], "seed": [0]})
     for trial in sweep:
         run_to_end(trial, 0.5, 0.1)
     summary = summaries.summarize(sweep)
@@ -494,18 +494,18 @@ def test_short_names(paths, expected):
 
 def test_distinct_labels_leave_out_what_follows_from_what_stands_before():
     points = [
-        {"method": "zero_shot", "mode": "last", "lambda": None},
-        {"method": "latent_lora", "mode": "soft", "lambda": 0.0},
-        {"method": "latent_lora", "mode": "soft", "lambda": 1e-5},
-        {"method": "latent_lora", "mode": "sum", "lambda": 0.0},
-        {"method": "ewc", "mode": "last", "lambda": None},
-        {"method": "ewc", "mode": "last", "lambda": 0.1},
+        {"method": "zero_shot", "combine": "last", "lambda": None},
+        {"method": "latent_lora", "combine": "soft", "lambda": 0.0},
+        {"method": "latent_lora", "combine": "soft", "lambda": 1e-5},
+        {"method": "latent_lora", "combine": "sum", "lambda": 0.0},
+        {"method": "ewc", "combine": "last", "lambda": None},
+        {"method": "ewc", "combine": "last", "lambda": 0.1},
     ]
     assert distinct_labels(points) == [
         "zero_shot",
-        "latent_lora mode=soft lambda=0.0",
-        "latent_lora mode=soft lambda=1e-05",
-        "latent_lora mode=sum",
+        "latent_lora combine=soft lambda=0.0",
+        "latent_lora combine=soft lambda=1e-05",
+        "latent_lora combine=sum",
         "ewc",
         "ewc lambda=0.1",
     ]
@@ -515,19 +515,19 @@ def test_distinct_labels_leave_out_what_follows_from_what_stands_before():
 
 def test_close_values_keep_different_labels():
     assert label({"lr": 3e-05}) != label({"lr": 2e-05})
-    assert label({"lambda": 0.1, "mode": "soft", "seed": 0}) == "lambda=0.1 mode=soft seed=0"
+    assert label({"lambda": 0.1, "combine": "soft", "seed": 0}) == "lambda=0.1 combine=soft seed=0"
 
 
 def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
-    sweep = write_sweep(tmp_path, {"router.mode": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
+    sweep = write_sweep(tmp_path, {"router.combine": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
     for trial, average in zip(sweep, (0.3, 0.4, 0.5, 0.6, 0.7), strict=False):
         run_to_end(trial, average, 0.0)
     curves = summaries.curves(summaries.summarize(sweep))
     assert (curves.x_name, curves.x_values) == ("lambda", (0.0, 0.1))
-    means, stds = curves.series["mode=soft"]
+    means, stds = curves.series["combine=soft"]
     np.testing.assert_allclose(means, [55.0, 35.0])
     np.testing.assert_allclose(stds, [100 * math.sqrt(0.005)] * 2)
-    means, stds = curves.series["mode=hard"]
+    means, stds = curves.series["combine=hard"]
     np.testing.assert_allclose(means, [np.nan, 70.0])
     assert np.isnan(stds).all()
 
@@ -712,9 +712,9 @@ def test_csv_holds_no_formula(hostile, tmp_path):
     rows = list(csv.DictReader(io.StringIO(report.render(hostile, "csv"))))
     assert [row["benchmark"][0] for row in rows] == ["<", "'"]
     assert rows[1]["benchmark"] == "'=cmd()"
-    numbers = write_sweep(tmp_path / "other", {"method.alpha": [-1.5, 2], "router.mode": ["-x", "+3"], "seed": [0]})
+    numbers = write_sweep(tmp_path / "other", {"method.alpha": [-1.5, 2], "router.combine": ["-x", "+3"], "seed": [0]})
     rows = list(csv.DictReader(io.StringIO(report.render(summaries.summarize(numbers), "csv"))))
-    assert [(row["alpha"], row["mode"]) for row in rows][:2] == [("-1.5", "'-x"), ("-1.5", "+3")]
+    assert [(row["alpha"], row["combine"]) for row in rows][:2] == [("-1.5", "'-x"), ("-1.5", "+3")]
     assert report.score_matrix_csv(["@a"], [[0.5]]) == "after,'@a\n'@a,0.5\n"
 
 

@@ -49,7 +49,7 @@ MODES = tiny(
     trial__benchmark={"name": "builtin", "tasks": ORDER, "train_per_task": 32, "test_per_task": 8},
     trial__training={"learning_rate": 0.1, "epochs": 5, "batch_size": 4},
     trial__router={"temperature": 40.0, "components": 2},  # far softer than a good router, so that there is doubt
-    search={"router.mode": ["soft", "hard", "lexical", "sum"], "seed": [0]},
+    search={"router.combine": ["soft", "hard", "ngram", "sum"], "seed": [0]},
 )
 LAST_ONLY = tiny(name="last", search={"seed": [0]}, run={"keep_answers": "last", "tracking": {"uri": "none"}})
 
@@ -71,7 +71,7 @@ def copied(folder, tmp_path):
 
 
 def of_mode(sweep, mode):
-    return next(trial for trial in sweep if trial.params["router.mode"] == mode)
+    return next(trial for trial in sweep if trial.params["router.combine"] == mode)
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_layout_keeps_groups_together_and_is_repeatable():
 
 def test_posteriors_are_those_that_the_journal_measured(folder):
     soft, hard, lexical = routings(sweep_folder(folder))[0]
-    assert [one.name for one in (soft, hard, lexical)] == ["mode=soft", "mode=hard", "mode=lexical"]
+    assert [one.name for one in (soft, hard, lexical)] == ["combine=soft", "combine=hard", "combine=ngram"]
     assert (soft.recomputed, hard.recomputed, lexical.recomputed) == (True, True, False)
     assert not lexical.has_posterior
     for one in (soft, hard):
@@ -166,7 +166,7 @@ def test_without_the_store_the_weights_that_answered_are_shown(folder, copied):
     assert "where those below 1e-06 were set to zero" in pictures[0].caption
     assert "none is pruned" not in pictures[0].caption
     (gap,) = gaps  # of the one that has no picture of its posterior now
-    assert gap.startswith("the posterior of mode=hard seed=0: the records of its router are not in ")
+    assert gap.startswith("the posterior of combine=hard seed=0: the records of its router are not in ")
     assert sorted(copied.storage.folder.rglob("*")) == before
 
 
@@ -175,7 +175,7 @@ def test_what_could_not_be_drawn_is_said(folder, copied, tmp_path, capsys):
     everything = ["figures", str(sweep_folder(folder).path), "--output", str(tmp_path / "all")]
     assert main(everything) == 0
     assert "not drawn" not in capsys.readouterr().out
-    for mode in ("soft", "lexical", "sum"):  # so that the hard one is what every picture shows
+    for mode in ("soft", "ngram", "sum"):  # so that the hard one is what every picture shows
         shutil.rmtree(of_mode(copied, mode).path)
     for cache in ("router", "embeddings", "factors"):
         shutil.rmtree(copied.storage.folder / cache)
@@ -183,7 +183,7 @@ def test_what_could_not_be_drawn_is_said(folder, copied, tmp_path, capsys):
     first, *told = capsys.readouterr().out.splitlines()
     n_all, n_left = (len(list(path.glob("*.pdf"))) for path in (tmp_path / "all", copied.path / "figures"))
     assert first.startswith(f"{n_left} pictures as PDF and PNG in ") and n_left < n_all
-    trial, runs = "of mode=hard seed=0: ", copied.storage.folder
+    trial, runs = "of combine=hard seed=0: ", copied.storage.folder
     assert [line.partition(" on this machine")[0] for line in told] == [
         f"not drawn: the posterior {trial}the records of its router are not in {runs / 'router'}",
         f"not drawn: interference {trial}the singular values of its backbone's weights are not in {runs / 'factors'}",
@@ -207,7 +207,7 @@ def test_a_router_of_prompts_in_a_chat_is_told_from_one_of_bare_prompts(tmp_path
     """Both lie in one storage, and differ in what the template puts around the prompts alone."""
     chatting_tokenizer(tmp_path / "tokenizer")
     backbone = {"name": "tiny-llama", "dtype": "float32", "tokenizer": str(tmp_path / "tokenizer")}
-    content = tiny(trial__backbone=backbone, trial__router={"mode": "soft"}, search={"benchmark.chat": [True, False]})
+    content = tiny(trial__backbone=backbone, trial__router={"combine": "soft"}, search={"benchmark.chat": [True, False]})
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     sweep = sweep_folder(tmp_path)
     (chatting, bare), gaps = routings(sweep)
@@ -231,7 +231,7 @@ def test_what_pictures_of_the_router_show(folder):
     assert labels == ["mood  1", "ticket  2", "past  3"]
     drawn = [line.get_xdata().item() for line in means.lines if line.get_marker() == "D"]
     assert drawn == pytest.approx([rows.mean() for rows in right])
-    assert "Trial mode=soft seed=0" in pictures["router_posterior_1"].caption
+    assert "Trial combine=soft seed=0" in pictures["router_posterior_1"].caption
     assert "none is pruned" in pictures["router_posterior_1"].caption
 
     shown = np.array(pictures["router_confusion_2"].figure.axes[0].images[0].get_array())
@@ -250,7 +250,7 @@ def test_what_pictures_of_the_router_show(folder):
 
 
 def test_trials_whose_routers_are_the_same_are_shown_once(tmp_path):
-    axes = {"method.ortho_lambda": [0.0, 0.1], "router.mode": ["soft"], "seed": [0, 1]}
+    axes = {"method.ortho_lambda": [0.0, 0.1], "router.combine": ["soft"], "seed": [0, 1]}
     sweep = write_sweep(tmp_path, axes)
     for trial, auroc in zip(sweep, (0.9, 0.7, 0.9, 0.7), strict=True):
         start(trial)
@@ -261,7 +261,7 @@ def test_trials_whose_routers_are_the_same_are_shown_once(tmp_path):
         again["metrics"] |= {"router_novelty_auroc": auroc}
         journal_of(trial).append("stage", **again)
         journal_of(trial).append("finished", metrics={"AP": 0.5, "FM": 0.0}, files={})
-    assert novelty_by_stage(sweep) == {"mode=soft": {2: [0.9, 0.7]}}
+    assert novelty_by_stage(sweep) == {"combine=soft": {2: [0.9, 0.7]}}
 
 
 # --- flips -----------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_the_map_shows_what_the_router_reads(folder, llama):
 def test_why_there_is_no_map(copied):
     trial = of_mode(copied, "soft")
     shutil.rmtree(copied.storage.folder / "embeddings")
-    missing = "mode=soft seed=0: the pooled embeddings of task mood are not in "
+    missing = "combine=soft seed=0: the pooled embeddings of task mood are not in "
     assert embedding_map(copied, trial).startswith(missing)
     trial.journal.append("started", attempt=2, node="node-a", versions={}, hardware="cpu")
     assert embedding_map(copied, trial).endswith("has not finished, or its journal cannot be read")
@@ -431,7 +431,7 @@ def test_a_sweep_that_is_not_there_has_nothing_to_show(tmp_path):
 
 
 def test_a_sweep_that_runs_has_nothing_to_show(tmp_path):
-    sweep: SweepFolder = write_sweep(tmp_path, {"router.mode": ["soft", "hard", "last"], "seed": [0]})
+    sweep: SweepFolder = write_sweep(tmp_path, {"router.combine": ["soft", "hard", "last"], "seed": [0]})
     nothing_to_show(sweep)
     _, running, failed = sweep
     start(running)
@@ -445,7 +445,7 @@ def test_a_sweep_that_runs_has_nothing_to_show(tmp_path):
 
 
 def test_files_that_hold_something_else_are_left_out(tmp_path):
-    sweep = write_sweep(tmp_path, {"router.mode": ["soft"], "seed": [0, 1]})
+    sweep = write_sweep(tmp_path, {"router.combine": ["soft"], "seed": [0, 1]})
     first, second = sweep
     run_to_end(first, 0.5, 0.0)  # whose predictions are of one task, and not as tokens of a benchmark would be
     start(second)
@@ -454,7 +454,7 @@ def test_files_that_hold_something_else_are_left_out(tmp_path):
     assert len(finished_trials(sweep)) == 1
     pictures, (gap,) = router_pictures(sweep)
     assert pictures == []
-    assert gap == "the router of mode=soft seed=0: its files hold something else than expected (KeyError: 'router')"
+    assert gap == "the router of combine=soft seed=0: its files hold something else than expected (KeyError: 'router')"
     assert flips(sweep, first) == flips(sweep, second) == []
     assert isinstance(embedding_map(sweep, second), str)
 
@@ -464,14 +464,14 @@ def test_damaged_predictions_are_not_drawn(copied):
     path = trial.path / "predictions" / "mood.jsonl"
     path.write_text(path.read_text().replace('"weights"', '"wei"', 1))
     found, (gap,) = routings(copied)
-    assert [one.name for one in found] == ["mode=hard", "mode=lexical"]
-    assert gap == "mode=soft seed=0: its predictions are not those that its journal tells of"
+    assert [one.name for one in found] == ["combine=hard", "combine=ngram"]
+    assert gap == "combine=soft seed=0: its predictions are not those that its journal tells of"
 
 
 # --- how they look ---------------------------------------------------------------------------------------------------
 
 MANY = [f"task{i:04d}_a_benchmark_name_of_$40_letters_" for i in range(15)]
-LABEL = "lambda=0.00001 components=5 mode=soft embed_norm=standardised order=3"
+LABEL = "lambda=0.00001 components=5 combine=soft embed_norm=standardised order=3"
 
 
 def drawn_texts(figure):

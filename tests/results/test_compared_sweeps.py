@@ -122,8 +122,8 @@ def test_no_folder_and_one_twice_are_refused(one_each, count):
         ([{"method.name": "a", "method.x": 1}], [{"method.name": "b"}], ([], []), ["method.name"]),
         ([{"method.x": 1}, {}], [{"method.x": 2}], ([], []), ["method.x"]),
         (
-            [{"router.components": 1, "router.mode": "last"}],
-            [{"router.components": 2, "router.mode": "last"}],
+            [{"router.components": 1, "router.combine": "last"}],
+            [{"router.components": 2, "router.combine": "last"}],
             ([], []),
             [],
         ),

@@ -335,22 +335,22 @@ def test_answers_of_some_stages_do_not_tell_of_forgetting(tmp_path):
 
 # --- which one is the baseline ---------------------------------------------------------------------------------------
 
-MIXED = {"method.name": ["seq_lora", "o_lora"], "router.mode": ["sum", "soft"], "benchmark.order": [1, 2], "seed": [0]}
+MIXED = {"method.name": ["seq_lora", "o_lora"], "router.combine": ["sum", "soft"], "benchmark.order": [1, 2], "seed": [0]}
 
 
 @pytest.mark.parametrize(
     "wanted",
     [
-        ["method=seq_lora", "mode=soft"],
-        ["method.name=seq_lora", "router.mode=soft"],
-        ["method=seq_lora mode=soft order=1"],
+        ["method=seq_lora", "combine=soft"],
+        ["method.name=seq_lora", "router.combine=soft"],
+        ["method=seq_lora combine=soft order=1"],
     ],
 )
 def test_a_baseline_is_named_by_settings_or_by_its_label(tmp_path, wanted):
     axes = MIXED | {"benchmark.order": [1]}
     found = compared(write_sweep(tmp_path, axes), *wanted)
-    assert found.pop("method=seq_lora mode=soft order=1") is None
-    assert {comparison.baseline for comparison in found.values()} == {"method=seq_lora mode=soft order=1"}
+    assert found.pop("method=seq_lora combine=soft order=1") is None
+    assert {comparison.baseline for comparison in found.values()} == {"method=seq_lora combine=soft order=1"}
 
 
 @pytest.mark.parametrize("wanted", ["lambda=1e-5", "lambda=1e-05", "method.ortho_lambda=0.00001", "lambda=1.0E-5"])
@@ -362,9 +362,9 @@ def test_a_baseline_may_write_a_number_otherwise(tmp_path, wanted):
 
 
 def test_each_configuration_is_compared_on_what_it_is_tested_on(tmp_path):
-    found = compared(write_sweep(tmp_path, MIXED), "method=seq_lora", "mode=soft")
-    assert found["method=o_lora mode=sum order=2"].baseline == "method=seq_lora mode=soft order=2"
-    assert found["method=o_lora mode=sum order=1"].baseline == "method=seq_lora mode=soft order=1"
+    found = compared(write_sweep(tmp_path, MIXED), "method=seq_lora", "combine=soft")
+    assert found["method=o_lora combine=sum order=2"].baseline == "method=seq_lora combine=soft order=2"
+    assert found["method=o_lora combine=sum order=1"].baseline == "method=seq_lora combine=soft order=1"
 
 
 def test_of_several_baselines_the_one_with_the_same_backbone_is_taken(tmp_path):
@@ -382,10 +382,10 @@ def test_other_settings_of_the_benchmark_can_be_compared(tmp_path):
 
 
 def test_orders_are_pairs_where_they_repeat(tmp_path):
-    sweep = write_sweep(tmp_path, MIXED | {"router.mode": ["sum"], "seed": [0, 1]})
+    sweep = write_sweep(tmp_path, MIXED | {"router.combine": ["sum"], "seed": [0, 1]})
     for number, trial in enumerate(sweep):
         run_to_end(trial, 0.1 * (number % 4) + 0.2 * (number >= 4), 0.0)
-    comparison = compared(sweep, "method=seq_lora", over=["order"])["method=o_lora mode=sum"]
+    comparison = compared(sweep, "method=seq_lora", over=["order"])["method=o_lora combine=sum"]
     assert comparison.n == 4
     assert comparison.differences["AP"].mean == pytest.approx(0.2)
 
@@ -404,11 +404,11 @@ def resolved(sweep, settings, kept):
 
 def routed_beside_oracle(tmp_path, **more):
     """The task known, two seeds, and two routers with K = 1 and two with K = 5, which the first do not read."""
-    axes = {"router.mode": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
+    axes = {"router.combine": ["oracle", "soft"], "router.components": [None, 1, 5], "seed": [0, 1]}
     return resolved(
         write_sweep(tmp_path, axes | more),
         lambda values: {"router.components": values["router.components"] or 5},
-        lambda values: (values["router.mode"] == "oracle") == (values["router.components"] is None),
+        lambda values: (values["router.combine"] == "oracle") == (values["router.components"] is None),
     )
 
 
@@ -417,13 +417,13 @@ def test_what_does_not_read_what_repeats_is_compared_with_the_mean_over_it(tmp_p
     sweep = routed_beside_oracle(tmp_path)
     for trial, average in zip(sweep, (0.3, 0.4, 0.4, 0.42, 0.5, 0.5), strict=True):
         run_with_rows(trial, {task: [average] * 5 for task in TASKS}, 0.0)
-    found = compared(sweep, "mode=oracle", over=["K"])["mode=soft"]
+    found = compared(sweep, "combine=oracle", over=["K"])["combine=soft"]
     assert found.n == 2
     assert found.differences["AP"].mean == pytest.approx((0.15 + 0.06) / 2)
     assert found.differences["AP"].resampled == "repetitions and rows"
-    text = report.render(summaries.summarize(sweep, ["K"], ["mode=oracle"]))
+    text = report.render(summaries.summarize(sweep, ["K"], ["combine=oracle"]))
     assert "where only one of the two reads K, the trials of the other are averaged over it" in text
-    assert compared(sweep, "mode=oracle")["mode=soft K=5"].n == 2
+    assert compared(sweep, "combine=oracle")["combine=soft K=5"].n == 2
 
 
 def test_a_bound_of_nothing_but_rounding_is_zero():
@@ -437,10 +437,10 @@ def test_a_mean_over_what_the_other_does_not_read_is_one_over_all_of_it(tmp_path
     *whole, last = routed_beside_oracle(tmp_path)
     for trial, average in zip(whole, (0.5, 0.5, 0.3, 0.3, 0.7), strict=True):
         run_to_end(trial, average, 0.0)
-    found = compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"]
+    found = compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"]
     assert (found.n, found.differences["AP"].mean) == (1, 0.0)
     run_to_end(last, 0.7, 0.0)
-    assert compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"].n == 2
+    assert compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"].n == 2
 
 
 def test_a_mean_waits_for_a_value_that_no_repetition_has_finished(tmp_path):
@@ -448,62 +448,62 @@ def test_a_mean_waits_for_a_value_that_no_repetition_has_finished(tmp_path):
     oracle, other, *routed = routed_beside_oracle(tmp_path)
     for trial, average in zip((oracle, other, *routed[:2]), (0.5, 0.5, 0.3, 0.3), strict=True):
         run_to_end(trial, average, 0.0)
-    assert compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"].n == 0
+    assert compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"].n == 0
     for trial in routed[2:]:
         run_to_end(trial, 0.7, 0.0)
-    found = compared(open_sweep(tmp_path / "lambda"), "mode=oracle", over=["K"])["mode=soft"]
+    found = compared(open_sweep(tmp_path / "lambda"), "combine=oracle", over=["K"])["combine=soft"]
     assert (found.n, found.differences["AP"].mean) == (2, 0.0)
 
 
 def test_both_may_be_averaged_over_what_some_of_their_trials_do_not_read(tmp_path):
     """Each of two rates has the task known, without K, and a router with two: all have finished, so all are pairs."""
     for trial in routed_beside_oracle(tmp_path, **{"training.learning_rate": [0.1, 0.2]}):
-        run_to_end(trial, trial.values["training.learning_rate"] * (2 + (trial.values["router.mode"] == "soft")), 0.0)
+        run_to_end(trial, trial.values["training.learning_rate"] * (2 + (trial.values["router.combine"] == "soft")), 0.0)
     sweep = open_sweep(tmp_path / "lambda")
-    found = compared(sweep, "learning_rate=0.1", over=["mode", "K"])["learning_rate=0.2"]
+    found = compared(sweep, "learning_rate=0.1", over=["combine", "K"])["learning_rate=0.2"]
     assert (found.n, found.differences["AP"].mean) == (4, pytest.approx(0.25))
 
 
 def test_a_setting_that_a_point_leaves_out_is_not_one_that_is_null(tmp_path):
     """What it resolves to differs by method: the other's modes are averaged, and none is left out unsaid."""
-    axes = {"method.name": ["seq_lora", "latent_lora"], "router.mode": [None, "oracle"], "seed": [0, 1]}
+    axes = {"method.name": ["seq_lora", "latent_lora"], "router.combine": [None, "oracle"], "seed": [0, 1]}
     of_method = {"seq_lora": "last", "latent_lora": "soft"}
     sweep = resolved(
         write_sweep(tmp_path, axes),
-        lambda values: {"router.mode": values["router.mode"] or of_method[values["method.name"]]},
-        lambda values: values["method.name"] == "latent_lora" or values["router.mode"] is None,
+        lambda values: {"router.combine": values["router.combine"] or of_method[values["method.name"]]},
+        lambda values: values["method.name"] == "latent_lora" or values["router.combine"] is None,
     )
     scores = {"seq_lora": 0.4, "latent_lora": 0.5}
     for trial in sweep:
-        run_to_end(trial, scores[trial.values["method.name"]] + 0.2 * (trial.values["router.mode"] is not None), 0.0)
-    found = compared(open_sweep(sweep.path), "method=seq_lora", over=["mode"])["method=latent_lora"]
+        run_to_end(trial, scores[trial.values["method.name"]] + 0.2 * (trial.values["router.combine"] is not None), 0.0)
+    found = compared(open_sweep(sweep.path), "method=seq_lora", over=["combine"])["method=latent_lora"]
     assert (found.n, found.differences["AP"].mean) == (2, pytest.approx(0.2))
 
 
 def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
     """In tables, data frames, a tracker and for `--baseline`; only what a trial does not read is nothing."""
-    axes = {"router.mode": [None, "oracle"], "router.scope": [None, "prompt"], "benchmark.tasks": [None], "seed": [0]}
+    axes = {"router.combine": [None, "oracle"], "router.scope": [None, "prompt"], "benchmark.tasks": [None], "seed": [0]}
     sweep = resolved(
         write_sweep(tmp_path, axes),
         lambda values: {
-            "router.mode": values["router.mode"] or "soft",
+            "router.combine": values["router.combine"] or "soft",
             "router.scope": values["router.scope"] or "input_only",
             "benchmark.tasks": "sentiment summary intent",
         },
-        lambda values: values["router.mode"] is None or values["router.scope"] is None,
+        lambda values: values["router.combine"] is None or values["router.scope"] is None,
     )
     for trial in sweep:
         run_to_end(trial, 0.5, 0.0)
     told = [("soft", "input_only", None), ("soft", "prompt", None), ("oracle", None, None)]
-    summary = summaries.summarize(sweep, baseline=["mode=soft", "router.scope=prompt"])
+    summary = summaries.summarize(sweep, baseline=["combine=soft", "router.scope=prompt"])
     records = report.records(summary)
-    assert [(row["mode"], row["scope"], row["tasks"]) for row in records] == told
+    assert [(row["combine"], row["scope"], row["tasks"]) for row in records] == told
     assert [row["baseline"] for row in records] == ["scope=prompt", None, "scope=prompt"]
-    assert report.render(summary).splitlines()[4].split()[:2] == ["mode=soft", "scope=input_only"]
+    assert report.render(summary).splitlines()[4].split()[:2] == ["combine=soft", "scope=input_only"]
     frame = SweepResults(sweep).trials()
-    assert list(zip(*(frame[name].replace({np.nan: None}) for name in ("mode", "scope", "tasks")), strict=True)) == told
+    assert list(zip(*(frame[name].replace({np.nan: None}) for name in ("combine", "scope", "tasks")), strict=True)) == told
     params = [trial_content(sweep, trial, trial.events()).params for trial in sweep]
-    assert [(each["mode"], each["scope"]) for each in params] == [told[0][:2], told[1][:2], ("oracle", "-")]
+    assert [(each["combine"], each["scope"]) for each in params] == [told[0][:2], told[1][:2], ("oracle", "-")]
 
 
 @pytest.mark.parametrize("null", ["max_steps=null", "max_steps=-", "method=seq_lora max_steps=-"])
@@ -551,9 +551,9 @@ def test_a_comparison_tells_of_trials_that_were_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        ("method=gain_lora", r"'method=gain_lora' fits no configuration; expected .*\n  method=seq_lora mode=sum"),
-        ("method=o_lora", r"'method=o_lora' fits several .* with order=1; .*\n  method=o_lora mode=sum order=1\n"),
-        ("method=o_lora mode=sum order=1", r"fits no configuration with order=2"),
+        ("method=gain_lora", r"'method=gain_lora' fits no configuration; expected .*\n  method=seq_lora combine=sum"),
+        ("method=o_lora", r"'method=o_lora' fits several .* with order=1; .*\n  method=o_lora combine=sum order=1\n"),
+        ("method=o_lora combine=sum order=1", r"fits no configuration with order=2"),
     ],
 )
 def test_a_baseline_that_is_not_one_names_what_there_is(tmp_path, wanted, expected):

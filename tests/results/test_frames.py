@@ -463,7 +463,7 @@ def test_ten_lines_of_the_readme_redraw_the_quickstart(make, tmp_path, capsys):
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len(script.splitlines()) <= 10
     quickstart = load_sweep(README.parent / "sweeps" / "quickstart.yaml")
-    axes = {"method.ortho_lambda": [0.0, 1e-5], "router.mode": ["soft", "sum"], "seed": [0, 1]}
+    axes = {"method.ortho_lambda": [0.0, 1e-5], "router.combine": ["soft", "sum"], "seed": [0, 1]}
     assert set(axes) == set(quickstart.axes)
     make(tmp_path, axes, quickstart.name)
     environment = os.environ | {"MPLBACKEND": "agg"}

@@ -98,7 +98,7 @@ def test_no_direction_exceeds_the_bound_and_the_largest_is_reached():
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
 
-LATENT = tiny(search={"method.ortho_lambda": [1e-5, 0.0], "router.mode": ["soft", "sum"], "seed": [0]})
+LATENT = tiny(search={"method.ortho_lambda": [1e-5, 0.0], "router.combine": ["soft", "sum"], "seed": [0]})
 PAIRS = tiny(name="pairs", search={"seed": [0]}, trial__method={"name": "o_lora", "rank": 4}, trial__training__epochs=1)
 
 
@@ -151,7 +151,7 @@ def test_pictures_of_a_sweep(folder):
         assert float(left.texts[0].get_text()) == pytest.approx(one.overlaps[1, 0] / 10**power, rel=0.05)
     labels = [label.get_text() for label in pictures[-1].figure.axes[0].get_xticklabels()]
     told = {
-        (t.params["method.ortho_lambda"], t.params["router.mode"]): t.events()[-1]["metrics"]["FM"]
+        (t.params["method.ortho_lambda"], t.params["router.combine"]): t.events()[-1]["metrics"]["FM"]
         for t in sweep_folder(folder)
     }
     assert labels == [
@@ -179,7 +179,7 @@ def test_what_is_missing_is_said(folder, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "factors")
     pictures, (first, second) = interference_pictures(sweep)
     assert pictures == []
-    assert first.startswith("interference of lambda=0.0 mode=soft seed=0: the singular values of its backbone's ")
+    assert first.startswith("interference of lambda=0.0 combine=soft seed=0: the singular values of its backbone's ")
     assert second.startswith("interference of lambda=1e-05")
     last = stages(compared_trials(finished_trials(sweep))[0].events)[-1]["lineage"]
     sweep.snapshots.path(last).write_bytes(b"spoilt")
@@ -191,4 +191,4 @@ def test_without_two_weights_each_training_is_shown_once(folder):
     trials = finished_trials(sweep_folder(folder))
     assert len(trials) == 4
     without = [trial for trial in trials if trial.folder.params["method.ortho_lambda"] == 0]
-    assert [trial.name for trial in compared_trials(without)] == ["lambda=0.0 mode=soft seed=0"]
+    assert [trial.name for trial in compared_trials(without)] == ["lambda=0.0 combine=soft seed=0"]

@@ -8,7 +8,7 @@ from latent_sweep.results import summaries
 from latent_sweep.results.published import content, find_published
 
 STREAMS = {"1": "superni", "2": "superni", "3": "long_sequence", "4": "long_sequence"}
-T5 = {"backbone.name": "t5-large", "method.name": "latent_lora", "benchmark.order": "1", "router.mode": "soft"}
+T5 = {"backbone.name": "t5-large", "method.name": "latent_lora", "benchmark.order": "1", "router.combine": "soft"}
 
 
 @pytest.mark.parametrize(
@@ -16,17 +16,17 @@ T5 = {"backbone.name": "t5-large", "method.name": "latent_lora", "benchmark.orde
     [
         ({}, (1, 48.60, 0.01)),
         ({"benchmark.order": 4}, (1, 79.87, 0.73)),
-        ({"method.name": "o_lora", "router.mode": "sum"}, (1, 27.91, 17.23)),
-        ({"method.name": "seq_lora", "router.mode": None, "benchmark.order": "2"}, (1, 7.17, 47.22)),
-        ({"method.name": "gain_lora", "router.mode": "gates", "backbone.name": "llama-2-13b"}, (3, 54.93, 1.98)),
+        ({"method.name": "o_lora", "router.combine": "sum"}, (1, 27.91, 17.23)),
+        ({"method.name": "seq_lora", "router.combine": None, "benchmark.order": "2"}, (1, 7.17, 47.22)),
+        ({"method.name": "gain_lora", "router.combine": "gates", "backbone.name": "llama-2-13b"}, (3, 54.93, 1.98)),
         ({"backbone.name": "t5-3b", "benchmark.order": "3"}, (2, 81.61, 0.74)),
-        ({"router.mode": "sum", "method.ortho_lambda": 0.0}, (4, 16.71, 30.11)),
-        ({"router.mode": "sum", "method.ortho_lambda": 1e-5}, (4, 33.30, 12.94)),
-        ({"router.mode": "hard"}, None),
-        ({"method.name": "o_lora", "router.mode": "soft"}, None),
+        ({"router.combine": "sum", "method.ortho_lambda": 0.0}, (4, 16.71, 30.11)),
+        ({"router.combine": "sum", "method.ortho_lambda": 1e-5}, (4, 33.30, 12.94)),
+        ({"router.combine": "hard"}, None),
+        ({"method.name": "o_lora", "router.combine": "soft"}, None),
         ({"backbone.name": "smollm2-135m"}, None),
         ({"backbone.name": "llama-2-7b", "benchmark.order": "3"}, None),
-        ({"router.mode": "sum"}, None),
+        ({"router.combine": "sum"}, None),
         ({"benchmark.name": "own/benchmark.yaml"}, None),
         ({"benchmark.name": "long_sequence"}, None),
         ({"benchmark.score_on": "validation"}, None),
@@ -57,7 +57,7 @@ def reproduced(tmp_path, monkeypatch):
     """Two methods on streams that count as the paper's."""
     monkeypatch.setattr("latent_sweep.results.published.TASKS", 3)
     sweep = write_sweep(
-        tmp_path, {"method.name": ["latent_lora", "ours:Method"], "router.mode": ["soft"], "seed": [0, 1]}
+        tmp_path, {"method.name": ["latent_lora", "ours:Method"], "router.combine": ["soft"], "seed": [0, 1]}
     )
     for trial, average in zip(sweep, (0.50, 0.48, 0.3, 0.3), strict=True):
         run_to_end(trial, average, 0.02)
@@ -74,7 +74,7 @@ def test_the_gap_is_ours_minus_the_papers(reproduced):
 
 def test_what_makes_less_of_the_cell_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("latent_sweep.results.published.TASKS", 3)
-    sweep = write_sweep(tmp_path, {"router.mode": ["soft"], "benchmark.train_per_task": [96], "seed": [0]})
+    sweep = write_sweep(tmp_path, {"router.combine": ["soft"], "benchmark.train_per_task": [96], "seed": [0]})
     run_to_end(next(iter(sweep)), 0.5, 0.0)
     assert "benchmark.train_per_task=96\n" in report.render(summaries.summarize(sweep))
 

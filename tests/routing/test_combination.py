@@ -38,7 +38,7 @@ def rows_of(task, split, count):
 
 @pytest.fixture
 def combiner(llama, tmp_path):
-    """`combiner(mode="soft")`, its rows in `combiner.rows`."""
+    """`combiner(combine="soft")`, its rows in `combiner.rows`."""
     rows = {(task, split): rows_of(task, split, 24 - task) for task in range(TASKS) for split in ("train", "test")}
     asked = []
 
@@ -71,25 +71,25 @@ def embedding(backbone, ids):
     [("last", [[0, 0, 1]] * 3), ("sum", [[1, 1, 1]] * 3), ("oracle", [[1, 0, 0], [0, 1, 0], [0, 0, 1]])],
 )
 def test_weights_without_a_router(combiner, mode, expected):
-    weights = combiner(mode=mode).weights(3)
+    weights = combiner(combine=mode).weights(3)
     for task in range(3):
         np.testing.assert_array_equal(weights[task], np.tile(expected[task], (24 - task, 1)))
-    assert [w.shape for w in combiner(mode=mode).weights(2)] == [(24, 2), (23, 2)]
+    assert [w.shape for w in combiner(combine=mode).weights(2)] == [(24, 2), (23, 2)]
     assert not (combiner.folder / "embeddings").exists()
-    assert not combiner(mode=mode).routes
+    assert not combiner(combine=mode).routes
 
 
 def test_gates_read_the_prompts_of_the_test_rows(combiner):
-    found = combiner(mode="gates").weights(2)
+    found = combiner(combine="gates").weights(2)
     for task, weights in enumerate(found):
         lengths = [len(ids) for ids in combiner.rows[task, "test"]["prompt_ids"]]
         np.testing.assert_array_equal(weights, [[length / 10, length / 11] for length in lengths])
-    assert not combiner(mode="gates").routes
+    assert not combiner(combine="gates").routes
 
 
 def test_every_mode_has_weights(combiner):
     for mode in MODES:
-        for weights in combiner(mode=mode).weights(2):
+        for weights in combiner(combine=mode).weights(2):
             assert np.isfinite(weights).all()
 
 
@@ -102,14 +102,14 @@ def evidence(combiner, tasks_seen):
 
 @pytest.mark.parametrize("mode", ["soft", "hard"])
 def test_posterior_weights_sum_to_one_and_find_their_task(combiner, mode):
-    found = combiner(mode=mode).weights(3)
+    found = combiner(combine=mode).weights(3)
     for weights in found:
         np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-12)
         assert (weights >= 0).all()
     right = [np.mean(weights.argmax(axis=1) == task) for task, weights in enumerate(found)]
     assert np.mean(right) > 0.9
-    assert evidence(combiner(mode=mode), 3)["router_accuracy"] == pytest.approx(np.mean(right))
-    assert combiner(mode=mode).routes
+    assert evidence(combiner(combine=mode), 3)["router_accuracy"] == pytest.approx(np.mean(right))
+    assert combiner(combine=mode).routes
     if mode == "hard":
         assert {float(w) for weights in found for w in weights.ravel()} == {0.0, 1.0}
 
@@ -122,27 +122,27 @@ def test_the_string_match_takes_the_nearest_definition(combiner, llama):
             f"{task}-{split}",
             [llama.tokenizer(f"{definitions[task]} {i * i} things")["input_ids"] for i in range(len(rows))],
         )
-    found = combiner(mode="lexical").weights(3)
+    found = combiner(combine="ngram").weights(3)
     right = {f"router/accuracy/{name}": 1.0 for name in NAMES}
-    assert evidence(combiner(mode="lexical"), 3) == {"router_accuracy": 1.0} | right
+    assert evidence(combiner(combine="ngram"), 3) == {"router_accuracy": 1.0} | right
     for task in range(3):
         np.testing.assert_array_equal(found[task], np.tile(np.eye(3)[task], (24 - task, 1)))
-    assert combiner(mode="lexical").routes
+    assert combiner(combine="ngram").routes
     assert not (combiner.folder / "embeddings").exists()
     records = sorted((combiner.folder / "router").glob("*.safetensors"))
-    assert [path.stem for path in records] == sorted(combiner(mode="lexical").ngrams_name(task) for task in range(3))
+    assert [path.stem for path in records] == sorted(combiner(combine="ngram").ngrams_name(task) for task in range(3))
     before = [path.read_bytes() for path in records]
     combiner.asked.clear()
-    combiner(mode="lexical", seed=1, components=7).weights(3)
+    combiner(combine="ngram", seed=1, components=7).weights(3)
     assert before == [path.read_bytes() for path in records]
     records[0].write_bytes(b"damaged")
-    for one, other in zip(combiner(mode="lexical").weights(3), found, strict=True):
+    for one, other in zip(combiner(combine="ngram").weights(3), found, strict=True):
         np.testing.assert_array_equal(one, other)
     assert before == [path.read_bytes() for path in records], "it is made again"
 
 
 def test_the_first_stage_knows_one_task(combiner):
-    (weights,) = combiner(mode="soft").weights(1)
+    (weights,) = combiner(combine="soft").weights(1)
     np.testing.assert_array_equal(weights, np.ones((24, 1)))
     assert {task for task, _ in combiner.asked} == {0}, "tasks that are still to come are not read"
 
@@ -151,7 +151,7 @@ def test_the_posterior_is_bayes_rule_over_gaussian_densities(combiner, llama):
     """Equations (12) to (14) with scipy's densities; one component, so that K-means has nothing to decide."""
     from scipy.stats import multivariate_normal
 
-    settings = dict(mode="soft", components=1, epsilon=20.0, prune_below=0.0)
+    settings = dict(combine="soft", components=1, epsilon=20.0, prune_below=0.0)
     found = combiner(**settings).weights(3)
     train = [np.stack([embedding(llama, ids) for ids in combiner.rows[t, "train"]["prompt_ids"]]) for t in range(3)]
     scatter = sum((X - X.mean(0)).T @ (X - X.mean(0)) for X in train)
@@ -167,9 +167,9 @@ def test_the_posterior_is_bayes_rule_over_gaussian_densities(combiner, llama):
 
 
 def test_a_covariance_of_all_tasks_reads_those_to_come(combiner):
-    per_task = combiner(mode="soft", epsilon=100.0, cov={"refresh": "per_task"}).weights(2)
+    per_task = combiner(combine="soft", epsilon=100.0, cov={"refresh": "per_task"}).weights(2)
     assert {task for task, _ in combiner.asked} == {0, 1}
-    final = combiner(mode="soft", epsilon=100.0, cov={"refresh": "final"}).weights(2)
+    final = combiner(combine="soft", epsilon=100.0, cov={"refresh": "final"}).weights(2)
     assert {task for task, _ in combiner.asked} == {0, 1, 2}
     assert not np.array_equal(per_task[0], final[0])
 
@@ -181,7 +181,7 @@ def test_evidence_is_that_of_gaussian_densities_and_inverse_covariances(combiner
     """One component, so that K-means has nothing to decide; scipy's densities, an inverse, and pairs of rows."""
     from scipy.stats import multivariate_normal
 
-    found = evidence(combiner(mode="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
+    found = evidence(combiner(combine="soft", components=1, epsilon=20.0, prune_below=0.2), 2)
     rows = {key: np.stack([embedding(llama, ids) for ids in r["prompt_ids"]]) for key, r in combiner.rows.items()}
     train = [rows[task, "train"] for task in range(2)]
     pooled = sum((X - X.mean(0)).T @ (X - X.mean(0)) for X in train) / sum(map(len, train))
@@ -219,7 +219,7 @@ def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(combiner):
         return np.where(own, 0.9, 0.1 / (tasks_seen - 1))
 
     def measured(gates):
-        one = combiner(mode="gates")
+        one = combiner(combine="gates")
         one.gates = gates
         return evidence(one, 3)
 
@@ -236,7 +236,7 @@ def test_gates_that_are_probabilities_are_measured_as_a_posterior_is(combiner):
 
 
 def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(combiner):
-    assert evidence(combiner(mode="soft"), 1)["router_novelty_auroc"] == 1.0
+    assert evidence(combiner(combine="soft"), 1)["router_novelty_auroc"] == 1.0
     source = torch.Generator().manual_seed(5)
     for task in (1, 2):
         prompts = [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(200)]
@@ -246,18 +246,18 @@ def test_unseen_tasks_of_other_tokens_are_novel_and_of_the_same_tokens_are_not(c
     combiner.rows[0, "train"] = Rows(
         "alike", [(10 + torch.randint(0, 5, (6,), generator=source)).tolist() for _ in range(99)]
     )
-    assert 0.43 < evidence(combiner(mode="soft"), 1)["router_novelty_auroc"] < 0.57
+    assert 0.43 < evidence(combiner(combine="soft"), 1)["router_novelty_auroc"] < 0.57
 
 
 def test_every_task_to_come_is_unseen(combiner):
     """The next task is like the one that is seen, the last one is not: half of the unseen rows are far away."""
     combiner.rows[1, "test"] = Rows("again", list(combiner.rows[0, "test"]["prompt_ids"]))
     n, m = len(combiner.rows[0, "test"]), len(combiner.rows[2, "test"])
-    assert evidence(combiner(mode="soft"), 1)["router_novelty_auroc"] == pytest.approx((0.5 * n + m) / (n + m))
+    assert evidence(combiner(combine="soft"), 1)["router_novelty_auroc"] == pytest.approx((0.5 * n + m) / (n + m))
 
 
 def test_rows_to_come_that_cannot_be_read_are_no_fault_of_this_stage(combiner, caplog):
-    one = combiner(mode="soft")
+    one = combiner(combine="soft")
     read = one.tokens
 
     def tokens(task, split):
@@ -281,8 +281,8 @@ def test_distances_are_of_rows_from_the_whole_of_a_task(combiner, monkeypatch, l
     distances = combination.GaussianRouter.distances
     monkeypatch.setattr(combination.GaussianRouter, "distances", lambda self, X: asked.append(X) or distances(self, X))
     monkeypatch.setattr(combination, limit, most)
-    evidence(combiner(mode="soft"), 1)
-    whole = combiner(mode="soft").embeddings(1, "test")
+    evidence(combiner(combine="soft"), 1)
+    whole = combiner(combine="soft").embeddings(1, "test")
     assert [len(X) for X in asked] == [5, 5, 5]
     np.testing.assert_array_equal(asked[1], whole[[0, 5, 11, 16, 22]])
 
@@ -291,23 +291,23 @@ def test_components_of_earlier_tasks_are_read_once(combiner, monkeypatch):
     """By all mixers that share them; others of the same tasks are others."""
     known, looked_for, load = {}, [], TaskGmm.load
     monkeypatch.setattr(TaskGmm, "load", classmethod(lambda cls, path: looked_for.append(path) or load(path)))
-    fresh = [combiner(mode="soft").weights(seen) for seen in (1, 2, 3)]
+    fresh = [combiner(combine="soft").weights(seen) for seen in (1, 2, 3)]
     looked_for.clear()
     for seen, expected in zip((1, 2, 3), fresh, strict=True):
-        for one, other in zip(combiner(mode="soft", gmms=known).weights(seen), expected, strict=True):
+        for one, other in zip(combiner(combine="soft", gmms=known).weights(seen), expected, strict=True):
             np.testing.assert_array_equal(one, other)
     assert len(looked_for) == len(known) == 3
-    combiner(mode="soft", components=3, gmms=known).weights(3)
+    combiner(combine="soft", components=3, gmms=known).weights(3)
     assert len(looked_for) == len(known) == 6
 
 
 def test_after_the_last_task_nothing_is_unseen(combiner):
-    assert "router_novelty_auroc" not in evidence(combiner(mode="hard"), 3)
+    assert "router_novelty_auroc" not in evidence(combiner(combine="hard"), 3)
 
 
 @pytest.mark.parametrize("mode", ["last", "sum", "oracle", "gates"])
 def test_without_a_router_there_is_no_evidence(combiner, mode):
-    assert evidence(combiner(mode=mode), 2) == {}
+    assert evidence(combiner(combine=mode), 2) == {}
     assert not (combiner.folder / "embeddings").exists()
 
 
@@ -319,7 +319,7 @@ def test_evidence_fits_no_second_router_and_pools_each_row_once(combiner, monkey
     monkeypatch.setattr(combination.GaussianRouter, "fit", lambda *a: fitted.append(1) or fit(*a))
     monkeypatch.setattr(combination, "pool", lambda *a: pooled.append(1) or pool_rows(*a))
     for seen in (1, 2, 3):
-        one = combiner(mode="soft")
+        one = combiner(combine="soft")
         one.weights(seen)
         evidence(one, seen)
     assert (len(fitted), len(pooled)) == (3, 6)
@@ -375,7 +375,7 @@ def stored(folder):
 
 
 def test_embeddings_and_records_are_computed_once(combiner, monkeypatch):
-    first = combiner(mode="soft").weights(3)
+    first = combiner(combine="soft").weights(3)
     files = stored(combiner.folder)
     assert sorted(path.split("/")[0] for path in files) == ["embeddings"] * 6 + ["router"] * 6, (
         "means and a scatter for each task"
@@ -388,27 +388,27 @@ def test_embeddings_and_records_are_computed_once(combiner, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("latent_sweep.routing.combination.fit_gmm", refuse)
         patch.setattr("latent_sweep.routing.combination.scatter_of", refuse)
-        for one, other in zip(combiner(mode="soft").weights(3), first, strict=True):
+        for one, other in zip(combiner(combine="soft").weights(3), first, strict=True):
             np.testing.assert_array_equal(one, other)
-        combiner(mode="hard", epsilon=0.5, temperature=2.0).weights(3)
-    combiner(mode="soft", components=3).weights(3)
-    combiner(mode="soft", seed=1).weights(3)
+        combiner(combine="hard", epsilon=0.5, temperature=2.0).weights(3)
+    combiner(combine="soft", components=3).weights(3)
+    combiner(combine="soft", seed=1).weights(3)
     assert len(stored(combiner.folder)) == 6 + 3 + 3 * 3, "another K and another seed have means of their own"
 
 
 def test_other_pooling_has_embeddings_and_records_of_its_own(combiner):
     for rows in combiner.rows.values():
         rows["input_ids"] = [row[1:] for row in rows["prompt_ids"]]
-    whole = combiner(mode="soft", epsilon=100.0).weights(3)
-    inputs = combiner(mode="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
+    whole = combiner(combine="soft", epsilon=100.0).weights(3)
+    inputs = combiner(combine="soft", epsilon=100.0, pool={"scope": "input_only"}).weights(3)
     assert not np.array_equal(whole[0], inputs[0])
     assert len(stored(combiner.folder)) == 2 * (6 + 6)
 
 
 def test_another_backbone_has_embeddings_and_records_of_its_own(combiner, llama):
     """Two backbones may read the same tokens, and share a storage: of one tokenizer and other weights."""
-    combiner(mode="soft").weights(3)
-    other = combiner(mode="soft")
+    combiner(combine="soft").weights(3)
+    other = combiner(combine="soft")
     table = llama.embedding_table.flip(0).contiguous()
     other.backbone = SimpleNamespace(weights_digest="other", embedding_table=table, pad_id=llama.pad_id)
     other.weights(3)
@@ -421,7 +421,7 @@ def test_another_backbone_has_embeddings_and_records_of_its_own(combiner, llama)
 
 
 def test_no_example_is_kept_in_a_record(combiner):
-    combiner(mode="soft").weights(3)
+    combiner(combine="soft").weights(3)
     largest = max(path.stat().st_size for path in (combiner.folder / "router").iterdir())
     d = 32
     assert largest < 8 * d * (d + 1) // 2 + 1000
@@ -430,7 +430,7 @@ def test_no_example_is_kept_in_a_record(combiner):
 @pytest.mark.parametrize("refresh", ["per_task", "final", "frozen_first"])
 def test_weights_do_not_depend_on_interruptions(combiner, refresh):
     """One worker that keeps its folds, against a new one for every stage: the same bits."""
-    settings = dict(mode="soft", epsilon=1.0, cov={"refresh": refresh}, prune_below=0.0)
+    settings = dict(combine="soft", epsilon=1.0, cov={"refresh": refresh}, prune_below=0.0)
     folds = {}
     for seen in (1, 2, 3, 2):
         kept = combiner(folds=folds, **settings).weights(seen)
@@ -459,7 +459,7 @@ def test_a_new_task_is_one_addition(combiner, monkeypatch):
 )
 @pytest.mark.one_machine
 def test_a_damaged_file_is_made_again(combiner, kind, damage, caplog):
-    before = combiner(mode="soft").weights(3)
+    before = combiner(combine="soft").weights(3)
     files = stored(combiner.folder)
     for path in (combiner.folder / kind).iterdir():
         content = path.read_bytes()
@@ -468,7 +468,7 @@ def test_a_damaged_file_is_made_again(combiner, kind, damage, caplog):
     if kind == "embeddings":
         for path in (combiner.folder / "router").iterdir():
             path.unlink()
-    for one, other in zip(combiner(mode="soft").weights(3), before, strict=True):
+    for one, other in zip(combiner(combine="soft").weights(3), before, strict=True):
         np.testing.assert_array_equal(one, other)
     assert stored(combiner.folder) == files
     assert "again" in caplog.text

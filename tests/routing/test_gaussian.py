@@ -723,7 +723,7 @@ def test_training_reads_no_router_setting() -> None:
 def test_paper_defaults() -> None:
     settings = RouterSettings()
     assert (settings.components, settings.epsilon, settings.gmm.kmeans_iters) == (5, 0.01, 30)
-    assert settings.mode == "soft"
+    assert settings.combine == "soft"
 
 
 @pytest.mark.parametrize(
@@ -746,7 +746,7 @@ def test_settings_out_of_range(changes: dict[str, Any]) -> None:
 
 
 CHANGES: list[dict[str, Any]] = [
-    {"mode": "hard"},
+    {"combine": "hard"},
     {"components": 2},
     {"epsilon": 0.5},
     {"epsilon_mode": "absolute"},
@@ -792,7 +792,7 @@ def test_equal_record_identity_means_equal_record(base: dict[str, Any], change: 
 
 def test_record_identity_leaves_out_what_only_routing_reads() -> None:
     plain = router_settings().record_identity()
-    routing = ({"epsilon": 0.5}, {"temperature": 2.0}, {"prior": "n_t"}, {"mode": "hard"}, {"dtype": "float32"})
+    routing = ({"epsilon": 0.5}, {"temperature": 2.0}, {"prior": "n_t"}, {"combine": "hard"}, {"dtype": "float32"})
     covariance = [
         {"cov": {name: value}} for name, value in (("center", "component"), ("ddof", "tasks"), ("refresh", "final"))
     ]

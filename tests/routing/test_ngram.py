@@ -71,20 +71,20 @@ def trials_over(**changes):
 
 def test_it_reads_no_setting_of_the_router():
     trials = trials_over(
-        search={"router.mode": ["hard", "lexical"], "router.components": [1, 2], "router.epsilon": [1.0, 2.0]}
+        search={"router.combine": ["hard", "ngram"], "router.components": [1, 2], "router.epsilon": [1.0, 2.0]}
     )
-    assert [dict(t.values) for t in trials if t.settings.router.mode == "lexical"] == [{"router.mode": "lexical"}]
+    assert [dict(t.values) for t in trials if t.settings.router.combine == "ngram"] == [{"router.combine": "ngram"}]
     assert len(trials) == 4 + 1
     assert len({trial.training_id for trial in trials}) == 1
 
 
 def test_rows_know_the_version_of_its_records(monkeypatch):
     def keys(mode):
-        return [trial.row_keys() for trial in trials_over(search={}, trial__router__mode=mode)]
+        return [trial.row_keys() for trial in trials_over(search={}, trial__router__combine=mode)]
 
-    before = {mode: keys(mode) for mode in ("lexical", "oracle")}
+    before = {mode: keys(mode) for mode in ("ngram", "oracle")}
     monkeypatch.setattr(versions, "RECORDS", versions.RECORDS + 1)
-    assert [mode for mode in before if keys(mode) != before[mode]] == ["lexical"]
+    assert [mode for mode in before if keys(mode) != before[mode]] == ["ngram"]
 
 
 @pytest.mark.parametrize("method", ["inc_lora", "latent_lora"])
@@ -94,7 +94,7 @@ def test_a_trial_is_answered_by_it(runs, method):
         "trial__benchmark": {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 8, "test_per_task": 3},
         "trial__training": {"learning_rate": 0.1, "epochs": 1, "batch_size": 4},
         "trial__method": {"name": method, "rank": 4},
-        "trial__router": {"mode": "lexical"},
+        "trial__router": {"combine": "ngram"},
         "search": {"benchmark.prompts.definition": ["verbatim"]},
     }
     (pack,) = runs.packs(**changes)

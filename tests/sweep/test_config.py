@@ -63,8 +63,8 @@ HOSTILE = {
     "negative seed": (template(seed=-1), "trial.seed: found -1; expected a whole number of at least 0"),
     "no components": (template(router__components=0), "trial.router.components: found 0; "),
     "unknown choice": (
-        template(router__mode="sofft"),
-        "trial.router.mode: found 'sofft'; ",
+        template(router__combine="sofft"),
+        "trial.router.combine: found 'sofft'; ",
     ),
     "two GPUs": (
         tiny(run__resources={"gpus": 2}),

@@ -80,11 +80,11 @@ def test_rows_without_an_input_are_a_fault_where_the_router_reads_inputs_alone(o
     content[3]["input"] = " "
     file.write_text(json.dumps(content))
     assert said_of(own) == []
-    axes = {"router.mode": ["soft", "oracle"], "router.pool.scope": ["prompt", "input_only"]}
+    axes = {"router.combine": ["soft", "oracle"], "router.pool.scope": ["prompt", "input_only"]}
     message = faults_of(own, search=axes)
     assert "task left: 1 of 24 training rows have no input, which is all that router.pool.scope" in message
     assert "right" not in message
-    assert said_of(own, search={"router.mode": ["oracle"], "router.pool.scope": ["input_only"]}) == []
+    assert said_of(own, search={"router.combine": ["oracle"], "router.pool.scope": ["input_only"]}) == []
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -406,7 +406,7 @@ def test_training_prompts_that_are_all_alike_are_a_fault(own: Path) -> None:
     put(own, "left", "train", [{**row, "input": "the same"} for row in content])
     assert "task left" in faults_of(own, {"max_source_length": 128})
     put(own, "left", "train", content[:1])
-    said_of(own, {"max_source_length": 128}, trial__router={"mode": "sum", "components": 1})
+    said_of(own, {"max_source_length": 128}, trial__router={"combine": "sum", "components": 1})
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -529,7 +529,7 @@ HOLD_OUT = {"trial__training__select": "best_validation"}
 
 def test_one_row_to_hold_rows_out_of_is_a_fault(own: Path) -> None:
     put(own, "left", "train", rows("left", "train", ["ax"]))
-    unrouted = {"trial__router": {"mode": "sum", "components": 1}}
+    unrouted = {"trial__router": {"combine": "sum", "components": 1}}
     message = faults_of(own, **HOLD_OUT, **unrouted)
     assert "training.select: best_validation holds rows out of every task. Task 'left': 1 training row" in message
     assert said_of(own, **unrouted) == []
@@ -556,7 +556,7 @@ def test_test_rows_that_are_the_training_rows_are_a_fault(own: Path) -> None:
     put(own, "left", "train", content)
     put(own, "left", "test", list(reversed(content)))
     assert f"task left: test and training rows are the same in {own / 'left'}; expected" in faults_of(
-        own, trial__router__mode="last"
+        own, trial__router__combine="last"
     )
 
 

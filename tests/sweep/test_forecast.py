@@ -42,7 +42,7 @@ def over(mode, **search):
     """Trials with a penalty on three tasks of 12 test rows, over axes given as `router__components=[1, 2]`."""
     return trials_of(
         trial__benchmark__tasks=["mood", "ticket", "date"],
-        trial__router={"mode": mode},
+        trial__router={"combine": mode},
         search={path.replace("__", "."): values for path, values in search.items()},
     )
 
@@ -96,7 +96,7 @@ def test_without_data_a_plan_says_what_is_missing():
         ("oracle", 5, 5),  # a task's own snapshot answers it at every stage: 3 + 2
         ("soft", 5, 11),  # one that is always right is an oracle; one that never is sure is like a sum
         ("hard", 5, 11),
-        ("lexical", 5, 11),
+        ("ngram", 5, 11),
     ],
 )
 def test_passes_by_mode(mode, least, most):
@@ -134,11 +134,11 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("mode", ["sum", "last", "oracle", "soft", "hard", "lexical"])
+@pytest.mark.parametrize("mode", ["sum", "last", "oracle", "soft", "hard", "ngram"])
 def test_a_run_learns_and_answers_what_was_foreseen(mode, runs):
     """Every file of known answers is a batch; here a task's test rows are one batch."""
     changes = QUICK | {
-        "trial__router": {"mode": mode},
+        "trial__router": {"combine": mode},
         "search": {"method.ortho_lambda": [0.0, 1e-3], "router.components": [1, 2]},
     }
     trials, packs = trials_of(**changes), runs.packs(**changes)
@@ -452,7 +452,7 @@ def test_every_sweep_of_the_repository_passes_plan(path, at_hand, data, monkeypa
 def test_answers_that_are_scored_otherwise_are_not_generated_again(tmp_path, capsys, mode):
     """A metric of the benchmark's file makes other trials, whose answers are those that are there."""
     own = write_benchmark(tmp_path / "own")
-    content = tiny(trial__benchmark={"name": str(own)}, trial__router={"mode": mode}, search={})
+    content = tiny(trial__benchmark={"name": str(own)}, trial__router={"combine": mode}, search={})
     path = write(tmp_path, content)
     assert main(["run", path, "--local"]) == 0
     file = own / "benchmark.yaml"

@@ -75,7 +75,7 @@ SETTINGS = {
     "method.train_active": ("sum", TRAINED),
     "method.dropout": (0.5, TRAINED),
     "method.svd": ("randomized", f"{TRAINED} factors"),
-    "router.mode": ("hard", SCORED),
+    "router.combine": ("hard", SCORED),
     "router.components": (3, FITTED),
     "router.epsilon": (0.5, SCORED),
     "router.epsilon_mode": ("absolute", SCORED),
@@ -312,7 +312,7 @@ class Subject:
             "name": "subject",
             "trial": {
                 "method": method if "method__name" not in changes else {},
-                "router": {"mode": "soft", "components": 2},
+                "router": {"combine": "soft", "components": 2},
                 "backbone": {"name": str(self.folder / "backbone"), "dtype": "float32"},
                 "benchmark": {"name": str(self.folder / "benchmark"), "train_per_task": 8, "test_per_task": 4},
                 "training": {"learning_rate": 0.1, "epochs": 2, "batch_size": 4},
@@ -320,7 +320,7 @@ class Subject:
             "run": self.run,
         }
         if changes.get("method__name") == "seq_lora":
-            content["trial"]["router"] |= {"mode": "last"}
+            content["trial"]["router"] |= {"combine": "last"}
         for path, value in changes.items():
             group = content["trial"]
             *names, last = path.split("__")
@@ -417,7 +417,7 @@ def test_a_setting_changes_what_reads_it(unchanged, path):
 
 def test_the_string_match_is_another_way_to_route(unchanged):
     subject, before = unchanged
-    assert differing(before, subject.identities(router__mode="lexical")) == set(SCORED.split())
+    assert differing(before, subject.identities(router__combine="ngram")) == set(SCORED.split())
 
 
 def test_a_backbones_dropout_changes_what_is_trained(unchanged):

@@ -74,7 +74,7 @@ def test_ids_do_not_depend_on_the_order_of_keys_or_axes():
 
 def test_writing_a_default_out_changes_no_id():
     written = tiny(
-        trial__router={"components": 1, "mode": "soft", "prior": "uniform"},
+        trial__router={"components": 1, "combine": "soft", "prior": "uniform"},
         trial__training__weight_decay=0.0,
         trial__seed=0,
     )
@@ -175,7 +175,7 @@ def test_inference_only_axes_share_one_training():
         "router__components": [1, 2, 4],
         "router__epsilon": [0.01, 0.1],
         "router__epsilon_mode": ["relative", "absolute"],
-        "router__mode": ["soft", "hard"],
+        "router__combine": ["soft", "hard"],
         "benchmark__test_per_task": [6, 12],
         "evaluation__batch_size": [4, 16],
     }
@@ -189,9 +189,9 @@ def test_inference_only_axes_share_one_training():
 
 
 def test_what_the_router_does_not_read_collapses():
-    trials = trials_over(router__mode=["soft", "sum", "last"], router__components=[1, 2], router__epsilon=[0.01, 0.1])
+    trials = trials_over(router__combine=["soft", "sum", "last"], router__components=[1, 2], router__epsilon=[0.01, 0.1])
     assert len(trials) == 4 + 1 + 1
-    assert [dict(t.values) for t in trials if t.settings.router.mode == "sum"] == [{"router.mode": "sum"}]
+    assert [dict(t.values) for t in trials if t.settings.router.combine == "sum"] == [{"router.combine": "sum"}]
 
 
 def test_without_a_penalty_a_task_is_the_same_wherever_it_comes():
@@ -331,7 +331,7 @@ def test_what_is_left_out_is_the_papers(backbone, rate, batch, epochs, source, b
     assert (s.training.warmup_steps, s.training.weight_decay) == (0, 0.0)
     assert (s.method.name, s.method.rank, s.method.ortho_lambda) == ("latent_lora", 32, weight)
     assert (s.benchmark.max_source_length, s.benchmark.max_target_length) == (source, 50)
-    assert (s.router.components, s.router.epsilon, s.router.mode, s.router.gmm.kmeans_iters) == (5, 0.01, "soft", 30)
+    assert (s.router.components, s.router.epsilon, s.router.combine, s.router.gmm.kmeans_iters) == (5, 0.01, "soft", 30)
     assert len(trial.tasks) == 15
 
 
@@ -343,12 +343,12 @@ def test_a_written_setting_wins_over_the_papers():
             "backbone": {"name": "t5-large"},
             "benchmark": {"name": "superni", "max_source_length": 128},
             "training": {"epochs": 1},
-            "router": {"mode": "hard"},
+            "router": {"combine": "hard"},
         },
     }
     s = trials_of(content)[0].settings
     assert (s.method.ortho_lambda, s.method.rank, s.benchmark.max_source_length) == (0.0, 8, 128)
-    assert (s.training.epochs, s.training.batch_size, s.router.mode) == (1, 8, "hard")
+    assert (s.training.epochs, s.training.batch_size, s.router.combine) == (1, 8, "hard")
 
 
 # --- faults of whole trials ------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def test_a_row_a_task_leaves_no_covariance_to_take_a_share_of(router, at):
     with pytest.raises(ConfigError, match=at.replace(".", r"\.")):
         trials_of(tiny(trial__router=router, **one))
     assert len(trials_of(tiny(trial__router={"components": 1, "epsilon_mode": "absolute"}, **one))) == 1
-    assert len(trials_of(tiny(trial__router=router | {"mode": "sum"}, **one))) == 1
+    assert len(trials_of(tiny(trial__router=router | {"combine": "sum"}, **one))) == 1
 
 
 def test_a_component_for_every_row_leaves_no_scatter_about_their_means():
@@ -412,7 +412,7 @@ def test_a_component_for_every_row_leaves_no_scatter_about_their_means():
 
 
 def test_components_are_no_fault_where_no_router_is_asked():
-    assert len(trials_of(tiny(trial__router={"mode": "sum", "components": 40}, search={}))) == 1
+    assert len(trials_of(tiny(trial__router={"combine": "sum", "components": 40}, search={}))) == 1
 
 
 def test_a_rank_above_the_narrowest_projection_names_both_numbers():
@@ -503,7 +503,7 @@ def test_joint_training_has_the_steps_of_all_its_tasks(runs):
     assert unlimited.steps(0) == 24
 
 
-@pytest.mark.parametrize("mode", ["sum", "lexical", "oracle"])
+@pytest.mark.parametrize("mode", ["sum", "ngram", "oracle"])
 def test_what_the_router_fits_is_no_part_of_rows_that_are_not_routed(mode):
     routers = [{"mode": mode, "cov": {"refresh": refresh}} for refresh in ("per_task", "final")]
     (first,), (second,) = (trials_of(tiny(trial__router=router, search={})) for router in routers)
@@ -517,9 +517,9 @@ def test_what_the_router_fits_is_no_part_of_rows_that_are_not_routed(mode):
 SHARING = {
     "trial": [
         {"method": {"name": "latent_lora", "rank": 4, "ortho_lambda": 0.0}},
-        {"method": {"name": "latent_lora", "rank": 4, "ortho_lambda": 0.1}, "router": {"mode": "sum"}},
-        {"method": {"name": "joint_lora", "rank": 4}, "router": {"mode": "last"}},
-        {"method": {"name": "zero_shot"}, "router": {"mode": "last"}},
+        {"method": {"name": "latent_lora", "rank": 4, "ortho_lambda": 0.1}, "router": {"combine": "sum"}},
+        {"method": {"name": "joint_lora", "rank": 4}, "router": {"combine": "last"}},
+        {"method": {"name": "zero_shot"}, "router": {"combine": "last"}},
     ],
     "seed": [0, 1],
     "router.components": [1, 2],

@@ -47,8 +47,8 @@ def sweep_of(*arguments, **changes):
 
 METHODS = {
     "trial": [
-        {"method": {"name": "latent_lora", "rank": 4}, "router": {"mode": "soft"}},
-        {"method": {"name": "latent_lora", "rank": 4}, "router": {"mode": "oracle"}},
+        {"method": {"name": "latent_lora", "rank": 4}, "router": {"combine": "soft"}},
+        {"method": {"name": "latent_lora", "rank": 4}, "router": {"combine": "oracle"}},
         {"method": {"name": "ewc", "rank": 4}},
         {"method": {"name": "zero_shot"}},
     ],
@@ -131,7 +131,7 @@ def test_values_that_are_mappings_leave_what_else_their_group_has():
 
 
 def test_candidates_that_are_one_trial_are_one_candidate():
-    (choice,) = choices(sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"mode": "sum"}))
+    (choice,) = choices(sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"combine": "sum"}))
     assert len(choice.candidates) == 1
 
 
@@ -432,13 +432,13 @@ def test_the_file_written_down_is_the_same_sweep_again(tmp_path):
 def test_nothing_is_tried_that_the_first_trial_of_a_choice_does_not_read():
     """Its candidates would all be one, and the others' setting chosen from nothing."""
     tried = {"search": {"router.temperature": [50.0, 1.0]}}
-    search = {"router.mode": ["sum", "soft"]}
+    search = {"router.combine": ["sum", "soft"]}
     with pytest.raises(ConfigError, match=r"does not read router\.temperature.*add router\.mode to tune\.apply_to"):
         choices(sweep_of(tried, search=search))
-    for group in ("router.mode", "router"):
+    for group in ("router.combine", "router"):
         told = choices(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
         assert [len(choice.candidates) for choice in told] == [1, 2]
-    assert len(choices(sweep_of(tried, search={"router.mode": ["soft", "oracle"]}))[0].candidates) == 2
+    assert len(choices(sweep_of(tried, search={"router.combine": ["soft", "oracle"]}))[0].candidates) == 2
 
 
 def test_no_trial_of_a_choice_is_judged_on_what_was_looked_at(tmp_path):

@@ -24,10 +24,10 @@ from latent_sweep.sweep.plan import Trial, expand
 from latent_sweep.training.context import Context
 
 ROUTERS: Mapping[str, Mapping[str, Any]] = {
-    "router, as by default": {"mode": "soft"},
-    "router, `epsilon_mode: absolute`": {"mode": "soft", "epsilon_mode": "absolute"},
-    "router, `pool.scope: input_only`": {"mode": "soft", "pool": {"scope": "input_only"}},
-    "`lexical`": {"mode": "lexical"},
+    "router, as by default": {"combine": "soft"},
+    "router, `epsilon_mode: absolute`": {"combine": "soft", "epsilon_mode": "absolute"},
+    "router, `pool.scope: input_only`": {"combine": "soft", "pool": {"scope": "input_only"}},
+    "`ngram`": {"combine": "ngram"},
 }
 DEFINITIONS = get_args(PromptSettings.model_fields["definition"].annotation)
 
@@ -48,7 +48,7 @@ def table(benchmark: Mapping[str, Any], folder: Path) -> Iterator[str]:
     """Yield the lines of the table; what is computed for it lies in `folder`."""
     yield f"| | {' | '.join(DEFINITIONS)} |"
     yield f"|---|{'---|' * len(DEFINITIONS)}"
-    context = Context(trial_of(benchmark, {"mode": "soft"}, "verbatim"), Storage(folder))
+    context = Context(trial_of(benchmark, {"combine": "soft"}, "verbatim"), Storage(folder))
     for name, router in ROUTERS.items():
         cells = []
         for definition in DEFINITIONS:

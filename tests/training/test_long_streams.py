@@ -94,7 +94,7 @@ def stream(tmp_path, counts):
         content = tiny(
             trial__benchmark={"name": str(folder)},
             trial__training={"learning_rate": 0.01, "epochs": 1, "batch_size": 4},
-            trial__router={"mode": "hard", "components": 1},
+            trial__router={"combine": "hard", "components": 1},
             search={},
         )
         return runs, runs.packs_of(content)
