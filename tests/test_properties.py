@@ -46,7 +46,7 @@ def paths(tree, prefix=()):
 
 
 PATHS = sorted(paths(TINY))
-NAMES = sorted({key for path in PATHS for key in path} | {"mode", "rank", "choice", "uniform", "randint", "trial"})
+NAMES = sorted({key for path in PATHS for key in path} | {"combine", "rank", "choice", "uniform", "randint", "trial"})
 KEYS = st.sampled_from(NAMES) | TEXTS | st.sampled_from([0, 1.5, None, True, "method.rank", "router.combine", "a..b"])
 TREES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=8

@@ -4,7 +4,7 @@ last    the newest snapshot alone
 sum     all of them with weight one (summing branches, the ablation without a router)
 soft    the router's posterior, equation (15)
 hard    its largest entry
-lexical the task whose definition has most letters in common with the prompt, a control (`lexical.py`)
+ngram   the task whose definition shares most n-grams with the prompt, a baseline (`ngram.py`)
 gates   the method's own gates, read from the prompt (GainLoRA)
 oracle  the snapshot of the row's own task: an upper reference, it needs the task's identity
 """

@@ -543,7 +543,12 @@ def test_joint_lora_learns_all_tasks_once_and_answers_the_same_ever_after(runs):
 def test_per_task_fine_tuning_is_learned_once_for_every_order(runs):
     """The reference that forgets nothing: IncLoRA alone behind the oracle; its snapshots do not know their order."""
     method = {"name": "inc_lora", "rank": 4, "train_active": "current"}
-    changes = {**SMALL, "search": {"benchmark.order": [1, 2]}, "trial__method": method, "trial__router__combine": "oracle"}
+    changes = {
+        **SMALL,
+        "search": {"benchmark.order": [1, 2]},
+        "trial__method": method,
+        "trial__router__combine": "oracle",
+    }
     changes["trial__benchmark"] = {**SMALL["trial__benchmark"], "tasks": ["date", "ticket", "past"]}
     first, second = runs.packs(**changes)
     one, other = (set(pack.trials[0].lineages()) for pack in (first, second))

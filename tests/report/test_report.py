@@ -519,7 +519,9 @@ def test_close_values_keep_different_labels():
 
 
 def test_curves_take_the_first_numeric_axis_and_leave_gaps(tmp_path):
-    sweep = write_sweep(tmp_path, {"router.combine": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]})
+    sweep = write_sweep(
+        tmp_path, {"router.combine": ["soft", "hard"], "method.ortho_lambda": [0.1, 0.0], "seed": [0, 1]}
+    )
     for trial, average in zip(sweep, (0.3, 0.4, 0.5, 0.6, 0.7), strict=False):
         run_to_end(trial, average, 0.0)
     curves = summaries.curves(summaries.summarize(sweep))

@@ -129,17 +129,17 @@ def test_layout_keeps_groups_together_and_is_repeatable():
 
 
 def test_posteriors_are_those_that_the_journal_measured(folder):
-    soft, hard, lexical = routings(sweep_folder(folder))[0]
-    assert [one.name for one in (soft, hard, lexical)] == ["combine=soft", "combine=hard", "combine=ngram"]
-    assert (soft.recomputed, hard.recomputed, lexical.recomputed) == (True, True, False)
-    assert not lexical.has_posterior
+    soft, hard, ngram = routings(sweep_folder(folder))[0]
+    assert [one.name for one in (soft, hard, ngram)] == ["combine=soft", "combine=hard", "combine=ngram"]
+    assert (soft.recomputed, hard.recomputed, ngram.recomputed) == (True, True, False)
+    assert not ngram.has_posterior
     for one in (soft, hard):
         told = one.trial.metrics
         assert np.mean([rows.mean() for rows in own_task(one.probabilities)]) == pytest.approx(
             told["router_p_correct"], rel=1e-6
         )
         assert reliability(one.probabilities).calibration_error == pytest.approx(told["router_ece"], rel=1e-6, abs=1e-9)
-    for one in (soft, hard, lexical):
+    for one in (soft, hard, ngram):
         right = [one.trial.metrics[f"router/accuracy/{task}"] for task in ORDER]
         assert confusion(one.probabilities).diagonal().tolist() == pytest.approx(right)
     assert max(soft.probabilities[0].max(axis=1)) < 0.999  # there is something to draw
@@ -207,7 +207,9 @@ def test_a_router_of_prompts_in_a_chat_is_told_from_one_of_bare_prompts(tmp_path
     """Both lie in one storage, and differ in what the template puts around the prompts alone."""
     chatting_tokenizer(tmp_path / "tokenizer")
     backbone = {"name": "tiny-llama", "dtype": "float32", "tokenizer": str(tmp_path / "tokenizer")}
-    content = tiny(trial__backbone=backbone, trial__router={"combine": "soft"}, search={"benchmark.chat": [True, False]})
+    content = tiny(
+        trial__backbone=backbone, trial__router={"combine": "soft"}, search={"benchmark.chat": [True, False]}
+    )
     assert main(["run", write(tmp_path, content), "--local"]) == 0
     sweep = sweep_folder(tmp_path)
     (chatting, bare), gaps = routings(sweep)

@@ -335,7 +335,12 @@ def test_answers_of_some_stages_do_not_tell_of_forgetting(tmp_path):
 
 # --- which one is the baseline ---------------------------------------------------------------------------------------
 
-MIXED = {"method.name": ["seq_lora", "o_lora"], "router.combine": ["sum", "soft"], "benchmark.order": [1, 2], "seed": [0]}
+MIXED = {
+    "method.name": ["seq_lora", "o_lora"],
+    "router.combine": ["sum", "soft"],
+    "benchmark.order": [1, 2],
+    "seed": [0],
+}
 
 
 @pytest.mark.parametrize(
@@ -458,7 +463,9 @@ def test_a_mean_waits_for_a_value_that_no_repetition_has_finished(tmp_path):
 def test_both_may_be_averaged_over_what_some_of_their_trials_do_not_read(tmp_path):
     """Each of two rates has the task known, without K, and a router with two: all have finished, so all are pairs."""
     for trial in routed_beside_oracle(tmp_path, **{"training.learning_rate": [0.1, 0.2]}):
-        run_to_end(trial, trial.values["training.learning_rate"] * (2 + (trial.values["router.combine"] == "soft")), 0.0)
+        run_to_end(
+            trial, trial.values["training.learning_rate"] * (2 + (trial.values["router.combine"] == "soft")), 0.0
+        )
     sweep = open_sweep(tmp_path / "lambda")
     found = compared(sweep, "learning_rate=0.1", over=["combine", "K"])["learning_rate=0.2"]
     assert (found.n, found.differences["AP"].mean) == (4, pytest.approx(0.25))
@@ -482,7 +489,12 @@ def test_a_setting_that_a_point_leaves_out_is_not_one_that_is_null(tmp_path):
 
 def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
     """In tables, data frames, a tracker and for `--baseline`; only what a trial does not read is nothing."""
-    axes = {"router.combine": [None, "oracle"], "router.scope": [None, "prompt"], "benchmark.tasks": [None], "seed": [0]}
+    axes = {
+        "router.combine": [None, "oracle"],
+        "router.scope": [None, "prompt"],
+        "benchmark.tasks": [None],
+        "seed": [0],
+    }
     sweep = resolved(
         write_sweep(tmp_path, axes),
         lambda values: {
@@ -501,7 +513,9 @@ def test_what_an_entry_leaves_out_is_what_it_resolves_to(tmp_path):
     assert [row["baseline"] for row in records] == ["scope=prompt", None, "scope=prompt"]
     assert report.render(summary).splitlines()[4].split()[:2] == ["combine=soft", "scope=input_only"]
     frame = SweepResults(sweep).trials()
-    assert list(zip(*(frame[name].replace({np.nan: None}) for name in ("combine", "scope", "tasks")), strict=True)) == told
+    assert (
+        list(zip(*(frame[name].replace({np.nan: None}) for name in ("combine", "scope", "tasks")), strict=True)) == told
+    )
     params = [trial_content(sweep, trial, trial.events()).params for trial in sweep]
     assert [(each["combine"], each["scope"]) for each in params] == [told[0][:2], told[1][:2], ("oracle", "-")]
 

@@ -446,8 +446,8 @@ def test_a_new_task_is_one_addition(combiner, monkeypatch):
     )
     folds = {}
     for seen in (1, 2, 3):
-        combiner(folds=folds, mode="soft").weights(seen)
-        combiner(folds=folds, mode="hard", epsilon=0.5, temperature=2.0, components=3, seed=1).weights(seen)
+        combiner(folds=folds, combine="soft").weights(seen)
+        combiner(folds=folds, combine="hard", epsilon=0.5, temperature=2.0, components=3, seed=1).weights(seen)
     assert len(read) == len(set(read)) == 3
 
 

@@ -734,7 +734,7 @@ def test_paper_defaults() -> None:
         {"epsilon": -0.1},
         {"temperature": 0.0},
         {"prune_below": 1.0},
-        {"mode": "softest"},
+        {"combine": "softest"},
         {"gmm": {"em_iters": -1}},
         {"cov": {"ddof": 1}},
         {"unknown": 1},

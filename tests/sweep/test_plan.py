@@ -189,7 +189,9 @@ def test_inference_only_axes_share_one_training():
 
 
 def test_what_the_router_does_not_read_collapses():
-    trials = trials_over(router__combine=["soft", "sum", "last"], router__components=[1, 2], router__epsilon=[0.01, 0.1])
+    trials = trials_over(
+        router__combine=["soft", "sum", "last"], router__components=[1, 2], router__epsilon=[0.01, 0.1]
+    )
     assert len(trials) == 4 + 1 + 1
     assert [dict(t.values) for t in trials if t.settings.router.combine == "sum"] == [{"router.combine": "sum"}]
 
@@ -505,7 +507,7 @@ def test_joint_training_has_the_steps_of_all_its_tasks(runs):
 
 @pytest.mark.parametrize("mode", ["sum", "ngram", "oracle"])
 def test_what_the_router_fits_is_no_part_of_rows_that_are_not_routed(mode):
-    routers = [{"mode": mode, "cov": {"refresh": refresh}} for refresh in ("per_task", "final")]
+    routers = [{"combine": mode, "cov": {"refresh": refresh}} for refresh in ("per_task", "final")]
     (first,), (second,) = (trials_of(tiny(trial__router=router, search={})) for router in routers)
     assert first.trial_id == second.trial_id
     assert first.row_keys() == second.row_keys()

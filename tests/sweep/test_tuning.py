@@ -131,7 +131,9 @@ def test_values_that_are_mappings_leave_what_else_their_group_has():
 
 
 def test_candidates_that_are_one_trial_are_one_candidate():
-    (choice,) = choices(sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"combine": "sum"}))
+    (choice,) = choices(
+        sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"combine": "sum"})
+    )
     assert len(choice.candidates) == 1
 
 

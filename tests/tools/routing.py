@@ -55,7 +55,7 @@ def table(benchmark: Mapping[str, Any], folder: Path) -> Iterator[str]:
             trial = trial_of(benchmark, router, definition)
             weights = context.combiner(trial, lambda seen, prompts: np.zeros(0)).weights(len(trial.tasks))
             alone = np.mean([np.mean(rows.max(axis=1) == 1) for rows in weights])
-            told = f" ({alone:.1%} one-hot)" if router["mode"] == "soft" else ""
+            told = f" ({alone:.1%} one-hot)" if router["combine"] == "soft" else ""
             right = np.mean([np.mean(rows.argmax(axis=1) == task) for task, rows in enumerate(weights)])
             cells.append(f"{right:.1%}{told}")
         yield f"| {name} | {' | '.join(cells)} |"
