@@ -87,8 +87,8 @@ def choices(sweep: Sweep) -> list[Choice]:
         if missed := sorted(unread[key] - _unread(tune, settings)):
             faults.append(
                 f"tune: candidates are made from the first trial of a choice, which does not read {', '.join(missed)}, "
-                f"and a trial with router.combine {settings.router.combine} does, which shares that choice; add router.combine "
-                "to tune.apply_to"
+                f"and a trial with router.combine {settings.router.combine} does, which shares that choice; "
+                "add router.combine to tune.apply_to"
             )
         if key not in found:
             try:
