@@ -216,8 +216,13 @@ class Live:
         if self._live is None:
             from rich.live import Live as RichLive
 
-            quiet = dict(auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-            self._live = RichLive(console=self._console, **quiet)
+            self._live = RichLive(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._live.start()
         self._live.update(drawing, refresh=True)
 

@@ -83,7 +83,8 @@ def _bars(state: SweepState, workers: Sequence[Running], width: int) -> Table:
         rows.append((pack_text(worker), worker.done, doing_text(worker) + elapsed, place_text(worker)))
     for name, done, doing, place in rows:
         bar = ProgressBar(total=1.0, completed=done)
-        table.add_row(*[_line(name), bar, _line(doing), _line(place, "dim")][: len(table.columns)])
+        cells: list[RenderableType] = [_line(name), bar, _line(doing), _line(place, "dim")]
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 

@@ -129,7 +129,7 @@ class ActiveRun:
             learner = self.method.begin_task(data, history)
         return TaskTraining(
             learner,
-            data.examples,
+            data.rows,
             s.training,
             self._seed_parts(position),
             context.store.checkpoint(self.lineages[position]),
