@@ -55,7 +55,7 @@ WITHOUT_TORCH = [
     ),
     *("errors", "labels", "memo", "metrics", "plugins", "routing.gaussian", "run", "security", "settings"),
     *("backbones.identity", "backbones.registry", "methods", "methods.protocol"),
-    *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_tune", "ray_workers", "retries")),
+    *(f"execution.{name}" for name in ("driver", "ray_nodes", "ray_private", "ray_tune", "ray_workers", "retries")),
 ]
 """What plans, hands out and reports."""
 
@@ -80,7 +80,7 @@ def test_each_outside_system_has_one_importer():
     # what a user would write without this package is written with Ray itself
     assert importers("ray") == [
         "bench/usual_way.py",
-        *("execution/ray_nodes.py", "execution/ray_tune.py", "execution/ray_workers.py"),
+        *(f"execution/{name}.py" for name in ("ray_nodes", "ray_private", "ray_tune", "ray_workers")),
     ]
     assert importers("mlflow") == ["tracking/mlflow.py", "tracking/mlflow_model.py", "tracking/mlflow_probe.py"]
     assert importers("deepspeed") in ([], ["execution/deepspeed.py"])

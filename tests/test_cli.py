@@ -77,7 +77,7 @@ def test_interrupting_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("latent_sweep.execution.local.run_here", interrupted)
+    monkeypatch.setattr("latent_sweep.execution.local.run_local", interrupted)
     assert main(["run", write(tmp_path, TINY), "--local"]) == 130
     assert "run the same command again" in capsys.readouterr().err
 

@@ -24,7 +24,8 @@ from latent_sweep.doctor.findings import examined, fault, ok
 from latent_sweep.doctor.methods import ABSOLUTE, Outcome
 from latent_sweep.doctor.storage import look_at_storage
 from latent_sweep.execution import driver
-from latent_sweep.execution.ray_nodes import Answer, Node, resources_here
+from latent_sweep.execution.ray_nodes import Answer, Node
+from latent_sweep.execution.ray_private import detected_resources
 from latent_sweep.methods import METHODS
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.storage import objects
@@ -493,14 +494,14 @@ def test_a_sweep_that_wants_a_gpu_is_not_trusted_to_a_cpu(tmp_path, capsys):
 )
 def test_what_a_trial_asks_for_is_held_against_this_machine(asked, mark, said, monkeypatch):
     here = {"CPU": 2, "GPU": 1, "accelerator_type:A100": 1}
-    monkeypatch.setattr(nodes, "resources_here", lambda: here)
+    monkeypatch.setattr(nodes, "detected_resources", lambda: here)
     (found,) = nodes.look_at_room(ResourceSettings(**asked))
     assert found.mark == mark
     assert found.found == f"run.resources: {said}; this machine has 2 CPU, 1 GPU, A100"
 
 
 def test_what_ray_takes_this_machine_to_have():
-    here = resources_here()
+    here = detected_resources()
     assert 1 <= here["CPU"] <= os.cpu_count()
     assert here["GPU"] == torch.cuda.device_count()
 
@@ -571,7 +572,7 @@ def test_a_node_is_told_by_what_differs():
     (said,) = of_node(Answer(nodes.NodeReport([], here, False)), "this node does not see it")
     assert said.startswith("  fault    node-7: storage: this node does not see it")
     (said,) = of_node(Answer(error=ModuleNotFoundError("No module named 'latent_sweep'")))
-    assert said.startswith("  fault    node-7: node: could not be examined: ModuleNotFoundError")
+    assert said.startswith("  fault    node-7: node: could not be checked: ModuleNotFoundError")
 
 
 @pytest.mark.slow

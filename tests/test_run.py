@@ -19,7 +19,7 @@ from helpers.sweeps import end, events, results, start, sweep_folder, tiny, writ
 from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.cli.main import main
 from latent_sweep.data.loaders import load_examples
-from latent_sweep.execution.local import run_here
+from latent_sweep.execution.local import run_local
 from latent_sweep.metrics import ScoreMatrix
 from latent_sweep.storage.folders import SweepFolder, open_sweep
 from latent_sweep.storage.journal import stages, status
@@ -339,7 +339,7 @@ def test_a_failed_trial_is_tried_again_and_finished_ones_are_not(diverged, tmp_p
 def test_what_takes_ray_is_said_where_there_is_none(tmp_path):
     said = []
     asha = parse_sweep(tiny(run__scheduler={"name": "asha"}), "test").run
-    run_here((), SweepFolder(Storage(tmp_path), "tiny"), asha, False, said.append)
+    run_local((), SweepFolder(Storage(tmp_path), "tiny"), asha, False, said.append)
     assert said == ["run.scheduler: asha takes Ray; with --local every trial learns all of its tasks"]
 
 

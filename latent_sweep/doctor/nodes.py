@@ -1,4 +1,4 @@
-"""Every node of a Ray cluster: the same packages and code as here, a device that works, one view of the storage."""
+"""Checks every node of a Ray cluster: packages, code, device, and whether it sees the same storage."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ from latent_sweep.execution.ray_nodes import (
     check_cluster_answers,
     connect,
     disconnect,
-    resources_here,
 )
-from latent_sweep.execution.ray_tune import has_room, less_text, wanted_text
+from latent_sweep.execution.ray_private import detected_resources
+from latent_sweep.execution.ray_tune import fits, advice_text, request_text
 from latent_sweep.security import log_without_secrets, redact
 from latent_sweep.storage.storage import Storage, has_answer, question, sees, unseen_message
 from latent_sweep.sweep.schema import ResourceSettings
 from latent_sweep.tracking.addresses import check_ray_address
 
 SHOWN = ("driver", "CPU", "RAM", "storage")
-"""What is told of the first node of each shape though nothing is wrong with it; and its GPUs."""
+"""Findings that are shown, besides GPUs, for the first node of each shape even if they are ok."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node has found of itself."""
+    """A node's findings about itself."""
 
     findings: Sequence[Finding]
     versions: Mapping[str, str]
     sees: bool
-    """Whether it sees what was written where it was asked."""
+    """Whether it sees the driver's storage."""
 
 
 def look_at_room(resources: ResourceSettings) -> Iterator[Finding]:
-    """Hold what a trial asks for against this machine, where `run` starts a cluster of it alone."""
+    """Compare what a trial asks for with this machine, on which `run` would start a cluster."""
     if find_spec("ray") is None:
-        advice = "`pip install ray` in the version above, or run it with --local, which asks for nothing"
-        yield warning("resources", "not looked at: Ray is not installed", advice=advice)
+        advice = "`pip install ray` in the version above, or run with --local, which reserves nothing"
+        yield warning("resources", "not checked: Ray is not installed", advice=advice)
         return
-    here = resources_here()
-    if has_room([here], resources):
-        yield ok("resources", f"{wanted_text(resources)}; this machine has {shape_of(here)}")
+    here = detected_resources()
+    if fits([here], resources):
+        yield ok("resources", f"{request_text(resources)}; this machine has {shape_of(here)}")
         return
-    less = less_text([here], resources)
-    advice = f"ask for less, {less}, or run it on a machine or cluster that has it; `run --local` asks for nothing"
-    yield fault("resources", f"{wanted_text(resources)}; this machine has {shape_of(here)}", advice=advice)
+    less = advice_text([here], resources)
+    advice = f"ask for less, {less}, or use a machine or cluster that has it; `run --local` reserves nothing"
+    yield fault("resources", f"{request_text(resources)}; this machine has {shape_of(here)}", advice=advice)
 
 
 def look_at_nodes(
     storage: Storage, needed: Sequence[str], allow_insecure: bool, resources: ResourceSettings
 ) -> Iterator[Finding]:
-    """Have every node of the cluster examine itself, compare them with this machine, and a trial with what they have.
+    """Let every node of the cluster check itself; compare nodes with this machine, and a trial with their resources.
 
     Args:
-        needed: packages that the sweep cannot do without.
+        needed: packages that the sweep requires.
         resources: what a trial asks for.
 
     Raises:
-        ConfigError: the cluster cannot be joined, or may not be.
+        ConfigError: the cluster cannot be joined, or is not secured.
     """
     check_ray_address(allow_insecure)
     check_cluster_answers()
@@ -86,10 +86,10 @@ def look_at_nodes(
                 )
                 shapes.add(shape)
             yield ok("cluster", f"{len(nodes)} nodes of {len(shapes)} shapes: {'; '.join(sorted(shapes))}")
-            if not has_room([node.resources for node in nodes], resources):
-                less = less_text([node.resources for node in nodes], resources)
+            if not fits([node.resources for node in nodes], resources):
+                less = advice_text([node.resources for node in nodes], resources)
                 advice = f"ask for less, {less}, or add such nodes; `run` waits for them"
-                yield warning("resources", f"{wanted_text(resources)}; no such room is on these nodes", advice=advice)
+                yield warning("resources", f"{request_text(resources)}; these nodes do not have it", advice=advice)
     finally:
         disconnect()
         if made:
@@ -99,11 +99,11 @@ def look_at_nodes(
 def examine_node(
     storage: Storage, asked: str, needed: Sequence[str], with_gpus: Sequence[str], node_id: str
 ) -> NodeReport:
-    """Look at the machine of this process as `doctor` does at its own; runs as a Ray task.
+    """Check the machine of this process; runs as a Ray task.
 
     Args:
-        asked: the question that was written where the nodes are asked.
-        with_gpus: ids of the nodes that Ray gives GPUs of.
+        asked: the question that the driver wrote to the storage.
+        with_gpus: ids of the nodes that have GPUs by Ray's count.
     """
     log_without_secrets()
     device = "cuda" if node_id in with_gpus else "cpu"
@@ -116,21 +116,21 @@ def examine_node(
         "storage": lambda: look_at_storage(storage),
         "caches": look_at_caches,
     }
-    found = chain.from_iterable(examined(what, check) for what, check in checks.items())
-    # this machine's own secrets are known here alone
-    said = [replace(f, found=redact(f.found), expected=redact(f.expected), advice=redact(f.advice)) for f in found]
-    return NodeReport(said, versions(), _sees(storage, asked, node_id))
+    findings = chain.from_iterable(examined(subject, check) for subject, check in checks.items())
+    # redacted here, as only this node has its secrets in the environment
+    clean = [replace(f, found=redact(f.found), expected=redact(f.expected), advice=redact(f.advice)) for f in findings]
+    return NodeReport(clean, versions(), _sees(storage, asked, node_id))
 
 
 def _sees(storage: Storage, asked: str, node_id: str) -> bool:
     try:
         return sees(storage, asked, node_id)
-    except Exception:  # the check of the storage has said why
+    except Exception:  # reported by the storage check
         return False
 
 
 def _unseen(node: Node, answer: Answer, storage: Storage, asked: str) -> str:
-    """Say that a node and this one do not see the same storage; nothing where they do, or it has not answered."""
+    """Return a message if a node has answered but does not see the same storage, else an empty string."""
     if answer.error is not None or (answer.value.sees and has_answer(storage, asked, node.node_id)):
         return ""
     return unseen_message(storage, [node.name])
@@ -145,12 +145,12 @@ def _of_node(
     report: NodeReport = answer.value
     wrong = [finding for finding in report.findings if finding.mark != "ok"]
     others = [f"{name} {report.versions.get(name, 'unknown')} there, {here[name]} here" for name in here]
-    different = [said for name, said in zip(here, others, strict=True) if report.versions.get(name) != here[name]]
+    different = [text for name, text in zip(here, others, strict=True) if report.versions.get(name) != here[name]]
     for finding in report.findings:
-        if finding.mark != "ok" or (first and (finding.what in SHOWN or finding.what.startswith("GPU"))):
+        if finding.mark != "ok" or (first and finding.what.startswith((*SHOWN, "GPU"))):
             yield finding.on(node.name)
     if different:
-        advice = "install the same on all nodes, and have all see the same code: `ray job submit` ships it"
+        advice = "install the same versions on all nodes and ship the code with `ray job submit`"
         yield fault("versions", "; ".join(different), "the same on all nodes", advice).on(node.name)
     if unseen:
         yield fault("storage", unseen).on(node.name)
@@ -160,15 +160,15 @@ def _of_node(
 
 def _no_answer(answer: Answer) -> Finding:
     cause: Any = getattr(answer.error, "cause", None) or answer.error
-    said = f"{type(cause).__name__}: {str(cause).strip()[-1000:]}"
+    message = f"{type(cause).__name__}: {str(cause).strip()[-1000:]}"
     if answer.left:
-        return fault("node", f"left the cluster before it answered ({said})", advice="ask again when it is back")
-    advice = "have the same packages and the same code on it (`ray job submit` ships the code), and see its Ray logs"
-    return fault("node", f"could not be examined: {said}", advice=advice)
+        return fault("node", f"left the cluster before it answered ({message})", advice="check again when it is back")
+    advice = "install the same packages on it, ship the code with `ray job submit`, and see its Ray logs"
+    return fault("node", f"could not be checked: {message}", advice=advice)
 
 
 def shape_of(resources: Mapping[str, float]) -> str:
-    """Name what nodes of one type have in common: CPUs, GPUs, the accelerator, and RAM in whole GiB."""
+    """Describe a type of nodes by CPUs, GPUs, accelerator, and RAM in whole GiB."""
     parts = [f"{resources.get('CPU', 0):g} CPU", f"{resources.get('GPU', 0):g} GPU"]
     parts += sorted(key.partition(":")[2] for key in resources if key.startswith("accelerator_type:"))
     parts += [f"{resources['memory'] / 2**30:.0f} GiB for tasks"] if "memory" in resources else []

@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO: the frozen backbone in shards over a trial's workers. The only importer of deepspeed.
+"""DeepSpeed ZeRO: shards the frozen backbone over the workers of a trial.
 
-At stage 3 the backbone is loaded in shards, one weight at a time, and gathered layer by layer as it is used. What is
-trained, about a megabyte, is whole in every worker, as the methods want it, and every worker steps it by plain torch on
-the gradients that all have added up: DeepSpeed's optimizers reserve gigabytes for buckets, for each learner anew. So
-the stages below 3, which shard what an optimizer holds, have nothing to shard, and a checkpoint is plain torch's.
+At stage 3 the backbone is loaded one weight at a time, sharded, and gathered layer by layer during use. Trainable
+parameters, about a megabyte, stay whole in every worker and are stepped by plain torch on all-reduced gradients:
+DeepSpeed's optimizers would allocate gigabytes of buckets for each learner. Stages below 3, which shard optimizer
+state, therefore shard nothing, and checkpoints are plain torch.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from latent_sweep.training.worker_group import WorkerGroup
 log = logging.getLogger(__name__)
 
 OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-"""DeepSpeed settings that `training:` decides."""
+"""DeepSpeed settings that follow from `training:`."""
 
 ALLOWED = ("zero_optimization", "communication_data_type", "comms_logger", "memory_breakdown", "wall_clock_breakdown")
-"""DeepSpeed's groups and settings that `run.engine.config` may hold; the others are ours or have nothing to act on."""
+"""DeepSpeed settings that `run.engine.config` may hold; all others are set here or have no effect."""
 
 M_MMAP_THRESHOLD = -3
-"""glibc: blocks of at least so many bytes are mapped one by one, and unmapped when they are freed."""
+"""glibc option: blocks of at least this size are mapped one by one and unmapped when freed."""
 
-ROOM = 1.25
-"""Weights are gathered to answer where so many times their size is free: keys and values of prompts need some too."""
+HEADROOM = 1.25
+"""Weights are gathered for answering if this multiple of their size is free; the KV cache needs memory, too."""
 
 
 def deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
-    """DeepSpeed's JSON for these settings, with `config` merged over it.
+    """Return DeepSpeed's configuration for these settings, with `config` merged into it.
 
     Raises:
-        ConfigError: `config` has a key that DeepSpeed does not know, or one that is not its to set.
+        ConfigError: DeepSpeed does not accept a key of `config`, or another setting decides it.
     """
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload == "cpu":
@@ -58,7 +58,7 @@ def deepspeed_config(settings: EngineSettings) -> dict[str, Any]:
     _check(settings)
     merged = {"zero_optimization": zero | dict(settings.config.get("zero_optimization", {}))}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # batches are not DeepSpeed's to count, but it wants a number
+        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, unused
         **{key: value for key, value in settings.config.items() if key != "zero_optimization"},
         **merged,
     }
@@ -79,7 +79,7 @@ def _check(settings: EngineSettings) -> None:
     for key in ("stage", "offload_param", "offload_optimizer"):
         if key in zero:
             instead = "zero_stage" if key == "stage" else "offload"
-            raise ConfigError(f"{where}.zero_optimization.{key}: say it as run.engine.{instead}")
+            raise ConfigError(f"{where}.zero_optimization.{key}: set run.engine.{instead} instead")
     kind = _deepspeed().runtime.zero.config.DeepSpeedZeroConfig
     try:
         kind(**zero)
@@ -92,27 +92,23 @@ def _deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its optional parts
+        warnings.simplefilter("ignore")  # about missing optional parts
         import deepspeed
 
-    # it calls names of torch.distributed that were given new ones
+    # DeepSpeed calls deprecated names of torch.distributed
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    # on CPUs it would compile an operation that only its inference kernels call, and a process killed while it
-    # compiles leaves a lock behind that the next ones wait for
+    # on CPUs it would compile an operation that only its inference kernels use, and a process killed meanwhile leaves a
+    # lock that blocks the next ones
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO over the workers of a group.
-
-    Args:
-        group: the workers, which have met already.
-        settings: `run.engine`.
+    """ZeRO over the connected workers of a group.
 
     Raises:
-        ConfigError: DeepSpeed does not know a key of `config`.
+        ConfigError: DeepSpeed does not accept a key of `run.engine.config`.
     """
 
     def __init__(self, group: WorkerGroup, settings: EngineSettings):
@@ -128,7 +124,7 @@ class DeepSpeedEngine(Engine):
         self._is_gathered = False
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that a result records of its engine."""
+        """Return what a result records about the engine."""
         s = self._settings
         return {
             "engine": "deepspeed",
@@ -141,10 +137,10 @@ class DeepSpeedEngine(Engine):
     # --- the backbone ---
 
     def load(self, settings: BackboneSettings) -> Backbone:
-        """Load the whole backbone into every worker below stage 3; at stage 3 a shard of every weight.
+        """Load a shard of every weight at stage 3, the whole backbone below.
 
-        Weights are read one at a time, by the first worker, and sharded before the next is read: no worker ever holds
-        more than its shards and one weight.
+        The first worker reads one weight at a time, which is sharded before the next is read: no worker ever holds more
+        than its shards and one weight.
         """
         if device_of(settings) != self._device.type:
             raise ConfigError(
@@ -153,7 +149,7 @@ class DeepSpeedEngine(Engine):
             )
         if self._settings.zero_stage < 3:
             return super().load(settings)
-        forget_backbone()  # a whole one, that this process may have loaded before
+        forget_backbone()  # this process may still hold a whole one
         folder = local_folder(settings)
         stored = checkpoint_weights(settings.model_copy(update={"name": str(folder), "revision": None}))
         if stored is None:
@@ -163,13 +159,13 @@ class DeepSpeedEngine(Engine):
             )
         model, files = empty_model(folder), tensor_files(str(folder))
         separate_head(model, _Stored(files))
-        _give_large_blocks_back()
+        _unmap_large_blocks()
         self._shard(model, files, getattr(torch, settings.dtype))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self._device)
         model.requires_grad_(False)  # before DeepSpeed looks for what to optimize
-        # it remembers every module that it was ever given, and so an earlier pack's backbone
+        # DeepSpeed keeps every module that it ever got, including an earlier pack's backbone
         self._deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
         engine, *_ = self._deepspeed.initialize(model=model, config=self._config)
         self._zero = engine.optimizer
@@ -178,32 +174,32 @@ class DeepSpeedEngine(Engine):
         if not self.answers_apart:
             log.warning(
                 "answers are generated with sharded weights: every new token moves %.1f GiB between the workers. Use "
-                "fewer, larger devices, or run.engine.zero_stage 0 to 2 where a device holds the weights",
+                "fewer, larger devices, or run.engine.zero_stage 0 to 2 if a device can hold the weights",
                 _whole_bytes(model) / 2**30,
             )
         self._backbone = assemble(settings, model, stored, whole=False, before_answering=self.begin_answering)
         return self._backbone
 
     def _shard(self, model: Any, files: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Put the weights of the files into a model without any, each in shards."""
+        """Load the weights of the files into an empty model, sharding each."""
         names: dict[Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-        made: dict[Tensor, nn.Parameter] = {}
+        sharded: dict[Tensor, nn.Parameter] = {}
         for module in model.modules():
             for name, empty in list(module.named_parameters(recurse=False)):
-                if empty not in made:
-                    made[empty] = nn.Parameter(self._weight(names[empty], empty, files, dtype), False)
+                if empty not in sharded:
+                    sharded[empty] = nn.Parameter(self._weight(names[empty], empty, files, dtype), False)
                     self._deepspeed.zero.Init(
-                        module=_Holding(made[empty]),
+                        module=_Holder(sharded[empty]),
                         config_dict_or_path=self._config,
                         dtype=dtype,
                         remote_device="cpu" if self._settings.offload == "cpu" else None,
                     )
-                module._parameters[name] = made[empty]  # tied weights are one parameter
+                module._parameters[name] = sharded[empty]  # tied weights are one parameter
 
     def _weight(self, names: Sequence[str], empty: Tensor, files: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        """Read a weight at the first worker; make room at the others, as sharding begins with the first one's."""
+        """Read a weight on the first worker, which broadcasts it; allocate it on the others."""
         stored = [name for name in names if name in files]
         if not stored:
             raise ConfigError(f"backbone.name: the checkpoint lacks the weight {names[0]}; copy or download it again")
@@ -212,30 +208,30 @@ class DeepSpeedEngine(Engine):
         return read_weight(files[stored[0]], stored[0]).to(self._device, dtype, copy=True)
 
     def _whole_weights_fit(self, model: Any) -> bool:
-        """Whether every worker can hold all weights while it answers; one that cannot decides for all."""
+        """Return whether every worker of the group can hold all weights while answering."""
         if self._settings.gather != "auto":
             return self._settings.gather == "always"
-        wanted = _whole_bytes(model)
+        needed = HEADROOM * _whole_bytes(model)
         if self._device.type == "cuda":
-            fits = torch.cuda.mem_get_info()[0] > ROOM * wanted
+            fits = torch.cuda.mem_get_info()[0] > needed
         else:
-            fits = _available_memory() > ROOM * wanted * self.group.size  # workers may share the machine
-        does_not = torch.tensor([0.0 if fits else 1.0], device=self._device)
-        self.group.add_up([does_not])
-        return not bool(does_not)
+            fits = _available_memory() > needed * self.group.size  # workers may share the machine
+        lacking = torch.tensor([0.0 if fits else 1.0], device=self._device)
+        self.group.add_up([lacking])
+        return not bool(lacking)
 
     def begin_learning(self) -> None:
-        """Give back what was gathered for answering."""
+        """Free the weights gathered for answering."""
         self._gathered.close()
 
     def begin_answering(self) -> None:
-        """Gather the weights once for all answers until the next task is learned, where they fit."""
+        """Gather the weights, if they fit, for all answers until the next task is learned."""
         if self._zero is not None and self.answers_apart and not self._is_gathered:
             self._gathered.enter_context(self._whole_weights())
 
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
-        # as libraries do that generate inside of training: without its hooks DeepSpeed leaves gathered weights alone
+        # without its hooks DeepSpeed leaves gathered weights alone; RLHF libraries do the same
         self._zero.partition_all_parameters()
         self._zero._remove_module_hooks()
         with self._deepspeed.zero.GatheredParameters(list(self._model.parameters())):
@@ -245,15 +241,15 @@ class DeepSpeedEngine(Engine):
         self._zero.setup_zero_stage3_hooks()
 
 
-def _give_large_blocks_back() -> None:
-    """Have glibc give freed blocks of megabytes back; it would keep them, and whole weights stay, as so many holes."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other libraries give back by themselves
+def _unmap_large_blocks() -> None:
+    """Make glibc return freed blocks of megabytes to the OS; else every freed weight would stay allocated."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only; other C libraries need no option
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 class _Stored(Mapping[str, Tensor]):
-    """The tensors of files by name, each read when it is asked for."""
+    """Tensors by name, read from their files on access."""
 
     def __init__(self, files: Mapping[str, Any]):
         self._files = files
@@ -268,8 +264,8 @@ class _Stored(Mapping[str, Tensor]):
         return len(self._files)
 
 
-class _Holding(nn.Module):
-    """A module of one parameter: what DeepSpeed shards at a time."""
+class _Holder(nn.Module):
+    """A module of one parameter, for DeepSpeed to shard."""
 
     def __init__(self, parameter: nn.Parameter):
         super().__init__()
@@ -277,7 +273,7 @@ class _Holding(nn.Module):
 
 
 def _whole_bytes(model: Any) -> int:
-    """Bytes of a sharded model's weights, gathered."""
+    """Return the size in bytes of a sharded model's gathered weights."""
     return sum(p.ds_numel * p.element_size() for p in model.parameters())
 
 

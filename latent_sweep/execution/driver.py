@@ -206,9 +206,9 @@ def _drive(sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage
                     if how.local:
                         say_driving(folder, "loading PyTorch")
                         with loading_modules():
-                            from latent_sweep.execution.local import run_here
+                            from latent_sweep.execution.local import run_local
 
-                        run_here(todo, folder, sweep.run, how.fail_fast, screen.tell)
+                        run_local(todo, folder, sweep.run, how.fail_fast, screen.tell)
                     else:
                         from latent_sweep.execution.ray_tune import run_on_ray
 

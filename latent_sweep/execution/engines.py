@@ -1,4 +1,4 @@
-"""The engines by name."""
+"""Makes the engine that a sweep asks for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def engine_of(settings: EngineSettings, group: WorkerGroup = ALONE) -> Engine:
-    """The engine that `run.engine` asks for, on this worker of a group.
+    """Return the engine that `run.engine` asks for, on this worker of a group.
 
     Raises:
-        ConfigError: the engine does not know a setting.
+        ConfigError: DeepSpeed does not accept a setting.
     """
     if settings.name == "torch":
         return Engine(group)

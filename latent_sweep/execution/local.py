@@ -1,4 +1,4 @@
-"""Runs packs one after another in this process: for debuggers, tests, and machines without Ray."""
+"""Runs packs one after another in this process: for debugging, tests, and machines without Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from latent_sweep.backbones.architectures import free_memory
 from latent_sweep.errors import ConfigError, DeviceLost, LatentSweepError, StoreError
 from latent_sweep.execution.engines import engine_of
-from latent_sweep.execution.retries import has_failed, journal_lengths, say_lost, still_to_try
+from latent_sweep.execution.retries import has_failed, journal_lengths, record_loss, still_to_try
 from latent_sweep.monitor.progress import MEASURING, ProgressWriter, say_driving
 from latent_sweep.storage.failures import failure_kind, let_go
 from latent_sweep.storage.folders import SweepFolder
@@ -23,14 +23,18 @@ from latent_sweep.training.packing import best_size, measure, split
 log = logging.getLogger(__name__)
 
 
-def run_here(
-    packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool, tell: Callable[[str], None]
+def run_local(
+    packs: Sequence[Pack], sweep: SweepFolder, run: RunSettings, fail_fast: bool, log_line: Callable[[str], None]
 ) -> None:
-    """Run packs to their end; one that fails says so in its trials' journals and does not disturb the others.
+    """Run packs; one that fails records it in its trials' journals, and the others go on.
 
     Args:
-        fail_fast: end when a trial has failed.
-        tell: prints a line.
+        fail_fast: stop after a trial has failed.
+        log_line: prints a line.
+
+    Raises:
+        ConfigError: the sweep asks for worker groups.
+        DeviceLost: this process has lost its GPU.
     """
     if run.resources.workers > 1:
         raise ConfigError(
@@ -38,7 +42,7 @@ def run_here(
             "--local out, or add --set run.resources.workers=1"
         )
     if run.scheduler.name != "fifo":
-        tell(f"run.scheduler: {run.scheduler.name} takes Ray; with --local every trial learns all of its tasks")
+        log_line(f"run.scheduler: {run.scheduler.name} needs Ray; with --local every trial learns all of its tasks")
     if run.pack == "auto":
         say_driving(sweep, MEASURING)
         sizes = [best_size(measure(decided(p, run, free_memory), sweep.storage)) for p in packs]
@@ -52,28 +56,27 @@ def run_here(
                     progress.write(event)
 
             left, tried = still_to_try(p, sweep, launched, run), None
-            while left is not None and left != tried:  # tried again as it was, it would fail again
+            while left is not None and left != tried:  # unchanged, it would fail again
                 try:
-                    found = decided(left, run, free_memory)
-                    run_pack(found, sweep, emit, engine=engine_of(run.engine), keep_answers=run.keep_answers)
+                    run_pack(decided(left, run, free_memory), sweep, emit, engine=engine_of(run.engine), keep_answers=run.keep_answers)
                     break
                 except LatentSweepError as error:
                     log.error("pack %s failed: %s", p.pack_id, error)
                     if isinstance(error, StoreError):
-                        with suppress(StoreError):  # the disk may be too full even for that
-                            say_lost(left, sweep, "storage", str(error))
+                        with suppress(StoreError):  # the disk may be too full for this, too
+                            record_loss(left, sweep, "storage", str(error))
                     let_go(error)
                 except Exception as error:
                     log.exception("pack %s failed", p.pack_id)
                     if failure_kind(error) == "device_lost":
-                        say_lost(left, sweep, "worker_died", str(error))
+                        record_loss(left, sweep, "worker_died", str(error))
                         raise DeviceLost(
-                            f"this process has lost its GPU, and CUDA refuses it all further work: {error}\nRun the "
-                            "same command again: it goes on where this one ended. If it happens again at the same "
-                            "place, run it with CUDA_LAUNCH_BLOCKING=1 to see which operation it is"
+                            f"this process has lost its GPU and cannot use CUDA any more: {error}\nRun the same "
+                            "command again to resume. If it happens at the same place, set CUDA_LAUNCH_BLOCKING=1 "
+                            "to see which operation fails"
                         ) from None
-                    let_go(error)  # or the next try would find the backbone and activations of this one in its way
+                    let_go(error)  # frees the backbone and activations for the next attempt
                 left, tried = still_to_try(p, sweep, launched, run), left
         if fail_fast and has_failed(p, sweep, launched, run):
-            tell("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
+            log_line("a trial has failed, and the sweep ends here; run it again for the others, or without --fail-fast")
             return

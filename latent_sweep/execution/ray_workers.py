@@ -1,7 +1,7 @@
-"""A trial in its own Ray process, or in several Ray workers together, placed all at once in its placement group.
+"""Runs a pack in its own Ray process or in a group of Ray workers.
 
-The trial's process then starts them, passes on what the first of them reports, and ends them all when one is lost or
-fails.
+The workers of a group share the pack's placement group. The pack's process starts them, forwards the reports of the
+first one, and ends them all when one is lost or fails.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from latent_sweep.training.worker_group import ALONE, WorkerGroup, join, listen
 
 POLL_SECONDS = 0.5
 CONTEXT = 3 * 2**28
-"""Bytes of a GPU that a process takes beside torch's allocator: kernels that it has loaded, handles of libraries."""
-PATIENCE_SECONDS = 20.0
-"""How long to look for the cause when a worker says no more than that another one is gone."""
+"""GPU memory in bytes that a process uses outside torch's allocator: loaded kernels and library handles."""
+CAUSE_SECONDS = 20.0
+"""How long to look for the cause if a worker reports only a lost connection to another one."""
 
 Measures = dict[str, float]
 
 
-def keep_to_share(resources: ResourceSettings) -> None:
-    """Have this process see no GPU where it asked for none, and take no more of a GPU's memory than it asked for.
+def limit_to_share(resources: ResourceSettings) -> None:
+    """Hide all GPUs from a process that asked for none, and limit its GPU memory to the share that it asked for.
 
-    Called before anything asks CUDA what there is. Ray leaves a worker without a GPU all that its node has, and counts
-    shares of one without holding anybody to them.
+    Must be called before CUDA is initialized. Ray hides no GPU from a worker that asked for none, and does not enforce
+    fractions of one.
     """
     if resources.gpus == 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -42,9 +42,9 @@ def keep_to_share(resources: ResourceSettings) -> None:
         import torch
 
         if torch.cuda.is_available():
-            # torch keeps what it hands out to that, and not what CUDA takes for itself in every process
-            own = CONTEXT / torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(max(resources.gpus - own, resources.gpus / 2))
+            # torch limits its own allocations only, not CUDA's context
+            context = CONTEXT / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(max(resources.gpus - context, resources.gpus / 2))
 
 
 def run_part(
@@ -54,7 +54,7 @@ def run_part(
     report: Callable[[Measures], None],
     group: WorkerGroup = ALONE,
 ) -> None:
-    """Run a pack in this process, alone or with the others of its group; `report` gets the measures of every stage."""
+    """Run a pack in this process, alone or as a worker of a group; `report` receives the measures of every stage."""
     from latent_sweep.monitor.progress import ProgressWriter
     from latent_sweep.training.events import Begun, StageDone, Step
 
@@ -63,7 +63,7 @@ def run_part(
         if group.leads:
             progress.write(Begun("starting"))
 
-        # not at the top: who only watches a group needs no torch; nor before that was said: loading it takes seconds
+        # imported here: the process that watches a group needs no torch, and loading it takes seconds
         with loading_modules():
             from latent_sweep.backbones.architectures import free_memory
             from latent_sweep.execution.engines import engine_of
@@ -82,18 +82,18 @@ def run_part(
 
 
 def lost_errors() -> tuple[type[Exception], ...]:
-    """Ray's errors that tell of a lost worker; that of the host's memory killer is no `RayActorError`."""
+    """Return Ray's errors for a lost worker; the one of Ray's memory monitor is not a `RayActorError`."""
     from ray.exceptions import OutOfMemoryError, RayActorError
 
     return RayActorError, OutOfMemoryError
 
 
 def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable[[Measures], None]) -> None:
-    """Run a pack with `run.resources.workers` workers; `report` gets the measures of every stage.
+    """Run a pack in `run.resources.workers` workers; `report` receives the measures of every stage.
 
     Raises:
         ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError: a worker was lost.
-        ray.exceptions.RayTaskError: a worker failed; it holds that worker's traceback.
+        ray.exceptions.RayTaskError: a worker failed; the error holds its traceback.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -104,7 +104,7 @@ def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable
         worker.options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
-            max_concurrency=2,  # a worker that computes still answers for its reports
+            max_concurrency=2,  # so that a busy worker still returns its reports
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
         ).remote(rank, resources.workers)
         for rank in range(resources.workers)
@@ -112,12 +112,12 @@ def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable
     try:
         meeting = ray.get(workers[0].listen.remote())
         ends = [each.run.remote(*meeting, pack, sweep, run) for each in workers]
-        seen, going = 0, list(ends)
-        while going:
-            ended, going = ray.wait(going, timeout=POLL_SECONDS)
+        n_reported, running = 0, list(ends)
+        while running:
+            ended, running = ray.wait(running, timeout=POLL_SECONDS)
             try:
-                for measures in ray.get(workers[0].reports.remote(seen)):
-                    seen += 1
+                for measures in ray.get(workers[0].reports.remote(n_reported)):
+                    n_reported += 1
                     report(measures)
                 ray.get(ended)
             except ray.exceptions.RayError as error:
@@ -128,10 +128,10 @@ def run_group(pack: Pack, sweep: SweepFolder, run: RunSettings, report: Callable
 
 
 def _cause(ends: Sequence[Any], first: Exception) -> Exception:
-    """Find what ended the group: a worker that is lost before one that failed, and neither a connection that broke."""
+    """Return what ended the group: preferably the loss of a worker, else its failure, else a broken connection."""
     import ray
 
-    deadline, errors = time.monotonic() + PATIENCE_SECONDS, [first]
+    deadline, errors = time.monotonic() + CAUSE_SECONDS, [first]
     while time.monotonic() < deadline:
         for end in ray.wait(list(ends), num_returns=len(ends), timeout=POLL_SECONDS)[0]:
             try:
@@ -139,14 +139,14 @@ def _cause(ends: Sequence[Any], first: Exception) -> Exception:
             except ray.exceptions.RayError as error:
                 errors.append(error)
         lost = [error for error in errors if isinstance(error, lost_errors())]
-        own = [error for error in errors if not _tells_of_another(error)]
+        own = [error for error in errors if not _is_broken_connection(error)]
         if lost or own:
             return (lost or own)[0]
     return first
 
 
-def _tells_of_another(error: Exception) -> bool:
-    """Whether the worker only noticed that another one is gone."""
+def _is_broken_connection(error: Exception) -> bool:
+    """Return whether the worker reports only that it lost another one."""
     text = str(error)
     return failure_kind(error) == "error" and any(
         mark in text for mark in ("gloo", "NCCL", "DistNetworkError", "DistBackendError")
@@ -154,7 +154,7 @@ def _tells_of_another(error: Exception) -> bool:
 
 
 class _Worker:
-    """One worker of a group, in a process of its own."""
+    """One worker of a group, a Ray actor."""
 
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
@@ -162,7 +162,7 @@ class _Worker:
         self._listening: Any = None
 
     def listen(self) -> tuple[str, int]:
-        """Open the address where the workers meet: one of this node, with a free port."""
+        """Open a free port of this node where the workers meet; return its address."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -170,12 +170,12 @@ class _Worker:
         return host, self._listening.getsockname()[1]
 
     def reports(self, seen: int) -> list[Measures]:
-        """The measures of the stages after the first `seen`."""
+        """Return the measures of the stages after the first `seen`."""
         return self._reports[seen:]
 
     def run(self, host: str, port: int, pack: Pack, sweep: SweepFolder, run: RunSettings) -> None:
-        """Do this worker's part of the pack."""
+        """Run this worker's part of the pack."""
         log_without_secrets()
-        keep_to_share(run.resources)
+        limit_to_share(run.resources)
         group = join(self._rank, self._size, host, port, self._listening)
         run_part(pack, sweep, run, self._reports.append, group)

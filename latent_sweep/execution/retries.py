@@ -1,12 +1,14 @@
-"""When a trial is tried again: decided from its journal alone, so a worker on any node decides alike.
+"""Decides from a trial's journal alone whether it is retried, so that workers on all nodes decide alike.
 
-the node went away, or was taken back     always, free of charge
-the worker died on a node that stayed,    `run.max_failures` times in a row without finishing a task in between
-or lost its GPU or its storage
-out of memory while learning              once, with half the rows in a pass: the same optimisation, more slowly
-out of memory while answering             once, with every batch answered in halves, which the rows of scores tell
-out of memory in a method's statistics    once, with half the rows in a pass over them
-anything else                             never: it would happen again
+| cause                                    | retries                                                                |
+|------------------------------------------|------------------------------------------------------------------------|
+| node lost or preempted                   | always                                                                 |
+| worker died on a live node, GPU or       | `run.max_failures` times in a row without a finished task in between   |
+| storage lost                             |                                                                        |
+| out of memory while learning             | once, with half the micro-batch: the same optimization, more slowly    |
+| out of memory while answering            | once, with batches answered in halves; the rows of scores record it    |
+| out of memory in a method's statistics   | once, with half the micro-batch                                        |
+| anything else                            | never: it would happen again                                           |
 """
 
 from __future__ import annotations
@@ -27,42 +29,41 @@ WHILE: Mapping[Phase, str] = {
     "answering": "while answering",
     "statistics": "in a method's statistics",
 }
-"""What was being done, in words."""
 
 LESS_MEMORY: Mapping[Phase, str] = {
     "learning": "lower training.micro_batch_size, or set training.gradient_checkpointing: true",
     "answering": "lower evaluation.batch_size",
     "statistics": "lower training.micro_batch_size",
 }
-"""What takes less memory."""
+"""Settings that need less memory."""
 
 LossKind = Literal["preempted", "node_lost", "worker_died", "out_of_memory", "storage"]
-"""How a worker was lost; `storage`: it could not write or read what is stored."""
+"""How a worker was lost; `storage`: it could not read or write the storage."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The next try at a trial."""
+    """The next attempt at a trial."""
 
     halved: frozenset[Phase] = frozenset()
-    """What is done with half the rows in a pass, because memory did not suffice."""
+    """Phases that ran out of memory and process half the rows at a time."""
     because: str | None = None
-    """What ended the one before; None for the first."""
+    """What ended the previous attempt; None for the first."""
 
 
 @dataclass(frozen=True)
 class GivenUp:
-    """The verdict that a trial has no next try."""
+    """The decision not to retry a trial."""
 
     because: str
 
 
 def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenUp:
-    """Decide on a trial's next try from these events of its journal, those since the sweep was launched."""
+    """Decide on a trial's next attempt from the events of its journal since the sweep was launched."""
     ends = [event for event in events if event["event"] in ("lost", "failed")]
     if not ends:
         return Attempt()
-    # where nobody could say any more what was being done, e.g. of a worker that was killed, it was learning
+    # a killed worker cannot record its phase; assume that it was learning
     ran_out: list[Phase] = [event.get("during", "learning") for event in ends if event["kind"] == "out_of_memory"]
     last = ends[-1]
     if len(ran_out) > len(set(ran_out)):
@@ -85,11 +86,11 @@ def next_attempt(events: Sequence[Event], max_failures: int) -> Attempt | GivenU
 
 
 def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> Pack | None:
-    """Return the part of a pack that is left for its next try; the journals of trials that are given up say so.
+    """Return the part of a pack to run next, or None; record trials that are given up as failed.
 
     Args:
-        launched: length of each trial's journal when the sweep was launched, by trial id: an earlier launch's failures
-            are forgiven.
+        launched: length of each trial's journal when the sweep was launched, by trial id. Failures of earlier launches
+            do not count.
     """
     members: list[Run] = []
     halved: frozenset[Phase] = frozenset()
@@ -109,12 +110,12 @@ def still_to_try(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], ru
     if not members:
         return None
     if "learning" in halved:
-        members = [_with_half_the_rows(member, run.resources.workers) for member in members]
+        members = [_with_half_the_micro_batch(member, run.resources.workers) for member in members]
     return Pack(tuple(members), halved)
 
 
-def _with_half_the_rows(member: Run, workers: int) -> Run:
-    """A member whose forward passes have half as many rows; its optimizer steps, and so its identity, stay."""
+def _with_half_the_micro_batch(member: Run, workers: int) -> Run:
+    """Halve the rows per forward pass; the optimizer steps, and with them the identity, stay the same."""
 
     def changed(trial: Trial) -> Trial:
         training = trial.settings.training
@@ -126,20 +127,26 @@ def _with_half_the_rows(member: Run, workers: int) -> Run:
 
 
 def unfinished(pack: Pack, sweep: SweepFolder) -> list[tuple[Journal, list[Event]]]:
-    """Return the journals of a pack's trials that have not come to an end, with their events."""
+    """Return the journals of a pack's unfinished trials, with their events."""
     journals = [sweep.journal(trial.trial_id) for trial in pack.trials]
-    found = [(journal, journal.read()) for journal in journals]
-    return [(journal, events) for journal, events in found if status(events) in ("running", "pending")]
+    pairs = [(journal, journal.read()) for journal in journals]
+    return [(journal, events) for journal, events in pairs if status(events) in ("running", "pending")]
 
 
-def say_lost(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) -> None:
-    """Say in the journals of a pack's unfinished trials that their worker was lost, before they are tried again."""
+def record_loss(pack: Pack, sweep: SweepFolder, kind: LossKind, message: str) -> None:
+    """Record in the journals of a pack's unfinished trials that their worker was lost."""
     for journal, _ in unfinished(pack, sweep):
         journal.append("lost", kind=kind, message=redact(message)[-2000:])
 
 
+def record_failure(pack: Pack, sweep: SweepFolder, facts: Mapping[str, str]) -> None:
+    """Record in the journals of a pack's unfinished trials what ended them."""
+    for journal, _ in unfinished(pack, sweep):
+        journal.append("failed", **facts, task=None, step=None)
+
+
 def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run: RunSettings) -> bool:
-    """Whether a trial of the pack has failed since the launch and is not tried again."""
+    """Return whether a trial of the pack has failed since the launch and is not retried."""
     for trial in pack.trials:
         events = sweep.journal(trial.trial_id).read()[launched.get(trial.trial_id, 0) :]
         if status(events) == "failed" and isinstance(next_attempt(events, run.max_failures), GivenUp):
@@ -148,6 +155,6 @@ def has_failed(pack: Pack, sweep: SweepFolder, launched: Mapping[str, int], run:
 
 
 def journal_lengths(packs: Sequence[Pack], sweep: SweepFolder) -> dict[str, int]:
-    """Number of events in each trial's journal, by trial id."""
+    """Return the number of events in each trial's journal, by trial id."""
     trials = [trial.trial_id for pack in packs for trial in pack.trials]
     return {trial: len(sweep.journal(trial).read()) for trial in trials}

@@ -17,10 +17,10 @@ from helpers.ray_heads import eventually, nodes
 from helpers.sweeps import HALTING_STEPS, TINY, end, events, family, launch, results, start, sweep_folder, tiny, write
 
 from latent_sweep.cli.main import main
-from latent_sweep.execution import ray_tune
+from latent_sweep.execution import ray_private, ray_tune
 from latent_sweep.execution import ray_workers as ray_group
-from latent_sweep.execution.ray_tune import _loss_kind, has_room, less_text
-from latent_sweep.execution.ray_workers import keep_to_share
+from latent_sweep.execution.ray_tune import _loss_kind, fits, advice_text
+from latent_sweep.execution.ray_workers import limit_to_share
 from latent_sweep.storage.checksummed import read_sealed_json
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.folders import open_sweep
@@ -35,7 +35,7 @@ TWO_CPUS = (os.cpu_count() or 1) >= 2
 
 IN_TURN = """
 import sys
-from latent_sweep.execution import ray_tune
+from latent_sweep.execution import ray_private, ray_tune
 from latent_sweep.run import main
 
 started_here = ray_tune.connect()
@@ -120,6 +120,17 @@ def test_a_sweep_on_ray_runs_to_its_end(on_ray):
     assert [[event["event"] for event in trial.events()] for trial in sweep_folder(folder / "tiny")] == [
         ["started", "stage", "stage", "finished"]
     ] * 4
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_without_the_private_hooks(two_cpus, tmp_path):
+    """Through Ray's public interface alone: a finished trial, and one that fails without a retry."""
+    content = tiny(trial__training__epochs=1, search={"training.learning_rate": [0.1, 1e30]})
+    code, printed = run_on_ray(content, tmp_path, **two_cpus, LATENT_SWEEP_PRIVATE_HOOKS="0")
+    assert code == 1, printed
+    good, bad = sweep_folder(tmp_path)
+    assert [event["event"] for event in good.events()] == ["started", "stage", "stage", "finished"]
+    assert [event["event"] for event in bad.events()] == ["started", "failed"]
 
 
 def test_a_driver_without_a_tracker_does_not_import_mlflow(on_ray):
@@ -212,7 +223,7 @@ def test_a_share_of_a_gpu_is_a_share_of_its_memory(monkeypatch, gpus, asked):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    keep_to_share(ResourceSettings(gpus=gpus))
+    limit_to_share(ResourceSettings(gpus=gpus))
     assert fractions == pytest.approx(asked)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if gpus == 0 else "3")
 
@@ -225,14 +236,14 @@ def test_every_process_that_computes_keeps_to_its_share(monkeypatch, tmp_path):
         told.append(resources.gpus)
         raise InterruptedError
 
-    monkeypatch.setattr(ray_group, "keep_to_share", keep)
+    monkeypatch.setattr(ray_group, "limit_to_share", keep)
     sweep = parse_sweep(tiny(search={}, run__resources={"gpus": 0.5}), "test")
     (one,) = pack(expand(sweep))
     folder = open_sweep(tmp_path / sweep.name)
     with pytest.raises(InterruptedError):
         ray_tune._run_work(one, {}, folder, "", sweep.run, print)
     with pytest.raises(InterruptedError):
-        ray_tune._measure_there(one, folder.storage, sweep.run)
+        ray_tune._measure_on_node(one, folder.storage, sweep.run)
     with pytest.raises(InterruptedError):
         ray_group._Worker(0, 2).run("127.0.0.1", 0, one, folder, sweep.run)
     assert told == [0.5] * 3
@@ -338,7 +349,7 @@ def test_the_size_of_packs_is_measured_on_the_cluster(two_cpus, tmp_path):
 MEASURING = """
 import os, sys
 import ray
-from latent_sweep.execution import ray_tune
+from latent_sweep.execution import ray_private, ray_tune
 from latent_sweep.training.packing import PackTiming
 from latent_sweep.sweep.schema import RunSettings
 
@@ -349,7 +360,7 @@ class Pack:
     runs = ()
 
 ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, logging_level="ERROR")
-ray_tune._measure_there = told
+ray_tune._measure_on_node = told
 run = RunSettings.model_validate({"resources": {"gpus": 1}})
 seen, ray_tune.ray_get = [], ray.get
 ray.get = lambda wanted: seen.append(ray_tune.ray_get(wanted)) or seen[-1]
@@ -405,7 +416,7 @@ def test_a_worker_that_the_hosts_memory_killer_has_ended_is_a_lost_one():
     from ray.air.execution._internal.tracked_actor_task import TrackedActorTask
     from ray.exceptions import OutOfMemoryError
 
-    ray_tune._take_killed_for_lost()
+    ray_private.treat_killed_workers_as_lost()
     told, manager = [], RayActorManager(PlacementGroupResourceManager())
     actor = TrackedActor(1, on_error=lambda actor, error: told.append(("actor", error)))
     task = TrackedActorTask(actor, on_error=lambda actor, error: told.append(("task", error)))
@@ -445,8 +456,8 @@ def test_what_is_advised_fits(asked, advice):
     """Where a trial asks for more than there is, the settings that are named are those that do not fit."""
     nodes = [{"CPU": 8.0}, {"CPU": 4.0, "memory": 1.0}]
     resources = ResourceSettings(**asked)
-    assert not has_room(nodes, resources)
-    assert less_text(nodes, resources) == f"e.g. {advice}"
+    assert not fits(nodes, resources)
+    assert advice_text(nodes, resources) == f"e.g. {advice}"
     changed = dict(part.removeprefix("run.resources.").split("=") for part in advice.split() if "=" in part)
     fitting = {name: None if value == "null" else int(value) for name, value in changed.items()}
-    assert has_room(nodes, ResourceSettings(**{**asked, **fitting}))
+    assert fits(nodes, ResourceSettings(**{**asked, **fitting}))

@@ -19,7 +19,7 @@ from latent_sweep.doctor.findings import examined
 from latent_sweep.doctor.nodes import look_at_nodes
 from latent_sweep.errors import ConfigError
 from latent_sweep.execution.driver import write_sweep as write_planned
-from latent_sweep.execution.ray_nodes import check_cluster_answers
+from latent_sweep.execution.ray_nodes import check_cluster_answers, connect
 from latent_sweep.security import has_credentials, redact
 from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.config import load_sweep
@@ -126,7 +126,7 @@ def test_auto_without_a_cluster_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # others may run on this machine
     with pytest.raises(ConfigError, match="RAY_ADDRESS: found auto"):
-        check_cluster_answers()
+        connect()
 
 
 def test_an_address_that_is_none_is_a_fault(monkeypatch):
@@ -194,7 +194,7 @@ def test_local_stores_and_databases_pass(uri):
 
 
 def test_run_refuses_before_anything_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("latent_sweep.execution.local.run_here", lambda *arguments: pytest.fail("nothing may run"))
+    monkeypatch.setattr("latent_sweep.execution.local.run_local", lambda *arguments: pytest.fail("nothing may run"))
     path = write(tmp_path, tiny(run__tracking__uri="http://10.1.2.3:5000"))
     assert main(["run", path, "--local"]) == 2
     assert "error: MLflow at http://10.1.2.3:5000: without TLS" in capsys.readouterr().err
