@@ -58,7 +58,13 @@ def run_local(
             left, tried = still_to_try(p, sweep, launched, run), None
             while left is not None and left != tried:  # unchanged, it would fail again
                 try:
-                    run_pack(decided(left, run, free_memory), sweep, emit, engine=engine_of(run.engine), keep_answers=run.keep_answers)
+                    run_pack(
+                        decided(left, run, free_memory),
+                        sweep,
+                        emit,
+                        engine=engine_of(run.engine),
+                        keep_answers=run.keep_answers,
+                    )
                     break
                 except LatentSweepError as error:
                     log.error("pack %s failed: %s", p.pack_id, error)

@@ -19,7 +19,7 @@ from helpers.sweeps import HALTING_STEPS, TINY, end, events, family, launch, res
 from latent_sweep.cli.main import main
 from latent_sweep.execution import ray_private, ray_tune
 from latent_sweep.execution import ray_workers as ray_group
-from latent_sweep.execution.ray_tune import _loss_kind, fits, advice_text
+from latent_sweep.execution.ray_tune import _loss_kind, advice_text, fits
 from latent_sweep.execution.ray_workers import limit_to_share
 from latent_sweep.storage.checksummed import read_sealed_json
 from latent_sweep.storage.failures import during
