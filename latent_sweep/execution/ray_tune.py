@@ -1,7 +1,7 @@
 """Ray Tune: places packs, limits their number, stops configurations early, and restarts packs whose worker was lost.
 
 Tune keeps none of our state: the storage says what a restarted pack still has to do. Packs are handed to Tune one by
-one as there is capacity, and forgotten when they have ended, so that the cost of a pack does not grow with their number.
+one as there is capacity, and forgotten when they have ended.
 """
 
 from __future__ import annotations
