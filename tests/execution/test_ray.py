@@ -129,7 +129,7 @@ def test_a_sweep_runs_without_the_private_hooks(two_cpus, tmp_path):
     code, printed = run_on_ray(content, tmp_path, **two_cpus, LATENT_SWEEP_PRIVATE_HOOKS="0")
     assert code == 1, printed
     good, bad = sweep_folder(tmp_path)
-    assert [event["event"] for event in good.events()] == ["started", "stage", "stage", "finished"]
+    assert [event["event"] for event in good.events()] == ["started", "stage", "stage", "finished"], printed
     assert [event["event"] for event in bad.events()] == ["started", "failed"]
 
 
