@@ -520,10 +520,10 @@ def test_a_share_of_a_card_is_a_share_of_its_memory():
 
 
 def test_constants_are_those_of_the_code_they_describe():
-    from latent_sweep.backbones.generation import HEADROOM
+    from latent_sweep.backbones.generation import ROOM
     from latent_sweep.execution.deepspeed import HEADROOM as ROOM_TO_GATHER
 
-    assert (GENERATION_ROOM, GATHER_ROOM) == (HEADROOM, ROOM_TO_GATHER)
+    assert (GENERATION_ROOM, GATHER_ROOM) == (ROOM, ROOM_TO_GATHER)
 
 
 def test_defaults_are_deepspeeds_own():
