@@ -185,7 +185,7 @@ def test_there_are_methods_and_each_file_is_registered():
     files = {f"latent_sweep.methods.{path.stem}" for path in (PACKAGE / "methods").glob("[a-z]*.py")}
     assert METHODS
     assert {entry.partition(":")[0] for entry in METHODS.values()} == files - {
-        f"latent_sweep.methods.{shared}" for shared in ("capabilities", "lora", "protocol")
+        f"latent_sweep.methods.{shared}" for shared in ("checked", "lora", "protocol")
     }
 
 

@@ -15,7 +15,6 @@ from latent_sweep.backbones.generation import generate, shared_tokens
 from latent_sweep.bench.rows import Reading, ratio, take_turns
 from latent_sweep.bench.workbench import Workbench, first_trial
 from latent_sweep.methods import METHODS
-from latent_sweep.methods.capabilities import Gated, prompt_read
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Run, Trial
 from latent_sweep.training.evaluation import path_of
@@ -74,8 +73,7 @@ class _Contender:
         for position in range(len(trial.tasks)):
             self._learn(position)
         method = self.run.method
-        gates = method.gates if isinstance(method, Gated) else None
-        combiner = bench.combiner(trial, gates and (lambda seen, prompts: gates(self._tensors(seen), prompts)))
+        combiner = bench.combiner(trial, lambda seen, prompts: method.gates(self._tensors(seen), prompts))
         self._weights = {stage: combiner.weights(stage)[0] for stage in bench.sizes.stages}
 
     def _tensors(self, stage: int) -> list[Mapping[str, Tensor]]:
@@ -129,7 +127,7 @@ class _Contender:
         history = self._tensors(stage)
         weights = weights[:1, used] if self.alike(stage) else weights[:, used]
         rows = self.context.tokens(self.trial, 0, "test")
-        prompts = [prompt_read(self.run.method, ids) for ids in rows["prompt_ids"]]
+        prompts = [self.run.method.prompt(ids) for ids in rows["prompt_ids"]]
         shared = shared_tokens(self.bench.backbone, prompts, len(prompts)) if self.alike(stage) else 0
 
         def answer() -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.capabilities import HasLowRankPairs, LowRankPairs
+from latent_sweep.methods.checked import defined_in
+from latent_sweep.methods.protocol import LowRankPairs, Method
 
 if TYPE_CHECKING:
     from latent_sweep.deploy.model import ContinualModel
@@ -46,7 +47,7 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
         ConfigError: its snapshots are no LoRA adapters.
     """
     method, mode, learned = model.method, model.trial.settings.router.combine, model.content.learned
-    if not isinstance(method, HasLowRankPairs):
+    if defined_in(type(method), "low_rank_pairs") is Method:
         raise ConfigError(
             f"method {method.settings.name}: its snapshots are no LoRA adapters (a soft prompt stands behind the text "
             "here, and before it in peft), so only `--to model` and `--to mlflow` can export them"
@@ -67,8 +68,7 @@ def adapters_of(model: ContinualModel) -> list[Adapter]:
 
 def _blends_pairs(kind: type) -> bool:
     """Whether what blends snapshots is known to whoever says what pairs they are: no kind derived from that one."""
-    blends, pairs = (next(of for of in kind.__mro__ if name in vars(of)) for name in ("combine", "low_rank_pairs"))
-    return issubclass(pairs, blends)
+    return issubclass(defined_in(kind, "low_rank_pairs"), defined_in(kind, "combine"))
 
 
 def summed(pairs: Sequence[LowRankPairs]) -> LowRankPairs:

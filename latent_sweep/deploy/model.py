@@ -22,7 +22,6 @@ from latent_sweep.deploy.extraction import BEST, content_of, find_trial, planned
 from latent_sweep.deploy.new_task import ExampleLike, NewTask, new_task
 from latent_sweep.deploy.records import fitted, limit_at, records_at, records_combiner
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.methods.capabilities import Gated
 from latent_sweep.methods.protocol import Method
 from latent_sweep.routing.combination import Known, Rows, pool, table_std, texts_read, weigh
 from latent_sweep.routing.gaussian import ROUTED, GaussianRouter, normalise_embeddings
@@ -264,7 +263,6 @@ class ContinualModel:
         return [task.records.ngrams for task in self.content.learned if task.records.ngrams is not None]
 
     def _gates(self, tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Array:
-        assert isinstance(self.method, Gated), "planning has refused the mixing `gates`"
         return self.method.gates([task.snapshot.tensors for task in self.content.learned[:tasks_seen]], prompts)
 
     @cached_property

@@ -12,7 +12,6 @@ from latent_sweep.data.loaders import count_examples, load_examples, source_dige
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec, load_benchmark, scoring_metric
 from latent_sweep.deploy.content import ModelContent
 from latent_sweep.errors import ConfigError, DataError
-from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.metrics import metric_source
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.security import quoted
@@ -72,7 +71,7 @@ def new_task(
             "another task, or another name"
         )
     position = len(content.learned)
-    if (reads := tuple(tasks_learned(trial.method(), position, position + 1))) != (position,):
+    if (reads := tuple(trial.method().learns_from(position, position + 1))) != (position,):
         learns = "nothing" if not reads else "other tasks, too"
         raise ConfigError(
             f"method {trial.settings.method.name}: at task {position + 1} it learns {learns}, so there is nothing to "

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import get_args
 
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.capabilities import Gated
 from latent_sweep.methods.protocol import Combination, Method, MethodSettings
 from latent_sweep.plugins import code_digest, imported
 
@@ -75,6 +74,6 @@ def _outside(name: str) -> type[Method]:
     known = get_args(Combination)
     if not found.combinations or not set(found.combinations) <= set(known):
         raise ConfigError(f"{where}; combinations is {found.combinations!r}; expected some of {', '.join(known)}")
-    if "gates" in found.combinations and not issubclass(found, Gated):
+    if "gates" in found.combinations and found.gates is Method.gates:
         raise ConfigError(f"{where}; `gates` is among its combinations; expected a method gates(history, prompts), too")
     return found

@@ -17,8 +17,7 @@ from pydantic import Field
 
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.backbones.registry import EMBEDDED
-from latent_sweep.methods.capabilities import LowRankPairs
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, LowRankPairs, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, Settings
 from latent_sweep.storage import versions
 
@@ -231,8 +230,8 @@ class LatentLearner(Learner):
         """Return lambda times the interference with the earlier adapters, equation (10)."""
         return {} if self._penalty is None else {"ortho_penalty": self._lambda * self._penalty(self.R)}
 
-    @staticmethod
-    def penalties(learners: Sequence[LatentLearner]) -> list[dict[str, Tensor]]:
+    @classmethod
+    def penalties(cls, learners: Sequence[Any]) -> list[dict[str, Tensor]]:
         """Return the penalty of each of several learners, all in one product where they are measured alike."""
         import torch
 

@@ -89,6 +89,7 @@ class Lfpt5(Method):
     """One prompt carried through all tasks; the newest answers."""
 
     settings_class = Lfpt5Settings
+    replays = True
     keeps_rows = True
     settings: Lfpt5Settings
 

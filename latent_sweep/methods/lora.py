@@ -16,8 +16,7 @@ from pydantic import Field
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.backbones.registry import EMBEDDED, dropout_rate, family_of
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.capabilities import LowRankPairs
-from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, Method, MethodSettings, TaskData
+from latent_sweep.methods.protocol import ADAPTER_COMBINATIONS, Learner, LowRankPairs, Method, MethodSettings, TaskData
 from latent_sweep.settings import FROM_PRESET, NOT_IDENTITY
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""The contract between a continual-learning method and everything else.
+"""The contract between a continual-learning method and the rest of the package.
 
-A method is one file: its settings, a `Method` that says what its snapshots mean, and a `Learner` that lives for one
-task. Method files import torch only inside functions, so that a sweep can be read and planned without it. What only
-some methods can do is in `capabilities.py`.
+A method is one file: its settings, a `Method` that plans and combines snapshots, and a `Learner` that lives for one
+task. Members with a body are optional: a method overrides those that it needs. Method files import torch only inside
+functions, so that planning a sweep does not load it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Combination = Literal["soft", "hard", "ngram", "gates", "sum", "last", "oracle"]
 
 ADAPTER_COMBINATIONS: tuple[Combination, ...] = ("sum", "soft", "hard", "ngram", "last", "oracle")
-"""How snapshots can answer together that are adapters of their own."""
+"""The combinations open to a method whose snapshots are adapters of their own."""
 
 
 class MethodSettings(Settings):
@@ -37,44 +37,42 @@ class MethodSettings(Settings):
     """Name of the method, as registered in `latent_sweep.methods`."""
 
     def answer_identity(self, source: str | None) -> dict[str, Any]:
-        """Return what answers are named by, besides the snapshots: the settings that learning does not read.
+        """Return the settings that name answers besides the snapshots: those that training does not read.
 
-        Of a method from outside, which has a `source`, these are all: what its `stage_identity` leaves out may be read
-        by its `combine` or `gates`, though nothing marks it so.
+        For a plugin method (`source` is its code digest) these are all of its settings: `combine` or `gates` may read
+        one that `stage_identity` leaves out, whether or not it is marked `INFERENCE_ONLY`.
         """
         return self.inference_identity() if source is None else self.identity()
 
 
 @dataclass(frozen=True)
 class MethodContext:
-    """The surroundings that a method works in: the backbone, the bank that adapts it, and the folder for its caches."""
+    """What a method works with: the backbone, the bank that adapts it, and a folder for caches."""
 
     backbone: Backbone
     bank: AdapterBank
     storage: Path
     largest_rank: int
-    """The largest rank of the sweep: factors computed for it serve every smaller one."""
+    """Largest rank of the sweep: factors computed for it serve every smaller one."""
     passes: int = 1
-    """How many passes a batch is cut into that statistics are read from: more where memory has not sufficed."""
+    """Number of passes that a batch is cut into when statistics are measured; raised when memory runs out."""
     keeps_features: bool = True
-    """Whether features are kept in the storage: not those of texts that users ask a model."""
+    """Whether features are cached in the storage; off for texts that users send to a model."""
 
     def features(
         self, rows: Sequence[Example] | Sequence[Sequence[int]], layer: int | None = None
     ) -> npt.NDArray[np.float32]:
-        """Return frozen features of prompts, (rows, d): for gates or a router of one's own; nothing is trained of them.
-
-        They are kept in the storage, beside the router's embeddings.
+        """Return frozen features of prompts, (rows, d), cached with the router's embeddings.
 
         Args:
-            rows: rows of a task, whose `prompt_ids` count, or prompts as token ids, as `gates` is given them.
-            layer: None takes the mean token embedding of the whole prompt, which the router reads by its default
-                (`router.pool`); a number the mean hidden state as transformers counts them: 0 is what the first block
-                reads, k stands behind block k, -1 behind the last one; of T5's encoder.
+            rows: examples, whose `prompt_ids` are read, or prompts as token ids, as `gates` receives them.
+            layer: None for the mean token embedding of the whole prompt, the router's default (`router.pool`). A
+                number for the mean hidden state, counted as in transformers: 0 is the input of the first block, k the
+                output of block k, -1 that of the last. On T5, of the encoder.
 
         Raises:
-            ConfigError: a row has no token, there is no such layer, or hidden states are asked of a backbone that is
-                spread over several workers.
+            ConfigError: a prompt is empty, the layer does not exist, or hidden states are requested from a backbone
+                that is spread over several workers.
         """
         from latent_sweep.backbones.features import features
 
@@ -83,13 +81,13 @@ class MethodContext:
         return features(self.backbone, self.bank, prompts, layer, folder)
 
     def rows_in_a_pass(self, batch_size: int) -> int:
-        """Return how many rows of such a batch go into one pass."""
+        """Return the number of rows per pass for a batch of this size."""
         return -(-batch_size // self.passes)
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The task to be learned, as far as a method may know it."""
+    """A task to learn, as its method sees it."""
 
     name: str
     position: int
@@ -97,29 +95,42 @@ class TaskData:
     n_tasks: int
     """Length of the whole trial."""
     rows: Sequence[Example]
-    """Tokenised training rows."""
+    """Tokenized training rows."""
     generator: Callable[[str], torch.Generator]
-    """A source of random draws for a purpose, derived from seed, task and purpose."""
+    """Return a random generator for a purpose, seeded by seed, task and purpose."""
     rows_at_once: int | None = None
-    """Rows of a forward pass of its training at most; None where it is not trained on."""
+    """Largest number of rows in a forward pass of its training; None if it is not trained on."""
+
+
+@dataclass(frozen=True)
+class LowRankPairs:
+    """A snapshot as LoRA adapters: `dW = scale B A` for each adapted projection, in the backbone's order."""
+
+    A: Sequence[Tensor]
+    """(r, n) for each projection."""
+    B: Sequence[Tensor]
+    """(m, r) for each projection."""
+    scale: float
 
 
 class Method:
-    """A way to learn, with its settings. Stateless between tasks: all it remembers is in the snapshots.
+    """A continual-learning method with its settings. It keeps no state between tasks: the snapshots hold everything.
 
     Attributes:
         settings_class: the pydantic class of its `method:` group.
-        version: raised when the same settings would train to something else; part of every lineage.
-        combinations: how its snapshots can answer together; the first is taken when the sweep file does not say.
-        factored: whether its adapters lie in frozen truncated factors of the weights, which every member keeps.
-        keeps_rows: whether its snapshots hold rows, for later tasks to train on.
-        gradient_rows: of how many rows it measures at once, after a task, the gradient of each at most; 0 does not.
+        version: part of every lineage; raise it when the same settings would train to a different result.
+        combinations: the possible ways for its snapshots to answer together; the first is the default.
+        factored: whether its adapters live in truncated SVD factors of the frozen weights.
+        replays: whether its learners override `examples`, to train on other rows than the task's own.
+        keeps_rows: whether its snapshots hold rows that later tasks train on.
+        gradient_rows: largest number of per-row gradients measured at once after a task.
     """
 
     settings_class: ClassVar[type[MethodSettings]]
     version: ClassVar[int] = 1
     combinations: ClassVar[tuple[Combination, ...]] = ("last",)
     factored: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
     keeps_rows: ClassVar[bool] = False
     gradient_rows: ClassVar[int] = 0
 
@@ -129,7 +140,7 @@ class Method:
 
     @property
     def context(self) -> MethodContext:
-        """Backbone and folders; a method built for planning has none."""
+        """The backbone and folders; absent while a sweep is planned."""
         assert self._context is not None, "this method was built for planning only"
         return self._context
 
@@ -137,70 +148,103 @@ class Method:
 
     @classmethod
     def resolve(cls, settings: Any, backbone: str, benchmark: str) -> Any:
-        """Fill in the settings that a method is made with, from those of a sweep file and from `defaults`."""
+        """Complete the settings of a sweep file with `defaults`."""
         return filled(settings, cls.settings_class, cls.defaults(settings, backbone, benchmark))
 
     @classmethod
     def defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return settings that the sweep file leaves out, by name, inner groups as mappings; else their class says."""
+        """Return defaults that depend on preset, backbone or benchmark, by name; nested groups as mappings."""
         return {}
 
     @classmethod
     def training_defaults(cls, settings: Any, backbone: str, benchmark: str) -> Mapping[str, Any]:
-        """Return training settings that this method's preset prefers to the paper's common protocol, by name."""
+        """Return `training` settings that the preset prefers to the paper's common protocol, by name."""
         return {}
 
+    def learns_from(self, position: int, n_tasks: int) -> Sequence[int]:
+        """Return the positions of the tasks whose training rows this stage reads; empty if it trains nothing."""
+        return (position,)
+
     def reads_history(self, position: int) -> bool:
-        """Whether learning the task at this position (0-based) reads earlier snapshots: then they name the lineage."""
+        """Whether learning the task at this position (0-based) reads earlier snapshots; they then name the lineage."""
         return position > 0
 
     def stage_identity(self, position: int) -> dict[str, Any]:
-        """Return the settings that learning the task at this position reads; the others are no part of its lineage."""
+        """Return the settings that learning the task at this position reads; the others are not in its lineage."""
         return {name: value for name, value in self.settings.training_identity().items() if name != "name"}
 
     def rank(self) -> int:
-        """Return the adapter rank, checked against the backbone's projections before a run; 0 without such a limit."""
+        """Return the adapter rank, which must fit the backbone's projections; 0 if there is no such limit."""
         raise NotImplementedError
 
     def parameter_count(self, shapes: Mapping[str, tuple[int, int]], width: int) -> int:
-        """Count trainable numbers per task, from the adapted projections' shapes (out, in) and the embedding width."""
+        """Count trainable parameters per task, from the projections' shapes (out, in) and the embedding width."""
         raise NotImplementedError
 
     @property
     def packable(self) -> bool:
-        """Whether learners train the same beside others as alone: not where masks are drawn for a whole batch."""
+        """Whether a learner trains the same in a pack as alone: False if random masks are drawn for a whole batch."""
         return not getattr(self.settings, "dropout", 0.0)
 
     @property
     def reads_padding(self) -> bool:
-        """Whether what a learner makes of a row depends on how long the longest row is that it is read with."""
+        """Whether results for a row depend on the longest row in its batch."""
         return False
 
-    # --- learning and answering ---
+    # --- learning ---
+
+    def try_task(self, task: TaskData) -> None:
+        """Raise a LatentSweepError if this task cannot be learned.
+
+        Called for every task before the first one is learned, on every worker of a group. It must be cheap, draw no
+        random numbers and leave nothing behind.
+        """
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Learner:
         """Make a learner for this task.
 
         Args:
-            history: tensors of the earlier snapshots, oldest first; empty where `reads_history` is False. Nobody holds
-                them: each is read when it is asked for, anew every time.
+            history: tensors of the earlier snapshots, oldest first; empty if `reads_history` is False. Each access
+                reads a snapshot from the storage again; none is held in memory.
         """
         raise NotImplementedError
 
-    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
-        """Return the adaptation by which these snapshots answer, weighted row by row: weights (rows, snapshots).
+    # --- answering ---
 
-        One row of weights holds for every row of any batch.
+    def prompt(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids that the model reads for this prompt when it answers; may add virtual tokens."""
+        return list(ids)
+
+    def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
+        """Return the adaptation in which these snapshots answer, weighted row by row: weights (rows, snapshots).
+
+        A single row of weights applies to every row of any batch.
         """
+        raise NotImplementedError
+
+    def gates(
+        self, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
+    ) -> npt.NDArray[np.float64]:
+        """Return the weights of the combination `gates`, (rows, snapshots), from the prompts alone."""
+        raise NotImplementedError
+
+    # --- exporting ---
+
+    def low_rank_pairs(self, snapshot: Mapping[str, Tensor]) -> LowRankPairs:
+        """Return a snapshot as LoRA adapters in float32, for export to other programs."""
         raise NotImplementedError
 
 
 class Learner:
-    """Learns one task: the only mutable thing. The loop owns backward, clipping and stepping."""
+    """Learns one task: the only mutable object. The loop owns backward, clipping and stepping."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return what is trained, by name: float32 leaves that require gradients."""
+        """Return the trainable parameters by name: float32 leaves that require gradients."""
         raise NotImplementedError
+
+    def examples(self, rows: Sequence[Example]) -> Sequence[Example]:
+        """Return the rows to train on, made from the task's own; held-out rows never pass through here."""
+        return rows
 
     def adaptation(self, rows: Sequence[Example]) -> Adaptation:
         """Return the adaptation of the backbone for these rows during training and validation."""
@@ -214,9 +258,32 @@ class Learner:
         """Return named terms that depend on the parameters alone, added once per optimizer step."""
         return {}
 
+    @classmethod
+    def penalties(cls, learners: Sequence[Any]) -> list[dict[str, Tensor]]:
+        """Return `penalty` of each of several learners of this class; override it to compute them together."""
+        return [learner.penalty() for learner in learners]
+
     def after_step(self, step: int) -> None:
-        """Act on an optimizer step (0-based) that was taken, while its clipped gradients are still there."""
+        """Act on a completed optimizer step (0-based), while its clipped gradients are still available."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what else changes during training besides the parameters; checkpoints keep it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned; the parameters have been restored already."""
+
+    def drawn(self) -> dict[str, Tensor]:
+        """Return the random draws that `examples` uses; checkpoints keep them, as other hardware may draw others."""
+        return {}
+
+    def load_drawn(self, drawn: Mapping[str, Tensor]) -> None:
+        """Replace the draws of `begin_task` by those that `drawn` returned, before `examples` is called."""
 
     def finish(self) -> dict[str, Tensor]:
         """Return the tensors of this task's snapshot, all of them finite."""
         return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
+
+    def facts(self) -> dict[str, float]:
+        """Return numbers worth reporting once the task is learned, after `finish`: counts, rates, sizes."""
+        return {}

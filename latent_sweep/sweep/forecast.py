@@ -22,7 +22,6 @@ from latent_sweep.data.schema import stop_of
 from latent_sweep.errors import MissingData, StoreError
 from latent_sweep.labels import label, short_names
 from latent_sweep.memo import memo_scope, memoized
-from latent_sweep.methods.capabilities import may_make_examples
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import canonical_json, content_hash
 from latent_sweep.storage.folders import SweepFolder
@@ -151,7 +150,7 @@ def _reuse(trials: Sequence[Trial], folder: SweepFolder) -> Reuse:
         stored=len(distinct & stored),
         to_learn=len(missing),
         steps=sum(trial.steps(position) for trial, position in missing.values()),
-        adding=tuple(name for name, trial in by_method.items() if may_make_examples(trial.method())),
+        adding=tuple(name for name, trial in by_method.items() if trial.method().replays),
         answers=answers,
         passes=Span(least.count(), most.count()),
         open_passes=Span(least.count(known), most.count(known)),

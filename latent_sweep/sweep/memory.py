@@ -45,7 +45,6 @@ from dataclasses import dataclass, replace
 from latent_sweep.adapters.inputs import input_of
 from latent_sweep.backbones.families import Family, Sizes, Stack, sizes, tensor_sizes
 from latent_sweep.backbones.registry import EMBEDDED, BackboneSettings, describe
-from latent_sweep.methods.capabilities import prompt_read, tasks_learned
 from latent_sweep.sweep.plan import Pack, Trial
 from latent_sweep.sweep.schema import ResourceSettings, RunSettings
 
@@ -172,7 +171,7 @@ def predict(trial: Trial, run: RunSettings, members: int = 1) -> Memory | None:
         return None
     trained = members * method.parameter_count(shape.targets, shape.width)
     tasks = len(trial.tasks)
-    learns = any(tasks_learned(method, position, tasks) for position in range(tasks))
+    learns = any(method.learns_from(position, tasks) for position in range(tasks))
     rows = trial.settings.training.rows_in_a_pass(run.resources.workers)
     adapters = _adapters(trial, shape, trained, members)
     step = _step(trial, shape, adapters, run.resources, members * rows) if learns else _Moment(0, 0, 0)
@@ -525,7 +524,7 @@ def _step(trial: Trial, shape: Shape, adapters: _Adapters, resources: ResourceSe
 def _longest(trial: Trial) -> tuple[int, int]:
     """Return the tokens of the longest prompt, with a soft one, and of the longest target."""
     limits = trial.settings.benchmark
-    return limits.max_source_length + len(prompt_read(trial.method(), ())), limits.max_target_length
+    return limits.max_source_length + len(trial.method().prompt(())), limits.max_target_length
 
 
 # --- what is measured beside steps -----------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ from latent_sweep.errors import ConfigError, unended
 from latent_sweep.labels import label, short_names
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import method_class, source_of
-from latent_sweep.methods.capabilities import SoftPrompted, may_make_examples, tasks_learned
 from latent_sweep.methods.protocol import Method, MethodSettings
 from latent_sweep.metrics import metric_source
 from latent_sweep.routing.gaussian import ROUTED, RouterSettings
@@ -147,7 +146,7 @@ class Trial:
 
         def find() -> list[Sequence[int]]:
             method, count = self.method(), len(self.tasks)
-            return [tasks_learned(method, position, count) for position in range(count)]
+            return [method.learns_from(position, count) for position in range(count)]
 
         return memoized(("learned", len(self.tasks)), (self.settings.method,), find)
 
@@ -213,7 +212,7 @@ class Trial:
         settings = memoized(("stage settings", len(self.tasks)), (s.method,), write_settings)
         contents: list[dict[str, str]] = []
         lineages: list[str] = []
-        changes_rows = may_make_examples(method) or isinstance(method, SoftPrompted)
+        changes_rows = method.replays or type(method).prompt is not Method.prompt
         for position, learned in enumerate(self._learned):
             stage = {
                 "tasks": json_list(names[i] for i in learned),

@@ -17,7 +17,6 @@ from typing import Any
 from latent_sweep.data.schema import load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
 from latent_sweep.labels import format_value, label, short_names
-from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import Settings, canonical_json, flatten
 from latent_sweep.storage.checksummed import is_sealed, sealed_json
@@ -162,7 +161,7 @@ def _candidates(
         axes = zip(tried, values, strict=True)
         combination = {leaf: value for axis, values in axes for leaf, value in flatten(axis, values).items()}
         trial = plan_trial(trial_settings(sweep, {**changed, **combination}), [*told, *combination])
-        if not any(tasks_learned(trial.method(), i, len(trial.tasks)) for i in range(len(trial.tasks))):
+        if not any(trial.method().learns_from(i, len(trial.tasks)) for i in range(len(trial.tasks))):
             return
         if trial.trial_id not in seen:
             seen.add(trial.trial_id)

@@ -22,7 +22,6 @@ from latent_sweep.backbones.families import fused_projection, sizes
 from latent_sweep.backbones.loading import Backbone, load_backbone
 from latent_sweep.backbones.outlines import outline
 from latent_sweep.backbones.registry import REGISTRY, BackboneSettings
-from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Method
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.testing.draws import shared_draws, validated_rows
@@ -216,7 +215,7 @@ class MethodConformance:
     @classmethod
     def learned_positions(cls, family: str) -> set[int]:
         """Positions at which anything is trained, of three."""
-        return {position for position in range(3) if tasks_learned(cls.planned(family), position, 3)}
+        return {position for position in range(3) if cls.planned(family).learns_from(position, 3)}
 
     # --- the tests ---
 
@@ -276,7 +275,7 @@ class MethodConformance:
     def test_epochs_are_chosen_by_the_held_out_rows_alone(self, stages: Stages, family: str, position: int) -> None:
         """What a method replays, or writes into rows, is to be learned from: no row of it is validated on."""
         trial = self.one_epoch(family)
-        if not tasks_learned(trial.method(), position, len(trial.tasks)):
+        if not trial.method().learns_from(position, len(trial.tasks)):
             pytest.skip("nothing is learned there")
         held_out = random_rows(3, seed=90)
         expected = copy.deepcopy(held_out)
@@ -293,7 +292,7 @@ class MethodConformance:
         What draws from them elsewhere ends otherwise at every try, and after every cut.
         """
         trial = self.one_epoch(family)
-        if not tasks_learned(trial.method(), position, len(trial.tasks)):
+        if not trial.method().learns_from(position, len(trial.tasks)):
             pytest.skip("nothing is learned there")
         found = shared_draws(stages, trial, position)
         told = "; ".join(f"{name} draws from {' and '.join(sorted(drawn))}" for name, drawn in sorted(found.items()))
@@ -418,7 +417,7 @@ class MethodConformance:
     ) -> None:
         """A longer order begins with the same snapshots, and so does a trial beside others of larger ranks."""
         trial = self.one_epoch(family)
-        earlier, later = (tuple(tasks_learned(trial.method(), position, count)) for count in (3, 6))
+        earlier, later = (tuple(trial.method().learns_from(position, count)) for count in (3, 6))
         if earlier and earlier == later:
             assert not stages.differs(trial, position, trial, longer=3), "more tasks to come change what it learns"
             assert not stages.differs(trial, position, trial, largest_rank=32), (

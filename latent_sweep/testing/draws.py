@@ -88,8 +88,7 @@ def shared_draws(stages: Stages, trial: Trial, position: int) -> dict[str, set[s
         with draws.watching("begin_task"):
             learner = begin(self, task, history)
         for name in OUTSIDE_STEPS:
-            if hasattr(learner, name):
-                setattr(learner, name, draws.watched(name, getattr(learner, name)))
+            setattr(learner, name, draws.watched(name, getattr(learner, name)))
         return learner
 
     with pytest.MonkeyPatch.context() as patch:

@@ -25,7 +25,6 @@ from latent_sweep.backbones.identity import backbone_identity
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.errors import ConfigError
-from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.methods.protocol import Learner, MethodContext, TaskData
 from latent_sweep.settings import Settings, as_written, flatten
 from latent_sweep.storage.snapshots import TaskCheckpoint
@@ -208,7 +207,7 @@ def undeclared(stages: Stages, trial: Trial, written: Mapping[str, Any], positio
     """
     found: set[str] = set()
     for settings, start in _starts(trial, written, position):
-        if not tasks_learned(start.method(), position, len(start.tasks)):
+        if not start.method().learns_from(position, len(start.tasks)):
             continue
         lineage = start.lineages()[position]
         same = [(path, other) for path, _, other in _changed(start, settings) if other.lineages()[position] == lineage]

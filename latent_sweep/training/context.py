@@ -24,7 +24,6 @@ from latent_sweep.data.schema import BenchmarkSettings, Split, scoring_metric
 from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 from latent_sweep.methods import method_class
-from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method, MethodContext, MethodSettings
 from latent_sweep.metrics import score_rows
 from latent_sweep.routing.combination import Combiner, Gates
@@ -215,7 +214,7 @@ class Context:
             )
         if whole:  # for their embeddings alone
             return
-        virtual, answer = len(prompt_read(trial.method(), ())), b.max_target_length
+        virtual, answer = len(trial.method().prompt(())), b.max_target_length
         prompt = rows.longest_prompt() + virtual
         needed = max(prompt, answer) if backbone.traits.encoder_decoder else prompt + answer
         if needed > backbone.positions:

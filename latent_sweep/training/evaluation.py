@@ -27,7 +27,6 @@ from latent_sweep.adapters.bank import Adaptation, AdapterBank
 from latent_sweep.backbones.architectures import device_name
 from latent_sweep.backbones.generation import answer_text, generate, shared_tokens
 from latent_sweep.backbones.loading import Backbone
-from latent_sweep.methods.capabilities import prompt_read
 from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics import Metric, RefsPolicy, score_rows, trimmed
 from latent_sweep.routing.combination import Array
@@ -271,7 +270,7 @@ class Evaluator:
         Returns:
             An answer for every row, and how many rows were generated now; the others were known.
         """
-        prompts = [prompt_read(self.method, ids) for ids in prompt_ids]
+        prompts = [self.method.prompt(ids) for ids in prompt_ids]
         end = end or AnswerEnd(self.max_new_tokens, self.stop)
         parts: list[list[int]] = []
         batches: list[AnswerBatch] = []

@@ -25,15 +25,7 @@ from latent_sweep.backbones.batches import Batch, collate, epoch_batches, forwar
 from latent_sweep.backbones.loading import Backbone
 from latent_sweep.backbones.outputs import Example, Outputs
 from latent_sweep.errors import ConfigError, NonFiniteLoss
-from latent_sweep.methods.capabilities import (
-    drawn_by,
-    load_drawn,
-    load_state,
-    loss_of,
-    penalties_of,
-    rows_trained,
-    state_of,
-)
+from latent_sweep.methods import checked
 from latent_sweep.methods.protocol import Learner
 from latent_sweep.storage.snapshots import TaskCheckpoint
 from latent_sweep.sweep.schema import TrainingSettings
@@ -204,9 +196,10 @@ class _Trainer:
         if self._found and _FAILED in self._found[1]:
             kind, text = self._found[1][_FAILED]
             self.failure, self._found = (NonFiniteLoss if kind == "NonFiniteLoss" else RuntimeError)(text), None
-        if self._found:  # the rows are those of the steps that were taken
-            load_drawn(self.learner, _named(self._found[0], "drawn."))
-        self.rows = [dict(row) for row in rows_trained(training.learner, training.examples)]
+        drawn = _named(self._found[0], "drawn.") if self._found else {}
+        if drawn:  # the rows are those of the steps that were taken
+            self.learner.load_drawn(drawn)
+        self.rows = [dict(row) for row in self.learner.examples(training.examples)]
         self.lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
         self.steps = settings.step_count(len(self.rows), training.tasks)
         self.steps_per_epoch = math.ceil(len(self.rows) / settings.batch_size)
@@ -409,7 +402,7 @@ def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dic
                 "no gradient reaches the first adapted projection: training would change nothing. With gradient "
                 "checkpointing this happens in re-entrant mode; otherwise please report it with the sweep file"
             )
-    add(penalties_of([trainer.learner for trainer in trainers]))
+    add(checked.penalties([trainer.learner for trainer in trainers]))
     return losses
 
 
@@ -437,7 +430,7 @@ def _forward_and_back(
         with bank.watching(watch) as arrived:
             logits = label_logits(batches.backbone, batch)
         outputs = Outputs.of_all([part.rows for part in parts], logits, batch.labels, batches.denominators)
-        terms = [loss_of(t.learner, o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
+        terms = [checked.loss(t.learner, o) if o.rows else {} for t, o in zip(trainers, outputs, strict=True)]
         add([part.counted(found) for part, found in zip(parts, terms, strict=True)])
     for sequences in arrived:
         for (trainer, _), own in zip(running, sequences.split(list(batch.counts)), strict=True):
@@ -580,8 +573,8 @@ def _state(
     """Return tensors and facts of a checkpoint inside the task."""
     together, member = optimizer
     tensors = {f"engine.{name}": value for name, value in together.state(member).items()}
-    tensors |= {f"learner.{name}": value for name, value in state_of(learner).items()}
-    tensors |= {f"drawn.{name}": value for name, value in drawn_by(learner).items()}
+    tensors |= {f"learner.{name}": value for name, value in learner.state().items()}
+    tensors |= {f"drawn.{name}": value for name, value in learner.drawn().items()}
     tensors["history"] = torch.tensor(history.rows, dtype=torch.float64)
     if selection:
         tensors |= {f"best.{name}": value for name, value in selection.parameters.items()}
@@ -600,7 +593,7 @@ def _resume(
     tensors, facts = found
     together, member = optimizer
     together.load_state(member, _named(tensors, "engine."))
-    load_state(learner, _named(tensors, "learner."))
+    learner.load_state(_named(tensors, "learner."))
     history.names, history.rows = facts["terms"], tensors["history"].tolist()
     if selection and facts["best_loss"] is not None:
         selection.loss = facts["best_loss"]

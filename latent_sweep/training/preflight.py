@@ -18,7 +18,7 @@ from latent_sweep.adapters.bank import Adaptation
 from latent_sweep.backbones.generation import answer_text, generate
 from latent_sweep.data.schema import scoring_metric
 from latent_sweep.errors import StoreError
-from latent_sweep.methods.capabilities import TriesTasks, tasks_learned
+from latent_sweep.methods.protocol import Method
 from latent_sweep.metrics import score_rows, takes_input
 from latent_sweep.routing.combination import Array
 from latent_sweep.routing.gaussian import ROUTED
@@ -85,7 +85,7 @@ def try_backbone(members: ActiveRuns, prompt: Sequence[int], stages: Stages) -> 
     for training_id, positions in stages:
         member = by_id[training_id]
         with members.leaving([member], None):
-            if isinstance(member.method, TriesTasks):
+            if type(member.method).try_task is not Method.try_task:  # its rows are read for nothing else
                 for position in positions:
                     member.method.try_task(member.task_data(position))
 
@@ -104,7 +104,7 @@ def _rows_missing(run: ActiveTrial) -> bool:
 
 def _stages_missing(member: ActiveRun, stored: set[str]) -> list[int]:
     """Return the positions of the tasks that are to be learned: no snapshot is stored, and something is learned."""
-    counts = (len(tasks_learned(member.method, position, len(member.tasks))) for position in range(member.wanted))
+    counts = (len(member.method.learns_from(position, len(member.tasks))) for position in range(member.wanted))
     lineages = zip(member.lineages, counts, strict=False)
     return [position for position, (lineage, count) in enumerate(lineages) if count and lineage not in stored]
 
@@ -173,7 +173,7 @@ def _try_trial(member: ActiveRun, run: ActiveTrial, positions: Sequence[int], kn
     context, trial, method = member.context, run.trial, member.method_of(run.trial)
     carve = trial.settings.training.select == "best_validation"
     n_tasks = len(trial.tasks)
-    for position in dict.fromkeys(i for at in positions for i in tasks_learned(method, at, n_tasks)):
+    for position in dict.fromkeys(i for at in positions for i in method.learns_from(at, n_tasks)):
         context.tokens(trial, position, "train", carve)
         if carve:
             context.tokens(trial, position, "validation", carve)

@@ -13,8 +13,7 @@ import torch
 from latent_sweep.backbones.outputs import Example
 from latent_sweep.data.schema import Split
 from latent_sweep.errors import ConfigError, NonFiniteLoss
-from latent_sweep.methods import source_of
-from latent_sweep.methods.capabilities import facts_of, prompt_read, snapshot_of, tasks_learned
+from latent_sweep.methods import checked, source_of
 from latent_sweep.methods.protocol import Method, TaskData
 from latent_sweep.metrics import metric_source
 from latent_sweep.settings import content_hash
@@ -104,7 +103,7 @@ class ActiveRun:
     def _rows(self, position: int, split: Split) -> list[Example]:
         """Return the rows of a split that the stage at this position reads."""
         first, carve = self.member.trials[0], self.settings.training.select == "best_validation"
-        positions = tasks_learned(self.method, position, len(self.tasks))
+        positions = self.method.learns_from(position, len(self.tasks))
         return [row for i in positions for row in self.context.tokens(first, i, split, carve)]
 
     def task_data(self, position: int) -> TaskData:
@@ -126,7 +125,7 @@ class ActiveRun:
         context.check(read)
         history = [snapshot.tensors for snapshot in read]
         with context.doing("preparing", position):
-            learner = self.method.begin_task(data, history)
+            learner = checked.new_learner(self.method, data, history)
         return TaskTraining(
             learner,
             data.rows,
@@ -135,14 +134,13 @@ class ActiveRun:
             context.store.checkpoint(self.lineages[position]),
             self._held_out(position) if s.training.select == "best_validation" else (),
             on_step,
-            len(tasks_learned(self.method, position, len(self.tasks))),
+            len(self.method.learns_from(position, len(self.tasks))),
         )
 
     def _held_out(self, position: int) -> list[Example]:
         """Return the rows that choose among epochs, with prompts as the model reads them when it answers."""
         return [
-            {**row, "prompt_ids": prompt_read(self.method, row["prompt_ids"])}
-            for row in self._rows(position, "validation")
+            {**row, "prompt_ids": self.method.prompt(row["prompt_ids"])} for row in self._rows(position, "validation")
         ]
 
     def snapshot(self, position: int, training: TaskTraining, summary: TrainingSummary) -> Snapshot:
@@ -160,7 +158,7 @@ class ActiveRun:
                 message = "task %s ends with %s (%.3g) %.0f times the first task loss (%.3g); lower its coefficient"
                 log.warning(message, task.name, name, loss, loss / task_loss, task_loss)
         with recomputing(self.context.backbone, self.settings.training):  # some measure gradients once more
-            tensors = snapshot_of(training.learner)
+            tensors = checked.snapshot(training.learner)
         if odd := [name for name, values in tensors.items() if not bool(values.isfinite().all())]:
             # the last step has no loss after it, and what a method measures in the end is in no loss
             raise NonFiniteLoss(
@@ -175,7 +173,7 @@ class ActiveRun:
             "trained_numbers": sum(values.numel() for values in training.learner.parameters().values()),
             "losses": summary.losses,
             "first_losses": summary.first_losses,
-            "measures": facts_of(training.learner),
+            "measures": checked.facts(training.learner),
             "stage": self.contents[position],
             "backbone": backbone_facts(self.context.backbone),
             "computed_with": computed_with(self.context.backbone) | self._passes(),

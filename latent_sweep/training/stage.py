@@ -10,7 +10,7 @@ from typing import Any
 
 from latent_sweep.data.prompts import definitions
 from latent_sweep.data.schema import scoring_metric, stop_of, target_length
-from latent_sweep.methods.capabilities import gates_of
+from latent_sweep.methods import checked
 from latent_sweep.metrics import takes_input
 from latent_sweep.storage.failures import during
 from latent_sweep.storage.predictions import GENERATED, note_stage
@@ -145,7 +145,7 @@ def _score(run: ActiveTrial, member: ActiveRun, position: int, emit: Emit) -> di
     read = [AtHand(snapshot.tensors) for snapshot in member.snapshots]
 
     def gates(tasks_seen: int, prompts: Sequence[Sequence[int]]) -> Any:
-        return gates_of(method, read[:tasks_seen], prompts)
+        return checked.gates(method, read[:tasks_seen], prompts)
 
     combiner = context.combiner(trial, gates)
     with context.doing("fitting the router", position) if combiner.routes else nullcontext():

@@ -320,6 +320,7 @@ class ReplayingLearner(LoraLearner):
 
 class Replaying(BranchMethod):
     settings_class = ReplayingSettings
+    replays = True
 
     def begin_task(self, task, history):
         return ReplayingLearner(self.fresh(task), self.outputs, self.settings, self.active(history))

@@ -1511,7 +1511,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "outside::test_what_would_spoil_results_is_named_and_nothing_of_it_is_kept",
     ),
     _mutant(
-        "methods/capabilities.py",
+        "methods/checked.py",
         "gates that are not finite mix answers",
         "weights.shape != shape or not np.isfinite(weights).all()",
         "weights.shape != shape",

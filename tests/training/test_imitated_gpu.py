@@ -16,7 +16,6 @@ from latent_sweep.backbones.generation import LOOK_EVERY
 from latent_sweep.backbones.loading import load_backbone
 from latent_sweep.backbones.registry import BackboneSettings
 from latent_sweep.methods import METHODS
-from latent_sweep.methods.capabilities import tasks_learned
 from latent_sweep.storage.snapshots import TaskCheckpoint
 
 SYNCS = 1
@@ -75,7 +74,7 @@ def test_every_method_lives_on_it(method, family, tmp_path, tokens, monkeypatch)
     runs = runs.take_tokens(tokens[family]) if family in tokens else tokens.setdefault(family, runs)
     with imitated_gpu() as record:
         packs = runs.packs_of(content(method, family))
-        learned = [position for position in range(2) if tasks_learned(packs[0].trials[0].method(), position, 2)]
+        learned = [position for position in range(2) if packs[0].trials[0].method().learns_from(position, 2)]
         if learned:
             with pytest.raises(Cut):
                 runs.run(packs, on)

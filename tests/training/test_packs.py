@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from latent_sweep.adapters.bank import Adaptation, side_by_side
 from latent_sweep.errors import ConfigError, NonFiniteLoss
-from latent_sweep.methods import method_class
-from latent_sweep.methods.capabilities import penalties_of
+from latent_sweep.methods import checked, method_class
 from latent_sweep.methods.latent_lora import LatentLearner
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
@@ -102,7 +101,7 @@ def test_every_member_ends_as_it_would_alone(trainings, backbone, bank, method, 
 
 def test_a_penalty_of_its_own_is_not_that_of_the_kind_it_is_derived_from(trainings):
     learners = [lesson.learner for lesson in trainings("latent_lora", members=LAMBDAS, only=[0, 2])]
-    shared = penalties_of(learners)
+    shared = checked.penalties(learners)
     for learner, found in zip(learners, shared, strict=True):
         assert_same_to_rounding(found["ortho_penalty"], learner.penalty()["ortho_penalty"], 4 * PRODUCT)
 
@@ -112,7 +111,7 @@ def test_a_penalty_of_its_own_is_not_that_of_the_kind_it_is_derived_from(trainin
 
     for learner in learners:
         learner.__class__ = Own
-    assert [list(found) for found in penalties_of(learners)] == [["own"]] * 2
+    assert [list(found) for found in checked.penalties(learners)] == [["own"]] * 2
 
 
 def changed(delta, h, target):

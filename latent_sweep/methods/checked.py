@@ -1,0 +1,129 @@
+"""Calls into a method whose results are checked: a plugin's mistake is named here, not by an operator elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from latent_sweep.backbones.outputs import Outputs
+from latent_sweep.errors import ConfigError
+from latent_sweep.methods.protocol import Learner, Method, TaskData
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+
+def defined_in(kind: type, member: str) -> type:
+    """Return the class among a class and its bases that defines a member."""
+    return next(base for base in kind.__mro__ if member in vars(base))
+
+
+def new_learner(method: Method, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Learner:
+    """Begin a task.
+
+    Raises:
+        ConfigError: the learner makes examples, but the method does not declare it.
+    """
+    learner = method.begin_task(task, history)
+    if defined_in(type(learner), "examples") is not Learner and not method.replays:
+        raise ConfigError(
+            f"method {method.settings.name}: {type(learner).__name__} defines `examples`, but `replays` is False; "
+            f"set `replays = True` in {type(method).__name__}"
+        )
+    return learner
+
+
+def loss(learner: Learner, outputs: Outputs) -> Mapping[str, Tensor]:
+    """Return the terms of a learner's loss that depend on data.
+
+    Raises:
+        ConfigError: a term is not a scalar tensor.
+    """
+    return _scalars(learner, "loss", learner.loss(outputs))
+
+
+def penalties(learners: Sequence[Learner]) -> list[Mapping[str, Tensor]]:
+    """Return the penalty of each of several learners, computed together if they are of one class.
+
+    A `penalty` overridden in a subclass takes precedence over inherited `penalties`.
+
+    Raises:
+        ConfigError: a term is not a scalar tensor.
+    """
+    kind = type(learners[0])
+    together = len(learners) > 1 and all(type(learner) is kind for learner in learners)
+    if together and issubclass(defined_in(kind, "penalties"), defined_in(kind, "penalty")):
+        terms = zip(learners, kind.penalties(learners), strict=True)
+        return [_scalars(learner, "penalties", own) for learner, own in terms]
+    return [_scalars(learner, "penalty", learner.penalty()) for learner in learners]
+
+
+def snapshot(learner: Learner) -> dict[str, Tensor]:
+    """Return the tensors of a learned task's snapshot.
+
+    Raises:
+        ConfigError: `finish` did not return tensors by name.
+    """
+    tensors: dict[str, Tensor] = _tensors(learner, "finish", learner.finish(), None, "the snapshot's tensors, by name")
+    return tensors
+
+
+def facts(learner: Learner) -> dict[str, float]:
+    """Return a learned task's numbers for the report.
+
+    Raises:
+        ConfigError: one of them is not a finite number.
+    """
+    numbers = learner.facts()
+    if odd := {k: v for k, v in numbers.items() if not (isinstance(v, (int, float)) and math.isfinite(v))}:
+        raise ConfigError(
+            f"method {type(learner).__name__}: facts gave {odd}; expected finite numbers, int or float, by name"
+        )
+    return numbers
+
+
+def gates(
+    method: Method, history: Sequence[Mapping[str, Tensor]], prompts: Sequence[Sequence[int]]
+) -> npt.NDArray[np.float64]:
+    """Return a method's gates, (rows, snapshots).
+
+    Raises:
+        ConfigError: they are not finite numbers of this shape.
+    """
+    import numpy as np
+
+    name, shape = method.settings.name, (len(prompts), len(history))
+    returned = method.gates(history, prompts)
+    try:
+        weights = np.asarray(returned, np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"method {name}: gates gave {type(returned).__name__}, no array of numbers: {error}"
+        ) from error
+    if weights.shape != shape or not np.isfinite(weights).all():
+        problem = "numbers that are not finite" if weights.shape == shape else f"an array of shape {weights.shape}"
+        raise ConfigError(f"method {name}: gates gave {problem}; expected finite weights (rows, snapshots), {shape}")
+    return weights
+
+
+def _scalars(learner: Learner, member: str, terms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return _tensors(learner, member, terms, 0, "tensors without dimensions, by name")
+
+
+def _tensors(learner: Learner, member: str, value: Any, dimensions: int | None, expected: str) -> Any:
+    from torch import Tensor
+
+    def fits(entry: object) -> bool:
+        return isinstance(entry, Tensor) and dimensions in (None, entry.ndim)
+
+    def described(entry: object) -> str:
+        return f"a tensor of shape {tuple(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
+
+    if isinstance(value, Mapping) and all(map(fits, value.values())):
+        return value
+    odd = {key: entry for key, entry in value.items() if not fits(entry)} if isinstance(value, Mapping) else {}
+    entries = ", ".join(f"{key!r} as {described(entry)}" for key, entry in odd.items()) or described(value)
+    raise ConfigError(f"method {type(learner).__name__}: {member} gave {entries}; expected {expected}")
