@@ -214,7 +214,7 @@ class _Trainer:
         self.seconds, self.tokens = 0.0, 0
         self.reached = False
         """Whether a gradient has arrived where the adapter acts first."""
-        self.alike = True
+        self.uniform = True
         """Whether the adaptation is the same for all rows, as far as is known."""
         self.group = engine.group
         self.step = 0
@@ -361,7 +361,7 @@ class _Batches:
 
     def _alike(self, index: int) -> bool:
         parts = zip(self.trainers, self.passes[index], strict=True)
-        return all(trainer.alike for trainer, part in parts if part.rows)
+        return all(trainer.uniform for trainer, part in parts if part.rows)
 
     def _collate(self, index: int) -> Batch:
         members = [part.rows for part in self.passes[index] if part.rows]
@@ -423,7 +423,7 @@ def _forward_and_back(
     running = [(t, part) for t, part in zip(trainers, parts, strict=True) if part.rows]
     adaptations = [t.learner.adaptation(part.rows) for t, part in running]
     for (trainer, _), adaptation in zip(running, adaptations, strict=True):
-        trainer.alike = adaptation.alike
+        trainer.uniform = adaptation.uniform
     batch = batches.take(index)
     # the deltas stay active through backward: gradient checkpointing runs the forward pass again there
     with bank.active(side_by_side(adaptations, batch.counts)):
