@@ -73,23 +73,22 @@ def _plan(options: argparse.Namespace) -> int:
     from latent_sweep.sweep.forecast import describe_plan, describe_tuning, plan_record
     from latent_sweep.sweep.plan import expand, pack
     from latent_sweep.sweep.tuning import (
-        candidate_trials,
-        choices,
-        chosen_for,
-        stand_ins,
+        placeholders,
+        selected_values,
         tuning_lines,
         tuning_sweep,
+        tuning_trials,
     )
 
     sweep = load_sweep(options.sweep, options.overrides)
     check_engine(sweep.run.engine)
     storage = open_storage(sweep.run.storage)
-    due = choices(sweep)
-    tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    due = find_selections(sweep)
+    tuning, candidates = tuning_sweep(sweep), tuning_trials(due)
     for name in (sweep.name, *([tuning.name] if due else [])):
         storage.pull(SweepFolder(storage, name).path)
     chosen = choices_until_now(due, SweepFolder(storage, tuning.name)) if due else []
-    trials = expand(sweep, chosen_for(sweep, chosen or stand_ins(due)))
+    trials = expand(sweep, selected_values(sweep, chosen or placeholders(due)))
     check_devices(sweep, trials)
     warnings, packs = check_sweep(sweep, trials), pack(trials, sweep.run.pack)
     remarks = check_sweep(tuning, candidates) if candidates else []

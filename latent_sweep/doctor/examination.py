@@ -22,7 +22,7 @@ from latent_sweep.storage.storage import Storage, default_place, open_storage
 from latent_sweep.sweep.config import Sweep, load_sweep
 from latent_sweep.sweep.plan import Trial, expand
 from latent_sweep.sweep.schema import RunSettings
-from latent_sweep.sweep.tuning import choices, chosen_for, stand_ins
+from latent_sweep.sweep.tuning import find_selections, placeholders, selected_values
 from latent_sweep.tracking.addresses import ray_address
 
 
@@ -77,7 +77,7 @@ def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[T
     if path is None:
         return None
     sweep = load_sweep(path, overrides)
-    return sweep, expand(sweep, chosen_for(sweep, stand_ins(choices(sweep))))
+    return sweep, expand(sweep, selected_values(sweep, placeholders(find_selections(sweep))))
 
 
 def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[Part]:

@@ -33,17 +33,17 @@ from latent_sweep.sweep.plan import Pack, Run, Trial, expand, pack
 from latent_sweep.sweep.schema import GROUPS, EngineSettings
 from latent_sweep.sweep.tuning import (
     TUNING,
-    Choice,
-    Chosen,
-    candidate_trials,
-    choices,
-    choose,
-    chosen_for,
-    known_choices,
-    stand_ins,
+    Selection,
+    SelectionResult,
+    find_selections,
+    placeholders,
+    previous_results,
+    select,
+    selected_values,
     tuning_content,
     tuning_lines,
     tuning_sweep,
+    tuning_trials,
 )
 from latent_sweep.tracking.addresses import check_ray_address
 from latent_sweep.training.memory_housekeeping import loading_modules
@@ -83,19 +83,19 @@ def run_sweep(
         check_ray_address(sweep.run.allow_insecure)
         check_cluster_answers()
     check_engine(sweep.run.engine)
-    due = choices(sweep)
-    trials = expand(sweep, chosen_for(sweep, stand_ins(due)))  # checked before anything is chosen
+    due = find_selections(sweep)
+    trials = expand(sweep, selected_values(sweep, placeholders(due)))  # checked before anything is chosen
     if not local:  # this process sees its machine's GPUs
         check_devices(sweep, trials)
-    check_pinned(sweep, [*trials, *candidate_trials(due)])
+    check_pinned(sweep, [*trials, *tuning_trials(due)])
     storage = open_storage(sweep.run.storage)
     storage.make()
     warnings = check_sweep(sweep, trials, storage.folder)
     how = _How(local, fail_fast, only_failed, replace)
-    chosen: list[Chosen] = []
+    chosen: list[SelectionResult] = []
     if due:
         chosen = _tuned(sweep, due, trials, storage, how)
-        trials = expand(sweep, chosen_for(sweep, chosen))
+        trials = expand(sweep, selected_values(sweep, chosen))
         warnings = check_sweep(sweep, trials, storage.folder)  # steps and targets may be others now
     return _run_trials(sweep, trials, storage, warnings, how, chosen)
 
@@ -110,16 +110,18 @@ class _How:
     replace: bool
 
 
-def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage: Storage, how: _How) -> list[Chosen]:
+def _tuned(
+    sweep: Sweep, due: Sequence[Selection], trials: Sequence[Trial], storage: Storage, how: _How
+) -> list[SelectionResult]:
     """Run the candidates, and choose among them.
 
     Args:
         trials: of the sweep, with what stands for the choices.
 
     Raises:
-        NotChosen: candidates have not come to an end.
+        NoSelection: candidates have not come to an end.
     """
-    tuning, candidates = tuning_sweep(sweep), candidate_trials(due)
+    tuning, candidates = tuning_sweep(sweep), tuning_trials(due)
     folder = SweepFolder(storage, tuning.name)
     storage.pull(folder.path)
     chosen = choices_until_now(due, folder)
@@ -127,14 +129,14 @@ def _tuned(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial], storage
         warnings = check_sweep(tuning, candidates, storage.folder)
         say("\n".join(describe_tuning(sweep, due, trials)))
         _run_trials(tuning, candidates, storage, warnings, how)
-        chosen = choose(due, SweepFolder(storage, tuning.name))
+        chosen = select(due, SweepFolder(storage, tuning.name))
     say("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
     return chosen
 
 
-def choices_until_now(due: Sequence[Choice], folder: SweepFolder) -> list[Chosen] | None:
+def choices_until_now(due: Sequence[Selection], folder: SweepFolder) -> list[SelectionResult] | None:
     """Return what was chosen before, or None where it has to be chosen (again): candidates are missing or outdated."""
-    return None if outdated(candidate_trials(due), folder) else known_choices(due, folder)
+    return None if outdated(tuning_trials(due), folder) else previous_results(due, folder)
 
 
 def _run_trials(
@@ -143,7 +145,7 @@ def _run_trials(
     storage: Storage,
     warnings: Sequence[str],
     how: _How,
-    chosen: Sequence[Chosen] = (),
+    chosen: Sequence[SelectionResult] = (),
 ) -> int:
     """Run trials as a sweep of their own, once nobody else drives it."""
     began, sent_before = time.time(), Counter(requests())

@@ -36,7 +36,7 @@ from latent_sweep.sweep.plan import Pack, Run, Trial, count_points, router_ident
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 from latent_sweep.sweep.schema import RunSettings
-from latent_sweep.sweep.tuning import Choice, candidate_trials, choice_names, tuning_sweep
+from latent_sweep.sweep.tuning import Selection, selection_names, tuning_sweep, tuning_trials
 
 CHARACTERS_PER_TOKEN = 4.0
 """Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
@@ -366,36 +366,36 @@ def plan_record(
     }
 
 
-def describe_tuning(sweep: Sweep, due: Sequence[Choice], trials: Sequence[Trial]) -> list[str]:
+def describe_tuning(sweep: Sweep, due: Sequence[Selection], trials: Sequence[Trial]) -> list[str]:
     """Say what has to be chosen before the trials run, among which candidates, and on which rows.
 
     Args:
         trials: with what was chosen, or with what stands for it.
     """
-    tune, candidates = sweep.tune, candidate_trials(due)
+    tune, candidates = sweep.tune, tuning_trials(due)
     assert tune is not None
-    made = sum(bool(choice.candidates) for choice in due)
+    made = sum(bool(choice.tuning_trials) for choice in due)
     judged_on = {f"{t.spec.name}: {' '.join(task.name for task in t.tasks)}": None for t in candidates}
     return [
         f"tuning of {sweep.name}: {made} {'choice' if made == 1 else 'choices'} among {len(candidates):,} candidates, "
         f"the sweep {tuning_sweep(sweep).name}",
         f"  on         {'; '.join(judged_on)}; {tune.validation_fraction:.0%} of the training rows are held out and "
         "scored, test rows are not read",
-        *(f"  {name}: {_tried_text(c)}" for name, c in zip(choice_names([c.shared for c in due]), due, strict=True)),
+        *(f"  {name}: {_tried_text(c)}" for name, c in zip(selection_names([c.shared for c in due]), due, strict=True)),
         f"  {_shared_stages(candidates, trials)}",
         "",
     ]
 
 
-def _tried_text(choice: Choice) -> str:
-    if not choice.candidates:
+def _tried_text(choice: Selection) -> str:
+    if not choice.tuning_trials:
         return "learns nothing, so nothing is chosen"
     values: dict[str, dict[str, None]] = {}
-    for candidate in choice.candidates:
+    for candidate in choice.tuning_trials:
         for path, value in candidate.values.items():
             values.setdefault(path, {})[canonical_json(value)] = None
     tried = "; ".join(f"{path} [{', '.join(found)}]" for path, found in values.items())
-    return f"{len(choice.candidates)} candidates, {tried}"
+    return f"{len(choice.tuning_trials)} candidates, {tried}"
 
 
 def _shared_stages(candidates: Sequence[Trial], trials: Sequence[Trial]) -> str:

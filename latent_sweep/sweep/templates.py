@@ -19,7 +19,7 @@ from latent_sweep.settings import parse_yaml, yaml_text
 from latent_sweep.sweep.config import parse_sweep, trial_settings
 from latent_sweep.sweep.plan import expand, resolve
 from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.sweep.tuning import choices, chosen_for, stand_ins
+from latent_sweep.sweep.tuning import find_selections, placeholders, selected_values
 
 LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0e-6, 1.0e-5, 1.0e-4]"
 """Weights of the penalty around the paper's, and around what suits a backbone of 135M numbers."""
@@ -161,7 +161,9 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
     ]
     text = "\n".join(lines) + "\n"
     sweep = parse_sweep(parse_yaml(text, path), path)
-    expand(sweep, chosen_for(sweep, stand_ins(choices(sweep))))  # whatever the name and the paths hold, it can be run
+    expand(
+        sweep, selected_values(sweep, placeholders(find_selections(sweep)))
+    )  # whatever the name and the paths hold, it can be run
     return text
 
 

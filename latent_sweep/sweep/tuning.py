@@ -1,8 +1,8 @@
-"""Choosing settings before the trials run: candidates, which are trials of their own, and what follows from them.
+"""Tuning: settings selected by trials of their own before the sweep's trials run.
 
-A *choice* is due for every value of the settings in `tune.apply_to`. Its candidates learn other rows than those that
-trials are judged on: the first tasks of the stream or another benchmark, scored on rows held out of the training rows.
-They make up a sweep of their own, `<name>-tuning`, which runs, resumes and is reused like any other.
+One *selection* is made for every value of the settings in `tune.apply_to`. Its tuning trials learn other rows than the
+trials that are judged: the first tasks of the stream or another benchmark, scored on rows held out of the training
+rows. They form a sweep of their own, `<name>-tuning`, which runs, resumes and is reused like any other.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from latent_sweep.sweep.plan import Trial, has_setting, plan_trial, points, reso
 from latent_sweep.sweep.schema import SchedulerSettings, TrialSettings, TuneSettings, WrittenTrial
 
 EXACT = 9
-"""Decimals of a mean score: counts of right rows tell scores apart before them, and the order of a sum only after."""
+"""Decimals to which mean scores are compared; further ones depend on the order of summation."""
 
 TUNING = "tuning.json"
-"""What was chosen, in the sweep's folder."""
+"""File in the sweep's folder that records the selections."""
 
 
-class NotChosen(LatentSweepError):
-    """Candidates have ended without a score, so nothing can be chosen."""
+class NoSelection(LatentSweepError):
+    """Tuning trials ended without a score, so no value can be selected."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One combination of values to try."""
+class TuningTrial:
+    """One combination of values to try, by dotted path, and its trial."""
 
     values: Mapping[str, Any]
-    """By dotted path."""
     trial: Trial
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is to be chosen for the trials that have these settings in common."""
+class Selection:
+    """A selection to make for all trials that have the settings `shared` in common."""
 
     shared: Mapping[str, Any]
     """Groups and settings of `tune.apply_to`, as plain values."""
-    candidates: tuple[Candidate, ...]
-    """Empty where the method learns nothing, so that there is nothing to choose."""
+    tuning_trials: tuple[TuningTrial, ...]
+    """Empty if the method learns nothing."""
 
 
-def choices(sweep: Sweep) -> list[Choice]:
-    """List the choices that a sweep's `tune:` block asks for, each with its candidates; none without the block.
+def find_selections(sweep: Sweep) -> list[Selection]:
+    """Return the selections that a sweep's `tune:` block asks for; none without the block.
 
     Raises:
-        ConfigError: listing every fault of every candidate, or that candidates would read what trials are judged on.
+        ConfigError: listing every fault of every tuning trial, or that they would read the rows that trials are judged
+            on.
     """
     tune = sweep.tune
     if tune is None:
         return []
-    found: dict[str, Choice] = {}
+    selections: dict[str, Selection] = {}
     unread: dict[str, frozenset[str]] = {}
     faults: list[str] = []
-    methods, judged, unknown = set(), set(), set(tune.apply_to)
+    methods, streams, unknown = set(), set(), set(tune.apply_to)
     for point in points(sweep):
         settings = resolve(trial_settings(sweep, point))
         methods.add(settings.method.name)
         unknown -= {path for path in unknown if has_setting(settings, path)}
         shared = _shared(settings, tune)
         key, b = canonical_json(shared), settings.benchmark
-        if (stream := (b.name, b.order, b.tasks)) not in judged:  # of each, for trials that share a choice may differ
-            judged.add(stream)
+        if (stream := (b.name, b.order, b.tasks)) not in streams:  # trials that share a selection may differ in these
+            streams.add(stream)
             try:
                 _rows_read(tune, settings)
             except ConfigError as error:
@@ -85,33 +85,32 @@ def choices(sweep: Sweep) -> list[Choice]:
         unread.setdefault(key, _unread(tune, settings))
         if missed := sorted(unread[key] - _unread(tune, settings)):
             faults.append(
-                f"tune: candidates are made from the first trial of a choice, which does not read {', '.join(missed)}, "
-                f"and a trial with router.combine {settings.router.combine} does, which shares that choice; "
-                "add router.combine to tune.apply_to"
+                f"tune: the first trial of a selection does not read {', '.join(missed)}, but a trial with router.combine "
+                f"{settings.router.combine} that shares it does; add router.combine to tune.apply_to"
             )
-        if key not in found:
+        if key not in selections:
             try:
-                choice = Choice(shared, tuple(_candidates(sweep, tune, point, settings)))
+                tuning_trials = tuple(_tuning_trials(sweep, tune, point, settings))
             except ConfigError as error:
                 faults.append(str(error))
                 continue
-            found[key] = choice
-            faults += [fault for candidate in choice.candidates for fault in trial_faults(candidate.trial)]
+            selections[key] = Selection(shared, tuning_trials)
+            faults += [fault for tuning_trial in tuning_trials for fault in trial_faults(tuning_trial.trial)]
     for name in tune.by_method:
         if name not in methods:
             faults.append(f"tune.by_method.{name}: no trial has this method; they have {', '.join(sorted(methods))}")
     for path in sorted(unknown):
         faults.append(f"tune.apply_to: found {path!r}; expected a group or setting of trial, e.g. method.rank")
-    count = sum(len(choice.candidates) for choice in found.values())
+    count = sum(len(selection.tuning_trials) for selection in selections.values())
     if count > MOST_TRIALS:
-        faults.append(f"tune: {count:,} candidates; at most {MOST_TRIALS:,} are possible. Try fewer values")
+        faults.append(f"tune: {count:,} tuning trials; expected at most {MOST_TRIALS:,}. Try fewer values")
     if faults:
         raise fault_report(sweep.source, list(dict.fromkeys(faults)))
-    return list(found.values())
+    return list(selections.values())
 
 
 def tuning_sweep(sweep: Sweep) -> Sweep:
-    """Make the sweep that candidates belong to; none of them is stopped early, so that all can be compared."""
+    """Return the sweep of the tuning trials, none of which is stopped early, so that all can be compared."""
     run = sweep.run.model_copy(update={"scheduler": SchedulerSettings()})
     own: dict[str, Any] = {
         "name": tuning_name(sweep.name),
@@ -124,14 +123,13 @@ def tuning_sweep(sweep: Sweep) -> Sweep:
     return sweep.model_copy(update=own)
 
 
-def candidate_trials(found: Sequence[Choice]) -> list[Trial]:
-    """List the trials of all candidates, each once."""
-    trials = {c.trial.trial_id: c.trial for choice in found for c in choice.candidates}
-    return list(trials.values())
+def tuning_trials(selections: Sequence[Selection]) -> list[Trial]:
+    """Return the trials of all selections, each once."""
+    return list({t.trial.trial_id: t.trial for selection in selections for t in selection.tuning_trials}.values())
 
 
 def _shared(settings: TrialSettings, tune: TuneSettings) -> dict[str, Any]:
-    """Return what trials that share a choice have in common: of groups what training reads, or all where it is nothing.
+    """Return the values of `tune.apply_to`: of a group the settings that training reads, or all if it reads none.
 
     A setting that the trial's method does not have is None.
     """
@@ -143,33 +141,38 @@ def _shared(settings: TrialSettings, tune: TuneSettings) -> dict[str, Any]:
 
 
 def _unread(tune: TuneSettings, settings: TrialSettings) -> frozenset[str]:
-    """Return the paths of what would be tried that the trial does not read: those of a router that it does without."""
+    """Return the tuned paths that the trial does not read: those of a router that it does not use."""
     tried = tune.tried(settings.method.name)
     routers = frozenset(path for path in tried if path.startswith("router.") and path != "router.combine")
     return frozenset() if settings.router.combine in ROUTED else routers
 
 
-def _candidates(
+def _tuning_trials(
     sweep: Sweep, tune: TuneSettings, point: Mapping[str, Any], settings: TrialSettings
-) -> Iterator[Candidate]:
-    """Yield the candidates of the choice that the trial at this point is the first to need, each trial once."""
+) -> Iterator[TuningTrial]:
+    """Yield the distinct tuning trials of a selection.
+
+    Args:
+        point: of the first trial that needs the selection.
+        settings: of that trial.
+    """
     changed = {**point, **_rows_read(tune, settings), "seed": tune.seed}
-    told = [path for path in point if any(path == p or path.startswith(f"{p}.") for p in tune.apply_to)]
+    reported = [path for path in point if any(path == p or path.startswith(f"{p}.") for p in tune.apply_to)]
     tried = tune.tried(settings.method.name)
     seen = set()
     for values in itertools.product(*tried.values()):
         axes = zip(tried, values, strict=True)
         combination = {leaf: value for axis, values in axes for leaf, value in flatten(axis, values).items()}
-        trial = plan_trial(trial_settings(sweep, {**changed, **combination}), [*told, *combination])
+        trial = plan_trial(trial_settings(sweep, {**changed, **combination}), [*reported, *combination])
         if not any(trial.method().learns_from(i, len(trial.tasks)) for i in range(len(trial.tasks))):
             return
         if trial.trial_id not in seen:
             seen.add(trial.trial_id)
-            yield Candidate(combination, trial)
+            yield TuningTrial(combination, trial)
 
 
 def _rows_read(tune: TuneSettings, settings: TrialSettings) -> dict[str, Any]:
-    """Return the settings of the benchmark that candidates read, by dotted path."""
+    """Return the benchmark settings of tuning trials, by dotted path."""
     judged = settings.benchmark
     held_out: dict[str, Any] = {"score_on": "validation", "validation_fraction": tune.validation_fraction}
     held_out["prompts.definition"] = "verbatim"  # as all training rows have it
@@ -203,132 +206,129 @@ def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
 
 
-# --- choosing --------------------------------------------------------------------------------------------------------
+# --- selecting -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A candidate's end."""
+class TuningResult:
+    """The result of a tuning trial."""
 
     values: Mapping[str, Any]
     trial_id: str
     score: float | None
-    """Average performance on the held-out rows; None where its loss was not finite."""
+    """Average performance on the held-out rows; None if the loss was not finite."""
     loss: float | None
-    """Task loss at the end of each task, the mean over tasks."""
+    """Task loss at the end of each task, averaged over tasks."""
     steps: int
-    """Optimizer steps of all tasks; what another candidate has learned takes none."""
+    """Optimizer steps of all tasks, without stages that another tuning trial has learned."""
     seconds: float
-    """Of learning and answering; what another candidate has learned costs nothing."""
+    """Of training and evaluation, without stages that another tuning trial has learned."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What was chosen for trials with these settings in common, and why."""
+class SelectionResult:
+    """The values selected for trials that have the settings `shared` in common."""
 
     shared: Mapping[str, Any]
     values: Mapping[str, Any]
-    """By dotted path; empty where nothing was tried."""
-    tried: tuple[Tried, ...]
+    """By dotted path; empty if nothing was tried."""
+    tried: tuple[TuningResult, ...]
     remarks: tuple[str, ...]
-    """What a reader should know: ties, and values at an edge of what was tried."""
+    """Ties, values at an edge of the range tried, and failed tuning trials."""
 
 
-def choose(found: Sequence[Choice], folder: SweepFolder) -> list[Chosen]:
-    """Choose the best candidate of each choice: highest score, then lowest loss, then smallest values.
+def select(selections: Sequence[Selection], folder: SweepFolder) -> list[SelectionResult]:
+    """Make each selection: highest score, then lowest loss, then smallest values.
 
     Args:
-        folder: of the candidates' sweep.
+        folder: of the sweep of the tuning trials.
 
     Raises:
-        NotChosen: candidates have not come to an end, or a choice has none with a score.
+        NoSelection: a tuning trial has not ended, or a selection has no trial with a score.
     """
-    ended = {trial.trial_id: trial for trial in folder} if any(choice.candidates for choice in found) else {}
-    return [_chosen(choice, ended) for choice in found]
+    trials = {trial.trial_id: trial for trial in folder} if any(s.tuning_trials for s in selections) else {}
+    return [_select(selection, trials) for selection in selections]
 
 
-def known_choices(found: Sequence[Choice], folder: SweepFolder) -> list[Chosen] | None:
-    """Make the choices as `choose` does, where all candidates have ended already; None where some have not."""
+def previous_results(selections: Sequence[Selection], folder: SweepFolder) -> list[SelectionResult] | None:
+    """Return the results of `select`, or None if some tuning trial has not ended or has no score."""
     try:
-        return choose(found, folder)
-    except (NotChosen, StoreError):
+        return select(selections, folder)
+    except (NoSelection, StoreError):
         return None
 
 
-def _chosen(choice: Choice, ended: Mapping[str, TrialFolder]) -> Chosen:
-    if missing := [c for c in choice.candidates if c.trial.trial_id not in ended]:
-        raise NotChosen(f"{len(missing)} of {len(choice.candidates)} candidates have not begun")
-    spent: set[str] = set()
-    tried = tuple(_tried(candidate, ended[candidate.trial.trial_id], spent) for candidate in choice.candidates)
-    if not tried:
-        return Chosen(choice.shared, {}, (), ())
-    scored = [t for t in tried if t.score is not None]
+def _select(selection: Selection, trials: Mapping[str, TrialFolder]) -> SelectionResult:
+    if missing := [t for t in selection.tuning_trials if t.trial.trial_id not in trials]:
+        raise NoSelection(f"{len(missing)} of {len(selection.tuning_trials)} tuning trials have not started")
+    counted: set[str] = set()
+    results = tuple(_result(t, trials[t.trial.trial_id], counted) for t in selection.tuning_trials)
+    if not results:
+        return SelectionResult(selection.shared, {}, (), ())
+    scored = [result for result in results if result.score is not None]
     if not scored:
-        raise NotChosen(f"{_label(tried[0].values)}, ...: no candidate has a finite loss; try smaller learning rates")
+        raise NoSelection(
+            f"{_label(results[0].values)}, ...: no tuning trial has a finite loss; try smaller learning rates"
+        )
     best = min(scored, key=_rank)
-    return Chosen(choice.shared, best.values, tried, tuple(_remarks(best, tried)))
+    return SelectionResult(selection.shared, best.values, results, tuple(_remarks(best, results)))
 
 
-def _tried(candidate: Candidate, trial: TrialFolder, spent: set[str]) -> Tried:
-    """Read how a candidate has ended.
+def _result(tuning_trial: TuningTrial, trial: TrialFolder, counted: set[str]) -> TuningResult:
+    """Read the result of a tuning trial.
 
     Args:
-        spent: lineages that other candidates have told of having learned, with this one maybe; those of it are added.
+        counted: lineages whose steps are counted already; those of this trial are added.
     """
     events = trial.events()
-    told, end = stages(events), status(events)
+    stage_events, end = stages(events), status(events)
     not_finite = end == "failed" and events[-1]["kind"] == "non_finite"
     if end != "finished" and not not_finite:
-        raise NotChosen(
-            f"candidate {_label(candidate.values)} ({trial.path}) is {end}, so nothing can be chosen; its journal says "
-            "why. Run the same command again: what is complete is not repeated"
+        raise NoSelection(
+            f"tuning trial {_label(tuning_trial.values)} ({trial.path}) is {end}, so nothing can be selected; its "
+            "journal gives the reason. Run the same command again to continue"
         )
-    metrics = [event["metrics"] for event in told]
-    learned = [event for event in told if not event.get("reused") and event["lineage"] not in spent]
-    spent.update(event["lineage"] for event in learned)
-    losses = [found["train_loss"] for found in metrics if "train_loss" in found]
-    return Tried(
-        values=dict(candidate.values),
+    metrics = [event["metrics"] for event in stage_events]
+    learned = [event for event in stage_events if not event.get("reused") and event["lineage"] not in counted]
+    counted.update(event["lineage"] for event in learned)
+    losses = [values["train_loss"] for values in metrics if "train_loss" in values]
+    return TuningResult(
+        values=dict(tuning_trial.values),
         trial_id=trial.trial_id,
         score=None if not_finite else metrics[-1]["AP"],
         loss=math.fsum(losses) / len(losses) if losses and not not_finite else None,
         steps=sum(event.get("steps") or 0 for event in learned),
         seconds=sum(event["metrics"].get("seconds_train", 0.0) for event in learned)
-        + sum(found.get("seconds_eval", 0.0) for found in metrics),
+        + sum(values.get("seconds_eval", 0.0) for values in metrics),
     )
 
 
-def _rank(tried: Tried) -> tuple[Any, ...]:
-    """Return a key by which the better of two candidates is the smaller."""
-    assert tried.score is not None
-    return (
-        -round(tried.score, EXACT),
-        math.inf if tried.loss is None else tried.loss,
-        *map(_size, tried.values.values()),
-    )
+def _rank(result: TuningResult) -> tuple[Any, ...]:
+    """Return a sort key: the better result comes first."""
+    assert result.score is not None
+    loss = math.inf if result.loss is None else result.loss
+    return -round(result.score, EXACT), loss, *map(_size, result.values.values())
 
 
 def _size(value: Any) -> tuple[int, float, str]:
-    """Return a key that orders numbers by size, before other values by their text."""
+    """Return a sort key: numbers by size, then other values by their text."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return 0, float(value), ""
     return 1, 0.0, format_value(value)
 
 
-def _remarks(best: Tried, tried: Sequence[Tried]) -> Iterator[str]:
-    """Say what makes the choice doubtful: values at an edge of those tried, and ties."""
+def _remarks(best: TuningResult, results: Sequence[TuningResult]) -> Iterator[str]:
     names = short_names(best.values)
     for path, value in best.values.items():
-        others = sorted({t.values[path] for t in tried if path in t.values and _size(t.values[path])[0] == 0})
-        if len(others) > 1 and value in (others[0], others[-1]):
-            edge = "smallest" if value == others[0] else "largest"
+        numbers = sorted({r.values[path] for r in results if path in r.values and _size(r.values[path])[0] == 0})
+        if len(numbers) > 1 and value in (numbers[0], numbers[-1]):
+            edge = "smallest" if value == numbers[0] else "largest"
             yield f"the best {names[path]}, {format_value(value)}, is the {edge} tried"
-    equal = [t for t in tried if t.score is not None and t is not best and _rank(t)[0] == _rank(best)[0]]
-    if equal:
-        verb = "was" if len(equal) == 1 else "were"
-        yield f"as good {verb} {'; '.join(_label(t.values) for t in equal)}, with a higher loss or larger values"
-    if failed := [t for t in tried if t.score is None]:
-        yield f"not finite: {'; '.join(_label(t.values) for t in failed)}"
+    scored = [r for r in results if r.score is not None]
+    if equal := [r for r in scored if r is not best and _rank(r)[0] == _rank(best)[0]]:
+        yield f"same score, but higher loss or larger values: {'; '.join(_label(r.values) for r in equal)}"
+    if failed := [r for r in results if r.score is None]:
+        yield f"not finite: {'; '.join(_label(r.values) for r in failed)}"
 
 
 def _label(values: Mapping[str, Any]) -> str:
@@ -336,68 +336,63 @@ def _label(values: Mapping[str, Any]) -> str:
     return label({names[path]: value for path, value in values.items()})
 
 
-def chosen_for(sweep: Sweep, chosen: Sequence[Chosen]) -> Callable[[WrittenTrial], Mapping[str, Any]] | None:
-    """Return what gives a trial the settings chosen for it; None where nothing is to be chosen. See `expand`."""
-    values, tune = {canonical_json(c.shared): c.values for c in chosen}, sweep.tune
+def selected_values(
+    sweep: Sweep, results: Sequence[SelectionResult]
+) -> Callable[[WrittenTrial], Mapping[str, Any]] | None:
+    """Return a function that gives a trial its selected settings, for `expand`; None for a sweep without tuning."""
+    values, tune = {canonical_json(r.shared): r.values for r in results}, sweep.tune
     if tune is None:
         return None
-
-    def look_up(written: WrittenTrial) -> Mapping[str, Any]:
-        return values[canonical_json(_shared(resolve(written), tune))]
-
-    return look_up
+    return lambda written: values[canonical_json(_shared(resolve(written), tune))]
 
 
-def stand_ins(found: Sequence[Choice]) -> list[Chosen]:
-    """Return what stands for the choices before they are made: each one's first candidate."""
-    return [Chosen(c.shared, c.candidates[0].values if c.candidates else {}, (), ()) for c in found]
+def placeholders(selections: Sequence[Selection]) -> list[SelectionResult]:
+    """Return the values of each selection's first tuning trial, used until the selection is made."""
+    return [SelectionResult(s.shared, s.tuning_trials[0].values if s.tuning_trials else {}, (), ()) for s in selections]
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def tuning_content(sweep: Sweep, chosen: Sequence[Chosen]) -> bytearray:
-    """Write what was chosen, from what, on what, as the sealed content of `TUNING`."""
+def tuning_content(sweep: Sweep, results: Sequence[SelectionResult]) -> bytearray:
+    """Return the content of `TUNING`."""
     assert sweep.tune is not None
-    content = {"tune": sweep.tune.model_dump(mode="json"), "chosen": [asdict(c) for c in chosen]}
+    content = {"tune": sweep.tune.model_dump(mode="json"), "chosen": [asdict(result) for result in results]}
     return sealed_json(content, indent=1)
 
 
-def read_tuning(folder: SweepFolder) -> list[Chosen] | None:
-    """Read what was chosen for a sweep; None where nothing was, or the file does not check against its digest.
-
-    Whoever only looks changes nothing: `verify` says what is damaged.
-    """
+def read_tuning(folder: SweepFolder) -> list[SelectionResult] | None:
+    """Return the selections recorded for a sweep; None if there are none, or the file is corrupt."""
     path = folder.path / TUNING
     if not is_sealed(path):
         return None
     content = json.loads(path.read_bytes())["content"]
     return [
-        Chosen(c["shared"], c["values"], tuple(Tried(**t) for t in c["tried"]), tuple(c["remarks"]))
+        SelectionResult(c["shared"], c["values"], tuple(TuningResult(**t) for t in c["tried"]), tuple(c["remarks"]))
         for c in content["chosen"]
     ]
 
 
-def tuning_lines(chosen: Sequence[Chosen]) -> list[str]:
-    """Say what was chosen, one line a choice, with what it took."""
+def tuning_lines(results: Sequence[SelectionResult]) -> list[str]:
+    """Write one line for each selection: its values, score, cost and remarks."""
     lines = []
-    for name, c in zip(choice_names([c.shared for c in chosen]), chosen, strict=True):
-        if c.tried:
-            best = next(t for t in c.tried if t.values == c.values)
-            cost = f"{len(c.tried)} tried, {sum(t.steps for t in c.tried):,} steps"
-            text = f"{name}: {_label(c.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"
-            lines.append("; ".join([text, *c.remarks]))
+    for name, result in zip(selection_names([result.shared for result in results]), results, strict=True):
+        if result.tried:
+            best = next(tried for tried in result.tried if tried.values == result.values)
+            cost = f"{len(result.tried)} tried, {sum(tried.steps for tried in result.tried):,} steps"
+            text = f"{name}: {_label(result.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"
+            lines.append("; ".join([text, *result.remarks]))
     return lines
 
 
-def choice_names(shared: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name choices by the names and settings they are for, and those of one name by what tells them apart."""
-    whole = [dict(pair for path, group in one.items() for pair in flatten(path, group).items()) for one in shared]
-    named = [{leaf: one[leaf] for leaf in one if leaf.endswith(".name") or leaf in shared[0]} for one in whole]
+def selection_names(shared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name selections by the names and settings they are for, and equal names by the settings that differ."""
+    flat = [dict(pair for path, group in one.items() for pair in flatten(path, group).items()) for one in shared]
+    named = [{leaf: one[leaf] for leaf in one if leaf.endswith(".name") or leaf in shared[0]} for one in flat]
     names = []
-    for one, known in zip(whole, named, strict=True):
-        alike = [other for other, name in zip(whole, named, strict=True) if name == known]
-        apart = {leaf: value for leaf, value in one.items() if any(other.get(leaf) != value for other in alike)}
-        short = short_names([*known, *apart])
-        names.append(label({short[leaf]: value for leaf, value in (known | apart).items()}))
+    for one, own in zip(flat, named, strict=True):
+        alike = [other for other, name in zip(flat, named, strict=True) if name == own]
+        different = {leaf: value for leaf, value in one.items() if any(other.get(leaf) != value for other in alike)}
+        short = short_names([*own, *different])
+        names.append(label({short[leaf]: value for leaf, value in (own | different).items()}))
     return names

@@ -27,7 +27,7 @@ from latent_sweep.storage.journal import status
 from latent_sweep.sweep import templates as starting
 from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
-from latent_sweep.sweep.tuning import candidate_trials, choices, chosen_for, stand_ins
+from latent_sweep.sweep.tuning import find_selections, placeholders, selected_values, tuning_trials
 
 REPOSITORY = Path(latent_sweep.__file__).parents[1]
 
@@ -38,8 +38,8 @@ def here(tmp_path, monkeypatch):
 
 
 def trials_of(sweep):
-    due = choices(sweep)
-    return [*candidate_trials(due), *expand(sweep, chosen_for(sweep, stand_ins(due)))]
+    due = find_selections(sweep)
+    return [*tuning_trials(due), *expand(sweep, selected_values(sweep, placeholders(due)))]
 
 
 @pytest.mark.parametrize(("backbone", "says"), [("tiny-llama", True), (EMBEDDED, False), ("t5-large", False)])

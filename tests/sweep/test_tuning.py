@@ -15,17 +15,17 @@ from latent_sweep.sweep.config import load_sweep, parse_sweep
 from latent_sweep.sweep.plan import expand
 from latent_sweep.sweep.tuning import (
     TUNING,
-    NotChosen,
-    candidate_trials,
-    choice_names,
-    choices,
-    choose,
-    chosen_for,
-    known_choices,
+    NoSelection,
+    find_selections,
+    placeholders,
+    previous_results,
     read_tuning,
-    stand_ins,
+    select,
+    selected_values,
+    selection_names,
     tuning_lines,
     tuning_sweep,
+    tuning_trials,
 )
 from latent_sweep.tracking.verify import repair_disk, verify_disk
 
@@ -62,8 +62,8 @@ METHODS = {
 
 def test_trials_share_a_choice_where_they_differ_in_nothing_of_apply_to():
     rates = {"by_method": {"ewc": {"method.ewc_lambda": [1.0, 10.0, 100.0]}}}
-    found = choices(sweep_of(rates, search=METHODS, trial__method=None))
-    tried = {c.shared["method"]["name"]: [dict(candidate.values) for candidate in c.candidates] for c in found}
+    found = find_selections(sweep_of(rates, search=METHODS, trial__method=None))
+    tried = {c.shared["method"]["name"]: [dict(candidate.values) for candidate in c.tuning_trials] for c in found}
     assert tried == {
         "latent_lora": [{RATE: 0.01}, {RATE: 0.1}],
         "ewc": [{RATE: rate, "method.ewc_lambda": size} for rate in (0.01, 0.1) for size in (1.0, 10.0, 100.0)],
@@ -72,22 +72,24 @@ def test_trials_share_a_choice_where_they_differ_in_nothing_of_apply_to():
 
 
 def test_values_for_one_method_take_the_place_of_those_for_all():
-    found = choices(sweep_of({"by_method": {"ewc": {RATE: [0.5]}}}, search=METHODS, trial__method=None))
-    assert [len(c.candidates) for c in found] == [2, 1, 0]
+    found = find_selections(sweep_of({"by_method": {"ewc": {RATE: [0.5]}}}, search=METHODS, trial__method=None))
+    assert [len(c.tuning_trials) for c in found] == [2, 1, 0]
     assert found[1].candidates[0].trial.settings.training.learning_rate == 0.5
 
 
 def test_apply_to_says_what_has_a_choice_of_its_own():
     search = {"training.epochs": [1, 2], "method.rank": [4, 8]}
-    assert len(choices(sweep_of(search=search))) == 2  # of method, which holds the rank
+    assert len(find_selections(sweep_of(search=search))) == 2  # of method, which holds the rank
     both = ["method.name", "training.epochs"]
-    found = choices(sweep_of({"apply_to": both}, search=search))
+    found = find_selections(sweep_of({"apply_to": both}, search=search))
     assert [c.shared for c in found] == [{"method.name": "latent_lora", "training.epochs": n} for n in (1, 2)]
-    assert [c.candidates[0].trial.settings.training.epochs for c in found] == [1, 2]
+    assert [c.tuning_trials[0].trial.settings.training.epochs for c in found] == [1, 2]
 
 
 def test_candidates_learn_the_first_tasks_and_are_scored_on_rows_held_out():
-    found = choices(sweep_of({"tasks": 2, "seed": 7, "validation_fraction": 0.25}, search={"benchmark.order": ["2"]}))
+    found = find_selections(
+        sweep_of({"tasks": 2, "seed": 7, "validation_fraction": 0.25}, search={"benchmark.order": ["2"]})
+    )
     trial = found[0].candidates[0].trial
     order = [task.name for task in expand(sweep_of(search={"benchmark.order": ["2"]}), chosen_for_first)[0].tasks]
     assert [task.name for task in trial.tasks] == order[:2]
@@ -104,24 +106,26 @@ def chosen_for_first(written):
 def test_candidates_may_learn_another_benchmark(tmp_path):
     own = write_benchmark(tmp_path / "own")
     on = {"name": str(own), "tasks": ["right"]}
-    (choice,) = choices(sweep_of({"on": on, "tasks": None}))
-    trial = choice.candidates[0].trial
+    (choice,) = find_selections(sweep_of({"on": on, "tasks": None}))
+    trial = choice.tuning_trials[0].trial
     assert (trial.spec.name, [task.name for task in trial.tasks]) == ("own", ["right"])
     assert trial.settings.benchmark.train_per_task == 16  # the rest is as in the trials
     with pytest.raises(ConfigError, match=r"- tune\.on\.order: no order '9'"):
-        choices(sweep_of({"on": {"name": str(own), "order": 9}, "tasks": 1}))
-    (choice,) = choices(sweep_of({"on": {"name": str(own)}, "tasks": 1}))
-    assert [task.name for task in choice.candidates[0].trial.tasks] == ["left"]
+        find_selections(sweep_of({"on": {"name": str(own), "order": 9}, "tasks": 1}))
+    (choice,) = find_selections(sweep_of({"on": {"name": str(own)}, "tasks": 1}))
+    assert [task.name for task in choice.tuning_trials[0].trial.tasks] == ["left"]
 
 
 def test_values_that_are_mappings_leave_what_else_their_group_has():
     """As an axis of `search:` does; what is told of them is each setting."""
     tune = {"search": {"router.gmm": [{"em_iters": 0}, {"em_iters": 5, "kmeans_iters": 2}]}}
     sweep = sweep_of(tune, trial__router={"gmm": {"n_init": 4}})
-    (choice,) = found = choices(sweep)
-    values = [dict(candidate.values) for candidate in choice.candidates]
+    (choice,) = found = find_selections(sweep)
+    values = [dict(candidate.values) for candidate in choice.tuning_trials]
     assert values == [{"router.gmm.em_iters": 0}, {"router.gmm.em_iters": 5, "router.gmm.kmeans_iters": 2}]
-    trials = [candidate.trial for candidate in choice.candidates] + expand(sweep, chosen_for(sweep, stand_ins(found)))
+    trials = [candidate.trial for candidate in choice.tuning_trials] + expand(
+        sweep, selected_values(sweep, placeholders(found))
+    )
     assert [(t.settings.router.gmm.em_iters, t.settings.router.gmm.n_init) for t in trials] == [
         (0, 4),
         (5, 4),
@@ -131,16 +135,16 @@ def test_values_that_are_mappings_leave_what_else_their_group_has():
 
 
 def test_candidates_that_are_one_trial_are_one_candidate():
-    (choice,) = choices(
+    (choice,) = find_selections(
         sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"combine": "sum"})
     )
-    assert len(choice.candidates) == 1
+    assert len(choice.tuning_trials) == 1
 
 
 def test_choices_of_one_name_say_what_tells_them_apart():
     methods = [*({"name": "latent_lora", "rank": rank} for rank in (4, 8)), {"name": "ewc", "rank": 4}]
-    found = choices(sweep_of(search={"trial": [{"method": method} for method in methods]}, trial__method=None))
-    assert choice_names([c.shared for c in found]) == [
+    found = find_selections(sweep_of(search={"trial": [{"method": method} for method in methods]}, trial__method=None))
+    assert selection_names([c.shared for c in found]) == [
         "method=latent_lora backbone=tiny-llama benchmark=builtin rank=4",
         "method=latent_lora backbone=tiny-llama benchmark=builtin rank=8",
         "method=ewc backbone=tiny-llama benchmark=builtin",
@@ -198,15 +202,17 @@ def test_a_block_that_cannot_choose_is_refused(tune, changes, fault):
     if "trial__training" in changes:
         content["trial"]["training"] |= changes["trial__training"]
     with pytest.raises(ConfigError) as error:
-        choices(parse_sweep(content, "sweep.yaml"))
+        find_selections(parse_sweep(content, "sweep.yaml"))
     assert fault in str(error.value)
 
 
 def test_a_group_that_is_null_sets_nothing():
     content = tuned({"search": {"router.epsilon": [0.1, 0.2]}})
     content["trial"]["router"] = None
-    (choice,) = choices(parse_sweep(content, "sweep.yaml"))
-    assert [candidate.values for candidate in choice.candidates] == [{"router.epsilon": value} for value in (0.1, 0.2)]
+    (choice,) = find_selections(parse_sweep(content, "sweep.yaml"))
+    assert [candidate.values for candidate in choice.tuning_trials] == [
+        {"router.epsilon": value} for value in (0.1, 0.2)
+    ]
 
 
 def test_overrides_reach_the_block(tmp_path):
@@ -223,8 +229,8 @@ def test_overrides_reach_the_block(tmp_path):
 def ended(folder, outcomes, tune=None):
     """The choices of a sweep whose candidates have ended so: (score, loss), or the kind of a failure."""
     sweep = sweep_of(tune, search={"seed": [0]}, run__storage=str(folder))
-    storage, due = open_storage(str(folder)), choices(sweep)
-    found = write_sweep(tuning_sweep(sweep), candidate_trials(due), storage)
+    storage, due = open_storage(str(folder)), find_selections(sweep)
+    found = write_sweep(tuning_sweep(sweep), tuning_trials(due), storage)
     for trial, outcome in zip(found, outcomes, strict=True):
         trial.journal.append("started", attempt=1, node="here", versions={}, hardware={})
         if isinstance(outcome, str):
@@ -252,9 +258,9 @@ OUTCOMES = {
 @pytest.mark.parametrize(("tune", "outcomes", "values"), OUTCOMES.values(), ids=OUTCOMES)
 def test_the_best_score_wins_then_the_lowest_loss_then_the_smallest_values(tune, outcomes, values, tmp_path):
     due, folder, sweep = ended(tmp_path, outcomes, tune)
-    (chosen,) = choose(due, folder)
+    (chosen,) = select(due, folder)
     assert chosen.values == values
-    (trial,) = expand(sweep, chosen_for(sweep, [chosen]))
+    (trial,) = expand(sweep, selected_values(sweep, [chosen]))
     assert trial.settings.training.learning_rate == values[RATE]
     assert {path: trial.values[path] for path in values} == values
 
@@ -262,7 +268,7 @@ def test_the_best_score_wins_then_the_lowest_loss_then_the_smallest_values(tune,
 def test_what_makes_a_choice_doubtful_is_said(tmp_path):
     def remarks(name, outcomes, rates=(0.01, 0.1, 1.0)):
         due, folder, _ = ended(tmp_path / name, outcomes, {"search": {RATE: list(rates)}})
-        return choose(due, folder)[0].remarks
+        return select(due, folder)[0].remarks
 
     assert remarks("middle", [(0.1, 1.0), (0.3, 1.0), (0.2, 1.0)]) == ()
     assert remarks("largest", [(0.1, 1.0), (0.2, 1.0), (0.3, 1.0)]) == (
@@ -281,15 +287,15 @@ def test_what_makes_a_choice_doubtful_is_said(tmp_path):
 @pytest.mark.parametrize("outcome", ["error", "out_of_memory"])
 def test_nothing_is_chosen_while_a_candidate_may_still_win(outcome, tmp_path):
     due, folder, _ = ended(tmp_path, [(0.9, 1.0), outcome])
-    with pytest.raises(NotChosen, match=r"learning_rate=0\.1 .* is failed, so nothing can be chosen"):
-        choose(due, folder)
-    assert known_choices(due, folder) is None
+    with pytest.raises(NoSelection, match=r"learning_rate=0\.1 .* is failed, so nothing can be chosen"):
+        select(due, folder)
+    assert previous_results(due, folder) is None
 
 
 def test_nothing_is_chosen_where_no_loss_was_finite(tmp_path):
     due, folder, _ = ended(tmp_path, ["non_finite", "non_finite"])
-    with pytest.raises(NotChosen, match="no candidate has a finite loss"):
-        choose(due, folder)
+    with pytest.raises(NoSelection, match="no candidate has a finite loss"):
+        select(due, folder)
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
@@ -416,8 +422,8 @@ def test_a_method_that_learns_nothing_runs_without_candidates(tmp_path, capsys):
 
 def test_the_file_written_down_is_the_same_sweep_again(tmp_path):
     sweep = sweep_of({"on": "first_tasks", "by_method": {"latent_lora": {"method.ortho_lambda": [0.0, 1.0]}}})
-    due = choices(sweep)
-    trials = expand(sweep, chosen_for(sweep, stand_ins(due)))
+    due = find_selections(sweep)
+    trials = expand(sweep, selected_values(sweep, placeholders(due)))
     folder = write_sweep(sweep, trials, open_storage(str(tmp_path)))
     again = load_sweep(folder.path / "sweep.yaml")
     assert again.tune == sweep.tune
@@ -435,41 +441,41 @@ def test_nothing_is_tried_that_the_first_trial_of_a_choice_does_not_read():
     """Its candidates would all be one, and the others' setting chosen from nothing."""
     tried = {"search": {"router.temperature": [50.0, 1.0]}}
     search = {"router.combine": ["sum", "soft"]}
-    with pytest.raises(ConfigError, match=r"does not read router\.temperature.*add router\.mode to tune\.apply_to"):
-        choices(sweep_of(tried, search=search))
+    with pytest.raises(ConfigError, match=r"does not read router\.temperature.*add router\.combine to tune\.apply_to"):
+        find_selections(sweep_of(tried, search=search))
     for group in ("router.combine", "router"):
-        told = choices(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
-        assert [len(choice.candidates) for choice in told] == [1, 2]
-    assert len(choices(sweep_of(tried, search={"router.combine": ["soft", "oracle"]}))[0].candidates) == 2
+        told = find_selections(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
+        assert [len(choice.tuning_trials) for choice in told] == [1, 2]
+    assert len(find_selections(sweep_of(tried, search={"router.combine": ["soft", "oracle"]}))[0].candidates) == 2
 
 
 def test_no_trial_of_a_choice_is_judged_on_what_was_looked_at(tmp_path):
     streams = {"benchmark.tasks": [["mood", "ticket", "date"], ["mood"]]}
     with pytest.raises(ConfigError, match=r"tune\.tasks: found 1, but trials learn 1 tasks"):
-        choices(sweep_of(search=streams))
+        find_selections(sweep_of(search=streams))
     own = str(write_benchmark(tmp_path))
     other = {"on": {"name": own}, "apply_to": ["method"]}
     benchmark = {"trial__benchmark": {"name": "builtin", "train_per_task": 8, "test_per_task": 4}}
     with pytest.raises(ConfigError, match=r"tune\.on: found own, the benchmark that trials are judged on"):
-        choices(sweep_of(other, search={"benchmark.name": ["builtin", own]}, **benchmark))
+        find_selections(sweep_of(other, search={"benchmark.name": ["builtin", own]}, **benchmark))
 
 
 def test_epochs_are_not_chosen_by_the_rows_that_score_a_candidate():
     with pytest.raises(ConfigError, match=r"training\.select: found best_validation .*; use last"):
-        choices(sweep_of({"search": {"training.select": ["last", "best_validation"]}}))
+        find_selections(sweep_of({"search": {"training.select": ["last", "best_validation"]}}))
 
 
 def test_candidates_keep_the_definitions_of_training_rows():
     changes = {"search": {"benchmark.prompts.definition": ["none", "verbatim"]}}
-    (choice,) = choices(sweep_of(**changes))
-    kept = {c.trial.settings.benchmark.prompts.definition for c in choice.candidates}
+    (choice,) = find_selections(sweep_of(**changes))
+    kept = {c.trial.settings.benchmark.prompts.definition for c in choice.tuning_trials}
     assert kept == {"verbatim"}
 
 
 def test_a_setting_that_only_some_methods_have_may_tell_choices_apart():
     apart = {"apply_to": ["method.name", "method.rank"]}
     trials = [{"method": {"name": "zero_shot"}}, {"method": {"name": "ewc", "rank": 4}}]
-    found = choices(sweep_of(apart, search={"trial": trials}, trial__method=None))
+    found = find_selections(sweep_of(apart, search={"trial": trials}, trial__method=None))
     assert [choice.shared for choice in found] == [
         {"method.name": "zero_shot", "method.rank": None},
         {"method.name": "ewc", "method.rank": 4},
@@ -478,6 +484,6 @@ def test_a_setting_that_only_some_methods_have_may_tell_choices_apart():
 
 def test_the_order_of_a_sum_breaks_no_tie(tmp_path):
     due, folder, _ = ended(tmp_path, [(0.1 + 0.2, 9.9), (0.3, 0.1)])
-    (chosen,) = choose(due, folder)
+    (chosen,) = select(due, folder)
     assert chosen.values == {RATE: 0.1}
     assert any("as good was learning_rate=0.01" in remark for remark in chosen.remarks)
