@@ -80,3 +80,9 @@ def distinct_labels(points: Sequence[Mapping[str, Any]]) -> list[str]:
 def label(values: Mapping[str, Any]) -> str:
     """Write settings as `lambda=0.1 seed=0`; those that are None, not read by this trial, are left out."""
     return " ".join(f"{name}={format_value(value)}" for name, value in values.items() if value is not None)
+
+
+def label_paths(values: Mapping[str, Any]) -> str:
+    """Write settings given by dotted path as `label` does, with short names."""
+    names = short_names(values)
+    return label({names[path]: value for path, value in values.items()})

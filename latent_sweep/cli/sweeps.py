@@ -63,58 +63,25 @@ def add(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from latent_sweep.execution.driver import check_devices, check_engine, choices_until_now, taken_name
-    from latent_sweep.storage.folders import SweepFolder
+    from latent_sweep.execution.driver import check_engine
     from latent_sweep.storage.snapshots import SnapshotStore
     from latent_sweep.storage.storage import open_storage
     from latent_sweep.sweep.config import load_sweep
-    from latent_sweep.sweep.data_checks import check_sweep
     from latent_sweep.sweep.explain import explain_plan
-    from latent_sweep.sweep.forecast import describe_plan, describe_tuning, plan_record
-    from latent_sweep.sweep.plan import expand, pack
-    from latent_sweep.sweep.tuning import (
-        placeholders,
-        selected_values,
-        tuning_lines,
-        tuning_sweep,
-        tuning_trials,
-    )
+    from latent_sweep.sweep.forecast import describe_whole_plan, plan_record
+    from latent_sweep.sweep.planning import plan_sweep
 
     sweep = load_sweep(options.sweep, options.overrides)
     check_engine(sweep.run.engine)
     storage = open_storage(sweep.run.storage)
-    due = find_selections(sweep)
-    tuning, candidates = tuning_sweep(sweep), tuning_trials(due)
-    for name in (sweep.name, *([tuning.name] if due else [])):
-        storage.pull(SweepFolder(storage, name).path)
-    chosen = choices_until_now(due, SweepFolder(storage, tuning.name)) if due else []
-    trials = expand(sweep, selected_values(sweep, chosen or placeholders(due)))
-    check_devices(sweep, trials)
-    warnings, packs = check_sweep(sweep, trials), pack(trials, sweep.run.pack)
-    remarks = check_sweep(tuning, candidates) if candidates else []
-    refusals = [taken_name(sweep, trials, SweepFolder(storage, sweep.name))]
-    if candidates and chosen is None:  # then a run begins with them
-        refusals.append(taken_name(tuning, candidates, SweepFolder(storage, tuning.name)))
-    refused = [refusal for refusal in refusals if refusal]
-    warnings += [f"`latent_sweep.run` will refuse this. {refusal}" for refusal in refused]
-    candidate_packs = pack(candidates, sweep.run.pack)
-    told = tuning_lines(chosen) if chosen else []
+    plan = plan_sweep(sweep, storage=storage)
     if options.json:
-        record = plan_record(sweep, trials, packs, storage, warnings)
-        if candidates:
-            tried = plan_record(tuning, candidates, candidate_packs, storage, remarks)
-            record["tuning"] = {"chosen": told or None, "candidates": tried}
-        print_json(record)
-        return 2 if refused else 0
-    if candidates:
-        text = describe_plan(tuning, candidates, candidate_packs, storage, remarks)
-        told = told or ["nothing yet: below, the first candidates stand for it"]
-        lines = [*describe_tuning(sweep, due, trials), text, "", "chosen", *(f"  {line}" for line in told), ""]
-        print(printable("\n".join(lines)))
-    print(printable(describe_plan(sweep, trials, packs, storage, warnings)))
+        print_json(plan_record(plan, storage))
+    else:
+        print(printable(describe_whole_plan(plan, storage)))
     if options.explain:
-        print("", printable(explain_plan(sweep, trials, SnapshotStore(storage))), sep="\n")
-    return 2 if refused else 0
+        print("", printable(explain_plan(plan.sweep, plan.trials, SnapshotStore(storage))), sep="\n")
+    return 2 if plan.conflicts else 0
 
 
 def _settings(options: argparse.Namespace) -> int:

@@ -19,10 +19,10 @@ from latent_sweep.doctor.tracker import look_at_tracker
 from latent_sweep.errors import LatentSweepError
 from latent_sweep.storage.files import cache_folder
 from latent_sweep.storage.storage import Storage, default_place, open_storage
-from latent_sweep.sweep.config import Sweep, load_sweep
-from latent_sweep.sweep.plan import Trial, expand
+from latent_sweep.sweep.config import Sweep
+from latent_sweep.sweep.plan import Trial
+from latent_sweep.sweep.planning import plan_sweep
 from latent_sweep.sweep.schema import RunSettings
-from latent_sweep.sweep.tuning import find_selections, placeholders, selected_values
 from latent_sweep.tracking.addresses import ray_address
 
 
@@ -76,8 +76,8 @@ def examine(
 def _read(path: str | None, overrides: Sequence[str]) -> tuple[Sweep, Sequence[Trial]] | None:
     if path is None:
         return None
-    sweep = load_sweep(path, overrides)
-    return sweep, expand(sweep, selected_values(sweep, placeholders(find_selections(sweep))))
+    plan = plan_sweep(path, overrides, check=False)
+    return plan.sweep, plan.trials
 
 
 def _parts(read: tuple[Sweep, Sequence[Trial]] | None, asked: str) -> Iterator[Part]:

@@ -35,8 +35,9 @@ def look_at_sweep(subject: Subject) -> Iterator[Finding]:
 
     That rows are not here is a fault; with a cluster, whose nodes may have them, a warning.
     """
-    from latent_sweep.execution.driver import check_devices, check_engine, check_pinned
+    from latent_sweep.execution.driver import check_engine
     from latent_sweep.sweep.data_checks import check_sweep, missing_rows
+    from latent_sweep.sweep.planning import check_devices, check_pinned
 
     sweep, trials = subject.sweep, subject.trials
     check_engine(sweep.run.engine)

@@ -11,47 +11,29 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from latent_sweep.backbones.identity import unpinned
-from latent_sweep.errors import ConfigError, MissingData, StoreError
+from latent_sweep.errors import ConfigError, MissingData
 from latent_sweep.execution.ray_nodes import check_cluster_answers
 from latent_sweep.memo import memo_scope
 from latent_sweep.security import say
-from latent_sweep.settings import Settings, canonical_json, content_hash, flatten, yaml_text
+from latent_sweep.settings import Settings, canonical_json, content_hash, yaml_text
 from latent_sweep.storage.checksummed import sealed_json
 from latent_sweep.storage.files import read_file
-from latent_sweep.storage.folders import SWEEP_FILE, SweepFolder, TrialFolder, driving
-from latent_sweep.storage.journal import stages, status
+from latent_sweep.storage.folders import SWEEP_FILE, SweepFolder, driving
+from latent_sweep.storage.journal import status
 from latent_sweep.storage.objects import requests
 from latent_sweep.storage.reserve import free_reserve, keep_reserve
 from latent_sweep.storage.storage import Storage, open_storage
-from latent_sweep.storage.trial_files import end_of, told_rows
 from latent_sweep.storage.watch import following, forget_the_old, requests_told
 from latent_sweep.sweep.config import Sweep, fault_report, load_sweep
-from latent_sweep.sweep.data_checks import check_sweep
 from latent_sweep.sweep.forecast import describe_plan, describe_tuning
-from latent_sweep.sweep.plan import Pack, Run, Trial, expand, pack
+from latent_sweep.sweep.plan import Pack, Run, Trial
+from latent_sweep.sweep.planning import OUTDATED, Plan, name_conflict, outdated, plan_sweep
 from latent_sweep.sweep.schema import GROUPS, EngineSettings
-from latent_sweep.sweep.tuning import (
-    TUNING,
-    Selection,
-    SelectionResult,
-    find_selections,
-    placeholders,
-    previous_results,
-    select,
-    selected_values,
-    tuning_content,
-    tuning_lines,
-    tuning_sweep,
-    tuning_trials,
-)
+from latent_sweep.sweep.tuning import TUNING, select, tuning_content, tuning_lines
 from latent_sweep.tracking.addresses import check_ray_address
 from latent_sweep.training.memory_housekeeping import loading_modules
 
 log = logging.getLogger(__name__)
-
-SHOWN = 6
-"""Trials that a message lists at most."""
 
 
 def run_sweep(
@@ -83,21 +65,17 @@ def run_sweep(
         check_ray_address(sweep.run.allow_insecure)
         check_cluster_answers()
     check_engine(sweep.run.engine)
-    due = find_selections(sweep)
-    trials = expand(sweep, selected_values(sweep, placeholders(due)))  # checked before anything is chosen
-    if not local:  # this process sees its machine's GPUs
-        check_devices(sweep, trials)
-    check_pinned(sweep, [*trials, *tuning_trials(due)])
     storage = open_storage(sweep.run.storage)
-    storage.make()
-    warnings = check_sweep(sweep, trials, storage.folder)
+    plan = plan_sweep(sweep, storage=storage, to_run=True, local=local)
     how = _How(local, fail_fast, only_failed, replace)
-    chosen: list[SelectionResult] = []
-    if due:
-        chosen = _tuned(sweep, due, trials, storage, how)
-        trials = expand(sweep, selected_values(sweep, chosen))
-        warnings = check_sweep(sweep, trials, storage.folder)  # steps and targets may be others now
-    return _run_trials(sweep, trials, storage, warnings, how, chosen)
+    if plan.tuning is not None and plan.results is None:
+        say("\n".join(describe_tuning(plan)))
+        _run_trials(plan.tuning, storage, how)
+        results = select(plan.selections, SweepFolder(storage, plan.tuning.sweep.name))
+        plan = plan_sweep(sweep, storage=storage, to_run=True, local=local, results=results)
+    if lines := tuning_lines(plan.results or ()):
+        say("\n".join(["", "chosen", *(f"  {line}" for line in lines), ""]))
+    return _run_trials(plan, storage, how)
 
 
 @dataclass(frozen=True)
@@ -110,60 +88,24 @@ class _How:
     replace: bool
 
 
-def _tuned(
-    sweep: Sweep, due: Sequence[Selection], trials: Sequence[Trial], storage: Storage, how: _How
-) -> list[SelectionResult]:
-    """Run the candidates, and choose among them.
-
-    Args:
-        trials: of the sweep, with what stands for the choices.
-
-    Raises:
-        NoSelection: candidates have not come to an end.
-    """
-    tuning, candidates = tuning_sweep(sweep), tuning_trials(due)
-    folder = SweepFolder(storage, tuning.name)
-    storage.pull(folder.path)
-    chosen = choices_until_now(due, folder)
-    if chosen is None:
-        warnings = check_sweep(tuning, candidates, storage.folder)
-        say("\n".join(describe_tuning(sweep, due, trials)))
-        _run_trials(tuning, candidates, storage, warnings, how)
-        chosen = select(due, SweepFolder(storage, tuning.name))
-    say("\n".join(["", "chosen", *(f"  {line}" for line in tuning_lines(chosen)), ""]))
-    return chosen
-
-
-def choices_until_now(due: Sequence[Selection], folder: SweepFolder) -> list[SelectionResult] | None:
-    """Return what was chosen before, or None where it has to be chosen (again): candidates are missing or outdated."""
-    return None if outdated(tuning_trials(due), folder) else previous_results(due, folder)
-
-
-def _run_trials(
-    sweep: Sweep,
-    trials: Sequence[Trial],
-    storage: Storage,
-    warnings: Sequence[str],
-    how: _How,
-    chosen: Sequence[SelectionResult] = (),
-) -> int:
-    """Run trials as a sweep of their own, once nobody else drives it."""
+def _run_trials(plan: Plan, storage: Storage, how: _How) -> int:
+    """Run the trials of one sweep, once no other process runs it; return how many did not finish."""
+    sweep, trials, packs = plan.sweep, plan.trials, plan.packs
     began, sent_before = time.time(), Counter(requests())
-    packs = pack(trials, sweep.run.pack)
     folder = SweepFolder(storage, sweep.name)
     storage.pull(folder.path)
-    say(describe_plan(sweep, trials, packs, storage, warnings))
+    say(describe_plan(plan, storage))
     with driving(folder, lambda driver: say(f"{sweep.name} is being run by {driver}; waiting for its end")):
         storage.pull(folder.path)
         forget_the_old(storage, folder.path)
         if not how.replace:
-            if refusal := taken_name(sweep, trials, folder):
+            if refusal := name_conflict(sweep, trials, folder):
                 raise ConfigError(refusal)
         else:  # said first, so that no table has an old result beside new ones, wherever this run ends
             for trial in outdated(trials, folder):
                 folder.journal(trial.trial_id).append("lost", kind="outdated", message=f"its {OUTDATED}")
-        if chosen:
-            storage.write(folder.path / TUNING, tuning_content(sweep, chosen))
+        if plan.results:
+            storage.write(folder.path / TUNING, tuning_content(sweep, plan.results))
         elif (folder.path / TUNING).exists():  # of an earlier sweep of this name
             storage.remove(folder.path / TUNING)
         left = _drive(sweep, trials, packs, storage, how)
@@ -288,97 +230,6 @@ def check_engine(settings: EngineSettings) -> None:
         deepspeed_config(settings)
 
 
-def check_devices(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Refuse trials that want a GPU of which their workers are to have none: on Ray such a worker sees none.
-
-    Raises:
-        ConfigError: `backbone.device: cuda` without GPUs.
-    """
-    if not sweep.run.resources.gpus and any(trial.settings.backbone.device == "cuda" for trial in trials):
-        raise ConfigError(
-            f"{sweep.source}: backbone.device: found cuda, but with run.resources.gpus: 0 a worker sees no GPU. Ask "
-            "for one, --set run.resources.gpus=1, or take backbone.device: auto"
-        )
-
-
-def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Refuse backbones whose content a hub may change while the sweep runs, or before it is run again.
-
-    Raises:
-        ConfigError: a branch or tag of a hub's model could not be turned into a commit.
-    """
-    settings = {trial.settings.backbone.model_dump_json(): trial.settings.backbone for trial in trials}
-    if faults := [fault for backbone in settings.values() for fault in unpinned(backbone)]:
-        raise fault_report(sweep.source, faults)
-
-
-def taken_name(sweep: Sweep, trials: Sequence[Trial], there: SweepFolder) -> str | None:
-    """Return why a name is refused, or None: other trials have been scored under it, and would leave its results.
-
-    So would results of its own trials that were computed from something else than now: where it ended in between, a
-    table would have some of either.
-    """
-    kept = {trial.trial_id for trial in trials}
-    try:
-        before = list(there) if there.exists else []
-    except StoreError as error:  # it is written anew
-        log.warning("what ran under the name %s is not known: %s", sweep.name, error)
-        return None
-    lost = [trial for trial in before if trial.trial_id not in kept and _has_scores(trial)]
-    if lost:
-        from latent_sweep.results.definition import trial_name  # with all results, which a plan does not read
-
-        settings = {canonical_json(_params(trial)) for trial in trials}
-        same = sum(canonical_json(trial.params) in settings for trial in lost)
-        changed = (
-            f" {same} of them have every setting of trials that it has: what lies outside of the file has changed "
-            "since, as the code of a method or of latent_sweep, a benchmark's file, or a backbone."
-        ) * bool(same)
-        shown = [trial_name(there, trial) for trial in lost[:SHOWN]] + (["..."] if len(lost) > SHOWN else [])
-        return (
-            f"name: {there.path} holds a sweep {sweep.name!r} with {len(lost)} scored trials that {sweep.source} does "
-            f"not have: {'; '.join(shown)}.{changed} They would drop out of its table. Choose "
-            "another name (what both have in common is not learned again), or add --replace; their folders stay in "
-            "either case."
-        )
-    if stale := outdated(trials, there):
-        shown = [trial.name for trial in stale[:SHOWN]] + (["..."] if len(stale) > SHOWN else [])
-        return (
-            f"name: {there.path} holds results of {len(stale)} trials of {sweep.source} whose {OUTDATED}: "
-            f"{'; '.join(shown)}. Choose another name (what both have in common is not learned again), or "
-            "add --replace, which computes them again in their place."
-        )
-    return None
-
-
-def _has_scores(trial: TrialFolder) -> bool:
-    """Whether a trial has scored a task, or may have: its journal cannot be read."""
-    try:
-        return bool(stages(trial.events()))
-    except StoreError:
-        return True
-
-
-OUTDATED = "data, backbone or code has changed since"
-
-
-@memo_scope()
-def outdated(trials: Sequence[Trial], there: SweepFolder) -> list[Trial]:
-    """Return the trials that have come to an end with rows of something else than they would be computed from now."""
-
-    def is_outdated(trial: Trial) -> bool:
-        try:
-            events = there.journal(trial.trial_id).read()
-            # also where it is being mended since: what was decided at that end is of the old rows
-            return end_of(events) is not None and len(told_rows(events, trial.row_keys())) < len(stages(events))
-        except MissingData:  # other nodes have the rows, and nothing is known of them here
-            return False
-        except StoreError:  # who reads what is missing says what to do about it
-            return False
-
-    return [trial for trial in trials if is_outdated(trial)]
-
-
 @memo_scope()
 def write_sweep(sweep: Sweep, trials: Sequence[Trial], storage: Storage) -> SweepFolder:
     """Write what the sweep is: the file as resolved, and every trial with its complete settings.
@@ -456,12 +307,6 @@ def _lineages(trial: Trial) -> str | None:
         return " ".join(trial.lineages())
     except MissingData:
         return None
-
-
-def _params(trial: Trial) -> dict[str, Any]:
-    """Every resolved setting, by dotted path."""
-    settings = flatten("trial", trial.settings.model_dump(mode="json"))
-    return settings | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)}
 
 
 @memo_scope()

@@ -33,10 +33,11 @@ from latent_sweep.sweep.config import Sweep
 from latent_sweep.sweep.data_checks import Reader, reader_of
 from latent_sweep.sweep.memory import GIB, RESERVE, Memory, cards, predict, shape_of, with_checkpointing
 from latent_sweep.sweep.plan import Pack, Run, Trial, count_points, router_identity
+from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, hours_of, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, read_profile
 from latent_sweep.sweep.schema import RunSettings
-from latent_sweep.sweep.tuning import Selection, selection_names, tuning_sweep, tuning_trials
+from latent_sweep.sweep.tuning import Selection, selection_names, tuning_lines
 
 CHARACTERS_PER_TOKEN = 4.0
 """Where a tokenizer is not at hand: of T5 and SmolLM2 on both published benchmarks, within a tenth on average."""
@@ -302,10 +303,10 @@ def _recorded_rows(trial: Trial, folder: SweepFolder) -> int:
 
 
 @memo_scope()
-def describe_plan(
-    sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str] = ()
-) -> str:
-    """Write the text of `latent-sweep plan`, with what `check_sweep` says at its end."""
+def describe_plan(plan: Plan, storage: Storage) -> str:
+    """Write the plan of a sweep, with its warnings at the end."""
+    sweep, trials, packs = plan.sweep, plan.trials, plan.packs
+    warnings = _warnings(plan)
     folder = SweepFolder(storage, sweep.name)
     found = estimate(trials, folder)
     work = _work(trials, folder, found)
@@ -335,10 +336,23 @@ def describe_plan(
 
 
 @memo_scope()
-def plan_record(
-    sweep: Sweep, trials: Sequence[Trial], packs: Sequence[Pack], storage: Storage, warnings: Sequence[str]
-) -> dict[str, Any]:
-    """Return the plan as plain values: every trial with its pack and its snapshots, and what is left to do."""
+def describe_whole_plan(plan: Plan, storage: Storage) -> str:
+    """Write the text of `latent-sweep plan`: the plan of the tuning trials, if there are any, and of the sweep."""
+    if plan.tuning is None:
+        return describe_plan(plan, storage)
+    selected = tuning_lines(plan.results or ()) or ["nothing yet: below, the first tuning trials stand in for it"]
+    lines = [*describe_tuning(plan), describe_plan(plan.tuning, storage), "", "chosen"]
+    return "\n".join([*lines, *(f"  {line}" for line in selected), "", describe_plan(plan, storage)])
+
+
+def _warnings(plan: Plan) -> list[str]:
+    return plan.warnings + [f"`latent_sweep.run` will refuse this. {plan.conflict}"] * (plan.conflict is not None)
+
+
+@memo_scope()
+def plan_record(plan: Plan, storage: Storage) -> dict[str, Any]:
+    """Return the plan as plain values: every trial with its pack and snapshots, and the work left to do."""
+    sweep, trials, packs = plan.sweep, plan.trials, plan.packs
     folder = SweepFolder(storage, sweep.name)
     found = estimate(trials, folder)
     costs = _costs(found, _work(trials, folder, found), sweep.run, storage)
@@ -347,6 +361,10 @@ def plan_record(
         spans = {name: value._asdict() for name, value in vars(found.reuse).items() if isinstance(value, Span)}
         reuse = {**asdict(found.reuse), **spans}
     pack_of = {trial.trial_id: number for number, pack in enumerate(packs) for trial in pack.trials}
+    tuning = {}
+    if plan.tuning is not None:
+        selected = tuning_lines(plan.results or ()) or None
+        tuning["tuning"] = {"chosen": selected, "candidates": plan_record(plan.tuning, storage)}
     return {
         "sweep": folder.name,
         "trials": [
@@ -362,51 +380,47 @@ def plan_record(
         ],
         "estimate": {**asdict(found), "reuse": reuse},
         "costs": [item.record() for item in costs],
-        "warnings": list(warnings),
+        "warnings": _warnings(plan),
+        **tuning,
     }
 
 
-def describe_tuning(sweep: Sweep, due: Sequence[Selection], trials: Sequence[Trial]) -> list[str]:
-    """Say what has to be chosen before the trials run, among which candidates, and on which rows.
-
-    Args:
-        trials: with what was chosen, or with what stands for it.
-    """
-    tune, candidates = sweep.tune, tuning_trials(due)
-    assert tune is not None
-    made = sum(bool(choice.tuning_trials) for choice in due)
-    judged_on = {f"{t.spec.name}: {' '.join(task.name for task in t.tasks)}": None for t in candidates}
+def describe_tuning(plan: Plan) -> list[str]:
+    """Write the selections of a plan, the values tried for each, and the rows they are made on."""
+    tune, tuning, selections = plan.sweep.tune, plan.tuning, plan.selections
+    assert tune is not None and tuning is not None
+    made = sum(bool(selection.tuning_trials) for selection in selections)
+    streams = {f"{t.spec.name}: {' '.join(task.name for task in t.tasks)}": None for t in tuning.trials}
+    names = selection_names([selection.shared for selection in selections])
     return [
-        f"tuning of {sweep.name}: {made} {'choice' if made == 1 else 'choices'} among {len(candidates):,} candidates, "
-        f"the sweep {tuning_sweep(sweep).name}",
-        f"  on         {'; '.join(judged_on)}; {tune.validation_fraction:.0%} of the training rows are held out and "
-        "scored, test rows are not read",
-        *(f"  {name}: {_tried_text(c)}" for name, c in zip(selection_names([c.shared for c in due]), due, strict=True)),
-        f"  {_shared_stages(candidates, trials)}",
+        f"tuning of {plan.sweep.name}: {made} {'selection' if made == 1 else 'selections'} among "
+        f"{len(tuning.trials):,} tuning trials, the sweep {tuning.sweep.name}",
+        f"  on         {'; '.join(streams)}; scored on {tune.validation_fraction:.0%} of the training rows, held out; "
+        "test rows are not read",
+        *(f"  {name}: {_tried_text(selection)}" for name, selection in zip(names, selections, strict=True)),
+        f"  {_shared_stages(tuning.trials, plan.trials)}",
         "",
     ]
 
 
-def _tried_text(choice: Selection) -> str:
-    if not choice.tuning_trials:
-        return "learns nothing, so nothing is chosen"
+def _tried_text(selection: Selection) -> str:
+    if not selection.tuning_trials:
+        return "learns nothing, so there is nothing to select"
     values: dict[str, dict[str, None]] = {}
-    for candidate in choice.tuning_trials:
-        for path, value in candidate.values.items():
+    for tuning_trial in selection.tuning_trials:
+        for path, value in tuning_trial.values.items():
             values.setdefault(path, {})[canonical_json(value)] = None
-    tried = "; ".join(f"{path} [{', '.join(found)}]" for path, found in values.items())
-    return f"{len(choice.tuning_trials)} candidates, {tried}"
+    tried = "; ".join(f"{path} [{', '.join(distinct)}]" for path, distinct in values.items())
+    return f"{len(selection.tuning_trials)} tuning trials, {tried}"
 
 
-def _shared_stages(candidates: Sequence[Trial], trials: Sequence[Trial]) -> str:
-    """Say how many stages of candidates are stages of trials too."""
+def _shared_stages(tuning_trials: Sequence[Trial], trials: Sequence[Trial]) -> str:
+    """Say how many stages tuning trials have in common with trials."""
     try:
-        tried, judged = ({x for t in _trainings(some) for x in t.lineages()} for some in (candidates, trials))
+        tried, judged = ({x for t in _trainings(some) for x in t.lineages()} for some in (tuning_trials, trials))
     except MissingData:
-        return "stages shared with the trials are unknown, the data is not at hand"
-    return (
-        f"{len(tried & judged)} of their {len(tried)} stages are shared with the trials, which learn all training rows"
-    )
+        return "stages shared with the trials: unknown, the data is not on this machine"
+    return f"{len(tried & judged)} of {len(tried)} stages are shared with the trials, which train on all rows"
 
 
 def _reuse_lines(found: Estimate) -> list[str]:

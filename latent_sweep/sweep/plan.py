@@ -50,7 +50,7 @@ from latent_sweep.data.schema import (
     task_sequence,
 )
 from latent_sweep.errors import ConfigError, unended
-from latent_sweep.labels import label, short_names
+from latent_sweep.labels import label_paths
 from latent_sweep.memo import memo_scope, memoized
 from latent_sweep.methods import method_class, source_of
 from latent_sweep.methods.protocol import Method, MethodSettings
@@ -113,8 +113,7 @@ class Trial:
     @property
     def name(self) -> str:
         """Return the trial's name in messages: the values that vary, and the id."""
-        names = short_names(self.values)
-        values = label({names[path]: value for path, value in self.values.items()})
+        values = label_paths(self.values)
         return f"{values} [{self.trial_id}]" if values else self.trial_id
 
     def method(self) -> Method:

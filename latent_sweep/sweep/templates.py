@@ -17,9 +17,9 @@ from latent_sweep.errors import ConfigError
 from latent_sweep.methods import DEFAULT, METHODS, method_class
 from latent_sweep.settings import parse_yaml, yaml_text
 from latent_sweep.sweep.config import parse_sweep, trial_settings
-from latent_sweep.sweep.plan import expand, resolve
+from latent_sweep.sweep.plan import resolve
+from latent_sweep.sweep.planning import plan_sweep
 from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.sweep.tuning import find_selections, placeholders, selected_values
 
 LARGE_LAMBDAS, SMALL_LAMBDAS = "[0.0, 0.005, 0.01, 0.02, 0.05, 0.1]", "[0.0, 1.0e-6, 1.0e-5, 1.0e-4]"
 """Weights of the penalty around the paper's, and around what suits a backbone of 135M numbers."""
@@ -160,10 +160,7 @@ def sweep_text(path: str, backbone: str, benchmark: str, purpose: str) -> str:
         "  tracking: {uri: sqlite:///mlflow.db}                # or an MLflow server",
     ]
     text = "\n".join(lines) + "\n"
-    sweep = parse_sweep(parse_yaml(text, path), path)
-    expand(
-        sweep, selected_values(sweep, placeholders(find_selections(sweep)))
-    )  # whatever the name and the paths hold, it can be run
+    plan_sweep(parse_sweep(parse_yaml(text, path), path), check=False)  # raises if the result cannot run
     return text
 
 

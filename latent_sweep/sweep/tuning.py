@@ -16,7 +16,7 @@ from typing import Any
 
 from latent_sweep.data.schema import load_benchmark, task_sequence
 from latent_sweep.errors import ConfigError, LatentSweepError, StoreError
-from latent_sweep.labels import format_value, label, short_names
+from latent_sweep.labels import format_value, label, label_paths, short_names
 from latent_sweep.routing.gaussian import ROUTED
 from latent_sweep.settings import Settings, canonical_json, flatten
 from latent_sweep.storage.checksummed import is_sealed, sealed_json
@@ -268,7 +268,7 @@ def _select(selection: Selection, trials: Mapping[str, TrialFolder]) -> Selectio
     scored = [result for result in results if result.score is not None]
     if not scored:
         raise NoSelection(
-            f"{_label(results[0].values)}, ...: no tuning trial has a finite loss; try smaller learning rates"
+            f"{label_paths(results[0].values)}, ...: no tuning trial has a finite loss; try smaller learning rates"
         )
     best = min(scored, key=_rank)
     return SelectionResult(selection.shared, best.values, results, tuple(_remarks(best, results)))
@@ -285,7 +285,7 @@ def _result(tuning_trial: TuningTrial, trial: TrialFolder, counted: set[str]) ->
     not_finite = end == "failed" and events[-1]["kind"] == "non_finite"
     if end != "finished" and not not_finite:
         raise NoSelection(
-            f"tuning trial {_label(tuning_trial.values)} ({trial.path}) is {end}, so nothing can be selected; its "
+            f"tuning trial {label_paths(tuning_trial.values)} ({trial.path}) is {end}, so nothing can be selected; its "
             "journal gives the reason. Run the same command again to continue"
         )
     metrics = [event["metrics"] for event in stage_events]
@@ -326,14 +326,9 @@ def _remarks(best: TuningResult, results: Sequence[TuningResult]) -> Iterator[st
             yield f"the best {names[path]}, {format_value(value)}, is the {edge} tried"
     scored = [r for r in results if r.score is not None]
     if equal := [r for r in scored if r is not best and _rank(r)[0] == _rank(best)[0]]:
-        yield f"same score, but higher loss or larger values: {'; '.join(_label(r.values) for r in equal)}"
+        yield f"same score, but higher loss or larger values: {'; '.join(label_paths(r.values) for r in equal)}"
     if failed := [r for r in results if r.score is None]:
-        yield f"not finite: {'; '.join(_label(r.values) for r in failed)}"
-
-
-def _label(values: Mapping[str, Any]) -> str:
-    names = short_names(values)
-    return label({names[path]: value for path, value in values.items()})
+        yield f"not finite: {'; '.join(label_paths(r.values) for r in failed)}"
 
 
 def selected_values(
@@ -380,7 +375,7 @@ def tuning_lines(results: Sequence[SelectionResult]) -> list[str]:
         if result.tried:
             best = next(tried for tried in result.tried if tried.values == result.values)
             cost = f"{len(result.tried)} tried, {sum(tried.steps for tried in result.tried):,} steps"
-            text = f"{name}: {_label(result.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"
+            text = f"{name}: {label_paths(result.values)}, AP {100 * (best.score or 0):.1f} %; {cost}"
             lines.append("; ".join([text, *result.remarks]))
     return lines
 

@@ -22,6 +22,7 @@ from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.data_checks import Reader
 from latent_sweep.sweep.forecast import Span, describe_plan, estimate, training_tokens
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.profile import profile_path
 
 SWEEPS = sorted((Path(__file__).parents[2] / "sweeps").glob("*.yaml"))
@@ -243,7 +244,7 @@ def test_a_long_prompt_counts_as_far_as_it_is_read(tmp_path):
 def plan_of(storage, **changes):
     sweep = parse_sweep(tiny(**changes), "sweep.yaml")
     trials = expand(sweep)
-    return describe_plan(sweep, trials, pack(trials), Storage(storage)), trials
+    return describe_plan(Plan(sweep, trials, pack(trials), []), Storage(storage)), trials
 
 
 def test_a_profile_turns_work_into_hours(tmp_path):
@@ -345,7 +346,7 @@ def test_rows_that_a_method_adds_are_said_to_be_left_out(tmp_path, monkeypatch):
 def test_trainings_of_one_pack_stand_together():
     sweep = parse_sweep(tiny(search={"seed": [0, 1, 2]}), "sweep.yaml")
     trials = expand(sweep)
-    lines = describe_plan(sweep, trials, pack(trials, 2), NOWHERE.storage).splitlines()
+    lines = describe_plan(Plan(sweep, trials, pack(trials, 2), []), NOWHERE.storage).splitlines()
     assert "3 trials, 3 distinct trainings in 2 packs" in "\n".join(lines)
     assert [line[:2] for line in lines[-3:]] == [" |", " |", "  "]
 

@@ -22,6 +22,7 @@ from latent_sweep.storage.storage import Storage, open_storage
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.forecast import describe_plan, plan_record
 from latent_sweep.sweep.plan import expand, pack
+from latent_sweep.sweep.planning import Plan
 from latent_sweep.sweep.prices import Item, Writing, bucket_items, gpu_price, items_text
 from latent_sweep.sweep.profile import Profile, profile_path, write_profile
 from latent_sweep.sweep.schema import PriceSettings, RunSettings
@@ -137,8 +138,8 @@ def planned(tmp_path, gpus, prices=PRICES, remote=False):
         path = profile_path(storage.folder, "tiny-llama", "float32", device)
         write_profile(path, Profile("tiny-llama", device, "float32", speed, speed / 2, "2030-01-02T00:00:00", {}))
     trials = expand(sweep)
-    packs = pack(trials)
-    return describe_plan(sweep, trials, packs, storage), plan_record(sweep, trials, packs, storage, [])
+    plan = Plan(sweep, trials, pack(trials), [])
+    return describe_plan(plan, storage), plan_record(plan, storage)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_run_puts_what_was_foreseen(tmp_path, requests):
     content = tiny(search={"router.components": [1, 2]}, trial__training__checkpoint_every=10, run__storage=URI)
     sweep = parse_sweep(content, "sweep.yaml")
     storage = open_storage(URI)
-    record = plan_record(sweep, trials := expand(sweep), pack(trials), storage, [])
+    record = plan_record(Plan(sweep, trials := expand(sweep), pack(trials), []), storage)
     foreseen = {item["name"]: item["least"] for item in record["costs"]}
     requests.clear()
     assert main(["run", write(tmp_path, content), "--local"]) == 0

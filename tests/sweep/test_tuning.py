@@ -1,4 +1,4 @@
-"""What is chosen before the trials run: among which candidates, on which rows, by what, and where it is written."""
+"""Tuning: which values are tried, on which rows, how one is selected, and where the selection is recorded."""
 
 import json
 
@@ -57,13 +57,13 @@ METHODS = {
 }
 
 
-# --- candidates ------------------------------------------------------------------------------------------------------
+# --- tuning trials --------------------------------------------------------------------------------------------------
 
 
-def test_trials_share_a_choice_where_they_differ_in_nothing_of_apply_to():
+def test_trials_that_agree_in_apply_to_share_a_selection():
     rates = {"by_method": {"ewc": {"method.ewc_lambda": [1.0, 10.0, 100.0]}}}
-    found = find_selections(sweep_of(rates, search=METHODS, trial__method=None))
-    tried = {c.shared["method"]["name"]: [dict(candidate.values) for candidate in c.tuning_trials] for c in found}
+    selections = find_selections(sweep_of(rates, search=METHODS, trial__method=None))
+    tried = {c.shared["method"]["name"]: [dict(trial.values) for trial in c.tuning_trials] for c in selections}
     assert tried == {
         "latent_lora": [{RATE: 0.01}, {RATE: 0.1}],
         "ewc": [{RATE: rate, "method.ewc_lambda": size} for rate in (0.01, 0.1) for size in (1.0, 10.0, 100.0)],
@@ -72,26 +72,26 @@ def test_trials_share_a_choice_where_they_differ_in_nothing_of_apply_to():
 
 
 def test_values_for_one_method_take_the_place_of_those_for_all():
-    found = find_selections(sweep_of({"by_method": {"ewc": {RATE: [0.5]}}}, search=METHODS, trial__method=None))
-    assert [len(c.tuning_trials) for c in found] == [2, 1, 0]
-    assert found[1].candidates[0].trial.settings.training.learning_rate == 0.5
+    selections = find_selections(sweep_of({"by_method": {"ewc": {RATE: [0.5]}}}, search=METHODS, trial__method=None))
+    assert [len(c.tuning_trials) for c in selections] == [2, 1, 0]
+    assert selections[1].tuning_trials[0].trial.settings.training.learning_rate == 0.5
 
 
-def test_apply_to_says_what_has_a_choice_of_its_own():
+def test_apply_to_separates_selections():
     search = {"training.epochs": [1, 2], "method.rank": [4, 8]}
     assert len(find_selections(sweep_of(search=search))) == 2  # of method, which holds the rank
     both = ["method.name", "training.epochs"]
-    found = find_selections(sweep_of({"apply_to": both}, search=search))
-    assert [c.shared for c in found] == [{"method.name": "latent_lora", "training.epochs": n} for n in (1, 2)]
-    assert [c.tuning_trials[0].trial.settings.training.epochs for c in found] == [1, 2]
+    selections = find_selections(sweep_of({"apply_to": both}, search=search))
+    assert [c.shared for c in selections] == [{"method.name": "latent_lora", "training.epochs": n} for n in (1, 2)]
+    assert [c.tuning_trials[0].trial.settings.training.epochs for c in selections] == [1, 2]
 
 
-def test_candidates_learn_the_first_tasks_and_are_scored_on_rows_held_out():
-    found = find_selections(
+def test_tuning_trials_learn_the_first_tasks_and_are_scored_on_held_out_rows():
+    selections = find_selections(
         sweep_of({"tasks": 2, "seed": 7, "validation_fraction": 0.25}, search={"benchmark.order": ["2"]})
     )
-    trial = found[0].candidates[0].trial
-    order = [task.name for task in expand(sweep_of(search={"benchmark.order": ["2"]}), chosen_for_first)[0].tasks]
+    trial = selections[0].tuning_trials[0].trial
+    order = [task.name for task in expand(sweep_of(search={"benchmark.order": ["2"]}), first_value)[0].tasks]
     assert [task.name for task in trial.tasks] == order[:2]
     b = trial.settings.benchmark
     assert (b.score_on, b.validation_fraction, b.train_per_task, trial.settings.seed) == ("validation", 0.25, 16, 7)
@@ -99,32 +99,31 @@ def test_candidates_learn_the_first_tasks_and_are_scored_on_rows_held_out():
     assert all(trial.sources[name, "train"] == digest for (name, _), digest in trial.sources.items())  # no test file
 
 
-def chosen_for_first(written):
+def first_value(written):
     return {RATE: 0.01}
 
 
-def test_candidates_may_learn_another_benchmark(tmp_path):
+def test_tuning_trials_may_learn_another_benchmark(tmp_path):
     own = write_benchmark(tmp_path / "own")
     on = {"name": str(own), "tasks": ["right"]}
-    (choice,) = find_selections(sweep_of({"on": on, "tasks": None}))
-    trial = choice.tuning_trials[0].trial
+    (selection,) = find_selections(sweep_of({"on": on, "tasks": None}))
+    trial = selection.tuning_trials[0].trial
     assert (trial.spec.name, [task.name for task in trial.tasks]) == ("own", ["right"])
     assert trial.settings.benchmark.train_per_task == 16  # the rest is as in the trials
     with pytest.raises(ConfigError, match=r"- tune\.on\.order: no order '9'"):
         find_selections(sweep_of({"on": {"name": str(own), "order": 9}, "tasks": 1}))
-    (choice,) = find_selections(sweep_of({"on": {"name": str(own)}, "tasks": 1}))
-    assert [task.name for task in choice.tuning_trials[0].trial.tasks] == ["left"]
+    (selection,) = find_selections(sweep_of({"on": {"name": str(own)}, "tasks": 1}))
+    assert [task.name for task in selection.tuning_trials[0].trial.tasks] == ["left"]
 
 
-def test_values_that_are_mappings_leave_what_else_their_group_has():
-    """As an axis of `search:` does; what is told of them is each setting."""
+def test_mapping_values_keep_the_other_settings_of_their_group():
     tune = {"search": {"router.gmm": [{"em_iters": 0}, {"em_iters": 5, "kmeans_iters": 2}]}}
     sweep = sweep_of(tune, trial__router={"gmm": {"n_init": 4}})
-    (choice,) = found = find_selections(sweep)
-    values = [dict(candidate.values) for candidate in choice.tuning_trials]
+    (selection,) = selections = find_selections(sweep)
+    values = [dict(tuning_trial.values) for tuning_trial in selection.tuning_trials]
     assert values == [{"router.gmm.em_iters": 0}, {"router.gmm.em_iters": 5, "router.gmm.kmeans_iters": 2}]
-    trials = [candidate.trial for candidate in choice.tuning_trials] + expand(
-        sweep, selected_values(sweep, placeholders(found))
+    trials = [tuning_trial.trial for tuning_trial in selection.tuning_trials] + expand(
+        sweep, selected_values(sweep, placeholders(selections))
     )
     assert [(t.settings.router.gmm.em_iters, t.settings.router.gmm.n_init) for t in trials] == [
         (0, 4),
@@ -134,17 +133,18 @@ def test_values_that_are_mappings_leave_what_else_their_group_has():
     ]
 
 
-def test_candidates_that_are_one_trial_are_one_candidate():
-    (choice,) = find_selections(
+def test_equal_tuning_trials_are_one():
+    (selection,) = find_selections(
         sweep_of({"search": {RATE: [0.1], "router.components": [1, 2]}}, trial__router={"combine": "sum"})
     )
-    assert len(choice.tuning_trials) == 1
+    assert len(selection.tuning_trials) == 1
 
 
-def test_choices_of_one_name_say_what_tells_them_apart():
+def test_selections_with_equal_names_are_told_apart_by_their_settings():
     methods = [*({"name": "latent_lora", "rank": rank} for rank in (4, 8)), {"name": "ewc", "rank": 4}]
-    found = find_selections(sweep_of(search={"trial": [{"method": method} for method in methods]}, trial__method=None))
-    assert selection_names([c.shared for c in found]) == [
+    search = {"trial": [{"method": method} for method in methods]}
+    selections = find_selections(sweep_of(search=search, trial__method=None))
+    assert selection_names([c.shared for c in selections]) == [
         "method=latent_lora backbone=tiny-llama benchmark=builtin rank=4",
         "method=latent_lora backbone=tiny-llama benchmark=builtin rank=8",
         "method=ewc backbone=tiny-llama benchmark=builtin",
@@ -152,9 +152,9 @@ def test_choices_of_one_name_say_what_tells_them_apart():
 
 
 FAULTS = {
-    "no values": ({"search": {}}, {}, "tune: found no values to try"),
+    "no values": ({"search": {}}, {}, "tune: selections no values to try"),
     "empty": ({"search": {RATE: []}}, {}, "tune.search.training.learning_rate"),
-    "not a rate": ({"search": {RATE: [0.1, -1.0]}}, {}, "learning_rate[1]: training.learning_rate: found -1.0"),
+    "not a rate": ({"search": {RATE: [0.1, -1.0]}}, {}, "learning_rate[1]: training.learning_rate: selections -1.0"),
     "twice": ({"search": {RATE: [0.1, 0.1]}}, {}, "0.1 appears twice"),
     "data": ({"search": {"benchmark.train_per_task": [4]}}, {}, "expected a setting of method"),
     "a method's name": ({"search": {"method.name": ["ewc"]}}, {}, "expected a setting of method (not its name)"),
@@ -163,12 +163,12 @@ FAULTS = {
     "unknown method": ({"by_method": {"ewk": {RATE: [0.1]}}}, {}, "tune.by_method.ewk"),
     "method without it": ({"by_method": {"ewc": {"method.ortho_lambda": [0.1]}}}, {}, "ortho_lambda"),
     "absent method": ({"by_method": {"ewc": {RATE: [0.1]}}}, {}, "tune.by_method.ewc: no trial has this method"),
-    "whole stream": ({"tasks": 3}, {}, "tune.tasks: found 3, but trials learn 3 tasks"),
+    "whole stream": ({"tasks": 3}, {}, "tune.tasks: selections 3, but trials learn 3 tasks"),
     "all tasks": ({"tasks": None}, {}, "tasks is null"),
     "judged on": ({"on": {"name": "builtin"}}, {}, "the benchmark that trials are judged on"),
     "no benchmark": ({"on": {"order": 1}}, {}, "tune.on.name: missing"),
     "not apart": ({"apply_to": ["backbone"]}, {}, "apply_to holds neither method nor method.name"),
-    "no such path": ({"apply_to": ["method", "method.rang"]}, {}, "tune.apply_to: found 'method.rang'"),
+    "no such path": ({"apply_to": ["method", "method.rang"]}, {}, "tune.apply_to: selections 'method.rang'"),
     "not of the method": ({"search": {"method.ewc_lambda": [1.0]}}, {}, "trial.method.ewc_lambda: unknown key"),
     "a part searched": (
         {"search": {"method.ortho": [{"norm": "spectral"}]}},
@@ -195,7 +195,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("tune", "changes", "fault"), FAULTS.values(), ids=FAULTS)
-def test_a_block_that_cannot_choose_is_refused(tune, changes, fault):
+def test_an_invalid_block_is_refused(tune, changes, fault):
     content = tuned(tune)
     for path, value in changes.items():
         content |= {path: value} if path == "search" else {}
@@ -209,29 +209,29 @@ def test_a_block_that_cannot_choose_is_refused(tune, changes, fault):
 def test_a_group_that_is_null_sets_nothing():
     content = tuned({"search": {"router.epsilon": [0.1, 0.2]}})
     content["trial"]["router"] = None
-    (choice,) = find_selections(parse_sweep(content, "sweep.yaml"))
-    assert [candidate.values for candidate in choice.tuning_trials] == [
+    (selection,) = find_selections(parse_sweep(content, "sweep.yaml"))
+    assert [tuning_trial.values for tuning_trial in selection.tuning_trials] == [
         {"router.epsilon": value} for value in (0.1, 0.2)
     ]
 
 
 def test_overrides_reach_the_block(tmp_path):
     path = write(tmp_path, tuned())
-    found = load_sweep(path, [f"tune.search.{RATE}=[0.5]", "tune.by_method.ewc.method.ewc_lambda=[1.0]"])
-    assert found.tune.search == {RATE: (0.5,)}
-    assert found.tune.by_method == {"ewc": {"method.ewc_lambda": (1.0,)}}
+    selections = load_sweep(path, [f"tune.search.{RATE}=[0.5]", "tune.by_method.ewc.method.ewc_lambda=[1.0]"])
+    assert selections.tune.search == {RATE: (0.5,)}
+    assert selections.tune.by_method == {"ewc": {"method.ewc_lambda": (1.0,)}}
     assert load_sweep(path, ["tune=null"]).tune is None
 
 
-# --- choosing --------------------------------------------------------------------------------------------------------
+# --- selecting --------------------------------------------------------------------------------------------------------
 
 
 def ended(folder, outcomes, tune=None):
-    """The choices of a sweep whose candidates have ended so: (score, loss), or the kind of a failure."""
+    """Return selections whose tuning trials ended with a (score, loss) or a kind of failure, their folder and sweep."""
     sweep = sweep_of(tune, search={"seed": [0]}, run__storage=str(folder))
     storage, due = open_storage(str(folder)), find_selections(sweep)
-    found = write_sweep(tuning_sweep(sweep), tuning_trials(due), storage)
-    for trial, outcome in zip(found, outcomes, strict=True):
+    selections = write_sweep(tuning_sweep(sweep), tuning_trials(due), storage)
+    for trial, outcome in zip(selections, outcomes, strict=True):
         trial.journal.append("started", attempt=1, node="here", versions={}, hardware={})
         if isinstance(outcome, str):
             trial.journal.append("failed", kind=outcome, message="", traceback="", task=None, step=None)
@@ -241,7 +241,7 @@ def ended(folder, outcomes, tune=None):
         told = {"task": "mood", "lineage": "a", "reused": False, "scores": {"mood": score}}
         trial.journal.append("stage", tasks_seen=1, metrics=metrics, **told)
         trial.journal.append("finished", metrics={})
-    return due, found, sweep
+    return due, selections, sweep
 
 
 TWO = {"search": {RATE: [0.01, 0.1], "method.ortho_lambda": [0.0, 1.0]}}
@@ -256,16 +256,16 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize(("tune", "outcomes", "values"), OUTCOMES.values(), ids=OUTCOMES)
-def test_the_best_score_wins_then_the_lowest_loss_then_the_smallest_values(tune, outcomes, values, tmp_path):
+def test_selection_is_by_score_then_loss_then_smallest_values(tune, outcomes, values, tmp_path):
     due, folder, sweep = ended(tmp_path, outcomes, tune)
-    (chosen,) = select(due, folder)
-    assert chosen.values == values
-    (trial,) = expand(sweep, selected_values(sweep, [chosen]))
+    (selected,) = select(due, folder)
+    assert selected.values == values
+    (trial,) = expand(sweep, selected_values(sweep, [selected]))
     assert trial.settings.training.learning_rate == values[RATE]
     assert {path: trial.values[path] for path in values} == values
 
 
-def test_what_makes_a_choice_doubtful_is_said(tmp_path):
+def test_remarks_report_edges_ties_and_failures(tmp_path):
     def remarks(name, outcomes, rates=(0.01, 0.1, 1.0)):
         due, folder, _ = ended(tmp_path / name, outcomes, {"search": {RATE: list(rates)}})
         return select(due, folder)[0].remarks
@@ -278,37 +278,37 @@ def test_what_makes_a_choice_doubtful_is_said(tmp_path):
         "the best learning_rate, 0.01, is the smallest tried",
     )
     assert remarks("tie", [(0.1, 1.0), (0.3, 1.0), (0.3, 2.0)]) == (
-        "as good was learning_rate=1.0, with a higher loss or larger values",
+        "same score, but higher loss or larger values: learning_rate=1.0",
     )
     assert remarks("failed", [(0.1, 1.0), (0.3, 1.0), "non_finite"]) == ("not finite: learning_rate=1.0",)
     assert remarks("one", [(0.1, 1.0)], [0.1]) == ()
 
 
 @pytest.mark.parametrize("outcome", ["error", "out_of_memory"])
-def test_nothing_is_chosen_while_a_candidate_may_still_win(outcome, tmp_path):
+def test_no_selection_while_a_tuning_trial_may_still_win(outcome, tmp_path):
     due, folder, _ = ended(tmp_path, [(0.9, 1.0), outcome])
-    with pytest.raises(NoSelection, match=r"learning_rate=0\.1 .* is failed, so nothing can be chosen"):
+    with pytest.raises(NoSelection, match=r"learning_rate=0\.1 .* is failed"):
         select(due, folder)
     assert previous_results(due, folder) is None
 
 
-def test_nothing_is_chosen_where_no_loss_was_finite(tmp_path):
+def test_no_selection_without_a_finite_loss(tmp_path):
     due, folder, _ = ended(tmp_path, ["non_finite", "non_finite"])
-    with pytest.raises(NoSelection, match="no candidate has a finite loss"):
+    with pytest.raises(NoSelection, match="finite loss"):
         select(due, folder)
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def test_what_candidates_share_is_spent_once(tmp_path):
+def test_shared_stages_are_counted_once(tmp_path):
     """EWC's penalty begins with the second task, so the first is learned for one of three."""
     block = {"tasks": 2, "search": {"method.ewc_lambda": [1.0, 10.0, 100.0]}}
     content = tuned(block, search={"seed": [3]}, trial__method={"name": "ewc", "rank": 4})
     assert run_sweep(write(tmp_path, content), local=True) == 0
-    (chosen,) = read_tuning(sweep_folder(tmp_path))
-    assert sorted(tried.steps for tried in chosen.tried) == [4, 4, 8]
-    assert "3 tried, 16 steps" in tuning_lines([chosen])[0]
+    (selected,) = read_tuning(sweep_folder(tmp_path))
+    assert sorted(tried.steps for tried in selected.tried) == [4, 4, 8]
+    assert "3 tried, 16 steps" in tuning_lines([selected])[0]
 
 
 @pytest.mark.parametrize(
@@ -323,16 +323,16 @@ def test_what_candidates_share_is_spent_once(tmp_path):
     ],
     ids=["pack", "training"],
 )
-def test_what_candidates_learn_together_is_spent_once(changes, steps, tmp_path):
+def test_stages_learned_side_by_side_are_counted_once(changes, steps, tmp_path):
     block = {"tasks": changes.pop("tasks", 1), "search": changes.pop("tried")}
     content = tuned(block, search={"seed": [3]}, **changes)
     content["run"]["pack"] = 3
     assert run_sweep(write(tmp_path, content), local=True) == 0
-    (chosen,) = read_tuning(sweep_folder(tmp_path))
-    assert sorted(tried.steps for tried in chosen.tried) == steps
+    (selected,) = read_tuning(sweep_folder(tmp_path))
+    assert sorted(tried.steps for tried in selected.tried) == steps
     summary = summarize(open_sweep(tmp_path / "runs" / "tiny-tuning"))
     assert summary.cost.learned == sum(steps) // 4
-    assert sum(tried.seconds for tried in chosen.tried) == pytest.approx(
+    assert sum(tried.seconds for tried in selected.tried) == pytest.approx(
         summary.cost.seconds_learning + summary.cost.seconds_answering
     )
 
@@ -342,19 +342,19 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     path = write(tmp_path, content)
     main(["plan", path])
     planned = capsys.readouterr().out
-    assert "1 choice among 3 candidates, the sweep tiny-tuning" in planned
-    assert "builtin: mood; 20% of the training rows are held out and scored, test rows are not read" in planned
-    assert "nothing yet: below, the first candidates stand for it" in planned
+    assert "1 selection among 3 tuning trials, the sweep tiny-tuning" in planned
+    assert "builtin: mood; scored on 20% of the training rows" in planned
+    assert "nothing yet" in planned
 
     assert run_sweep(path, local=True) == 0
     printed = capsys.readouterr().out
     sweep, tuning = sweep_folder(tmp_path), sweep_folder(tmp_path, "tiny-tuning")
-    (chosen,) = read_tuning(sweep)
-    assert [t.score is None for t in chosen.tried] == [False, False, True]
-    scored = [t for t in chosen.tried if t.score is not None]
+    (selected,) = read_tuning(sweep)
+    assert [t.score is None for t in selected.tried] == [False, False, True]
+    scored = [t for t in selected.tried if t.score is not None]
     best = max(scored, key=lambda t: (t.score, -t.loss))
-    assert chosen.values == best.values
-    assert f"chosen\n  {tuning_lines([chosen])[0]}" in printed
+    assert selected.values == best.values
+    assert f"chosen\n  {tuning_lines([selected])[0]}" in printed
     assert {trial.values[RATE] for trial in sweep} == {best.values[RATE]}
     assert sweep.axes == ["seed", RATE]
     with pytest.raises(ConfigError, match="tuning_of: unknown key"):  # what is written down is no file to be run
@@ -362,7 +362,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert (tuning.tuning_of, sweep.tuning_of) == ("tiny", None)
     for trial in tuning:  # the scores that were compared are of held-out rows
         assert trial.params["benchmark.score_on"] == "validation"
-    for tried, trial in zip(chosen.tried, tuning, strict=True):
+    for tried, trial in zip(selected.tried, tuning, strict=True):
         stages = [event for event in trial.events() if event["event"] == "stage"]
         assert tried.trial_id == trial.trial_id
         assert tried.score == (stages[-1]["metrics"]["AP"] if stages else None)
@@ -371,7 +371,7 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     before = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
     (sweep.path / TUNING).unlink()
     assert run_sweep(path, local=True) == 0
-    assert read_tuning(sweep) == [chosen]
+    assert read_tuning(sweep) == [selected]
     after = {trial.trial_id: len(trial.events()) for trial in [*sweep, *tuning] if trial.events()}
     assert after == before  # nothing ran again
     capsys.readouterr()
@@ -379,9 +379,9 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
         main(["report", str(sweep.path), "--format", format])
         reported = capsys.readouterr().out
         assert "Chosen by tuning, by average performance on rows held out" in reported
-        assert tuning_lines([chosen])[0].split(":")[1].split(",")[0].strip().split("=")[1] in reported
+        assert tuning_lines([selected])[0].split(":")[1].split(",")[0].strip().split("=")[1] in reported
     main(["plan", path])
-    assert f"chosen\n  {tuning_lines([chosen])[0]}" in capsys.readouterr().out
+    assert f"chosen\n  {tuning_lines([selected])[0]}" in capsys.readouterr().out
 
     assert not verify_disk(sweep).faults
     kept = (sweep.path / TUNING).read_bytes()
@@ -402,21 +402,21 @@ def test_a_sweep_tunes_runs_and_resumes(tmp_path, capsys):
     assert not (sweep.path / TUNING).exists(), "nothing was chosen for these trials"
 
 
-def test_candidates_that_are_added_later_are_chosen_among(tmp_path):
+def test_values_added_later_are_tried_too(tmp_path):
     path = write(tmp_path, tuned({"search": {RATE: [1e-3]}}, search={"seed": [3]}))
     assert run_sweep(path, local=True) == 0
     assert run_sweep(path, [f"tune.search={{{RATE}: [1.0e-3, 0.1]}}"], local=True, replace=True) == 0
-    (chosen,) = read_tuning(sweep_folder(tmp_path))
-    assert [tried.values[RATE] for tried in chosen.tried] == [1e-3, 0.1]
+    (selected,) = read_tuning(sweep_folder(tmp_path))
+    assert [tried.values[RATE] for tried in selected.tried] == [1e-3, 0.1]
 
 
-def test_a_method_that_learns_nothing_runs_without_candidates(tmp_path, capsys):
+def test_a_method_that_learns_nothing_needs_no_tuning(tmp_path, capsys):
     path = write(tmp_path, tuned(search={"method.name": ["zero_shot"]}, trial__method=None))
     assert main(["plan", path]) == 0
     assert "tiny-tuning" not in capsys.readouterr().out
     assert run_sweep(path, local=True) == 0
-    (chosen,) = read_tuning(sweep_folder(tmp_path))
-    assert (chosen.values, chosen.tried) == ({}, ())
+    (selected,) = read_tuning(sweep_folder(tmp_path))
+    assert (selected.values, selected.tried) == ({}, ())
     assert not (tmp_path / "runs" / "tiny-tuning").exists()
 
 
@@ -434,56 +434,55 @@ def test_the_file_written_down_is_the_same_sweep_again(tmp_path):
     ]
 
 
-# --- what trials that share a choice have to have in common ----------------------------------------------------------
+# --- shared selections ----------------------------------------------------------
 
 
-def test_nothing_is_tried_that_the_first_trial_of_a_choice_does_not_read():
-    """Its candidates would all be one, and the others' setting chosen from nothing."""
+def test_the_first_trial_of_a_selection_must_read_the_tuned_settings():
     tried = {"search": {"router.temperature": [50.0, 1.0]}}
     search = {"router.combine": ["sum", "soft"]}
     with pytest.raises(ConfigError, match=r"does not read router\.temperature.*add router\.combine to tune\.apply_to"):
         find_selections(sweep_of(tried, search=search))
     for group in ("router.combine", "router"):
         told = find_selections(sweep_of(tried | {"apply_to": ["method", group]}, search=search))
-        assert [len(choice.tuning_trials) for choice in told] == [1, 2]
-    assert len(find_selections(sweep_of(tried, search={"router.combine": ["soft", "oracle"]}))[0].candidates) == 2
+        assert [len(selection.tuning_trials) for selection in told] == [1, 2]
+    assert len(find_selections(sweep_of(tried, search={"router.combine": ["soft", "oracle"]}))[0].tuning_trials) == 2
 
 
-def test_no_trial_of_a_choice_is_judged_on_what_was_looked_at(tmp_path):
+def test_no_trial_is_judged_on_rows_used_for_tuning(tmp_path):
     streams = {"benchmark.tasks": [["mood", "ticket", "date"], ["mood"]]}
-    with pytest.raises(ConfigError, match=r"tune\.tasks: found 1, but trials learn 1 tasks"):
+    with pytest.raises(ConfigError, match=r"tune\.tasks: selections 1, but trials learn 1 tasks"):
         find_selections(sweep_of(search=streams))
     own = str(write_benchmark(tmp_path))
     other = {"on": {"name": own}, "apply_to": ["method"]}
     benchmark = {"trial__benchmark": {"name": "builtin", "train_per_task": 8, "test_per_task": 4}}
-    with pytest.raises(ConfigError, match=r"tune\.on: found own, the benchmark that trials are judged on"):
+    with pytest.raises(ConfigError, match=r"tune\.on: selections own, the benchmark that trials are judged on"):
         find_selections(sweep_of(other, search={"benchmark.name": ["builtin", own]}, **benchmark))
 
 
-def test_epochs_are_not_chosen_by_the_rows_that_score_a_candidate():
-    with pytest.raises(ConfigError, match=r"training\.select: found best_validation .*; use last"):
+def test_epochs_are_not_selected_on_the_rows_that_score_a_tuning_trial():
+    with pytest.raises(ConfigError, match=r"training\.select: selections best_validation .*; use last"):
         find_selections(sweep_of({"search": {"training.select": ["last", "best_validation"]}}))
 
 
-def test_candidates_keep_the_definitions_of_training_rows():
+def test_tuning_trials_keep_the_definitions_of_training_rows():
     changes = {"search": {"benchmark.prompts.definition": ["none", "verbatim"]}}
-    (choice,) = find_selections(sweep_of(**changes))
-    kept = {c.trial.settings.benchmark.prompts.definition for c in choice.tuning_trials}
+    (selection,) = find_selections(sweep_of(**changes))
+    kept = {c.trial.settings.benchmark.prompts.definition for c in selection.tuning_trials}
     assert kept == {"verbatim"}
 
 
-def test_a_setting_that_only_some_methods_have_may_tell_choices_apart():
+def test_a_setting_that_only_some_methods_have_may_separate_selections():
     apart = {"apply_to": ["method.name", "method.rank"]}
     trials = [{"method": {"name": "zero_shot"}}, {"method": {"name": "ewc", "rank": 4}}]
-    found = find_selections(sweep_of(apart, search={"trial": trials}, trial__method=None))
-    assert [choice.shared for choice in found] == [
+    selections = find_selections(sweep_of(apart, search={"trial": trials}, trial__method=None))
+    assert [selection.shared for selection in selections] == [
         {"method.name": "zero_shot", "method.rank": None},
         {"method.name": "ewc", "method.rank": 4},
     ]
 
 
-def test_the_order_of_a_sum_breaks_no_tie(tmp_path):
+def test_rounding_errors_break_no_tie(tmp_path):
     due, folder, _ = ended(tmp_path, [(0.1 + 0.2, 9.9), (0.3, 0.1)])
-    (chosen,) = select(due, folder)
-    assert chosen.values == {RATE: 0.1}
-    assert any("as good was learning_rate=0.01" in remark for remark in chosen.remarks)
+    (selected,) = select(due, folder)
+    assert selected.values == {RATE: 0.1}
+    assert any("same score" in remark and "learning_rate=0.01" in remark for remark in selected.remarks)

@@ -1,0 +1,232 @@
+"""Plan a sweep for `run`, `plan`, `doctor` and `init`: its trials, packs and selections, checked, with warnings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from latent_sweep.backbones.identity import unpinned
+from latent_sweep.errors import ConfigError, MissingData, StoreError
+from latent_sweep.labels import label_paths
+from latent_sweep.memo import memo_scope
+from latent_sweep.settings import canonical_json, flatten
+from latent_sweep.storage.folders import SweepFolder, TrialFolder
+from latent_sweep.storage.journal import stages
+from latent_sweep.storage.storage import Storage
+from latent_sweep.storage.trial_files import end_of, told_rows
+from latent_sweep.sweep.config import Sweep, fault_report, load_sweep, parse_sweep
+from latent_sweep.sweep.data_checks import check_sweep
+from latent_sweep.sweep.plan import Pack, Trial, expand, pack
+from latent_sweep.sweep.tuning import (
+    Selection,
+    SelectionResult,
+    find_selections,
+    placeholders,
+    previous_results,
+    selected_values,
+    tuning_sweep,
+    tuning_trials,
+)
+
+log = logging.getLogger(__name__)
+
+SHOWN = 6
+"""Maximum number of trials that a message lists."""
+
+OUTDATED = "data, backbone or code has changed since"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep and all that follows from its file."""
+
+    sweep: Sweep
+    trials: list[Trial]
+    """With the selected settings, or placeholders until the selections are made."""
+    packs: list[Pack]
+    warnings: list[str]
+    conflict: str | None = None
+    """Why `run` refuses the sweep's name; None if it does not, or no storage was read."""
+    selections: Sequence[Selection] = ()
+    results: Sequence[SelectionResult] | None = ()
+    """Of the selections; None until the tuning trials have ended."""
+    tuning: Plan | None = None
+    """The sweep of the tuning trials, if there are any."""
+
+    @property
+    def conflicts(self) -> list[str]:
+        """Return why `run` would refuse this plan, or that of its tuning trials."""
+        plans = [self] if self.tuning is None else [self, self.tuning]
+        return [plan.conflict for plan in plans if plan.conflict is not None]
+
+
+@memo_scope()
+def plan_sweep(
+    source: str | Path | Mapping[str, Any] | Sweep,
+    overrides: Sequence[str] = (),
+    storage: Storage | None = None,
+    *,
+    check: bool = True,
+    to_run: bool = False,
+    local: bool = False,
+    results: Sequence[SelectionResult] | None = None,
+) -> Plan:
+    """Plan a sweep.
+
+    Args:
+        source: the path of a sweep file, its content, or the sweep.
+        overrides: `path=value`, as after `--set`.
+        storage: what is read of earlier runs; without it selections have placeholders.
+        check: check devices and data.
+        to_run: also check that backbones are pinned, and mark the checked rows in the storage, so that workers need
+            not check them again. Whoever runs the plan calls `name_conflict` once no other process can run the sweep.
+        local: the trials run in this process, so devices need no check.
+        results: of the selections, if they were just made.
+
+    Raises:
+        ConfigError: listing every fault found.
+    """
+    if not isinstance(source, Sweep):
+        named = isinstance(source, (str, Path))
+        source = load_sweep(source, overrides) if named else parse_sweep(source, "sweep.yaml", overrides)
+    sweep, selections = source, find_selections(source)
+    tried, tuned = tuning_trials(selections), tuning_sweep(source)
+    if results is None and (storage is not None or not tried):
+        results = _previous(selections, storage, tuned.name)
+    trials = expand(sweep, selected_values(sweep, placeholders(selections) if results is None else results))
+    warnings: dict[str, list[str]] = {}
+    if check:
+        if not local:
+            check_devices(sweep, trials)
+        if to_run:
+            check_pinned(sweep, [*trials, *tried])
+        if storage is not None and to_run:
+            storage.make()
+        for each, its_trials in ((sweep, trials), (tuned, tried)):
+            marks = storage.folder if storage is not None and to_run else None
+            warnings[each.name] = check_sweep(each, its_trials, marks) if its_trials else []
+
+    def conflict(each: Sweep, its_trials: Sequence[Trial]) -> str | None:
+        if storage is None or to_run or not check:
+            return None
+        folder = SweepFolder(storage, each.name)
+        storage.pull(folder.path)
+        return name_conflict(each, its_trials, folder)
+
+    def planned(each: Sweep, its_trials: list[Trial], **more: Any) -> Plan:
+        return Plan(each, its_trials, pack(its_trials, each.run.pack), warnings.get(each.name, []), **more)
+
+    tuning = None
+    if tried:
+        tuning = planned(tuned, tried, conflict=conflict(tuned, tried) if results is None else None)
+    return planned(
+        sweep, trials, conflict=conflict(sweep, trials), selections=selections, results=results, tuning=tuning
+    )
+
+
+def _previous(selections: Sequence[Selection], storage: Storage | None, name: str) -> list[SelectionResult] | None:
+    """Return the results of earlier tuning trials; None if some are missing or outdated."""
+    if storage is None:  # without tuning trials
+        return placeholders(selections)
+    folder = SweepFolder(storage, name)
+    tried = tuning_trials(selections)
+    if tried:
+        storage.pull(folder.path)
+    return None if outdated(tried, folder) else previous_results(selections, folder)
+
+
+def check_devices(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Check that trials that need a GPU get one.
+
+    Raises:
+        ConfigError: `backbone.device: cuda` without GPUs.
+    """
+    if not sweep.run.resources.gpus and any(trial.settings.backbone.device == "cuda" for trial in trials):
+        raise ConfigError(
+            f"{sweep.source}: backbone.device: found cuda, but with run.resources.gpus: 0 workers see no GPU. Request "
+            "one, --set run.resources.gpus=1, or use backbone.device: auto"
+        )
+
+
+def check_pinned(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Check that no hub can change a backbone while the sweep runs, or before it runs again.
+
+    Raises:
+        ConfigError: the branch or tag of a hub model could not be resolved to a commit.
+    """
+    backbones = {trial.settings.backbone.model_dump_json(): trial.settings.backbone for trial in trials}
+    if faults := [fault for backbone in backbones.values() for fault in unpinned(backbone)]:
+        raise fault_report(sweep.source, faults)
+
+
+def name_conflict(sweep: Sweep, trials: Sequence[Trial], folder: SweepFolder) -> str | None:
+    """Return why a sweep may not run under its name, or None.
+
+    Either other trials have scores under that name and would drop out of its results, or its own trials have results
+    that are outdated, and a table would mix old and new ones.
+    """
+    ids = {trial.trial_id for trial in trials}
+    try:
+        before = list(folder) if folder.exists else []
+    except StoreError as error:  # the run writes it again
+        log.warning("the earlier sweep %s cannot be read: %s", sweep.name, error)
+        return None
+    lost = [trial for trial in before if trial.trial_id not in ids and _has_scores(trial)]
+    if lost:
+        settings = {canonical_json(trial_params(trial)) for trial in trials}
+        same = sum(canonical_json(trial.params) in settings for trial in lost)
+        changed = (
+            f" {same} of them have the same settings as trials of this file: the code of a method or of latent_sweep, "
+            "a benchmark's file or a backbone has changed."
+        ) * bool(same)
+        names = [label_paths(trial.values) or trial.trial_id for trial in lost]
+        return (
+            f"name: {folder.path} holds a sweep {sweep.name!r} with {len(lost)} scored trials that {sweep.source} does "
+            f"not have: {_listed(names)}.{changed} They would drop out of its table. Choose another name (shared "
+            "stages are reused), or add --replace; the folders of these trials are kept."
+        )
+    if stale := outdated(trials, folder):
+        return (
+            f"name: {folder.path} holds results of {len(stale)} trials of {sweep.source} whose {OUTDATED}: "
+            f"{_listed([trial.name for trial in stale])}. Choose another name (shared stages are reused), or add "
+            "--replace to compute them again."
+        )
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "; ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)])
+
+
+def _has_scores(trial: TrialFolder) -> bool:
+    """Return whether a trial has scored a task; True if its journal cannot be read."""
+    try:
+        return bool(stages(trial.events()))
+    except StoreError:
+        return True
+
+
+@memo_scope()
+def outdated(trials: Sequence[Trial], folder: SweepFolder) -> list[Trial]:
+    """Return the trials that have ended with rows computed from other data, backbones or code than now."""
+
+    def is_outdated(trial: Trial) -> bool:
+        try:
+            events = folder.journal(trial.trial_id).read()
+            # also if the trial is being repaired: its end was decided on the old rows
+            return end_of(events) is not None and len(told_rows(events, trial.row_keys())) < len(stages(events))
+        except MissingData:  # the data is on other nodes
+            return False
+        except StoreError:  # reading the journal again reports it
+            return False
+
+    return [trial for trial in trials if is_outdated(trial)]
+
+
+def trial_params(trial: Trial) -> dict[str, Any]:
+    """Return every resolved setting of a trial, by dotted path."""
+    settings = flatten("trial", trial.settings.model_dump(mode="json"))
+    return settings | {"benchmark.tasks": " ".join(task.name for task in trial.tasks)}
