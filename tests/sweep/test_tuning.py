@@ -152,9 +152,9 @@ def test_selections_with_equal_names_are_told_apart_by_their_settings():
 
 
 FAULTS = {
-    "no values": ({"search": {}}, {}, "tune: selections no values to try"),
+    "no values": ({"search": {}}, {}, "tune: found no values to try"),
     "empty": ({"search": {RATE: []}}, {}, "tune.search.training.learning_rate"),
-    "not a rate": ({"search": {RATE: [0.1, -1.0]}}, {}, "learning_rate[1]: training.learning_rate: selections -1.0"),
+    "not a rate": ({"search": {RATE: [0.1, -1.0]}}, {}, "learning_rate[1]: training.learning_rate: found -1.0"),
     "twice": ({"search": {RATE: [0.1, 0.1]}}, {}, "0.1 appears twice"),
     "data": ({"search": {"benchmark.train_per_task": [4]}}, {}, "expected a setting of method"),
     "a method's name": ({"search": {"method.name": ["ewc"]}}, {}, "expected a setting of method (not its name)"),
@@ -163,12 +163,12 @@ FAULTS = {
     "unknown method": ({"by_method": {"ewk": {RATE: [0.1]}}}, {}, "tune.by_method.ewk"),
     "method without it": ({"by_method": {"ewc": {"method.ortho_lambda": [0.1]}}}, {}, "ortho_lambda"),
     "absent method": ({"by_method": {"ewc": {RATE: [0.1]}}}, {}, "tune.by_method.ewc: no trial has this method"),
-    "whole stream": ({"tasks": 3}, {}, "tune.tasks: selections 3, but trials learn 3 tasks"),
+    "whole stream": ({"tasks": 3}, {}, "tune.tasks: found 3, but trials learn 3 tasks"),
     "all tasks": ({"tasks": None}, {}, "tasks is null"),
     "judged on": ({"on": {"name": "builtin"}}, {}, "the benchmark that trials are judged on"),
     "no benchmark": ({"on": {"order": 1}}, {}, "tune.on.name: missing"),
     "not apart": ({"apply_to": ["backbone"]}, {}, "apply_to holds neither method nor method.name"),
-    "no such path": ({"apply_to": ["method", "method.rang"]}, {}, "tune.apply_to: selections 'method.rang'"),
+    "no such path": ({"apply_to": ["method", "method.rang"]}, {}, "tune.apply_to: found 'method.rang'"),
     "not of the method": ({"search": {"method.ewc_lambda": [1.0]}}, {}, "trial.method.ewc_lambda: unknown key"),
     "a part searched": (
         {"search": {"method.ortho": [{"norm": "spectral"}]}},
@@ -450,17 +450,17 @@ def test_the_first_trial_of_a_selection_must_read_the_tuned_settings():
 
 def test_no_trial_is_judged_on_rows_used_for_tuning(tmp_path):
     streams = {"benchmark.tasks": [["mood", "ticket", "date"], ["mood"]]}
-    with pytest.raises(ConfigError, match=r"tune\.tasks: selections 1, but trials learn 1 tasks"):
+    with pytest.raises(ConfigError, match=r"tune\.tasks: found 1, but trials learn 1 tasks"):
         find_selections(sweep_of(search=streams))
     own = str(write_benchmark(tmp_path))
     other = {"on": {"name": own}, "apply_to": ["method"]}
     benchmark = {"trial__benchmark": {"name": "builtin", "train_per_task": 8, "test_per_task": 4}}
-    with pytest.raises(ConfigError, match=r"tune\.on: selections own, the benchmark that trials are judged on"):
+    with pytest.raises(ConfigError, match=r"tune\.on: found own, the benchmark that trials are judged on"):
         find_selections(sweep_of(other, search={"benchmark.name": ["builtin", own]}, **benchmark))
 
 
 def test_epochs_are_not_selected_on_the_rows_that_score_a_tuning_trial():
-    with pytest.raises(ConfigError, match=r"training\.select: selections best_validation .*; use last"):
+    with pytest.raises(ConfigError, match=r"training\.select: found best_validation .*; use last"):
         find_selections(sweep_of({"search": {"training.select": ["last", "best_validation"]}}))
 
 
