@@ -85,8 +85,8 @@ def find_selections(sweep: Sweep) -> list[Selection]:
         unread.setdefault(key, _unread(tune, settings))
         if missed := sorted(unread[key] - _unread(tune, settings)):
             faults.append(
-                f"tune: the first trial of a selection does not read {', '.join(missed)}, but a trial with router.combine "
-                f"{settings.router.combine} that shares it does; add router.combine to tune.apply_to"
+                f"tune: the first trial of a selection does not read {', '.join(missed)}, but a trial with "
+                f"router.combine {settings.router.combine} that shares it does; add router.combine to tune.apply_to"
             )
         if key not in selections:
             try:
