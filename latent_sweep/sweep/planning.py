@@ -89,9 +89,10 @@ def plan_sweep(
     Raises:
         ConfigError: listing every fault found.
     """
-    if not isinstance(source, Sweep):
-        named = isinstance(source, (str, Path))
-        source = load_sweep(source, overrides) if named else parse_sweep(source, "sweep.yaml", overrides)
+    if isinstance(source, (str, Path)):
+        source = load_sweep(source, overrides)
+    elif not isinstance(source, Sweep):
+        source = parse_sweep(source, "sweep.yaml", overrides)
     sweep, selections = source, find_selections(source)
     tried, tuned = tuning_trials(selections), tuning_sweep(source)
     if results is None and (storage is not None or not tried):
