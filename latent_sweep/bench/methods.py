@@ -18,8 +18,8 @@ from latent_sweep.methods import METHODS
 from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.sweep.plan import Run, Trial
 from latent_sweep.training.evaluation import path_of
-from latent_sweep.training.loop import TaskTraining, TrainingSummary
 from latent_sweep.training.run import ActiveRun
+from latent_sweep.training.trainer import Trainer, TrainingSummary
 
 REFERENCE = "seq_lora"
 """The method that the others are compared with: one LoRA pair, carried from task to task."""
@@ -69,7 +69,7 @@ class _Contender:
         self.bench, self.context, self.trial = bench, bench.context, trial
         self.run = ActiveRun(Run((trial,), bench.subject.rank), (), bench.context)
         self.outside: dict[int, float] = {}
-        self.trainings: dict[int, TaskTraining] = {}
+        self.trainings: dict[int, Trainer] = {}
         for position in range(len(trial.tasks)):
             self._learn(position)
         method = self.run.method
@@ -91,8 +91,8 @@ class _Contender:
             self.context.store.append(snapshot)
         self.run.snapshots.append(snapshot)
 
-    def _training(self, position: int) -> TaskTraining:
-        return self.run.training(position, lambda step, steps, losses: None)
+    def _training(self, position: int) -> Trainer:
+        return self.run.trainer(position, lambda step, steps, losses: None)
 
     def _learned(self, position: int) -> Snapshot:
         begin, training = self.bench.timed(lambda: self._training(position))

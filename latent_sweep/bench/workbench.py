@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from latent_sweep.sweep.plan import Trial
     from latent_sweep.training.context import Context
     from latent_sweep.training.engine import Engine
-    from latent_sweep.training.loop import TaskTraining, TrainingSummary
+    from latent_sweep.training.trainer import Trainer, TrainingSummary
 
 Found = TypeVar("Found")
 
@@ -251,13 +251,13 @@ class Workbench:
         method: str = "latent_lora",
         history: Sequence[Mapping[str, Tensor]] = (),
         seed: int = 0,
-    ) -> TaskTraining:
+    ) -> Trainer:
         """Make the task training that `train_pack` needs to train one adapter on rows for some steps."""
         import torch
 
         from latent_sweep.methods.protocol import TaskData
         from latent_sweep.storage.snapshots import TaskCheckpoint
-        from latent_sweep.training.loop import TaskTraining, derived_seed
+        from latent_sweep.training.trainer import Trainer, derived_seed
 
         def generator(purpose: str) -> torch.Generator:
             return torch.Generator().manual_seed(derived_seed(seed, purpose))
@@ -268,9 +268,9 @@ class Workbench:
         data = TaskData(self.trial.tasks[0].name, len(history), len(history) + 1, rows, generator)
         learner = self.method(method).begin_task(data, history)
         checkpoint = TaskCheckpoint(self.subject.storage, Path(self.subject.folder) / "no-checkpoint")
-        return TaskTraining(learner, rows, settings, (seed, "bench"), checkpoint, (), on_step)
+        return Trainer(learner, rows, settings, (seed, "bench"), checkpoint, (), on_step)
 
-    def train(self, trainings: Sequence[TaskTraining]) -> list[TrainingSummary]:
+    def train(self, trainings: Sequence[Trainer]) -> list[TrainingSummary]:
         """Train side by side; what goes wrong is raised."""
         from latent_sweep.training.loop import train_pack
 

@@ -18,7 +18,7 @@ from latent_sweep.tracking.addresses import ray_address
 
 if TYPE_CHECKING:
     from latent_sweep.training.context import Context
-    from latent_sweep.training.loop import TaskTraining
+    from latent_sweep.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _step(trial: Trial, subject: Subject, device: str) -> Iterator[Finding]:
         yield _memory(trial, subject, torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1])
 
 
-def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) -> TaskTraining | None:
+def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) -> Trainer | None:
     """Make the training of one step on the longest rows of the first task; None where nothing is learned there.
 
     Nothing is resumed and nothing is saved.
@@ -135,7 +135,7 @@ def one_step(trial: Trial, context: Context, told: list[Mapping[str, float]]) ->
     from latent_sweep.training.run import ActiveRun
 
     largest = max(trial.method().rank(), 1)
-    training = ActiveRun(Run((trial,), largest), (), context).training(
+    training = ActiveRun(Run((trial,), largest), (), context).trainer(
         0, lambda step, steps, losses: told.append(losses)
     )
     if not training.examples:

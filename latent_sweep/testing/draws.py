@@ -23,7 +23,7 @@ from latent_sweep.backbones.outputs import Example
 from latent_sweep.methods.protocol import Learner, Method
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.testing.stages import Stages
-from latent_sweep.training import loop as training
+from latent_sweep.training import loop, trainer
 
 GENERATORS: Mapping[str, Callable[[], Any]] = {
     "torch's": lambda: torch.get_rng_state().numpy().tobytes(),
@@ -70,7 +70,7 @@ def validated_rows(stages: Stages, trial: Trial, position: int, held_out: Sequen
         return forward(backbone, bank, rows, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "forward", record)  # which epochs are chosen with
+        patch.setattr(trainer, "forward", record)  # which epochs are chosen with
         stages.snapshot(trial, position, validation=held_out)
     return read
 
@@ -94,6 +94,6 @@ def shared_draws(stages: Stages, trial: Trial, position: int) -> dict[str, set[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "begin_task", begin_task)
         if packable:
-            patch.setattr(training, "_gradients", draws.watched("step", training._gradients))
+            patch.setattr(loop, "_gradients", draws.watched("step", loop._gradients))
         stages.snapshot(trial, position)
     return draws.found

@@ -32,7 +32,8 @@ from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.loop import TaskTraining, TrainingSummary, derived_seed, train_pack
+from latent_sweep.training.loop import train_pack
+from latent_sweep.training.trainer import Trainer, TrainingSummary, derived_seed
 
 Change = tuple[str, Settings, Trial]
 """Path of a changed setting of the method, the method's settings with it as they are written, and the trial with it."""
@@ -81,7 +82,7 @@ def learn(
 
     Args:
         checkpoint: the file of its checkpoints.
-        others: of `TaskTraining`, e.g. `validation` and `on_step`.
+        others: of `Trainer`, e.g. `validation` and `on_step`.
 
     Raises:
         NonFiniteLoss: its loss or gradient became NaN or infinite.
@@ -89,7 +90,7 @@ def learn(
     """
     at = TaskCheckpoint(Storage(checkpoint.parent), checkpoint)
     (outcome,) = train_pack(
-        [TaskTraining(learner, rows, settings, seed_parts, at, **others)], Engine(backbone=backbone), bank
+        [Trainer(learner, rows, settings, seed_parts, at, **others)], Engine(backbone=backbone), bank
     )
     if isinstance(outcome, Exception):
         raise outcome

@@ -16,7 +16,7 @@ from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.storage.trial_files import TrialFiles
 from latent_sweep.sweep.plan import Trial
 from latent_sweep.training.context import Context, computed_with, hardware
-from latent_sweep.training.loop import TrainingSummary
+from latent_sweep.training.trainer import TrainingSummary
 
 BATCHES_ANSWERED: Mapping[int, str] = {1: "whole", 2: "in halves"}
 """How batches of answers were generated, by their passes: in bfloat16 answers depend on it."""

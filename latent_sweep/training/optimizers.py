@@ -1,224 +1,165 @@
-"""Clipping and stepping what the members of a pack train, all at once.
+"""Optimizers that clip and step the parameters of all trainers of a pack at once.
 
-AdamW treats every number alike, so the parameters of all members are rows of one matrix: a step is a dozen operations
-on it, however many members there are, and the host waits for none of them. Adafactor's moments are of whole matrices;
-it steps member by member.
+AdamW is elementwise, so the parameters of all trainers are rows of one matrix. A step is a dozen operations on it,
+however many trainers there are, and never waits for the device. Adafactor's moments belong to whole matrices, so it
+steps one trainer at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training.trainer import Optimizer, Trainer
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
-"""Of AdamW, as torch has them."""
+"""Of AdamW, torch's defaults."""
 
 
-@dataclass
-class Trained:
-    """The parameters of one learner, and how they are stepped."""
-
-    parameters: Mapping[str, Tensor]
-    settings: TrainingSettings
-    steps: int
-    """How many there will be."""
-    taken: int = 0
-    """How many there were."""
-
-    @property
-    def rate(self) -> float:
-        """Return the learning rate of the next step."""
-        return learning_rate(self.settings, self.taken, self.steps)
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return the parameters and the number of steps, as named tensors."""
-        named = {f"parameter.{name}": parameter.detach() for name, parameter in self.parameters.items()}
-        return named | {"schedule": torch.tensor(self.taken)}
-
-    @torch.no_grad()
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(state[f"parameter.{name}"])
-        self.taken = int(state["schedule"])
-
-
-def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
-    """The rate of a step (0-based) of so many: it rises linearly to its peak, then stays or falls linearly to zero."""
-    warmup = settings.warmup_steps
-    if step < warmup:
-        risen = step if settings.warmup_start == "zero" else step + 1
-        return settings.learning_rate * (risen / warmup)
-    if settings.schedule != "linear":
-        return settings.learning_rate
-    return settings.learning_rate * ((steps - step) / max(1, steps - warmup))
-
-
-class Optimizer(Protocol):
-    """Steps the parameters of several learners; the loop tells it when."""
-
-    def step(self) -> Tensor:
-        """Clip and step; returns the members' gradient norms before clipping, (P,). The clipped gradients stay."""
-        ...
-
-    def state(self, member: int) -> dict[str, Tensor]:
-        """Return everything that a member needs to go on after a restart, as named tensors."""
-        ...
-
-    def load_state(self, member: int, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        ...
-
-
-def optimizer_of(members: Sequence[Trained]) -> Optimizer:
-    """Make what steps these members, which agree in the kind of their optimizer."""
-    (kind,) = {member.settings.optimizer for member in members}
-    return AdamW(members) if kind == "adamw" else Adafactor(members)
+def optimizer_of(trainers: Sequence[Trainer]) -> Optimizer:
+    """Make the optimizer of trainers that all have the same kind."""
+    (kind,) = {trainer.settings.optimizer for trainer in trainers}
+    return AdamW(trainers) if kind == "adamw" else Adafactor(trainers)
 
 
 class AdamW:
-    """AdamW (Loshchilov & Hutter, 2019) on the parameters of P members as the rows of one matrix, (P, N).
+    """AdamW (Loshchilov & Hutter, 2019) on the parameters of P trainers as the rows of one matrix, (P, N).
 
-    The members' tensors become views of its rows, each row padded to the longest.
+    The parameters become views of its rows, each row padded to the longest.
     """
 
-    def __init__(self, members: Sequence[Trained]):
-        self._members = members
-        sizes = [sum(p.numel() for p in member.parameters.values()) for member in members]
+    def __init__(self, trainers: Sequence[Trainer]):
+        self._trainers = trainers
+        sizes = [sum(p.numel() for p in trainer.parameters.values()) for trainer in trainers]
         self._longest = max(sizes)
-        first = next(iter(members[0].parameters.values()))
+        first = next(iter(trainers[0].parameters.values()))
         self._padding = [first.new_zeros(self._longest - size).detach() for size in sizes]
-        self._numbers = self._matrix([list(member.parameters.values()) for member in members])
-        for member, row in zip(members, self._numbers, strict=True):
-            for parameter, view in zip(member.parameters.values(), _views(row, member), strict=True):
+        self._parameters = self._matrix([list(trainer.parameters.values()) for trainer in trainers])
+        for trainer, row in zip(trainers, self._parameters, strict=True):
+            for parameter, view in zip(trainer.parameters.values(), _views(row, trainer), strict=True):
                 parameter.data = view
-        self._average, self._average_square = (torch.zeros_like(self._numbers) for _ in range(2))
+        self._average, self._average_square = (torch.zeros_like(self._parameters) for _ in range(2))
 
     @torch.no_grad()
-    def _matrix(self, of_members: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return tensors of the members' parameters as rows, (P, N)."""
-        rows = zip(of_members, self._padding, strict=True)
-        return torch.cat([part.flatten() for tensors, pad in rows for part in (*tensors, pad)]).view(-1, self._longest)
+    def _matrix(self, tensors: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Concatenate each trainer's tensors to a row, (P, N)."""
+        rows = zip(tensors, self._padding, strict=True)
+        return torch.cat([part.flatten() for own, pad in rows for part in (*own, pad)]).view(-1, self._longest)
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Clip and step all members."""
-        gradient = self._matrix([[_gradient(p) for p in m.parameters.values()] for m in self._members])
+        """Clip and step all trainers; return their gradient norms before clipping, (P,)."""
+        gradient = self._matrix([[_gradient(p) for p in t.parameters.values()] for t in self._trainers])
         norms = torch.linalg.vector_norm(gradient, dim=1)
         decay, size, root, epsilon, limit = self._scalars(gradient.device)
         gradient *= (limit / (norms.unsqueeze(1) + 1e-6)).clamp_max(1.0)  # as torch clips
-        for member, row in zip(self._members, gradient, strict=True):
-            for parameter, view in zip(member.parameters.values(), _views(row, member), strict=True):
+        for trainer, row in zip(self._trainers, gradient, strict=True):
+            for parameter, view in zip(trainer.parameters.values(), _views(row, trainer), strict=True):
                 parameter.grad = view
-            member.taken += 1
         self._average.lerp_(gradient, 1 - BETAS[0])
         self._average_square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        self._numbers.mul_(decay)
-        self._numbers.addcdiv_(self._average * size, self._average_square.sqrt().div_(root).add_(epsilon))
+        self._parameters.mul_(decay)
+        self._parameters.addcdiv_(self._average * size, self._average_square.sqrt().div_(root).add_(epsilon))
         return norms
 
     def _scalars(self, device: torch.device) -> Sequence[Tensor]:
-        """Return each member's scalars of a step, (P, 1) each: decay, size, root of the correction, epsilon, limit.
+        """Return each trainer's scalars of a step, (P, 1) each: decay, size, root of the correction, epsilon, limit.
 
         `adam_eps: before_correction` divides by `(sqrt(v) + epsilon) / root` and decays after the step: the same
         operations with `epsilon / root` and `size * decay`.
         """
         rows = []
-        for member in self._members:
-            s, rate, step = member.settings, member.rate, member.taken + 1
+        for trainer in self._trainers:
+            s, rate, step = trainer.settings, trainer.rate, trainer.step + 1
             correction = 1 - BETAS[0] ** step, (1 - BETAS[1] ** step) ** 0.5
             decay, size, epsilon = 1 - rate * s.weight_decay, -rate / correction[0], EPSILON
             if s.adam_eps == "before_correction":
                 size, epsilon = size * decay, epsilon / correction[1]
             limit = s.gradient_clip or math.inf
             rows.append([decay, size, correction[1], epsilon, limit])
-        found = torch.tensor(list(zip(*rows, strict=True)), dtype=self._numbers.dtype)
+        scalars = torch.tensor(list(zip(*rows, strict=True)), dtype=self._parameters.dtype)
         if device.type == "cuda":
-            found = found.pin_memory().to(device, non_blocking=True)
-        return found.unsqueeze(-1).unbind(0)
+            scalars = scalars.pin_memory().to(device, non_blocking=True)
+        return scalars.unsqueeze(-1).unbind(0)
 
-    def state(self, member: int) -> dict[str, Tensor]:
-        """Return parameters, both moments and the number of steps."""
-        trained = self._members[member]
-        named: dict[str, Tensor] = {}
-        for key, moments in (("exp_avg", self._average), ("exp_avg_sq", self._average_square)):
-            views = zip(trained.parameters, _views(moments[member], trained), strict=True)
-            named |= {f"optimizer.{name}.{key}": view for name, view in views}
-        return trained.own_state() | named
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Return both moments of each parameter."""
+        return {
+            f"{name}.{key}": view
+            for key, moments in self._moments()
+            for name, view in self._named(moments[index], index)
+        }
 
     @torch.no_grad()
-    def load_state(self, member: int, state: Mapping[str, Tensor]) -> None:
-        """Go on from there; the learning rate follows from the step."""
-        trained = self._members[member]
-        trained.load_own_state(state)
-        for key, moments in (("exp_avg", self._average), ("exp_avg_sq", self._average_square)):
-            for name, view in zip(trained.parameters, _views(moments[member], trained), strict=True):
-                view.copy_(state[f"optimizer.{name}.{key}"])
+    def load_state(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Restore both moments of each parameter."""
+        for key, moments in self._moments():
+            for name, view in self._named(moments[index], index):
+                view.copy_(state[f"{name}.{key}"])
+
+    def _moments(self) -> tuple[tuple[str, Tensor], ...]:
+        return ("exp_avg", self._average), ("exp_avg_sq", self._average_square)
+
+    def _named(self, row: Tensor, index: int) -> list[tuple[str, Tensor]]:
+        trainer = self._trainers[index]
+        return list(zip(trainer.parameters, _views(row, trainer), strict=True))
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _views(row: Tensor, member: Trained) -> list[Tensor]:
-    """Cut a member's row into tensors of its parameters' shapes."""
-    parameters = list(member.parameters.values())
+def _views(row: Tensor, trainer: Trainer) -> list[Tensor]:
+    """Split a trainer's row into tensors of its parameters' shapes."""
+    parameters = list(trainer.parameters.values())
     sizes = [p.numel() for p in parameters]
     parts = row[: sum(sizes)].split(sizes)
     return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
 class Adafactor:
-    """Adafactor (Shazeer & Stern, 2018) with the given rate, neither relative nor scaled, member by member."""
+    """Adafactor (Shazeer & Stern, 2018) with the given learning rate, neither relative nor scaled."""
 
-    def __init__(self, members: Sequence[Trained]):
+    def __init__(self, trainers: Sequence[Trainer]):
         # torch's own Adafactor always scales the rate by the parameter's size and lets it decay
         from transformers.optimization import Adafactor as OfTransformers
 
-        self._members = members
+        self._trainers = trainers
         options: dict[str, Any] = {"scale_parameter": False, "relative_step": False}
         self._optimizers = [
-            OfTransformers(list(m.parameters.values()), lr=m.rate, weight_decay=m.settings.weight_decay, **options)
-            for m in members
+            OfTransformers(list(t.parameters.values()), lr=t.rate, weight_decay=t.settings.weight_decay, **options)
+            for t in trainers
         ]
 
     def step(self) -> Tensor:
-        """Clip and step every member."""
+        """Clip and step every trainer; return their gradient norms before clipping, (P,)."""
         norms = []
-        for member, optimizer in zip(self._members, self._optimizers, strict=True):
-            limit = member.settings.gradient_clip or math.inf
-            norms.append(torch.nn.utils.clip_grad_norm_(member.parameters.values(), limit))
+        for trainer, optimizer in zip(self._trainers, self._optimizers, strict=True):
+            limit = trainer.settings.gradient_clip or math.inf
+            norms.append(torch.nn.utils.clip_grad_norm_(trainer.parameters.values(), limit))
             for group in optimizer.param_groups:
-                group["lr"] = member.rate
+                group["lr"] = trainer.rate
             optimizer.step()
-            member.taken += 1
         return torch.stack(norms)
 
-    def state(self, member: int) -> dict[str, Tensor]:
-        """Return parameters, moments and step counts."""
-        trained = self._members[member]
-        named: dict[str, Tensor] = {}
-        for name, parameter in trained.parameters.items():
-            moments = self._optimizers[member].state[parameter]
-            named |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in moments.items()}
-        return trained.own_state() | named
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Return the moments and step count of each parameter."""
+        return {
+            f"{name}.{key}": torch.as_tensor(value)
+            for name, parameter in self._trainers[index].parameters.items()
+            for key, value in self._optimizers[index].state[parameter].items()
+        }
 
-    def load_state(self, member: int, state: Mapping[str, Tensor]) -> None:
-        """Go on from there; the learning rate follows from the step."""
-        trained = self._members[member]
-        trained.load_own_state(state)
-        for name, parameter in trained.parameters.items():
-            prefix = f"optimizer.{name}."
-            moments = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            self._optimizers[member].state[parameter] = {
-                # a step count stays where it was made, on the CPU
+    def load_state(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Restore the moments and step count of each parameter."""
+        for name, parameter in self._trainers[index].parameters.items():
+            moments = {key.removeprefix(f"{name}."): v for key, v in state.items() if key.startswith(f"{name}.")}
+            self._optimizers[index].state[parameter] = {
+                # step counts stay on the CPU
                 key: value.clone() if value.dim() == 0 else value.to(parameter.device).clone()
                 for key, value in moments.items()
             }

@@ -21,8 +21,9 @@ from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.plan import Pack
 from latent_sweep.training.context import Context, hardware
 from latent_sweep.training.engine import forget_backbone
-from latent_sweep.training.loop import Progress, TaskTraining, train_pack
+from latent_sweep.training.loop import train_pack
 from latent_sweep.training.run import ActiveRun
+from latent_sweep.training.trainer import Progress, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -116,13 +117,13 @@ def _time(pack: Pack, context: Context, size: int) -> PackTiming:
     return PackTiming(size, size / seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else None)
 
 
-def _first_steps(run: ActiveRun, on_step: Progress) -> TaskTraining:
+def _first_steps(run: ActiveRun, on_step: Progress) -> Trainer:
     """Make the training of the first task's first steps, without validation, resuming and saving nothing."""
     settings = run.settings.training.model_copy(
         update={"max_steps": 1 + STEPS, "epochs": 1 + STEPS, "checkpoint_every": 2 + STEPS}
     )
     nowhere = TaskCheckpoint(run.context.storage, run.context.storage.folder / "profiles" / "none.safetensors")
-    return replace(run.training(0, on_step), settings=settings, checkpoint=nowhere, validation=(), tasks=1)
+    return replace(run.trainer(0, on_step), settings=settings, checkpoint=nowhere, validation=(), tasks=1)
 
 
 _SIZES = ("batch_size", "micro_batch_size", "gradient_checkpointing", "optimizer")

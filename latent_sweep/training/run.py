@@ -24,7 +24,8 @@ from latent_sweep.storage.trial_files import TrialFiles
 from latent_sweep.sweep.plan import Pack, Run, Trial
 from latent_sweep.training.context import Context, backbone_facts, computed_with
 from latent_sweep.training.journaling import say_failed
-from latent_sweep.training.loop import Progress, TaskTraining, TrainingSummary, derived_seed, recomputing
+from latent_sweep.training.loop import recomputing
+from latent_sweep.training.trainer import Progress, Trainer, TrainingSummary, derived_seed
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class ActiveRun:
         rows = self._rows(position, "train")
         return TaskData(self.tasks[position].name, position, len(self.tasks), rows, generator, at_once)
 
-    def training(self, position: int, on_step: Progress) -> TaskTraining:
+    def trainer(self, position: int, on_step: Progress) -> Trainer:
         """Make the training of the task at this position."""
         s, context = self.settings, self.context
         data = self.task_data(position)
@@ -126,7 +127,7 @@ class ActiveRun:
         history = [snapshot.tensors for snapshot in read]
         with context.doing("preparing", position):
             learner = checked.new_learner(self.method, data, history)
-        return TaskTraining(
+        return Trainer(
             learner,
             data.rows,
             s.training,
@@ -143,7 +144,7 @@ class ActiveRun:
             {**row, "prompt_ids": self.method.prompt(row["prompt_ids"])} for row in self._rows(position, "validation")
         ]
 
-    def snapshot(self, position: int, training: TaskTraining, summary: TrainingSummary) -> Snapshot:
+    def snapshot(self, position: int, training: Trainer, summary: TrainingSummary) -> Snapshot:
         """Make the snapshot of the task at this position, which has been learned.
 
         Raises:

@@ -18,9 +18,10 @@ from latent_sweep.storage.snapshots import Snapshot
 from latent_sweep.training.evaluation import AnswerEnd, AtHand, Evaluator
 from latent_sweep.training.events import Emit, Step
 from latent_sweep.training.journaling import say_stage
-from latent_sweep.training.loop import Progress, TaskTraining, TrainingSummary, train_pack
+from latent_sweep.training.loop import train_pack
 from latent_sweep.training.memory_housekeeping import give_back_memory
 from latent_sweep.training.run import ActiveRun, ActiveRuns, ActiveTrial
+from latent_sweep.training.trainer import Progress, Trainer, TrainingSummary
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +80,11 @@ def learn_together(
     """Learn these snapshots side by side, each for all members that share it; all workers of a group do so at once."""
     going = members.going(position)
     sharers = {lineage: [m for m in going if m.lineages[position] == lineage] for lineage in lineages}
-    trainings: dict[str, TaskTraining] = {}
+    trainings: dict[str, Trainer] = {}
     learned = {}
     for lineage, sharing in sharers.items():
         with members.leaving(sharing, position), during("statistics"):
-            trainings[lineage] = sharing[0].training(position, _reporter(sharing, position, emit))
+            trainings[lineage] = sharing[0].trainer(position, _reporter(sharing, position, emit))
     with members.leaving([member for lineage in trainings for member in sharers[lineage]], position):
         with during("learning"):
             outcomes = _outcomes(members, trainings)
@@ -99,7 +100,7 @@ def learn_together(
     return learned
 
 
-def _outcomes(members: ActiveRuns, trainings: Mapping[str, TaskTraining]) -> dict[str, TrainingSummary | Exception]:
+def _outcomes(members: ActiveRuns, trainings: Mapping[str, Trainer]) -> dict[str, TrainingSummary | Exception]:
     """Train side by side what has rows to learn from."""
     context = members.context
     with_rows = {lineage: training for lineage, training in trainings.items() if training.examples}

@@ -14,7 +14,7 @@ from latent_sweep.storage.folders import open_sweep
 from latent_sweep.storage.journal import restarts, status
 from latent_sweep.sweep.config import parse_sweep
 from latent_sweep.sweep.plan import expand, pack
-from latent_sweep.training import evaluation, stage
+from latent_sweep.training import evaluation, stage, trainer
 from latent_sweep.training import loop as training
 from latent_sweep.training import pack as trial
 
@@ -109,7 +109,7 @@ def out_of_memory(monkeypatch):
 
     def limit(rows):
         def gradients(batches, engine, bank):
-            settings = batches.trainers[0].training.settings
+            settings = batches.trainers[0].settings
             size = settings.micro_batch_size or settings.batch_size
             tried.append(size)
             if size > rows:
@@ -292,8 +292,8 @@ def test_a_member_that_failed_makes_room_for_the_others(tmp_path, monkeypatch):
         seen.append(alive[0]() is not None)
         return scored(member, *others)
 
-    original, scored = training._check_gradient, trial.score_missing
-    monkeypatch.setattr(training, "_check_gradient", check)
+    original, scored = trainer._check_gradient, trial.score_missing
+    monkeypatch.setattr(trainer, "_check_gradient", check)
     monkeypatch.setattr(trial, "score_missing", score)
     path = write(tmp_path, short(search={"seed": [0, 1]}, run__pack=["seed"]))
     gc.disable()

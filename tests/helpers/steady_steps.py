@@ -25,7 +25,8 @@ from latent_sweep.storage.storage import Storage
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.testing.stages import random_rows, task_data
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.loop import TaskTraining, train_pack
+from latent_sweep.training.loop import train_pack
+from latent_sweep.training.trainer import Trainer
 
 STEPS = 3
 """Of a training: the second neither watches where gradients arrive nor is the last, after which nothing is prepared."""
@@ -90,7 +91,7 @@ class Workshop:
 
         checkpoint = TaskCheckpoint(Storage(self.folder), self.folder / "none")
         trainings = [
-            TaskTraining(learner, rows, settings, (seed, "second"), checkpoint, on_step=on_step)
+            Trainer(learner, rows, settings, (seed, "second"), checkpoint, on_step=on_step)
             for seed, learner in enumerate(self.learners(name, members))
         ]
         for outcome in train_pack(trainings, Engine(backbone=self.backbone), self.bank):

@@ -10,7 +10,7 @@ from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding, assert_tra
 from helpers.tiny import bank_of, checkpoint_at, learn, learns, load_tiny, random_rows, task_data
 from pydantic import ValidationError
 
-from latent_sweep.adapters.lora import DeltaSum, new_pair, outputs_of
+from latent_sweep.adapters.lora import DeltaSum, new_branch, outputs_of
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
 from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.data.schema import load_benchmark
@@ -22,7 +22,8 @@ from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.settings import as_written
 from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.loop import TaskTraining, derived_seed, train_pack
+from latent_sweep.training.loop import train_pack
+from latent_sweep.training.trainer import Trainer, derived_seed
 
 LORA = ("seq_lora", "inc_lora", "o_lora", "joint_lora")
 ROWS = random_rows(12, seed=1)
@@ -65,7 +66,7 @@ def train(backbone, bank, tmp_path):
 
 def snapshots(backbone, count, rank=4):
     """Random snapshots of earlier tasks, large enough to change what the model answers."""
-    shapes = [tensor.shape for tensor in new_pair(backbone.targets, rank, torch.Generator())]
+    shapes = [tensor.shape for tensor in new_branch(backbone.targets, rank, torch.Generator())]
     sources = [torch.Generator().manual_seed(seed) for seed in range(count)]
     return [{k: 0.2 * torch.randn(s, generator=g) for k, s in zip("AB", shapes, strict=True)} for g in sources]
 
@@ -419,7 +420,7 @@ def test_members_beside_earlier_pairs_end_as_alone(backbone, bank, method_of, tm
             learner = method_of("inc_lora", **settings).begin_task(task_data(position=2, seed=i), history)
             train = TrainingSettings(epochs=20, max_steps=20, **training)
             checkpoint = checkpoint_at(tmp_path / folder / str(i))
-            yield TaskTraining(learner, random_rows(14, seed=i, longest=5 + 3 * i), train, (i, "task"), checkpoint)
+            yield Trainer(learner, random_rows(14, seed=i, longest=5 + 3 * i), train, (i, "task"), checkpoint)
 
     together, alone = list(trainings("together")), list(trainings("alone"))
     start = [lesson.learner.finish() for lesson in alone]

@@ -26,7 +26,8 @@ from latent_sweep.backbones.batches import forward
 from latent_sweep.methods.lwf import Lwf, LwfSettings, divergence
 from latent_sweep.methods.seq_lora import SeqLora
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.loop import TaskTraining, train_pack
+from latent_sweep.training.loop import train_pack
+from latent_sweep.training.trainer import Trainer
 
 
 def direct_divergence(student, teacher, temperature):
@@ -134,9 +135,7 @@ def test_beside_others_with_longer_rows_it_learns_as_alone(at_work, tmp_path):
 
     def trainings(rows_of_learners):
         return [
-            TaskTraining(
-                begin(method, history), rows, TRAINING, ("seed", i), checkpoint_at(Path(tmp_path / f"{i}.none"))
-            )
+            Trainer(begin(method, history), rows, TRAINING, ("seed", i), checkpoint_at(Path(tmp_path / f"{i}.none")))
             for i, rows in rows_of_learners
         ]
 

@@ -32,7 +32,7 @@ from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.methods import _gate, _gpm, method_class
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.training import loop as training_loop
+from latent_sweep.training import trainer
 
 FIXTURE = json.loads((Path(__file__).parent / "released.json").read_text())
 GATED = [case for case in FIXTURE if case.startswith("gain_lora")]
@@ -124,14 +124,14 @@ class Run:
         maps = uniform("G1", (WIDTH, d), d**-0.5), uniform("G2", (d, WIDTH), WIDTH**-0.5)
         epochs = iter([batches(task, 1), batches(task, 2)])
         with self.patch.context() as patch:
-            patch.setattr(lora_formulas, "new_pair", lambda *_: (A, B))
+            patch.setattr(lora_formulas, "new_branch", lambda *_: (A, B))
             patch.setattr(gate_formulas, "new_maps", lambda *_: maps)
             patch.setattr(torch, "rand", lambda *_, **__: (uniform(f"key{task}", (d,), 1) + 1) / 2)
             # the random direction is theirs: outside of the memory, else the projection would change it
             patch.setattr(torch, "randn", lambda *_, **__: torch.tensor(self.expected["tasks"][task].get("start_key")))
             for module in (_gpm, _gate):
                 patch.setattr(module, "statistics_batches", lambda *_: batches(task, 0))
-            patch.setattr(training_loop, "epoch_batches", lambda *_: next(epochs))
+            patch.setattr(trainer, "epoch_batches", lambda *_: next(epochs))
             earlier = list(self.history) if task else []
             learner = self.method.begin_task(task_data(self.rows[task], position=task), earlier)
             key = learner.parameters().get("gate.key")

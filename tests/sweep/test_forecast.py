@@ -307,10 +307,10 @@ def test_the_text_of_a_plan(tmp_path):
 
 
 REPLAYING = """
-from latent_sweep.methods.lora import TaskAdapterMethod, TaskAdapterSettings, LoraLearner
+from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner
 
 
-class ReplayingSettings(TaskAdapterSettings):
+class ReplayingSettings(BranchSettings):
     name: str
 
 
@@ -319,7 +319,7 @@ class ReplayingLearner(LoraLearner):
         return [*rows, rows[0]]
 
 
-class Replaying(TaskAdapterMethod):
+class Replaying(BranchMethod):
     settings_class = ReplayingSettings
     replays = True
 

@@ -219,7 +219,8 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
 
     from latent_sweep.methods import method_class
     from latent_sweep.methods.protocol import MethodContext
-    from latent_sweep.training.loop import TaskTraining, train_pack
+    from latent_sweep.training.loop import train_pack
+    from latent_sweep.training.trainer import Trainer
 
     s = trial.settings
     backbone = backbone_of(s.backbone.name, s.backbone.dtype, s.backbone.targets)
@@ -232,7 +233,7 @@ def measured_steps(trial, folder, members=1, kept=None, steps=2):
         learner = method.begin_task(task_data(rows, seed=member), [])
         known += learner.parameters().values()
         known += [*method.space.rights, *method.space.lefts] if s.method.name == "latent_lora" else []
-        trainings.append(TaskTraining(learner, rows, settings, (member, "task"), checkpoint_at(folder / str(member))))
+        trainings.append(Trainer(learner, rows, settings, (member, "task"), checkpoint_at(folder / str(member))))
 
     def keep(tensor):
         storage = tensor.untyped_storage()

@@ -75,7 +75,7 @@ if any(name in argument for argument in sys.orig_argv for name in ("latent_sweep
 
     def imitate(trial):
         from latent_sweep.training import evaluation, stage
-        from latent_sweep.training.loop import TrainingSummary
+        from latent_sweep.training.trainer import TrainingSummary
 
         def train_pack(trainings, engine, bank):
             outcomes = []

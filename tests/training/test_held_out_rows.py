@@ -3,7 +3,7 @@
 import pytest
 from helpers.outside import outside_module
 
-from latent_sweep.training import loop as training
+from latent_sweep.training import trainer
 from latent_sweep.training.context import Context
 
 BENCHMARK = {"name": "builtin", "tasks": ["mood", "ticket"], "train_per_task": 20, "test_per_task": 3}
@@ -24,6 +24,7 @@ class ReplayingSettings(SeqLoraSettings):
 
 class Replaying(SeqLora):
     settings_class = ReplayingSettings
+    replays = True
 
     def begin_task(self, task, history):
         learner = Replay(self.carried(task, history), self.outputs, self.settings)
@@ -42,13 +43,13 @@ class Replay(LoraLearner):
 def validated(monkeypatch):
     """The rows of each look at the validation loss."""
     found = []
-    forward = training.forward
+    forward = trainer.forward
 
     def record(backbone, bank, rows, *others):
         found.append([dict(row) for row in rows])
         return forward(backbone, bank, rows, *others)
 
-    monkeypatch.setattr(training, "forward", record)
+    monkeypatch.setattr(trainer, "forward", record)
     return found
 
 

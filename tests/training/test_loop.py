@@ -16,7 +16,7 @@ from latent_sweep.errors import NonFiniteLoss
 from latent_sweep.methods.latent_lora import LatentLora, LatentLoraSettings
 from latent_sweep.methods.protocol import MethodContext
 from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.training.loop import _History, derived_seed
+from latent_sweep.training.trainer import History, derived_seed
 
 ROWS = random_rows(12, seed=1)
 HELD_OUT = random_rows(5, seed=2)
@@ -337,7 +337,7 @@ def test_the_best_epoch_on_validation_is_kept(backbone, bank, train):
 
 
 def test_loss_terms_that_come_and_go_end_their_own_learner():
-    history = _History()
+    history = History()
     history.append({"task": 1.0, "kl": 0.5})
     history.append({"kl": 0.4, "task": 0.9})
     with pytest.raises(RuntimeError, match="loss terms are task at step 3, and were task, kl before"):

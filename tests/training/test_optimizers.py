@@ -8,8 +8,10 @@ from pydantic import ValidationError
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_linear_schedule_with_warmup
 
+from latent_sweep.methods.protocol import Learner
 from latent_sweep.sweep.schema import TrainingSettings
-from latent_sweep.training.optimizers import AdamW, Trained, learning_rate, optimizer_of
+from latent_sweep.training.optimizers import AdamW, optimizer_of
+from latent_sweep.training.trainer import Trainer, learning_rate
 
 STEPS = 8
 SHAPES = ({"R": (3, 4, 4)}, {"A": (2, 3), "B": (5, 3)}, {"R": (1, 2, 2)})
@@ -23,9 +25,23 @@ def normal(shape, seed, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def member(shapes, seed=0, dtype=torch.float64, **settings):
-    parameters = {name: normal(shape, seed, dtype).requires_grad_(True) for name, shape in shapes.items()}
-    return Trained(parameters, training(**settings), STEPS)
+def trainer_of(parameters, steps=STEPS, **settings):
+    trainer = Trainer(Learner(), (), training(**settings), (), None)
+    trainer.parameters, trainer.step, trainer.steps = parameters, 0, steps
+    return trainer
+
+
+def trainer_with(shapes, seed=0, dtype=torch.float64, **settings):
+    return trainer_of(
+        {name: normal(shape, seed, dtype).requires_grad_(True) for name, shape in shapes.items()}, **settings
+    )
+
+
+def take_step(optimizer, *trainers):
+    norms = optimizer.step()
+    for trainer in trainers:
+        trainer.step += 1
+    return norms
 
 
 def give_gradients(trained, seed):
@@ -35,16 +51,17 @@ def give_gradients(trained, seed):
 
 # --- AdamW -----------------------------------------------------------------------------------------------------------
 
-MEMBERS = [
+SETTINGS = [
     {"learning_rate": 0.1, "weight_decay": 0.5, "gradient_clip": 0.3},
     {"learning_rate": 1e-3, "warmup_steps": 3, "schedule": "linear", "gradient_clip": None},
     {"learning_rate": 0.02, "warmup_steps": 2, "warmup_start": "zero", "gradient_clip": 100.0},
 ]
 
 
-def members():
+def trainers():
     return [
-        member(shapes, seed, **settings) for seed, (shapes, settings) in enumerate(zip(SHAPES, MEMBERS, strict=True))
+        trainer_with(shapes, seed, **settings)
+        for seed, (shapes, settings) in enumerate(zip(SHAPES, SETTINGS, strict=True))
     ]
 
 
@@ -64,12 +81,12 @@ def torch_steps(trained, seed):
 
 def test_every_member_is_stepped_as_torch_would_alone():
     """In float64; of other rates, decays, limits, warm-ups and sizes."""
-    together, alone = members(), members()
+    together, alone = trainers(), trainers()
     optimizer, norms = AdamW(together), []
     for step in range(STEPS):
         for seed, trained in enumerate(together):
             give_gradients(trained, 10 * seed + step)
-        norms.append(optimizer.step())
+        norms.append(take_step(optimizer, *together))
     for seed, (found, expected) in enumerate(zip(together, alone, strict=True)):
         of_torch = torch_steps(expected, seed)
         assert [float(of_step[seed]) for of_step in norms] == pytest.approx(of_torch, rel=1e-12)
@@ -101,22 +118,22 @@ def test_epsilon_before_the_correction_is_transformers_optimizer_in_a_mixed_pack
     small = {"weight_decay": 0.5, "gradient_clip": 1e-7}  # gradients as small as epsilon
     kinds = [{"adam_eps": "before_correction", **small}, small, {"adam_eps": "before_correction", "warmup_steps": 3}]
     together, alone = (
-        [member(shape, seed, **kind) for seed, (shape, kind) in enumerate(zip(SHAPES, kinds, strict=True))]
+        [trainer_with(shape, seed, **kind) for seed, (shape, kind) in enumerate(zip(SHAPES, kinds, strict=True))]
         for _ in range(2)
     )
     optimizer = AdamW(together)
     for step in range(STEPS):
         for seed, trained in enumerate(together):
             give_gradients(trained, 10 * seed + step)
-        optimizer.step()
+        take_step(optimizer, *together)
     torch_steps(alone[1], 1)
     after = {name: parameter.detach().numpy() for name, parameter in alone[1].parameters.items()}
     alike = [transformers_steps(alone[0], 0), after, transformers_steps(alone[2], 2)]
     for found, expected in zip(together, alike, strict=True):
         for name, values in expected.items():
             np.testing.assert_allclose(found.parameters[name].detach().numpy(), values, rtol=1e-9, atol=1e-12)
-    start = member(SHAPES[0], 0).parameters["R"].detach().numpy()
-    torch_steps(other := member(SHAPES[0], 0, **small), 0)
+    start = trainer_with(SHAPES[0], 0).parameters["R"].detach().numpy()
+    torch_steps(other := trainer_with(SHAPES[0], 0, **small), 0)
     ways = [(p["R"].detach().numpy() - start) for p in (together[0].parameters, other.parameters)]
     assert np.abs(ways[0] / ways[1] - 1).max() > 0.01, "the other form would be seen"
 
@@ -124,13 +141,13 @@ def test_epsilon_before_the_correction_is_transformers_optimizer_in_a_mixed_pack
 def test_epsilon_before_the_correction_gives_the_numbers_of_transformers_4():
     """`transformers.optimization.AdamW` of 4.30.2 gave them, in float64 with the epsilon of its Trainer, 1e-8."""
     start = torch.tensor([0.5, -0.25, 1.0, 2.0], dtype=torch.float64)
-    settings = training(learning_rate=0.01, weight_decay=0.1, adam_eps="before_correction", gradient_clip=None)
-    trained = Trained({"w": start.requires_grad_(True)}, settings, 20)
+    settings = {"learning_rate": 0.01, "weight_decay": 0.1, "adam_eps": "before_correction", "gradient_clip": None}
+    trained = trainer_of({"w": start.requires_grad_(True)}, 20, **settings)
     optimizer, source = AdamW([trained]), np.random.RandomState(0)
     for _ in range(20):
         gradient = np.array([1.0, 1e-4, 1e-6, 1e-8]) * (1 + 0.5 * source.standard_normal(4))
         trained.parameters["w"].grad = torch.tensor(gradient)
-        optimizer.step()
+        take_step(optimizer, trained)
     expected = [0.3250422670898927, -0.4202749327534618, 0.819475215865581, 1.9406628528528165]
     assert trained.parameters["w"].tolist() == pytest.approx(expected, rel=1e-12)
 
@@ -141,15 +158,15 @@ def test_epsilon_before_the_correction_is_refused_where_nothing_reads_it():
 
 
 def test_a_member_whose_gradient_is_not_finite_spoils_no_other():
-    together, alone = members()[:2], members()[1:2]
+    together, alone = trainers()[:2], trainers()[1:2]
     optimizer, other = AdamW(together), AdamW(alone)
     for step in range(3):
         give_gradients(together[0], step)
         next(iter(together[0].parameters.values())).grad[0] = torch.nan
         for trained in (together[1], alone[0]):
             give_gradients(trained, step)
-        norms = optimizer.step()
-        other.step()
+        norms = take_step(optimizer, *together)
+        take_step(other, *alone)
         assert not norms[0].isfinite()
         assert norms[1].isfinite()
     for name, parameter in alone[0].parameters.items():
@@ -191,7 +208,7 @@ VIEWS = {
 
 def test_a_step_of_eight_members_is_as_many_operations_as_of_one():
     def operations(count):
-        trained = [member(SHAPES[0], seed, torch.float32) for seed in range(count)]
+        trained = [trainer_with(SHAPES[0], seed, torch.float32) for seed in range(count)]
         optimizer = AdamW(trained)
         for seed, each in enumerate(trained):
             give_gradients(each, seed)
@@ -204,9 +221,9 @@ def test_a_step_of_eight_members_is_as_many_operations_as_of_one():
 
 def test_what_is_trained_stays_the_learners_own_tensor():
     """A learner may change it between steps; the next step begins there."""
-    trained = member({"A": (2, 3)}, dtype=torch.float32)
+    trained = trainer_with({"A": (2, 3)}, dtype=torch.float32)
     parameter = trained.parameters["A"]
-    optimizer = AdamW([trained, member({"B": (7,)}, dtype=torch.float32)])
+    optimizer = AdamW([trained, trainer_with({"B": (7,)}, dtype=torch.float32)])
     assert parameter.is_leaf
     with torch.no_grad():
         parameter.fill_(5.0)
@@ -217,20 +234,20 @@ def test_what_is_trained_stays_the_learners_own_tensor():
 # --- any optimizer ---------------------------------------------------------------------------------------------------
 
 
-def moves(optimizer, parameter, count):
+def moves(optimizer, trainer, count):
     """How far each step moves a parameter whose gradient is always one: for Adam, the learning rate of that step."""
-    found = []
+    distances, parameter = [], trainer.parameters["p"]
     for _ in range(count):
         before = parameter.detach().clone()
         parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        found.append(float((before - parameter.detach()).mean()))
-    return found
+        take_step(optimizer, trainer)
+        distances.append(float((before - parameter.detach()).mean()))
+    return distances
 
 
 def fresh(shape=(3,), **settings):
-    trained = Trained({"p": torch.zeros(shape, requires_grad=True)}, training(**settings), STEPS)
-    return optimizer_of([trained]), trained.parameters["p"]
+    trainer = trainer_of({"p": torch.zeros(shape, requires_grad=True)}, **settings)
+    return optimizer_of([trainer]), trainer
 
 
 def test_warm_up_is_linear_then_constant():
@@ -258,19 +275,22 @@ def test_a_linear_schedule_falls_to_zero_at_the_end():
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
 def test_it_goes_on_where_its_state_was_taken(kind):
     settings = {"shape": (3, 2), "warmup_steps": 6, "optimizer": kind}
-    optimizer, parameter = fresh(**settings)
-    moves(optimizer, parameter, 3)
+    optimizer, trainer = fresh(**settings)
+    moves(optimizer, trainer, 3)
     state = {name: value.clone() for name, value in optimizer.state(0).items()}
-    expected = moves(optimizer, parameter, 5)
-    other, other_parameter = fresh(**settings)
+    other, resumed = fresh(**settings)
+    with torch.no_grad():
+        resumed.parameters["p"].copy_(trainer.parameters["p"])
+    resumed.step = trainer.step
+    expected = moves(optimizer, trainer, 5)
     other.load_state(0, state)
-    assert moves(other, other_parameter, 5) == expected
-    assert torch.equal(other_parameter, parameter)
+    assert moves(other, resumed, 5) == expected
+    assert torch.equal(resumed.parameters["p"], trainer.parameters["p"])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
 def test_clipping_bounds_the_gradient_of_all_parameters_together(kind):
-    trained = member({"A": (4,), "B": (3, 2)}, optimizer=kind, gradient_clip=0.5)
+    trained = trainer_with({"A": (4,), "B": (3, 2)}, optimizer=kind, gradient_clip=0.5)
     give_gradients(trained, 0)
     gradients = [p.grad.clone() for p in trained.parameters.values()]
     norm = torch.cat([g.flatten() for g in gradients]).norm()

@@ -23,8 +23,9 @@ from latent_sweep.sweep.schema import TrainingSettings
 from latent_sweep.training import packing
 from latent_sweep.training.context import Context
 from latent_sweep.training.engine import Engine
-from latent_sweep.training.loop import TaskTraining, train_pack
+from latent_sweep.training.loop import train_pack
 from latent_sweep.training.packing import PackTiming, best_size, measure, split
+from latent_sweep.training.trainer import Trainer
 from latent_sweep.training.worker import follow
 from latent_sweep.training.worker_group import WorkerGroup
 
@@ -63,7 +64,7 @@ def trainings(backbone, bank, tmp_path):
             rows = random_rows(14, seed=i, longest=5 + 3 * i)
             learner = own.begin_task(task_data(rows, position=1, seed=i), history if own.reads_history(1) else [])
             made.append(
-                TaskTraining(
+                Trainer(
                     learner,
                     rows,
                     TrainingSettings(epochs=20, max_steps=STEPS, **training),

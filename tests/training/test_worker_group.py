@@ -154,9 +154,9 @@ def test_deepspeed_settings_that_would_be_ignored_are_refused():
             check_engine(EngineSettings(name="deepspeed", config=config))
         return str(found.value)
 
-    assert "run.engine.config.fp16: unknown or without effect here; allowed: zero_optimization" in refusal(fp16={})
-    assert "`trial.training` decides it" in refusal(gradient_clipping=1.0)
-    assert "say it as run.engine.zero_stage" in refusal(zero_optimization={"stage": 2})
+    assert "run.engine.config.fp16" in refusal(fp16={})
+    assert "run.engine.config.gradient_clipping" in refusal(gradient_clipping=1.0)
+    assert "run.engine.zero_stage" in refusal(zero_optimization={"stage": 2})
     assert "run.engine.config.zero_optimization.stage3_prefetch: " in refusal(zero_optimization={"stage3_prefetch": 3})
     check_engine(EngineSettings(name="deepspeed", config={"zero_optimization": {"stage3_prefetch_bucket_size": 3}}))
 

@@ -1,0 +1,329 @@
+"""A trainer: one learner on its way through one task, with its rows, losses, checkpoint and validation.
+
+All randomness derives from (seed, task, purpose), and the position in a task is its step number. So a task that is
+interrupted and resumed from its checkpoint ends with the same bits as one that was not (on a CPU).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from latent_sweep.adapters.bank import AdapterBank
+from latent_sweep.backbones.batches import epoch_batches, forward
+from latent_sweep.backbones.loading import Backbone
+from latent_sweep.backbones.outputs import Example
+from latent_sweep.errors import NonFiniteLoss
+from latent_sweep.methods.protocol import Learner
+from latent_sweep.storage.snapshots import TaskCheckpoint
+from latent_sweep.sweep.schema import TrainingSettings
+from latent_sweep.training.engine import Engine
+from latent_sweep.training.memory_housekeeping import give_back_memory
+
+
+def derived_seed(*parts: Any) -> int:
+    """Derive a 63-bit seed from its purpose, e.g. `derived_seed(seed, task, "batches", epoch)`."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def learning_rate(settings: TrainingSettings, step: int, steps: int) -> float:
+    """Return the rate of a step (0-based): a linear warm-up, then constant or a linear decay to zero."""
+    warmup = settings.warmup_steps
+    if step < warmup:
+        risen = step if settings.warmup_start == "zero" else step + 1
+        return settings.learning_rate * (risen / warmup)
+    if settings.schedule != "linear":
+        return settings.learning_rate
+    return settings.learning_rate * ((steps - step) / max(1, steps - warmup))
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """The outcome of learning one task. Time and tokens depend on the machine; the other fields repeat bit for bit."""
+
+    steps: int
+    losses: dict[str, float]
+    """Mean of each loss term over the last tenth of the steps."""
+    first_losses: dict[str, float]
+    """Mean of each loss term over the first tenth."""
+    seconds: float = field(compare=False)
+    """Wall time, shared equally between trainers of a pack."""
+    tokens: int = field(compare=False)
+    """Prompt and target tokens, without padding, that this process has trained on."""
+
+
+class Optimizer(Protocol):
+    """Steps the parameters of several trainers together."""
+
+    def step(self) -> Tensor:
+        """Clip and step; return the gradient norms before clipping, (P,). The clipped gradients stay."""
+        ...
+
+    def state(self, index: int) -> dict[str, Tensor]:
+        """Return one trainer's moments as named tensors."""
+        ...
+
+    def load_state(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Restore one trainer's moments."""
+        ...
+
+
+Progress = Callable[[int, int, Mapping[str, float]], None]
+
+_FAILED = "failed"
+"""Key in a checkpoint's facts: class and message of the error that stopped a trainer whose pack continued."""
+
+
+@dataclass(eq=False)
+class Trainer:
+    """One learner, its rows and settings, and its state between steps, which `begin` sets up."""
+
+    learner: Learner
+    examples: Sequence[Example]
+    settings: TrainingSettings
+    seed_parts: Sequence[Any]
+    """Seed and task, from which all randomness derives."""
+    checkpoint: TaskCheckpoint
+    validation: Sequence[Example] = ()
+    """Held-out rows for `select: best_validation`, with prompts as at inference."""
+    on_step: Progress = lambda step, steps, losses: None
+    """Called after each step with its number (1-based), the number of steps, and the loss terms."""
+    tasks: int = 1
+    """Number of tasks that the rows come from; `max_steps` applies to each."""
+
+    def begin(self, engine: Engine, bank: AdapterBank) -> None:
+        """Read the checkpoint, make the rows, and start at the first step."""
+        self.group = engine.group
+        self.failure: Exception | None = None
+        self._checkpointed: tuple[dict[str, Tensor], dict[str, Any]] | None = self.group.first(self.checkpoint.load)
+        if self._checkpointed and _FAILED in self._checkpointed[1]:
+            kind, text = self._checkpointed[1][_FAILED]
+            self.failure = (NonFiniteLoss if kind == "NonFiniteLoss" else RuntimeError)(text)
+            self._checkpointed = None
+        drawn = _named(self._checkpointed[0], "drawn.") if self._checkpointed else {}
+        if drawn:  # the rows of the steps taken so far were made of these draws
+            self.learner.load_drawn(drawn)
+        self.rows = [dict(row) for row in self.learner.examples(self.examples)]
+        self.parameters = self.learner.parameters()
+        self.step = 0
+        self.steps = self.settings.step_count(len(self.rows), self.tasks)
+        self.steps_per_epoch = math.ceil(len(self.rows) / self.settings.batch_size)
+        self.optimizer: tuple[Optimizer, int]
+        """The optimizer of this trainer, and its index there."""
+        self.selection = BestOnValidation(self, engine.backbone, bank) if self.validation else None
+        self.history = History()
+        self.seconds, self.tokens = 0.0, 0
+        self.reached = False
+        """Whether a gradient has arrived at the first adapted projection."""
+        self.alike = True
+        """Whether the last adaptation was the same for all rows."""
+        self._lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
+        self._epochs: dict[int, list[list[int]]] = {}
+
+    def resume(self) -> None:
+        """Continue from the checkpoint, if there is one; the optimizer must be assigned."""
+        if not self._checkpointed:
+            return
+        (tensors, facts), self._checkpointed = self._checkpointed, None
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[f"engine.parameter.{name}"])
+        optimizer, index = self.optimizer
+        optimizer.load_state(index, _named(tensors, "engine.optimizer."))
+        self.learner.load_state(_named(tensors, "learner."))
+        self.history.names, self.history.rows = facts["terms"], tensors["history"].tolist()
+        if self.selection and facts["best_loss"] is not None:
+            best = _named(tensors, "best.")
+            self.selection.loss = facts["best_loss"]
+            self.selection.parameters = {name: t.to(self.parameters[name].device) for name, t in best.items()}
+        self.step = int(facts["step"])
+
+    def save(self) -> None:
+        """Write a checkpoint, on the group's first worker; a failed trainer saves its error, so it is not retried."""
+        if not self.group.leads:
+            return
+        if self.failure is not None:
+            self.checkpoint.save({}, {_FAILED: [type(self.failure).__name__, str(self.failure)]})
+            return
+        optimizer, index = self.optimizer
+        best = self.selection.parameters if self.selection else {}
+        tensors = {
+            **{f"engine.parameter.{name}": parameter.detach() for name, parameter in self.parameters.items()},
+            **{f"engine.optimizer.{name}": value for name, value in optimizer.state(index).items()},
+            **{f"learner.{name}": value for name, value in self.learner.state().items()},
+            **{f"drawn.{name}": value for name, value in self.learner.drawn().items()},
+            **{f"best.{name}": value for name, value in best.items()},
+            "history": torch.tensor(self.history.rows, dtype=torch.float64),
+        }
+        best_loss = self.selection.loss if self.selection and best else None
+        self.checkpoint.save(tensors, {"step": self.step, "terms": self.history.names, "best_loss": best_loss})
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether steps remain and nothing has failed."""
+        return self.failure is None and self.step < self.steps
+
+    @property
+    def rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return learning_rate(self.settings, self.step, self.steps)
+
+    @property
+    def step_seed(self) -> int:
+        """Return the seed of the next step."""
+        rank = (self.group.rank,) if self.group.rank else ()  # workers have different rows and draw different masks
+        return derived_seed(*self.seed_parts, "step", self.step, *rank)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a gradient has arrived at the first adapted projection and at the parameters."""
+        gradients = (parameter.grad for parameter in self.parameters.values())
+        return self.reached and any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+    def batch(self, step: int) -> list[int]:
+        """Return the indices of the rows of a step (0-based)."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if epoch not in self._epochs:
+            shuffle = torch.Generator().manual_seed(derived_seed(*self.seed_parts, "batches", epoch))
+            batches = epoch_batches(self._lengths, self.settings.batch_size, shuffle, self.settings.group_by_length)
+            # the loop prepares one step ahead, so the previous epoch may still be needed
+            self._epochs = {key: value for key, value in self._epochs.items() if key == epoch - 1} | {epoch: batches}
+        return self._epochs[epoch][position]
+
+    def advance(self, losses: Mapping[str, float], norm: float) -> None:
+        """Complete a step with these losses and gradient norm; an error ends this trainer alone."""
+        try:
+            if self.failure is None:
+                _check_losses(losses, self.step)
+                _check_gradient(norm, self.step)
+                self.learner.after_step(self.step)
+                self.history.append(losses)
+        except Exception as failure:
+            self.failure = failure
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.failure is not None:
+            return
+        self.tokens += sum(self._lengths[i] for i in self.batch(self.step))
+        self.step += 1
+        last = self.step == self.steps
+        if self.selection and (last or self.step % self.steps_per_epoch == 0):
+            self.selection.consider()
+        if self.step % self.settings.checkpoint_every == 0:
+            give_back_memory()
+            if not last:
+                self.save()
+        self.on_step(self.step, self.steps, losses)
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Copy the parameters, which are views of the optimizer's matrix, and drop the optimizer."""
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.clone()
+        del self.optimizer
+
+    def outcome(self) -> TrainingSummary | Exception:
+        """Return a summary, or the error that stopped this trainer."""
+        if self.failure is not None:
+            if self.group.leads:
+                self.checkpoint.remove()  # a later attempt may retry it
+            return self.failure
+        try:
+            if self.selection:
+                self.selection.restore()
+        except NonFiniteLoss as failure:
+            return failure
+        first, last = self.history.mean(last=False), self.history.mean(last=True)
+        return TrainingSummary(self.steps, last, first, self.seconds, self.tokens)
+
+
+class History:
+    """The loss terms of all steps so far."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: list[list[float]] = []
+
+    def append(self, losses: Mapping[str, float]) -> None:
+        """Add a step.
+
+        Raises:
+            RuntimeError: the terms differ from those of earlier steps.
+        """
+        self.names = self.names or list(losses)
+        if losses.keys() != set(self.names):
+            raise RuntimeError(
+                f"loss terms are {', '.join(losses)} at step {len(self.rows) + 1}, and were {', '.join(self.names)} "
+                "before; expected the same at every step of a task. Return 0 for a term that does not apply to a batch"
+            )
+        self.rows.append([losses[name] for name in self.names])
+
+    def mean(self, last: bool) -> dict[str, float]:
+        """Return the mean of each term over the last, or the first, tenth of the steps."""
+        tenth = max(1, len(self.rows) // 10)
+        rows = self.rows[-tenth:] if last else self.rows[:tenth]
+        return {name: math.fsum(row[i] for row in rows) / len(rows) for i, name in enumerate(self.names)}
+
+
+class BestOnValidation:
+    """The parameters of the epoch with the lowest validation loss (A31)."""
+
+    def __init__(self, trainer: Trainer, backbone: Backbone, bank: AdapterBank):
+        self.loss = math.inf
+        self.parameters: dict[str, Tensor] = {}
+        self._learner, self._backbone, self._bank = trainer.learner, backbone, bank
+        rows = sorted(trainer.validation, key=lambda row: len(row["prompt_ids"]))
+        size = trainer.settings.micro_batch_size or trainer.settings.batch_size
+        self._batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        self._targets = sum(len(row["target_ids"]) for row in rows)
+
+    @torch.no_grad()
+    def consider(self) -> None:
+        """Keep the current parameters if their validation loss is the lowest so far."""
+        loss = 0.0
+        for rows in self._batches:
+            outputs = forward(self._backbone, self._bank, rows, self._learner.adaptation(rows), self._targets)
+            loss += float(outputs.task_loss())
+        if loss < self.loss:
+            self.loss = loss
+            self.parameters = {name: p.detach().clone() for name, p in self._learner.parameters().items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the best parameters back to the learner.
+
+        Raises:
+            NonFiniteLoss: no epoch had a finite validation loss.
+        """
+        if not self.parameters:
+            raise NonFiniteLoss("the validation loss is not finite after any epoch; lower training.learning_rate")
+        for name, parameter in self._learner.parameters().items():
+            parameter.copy_(self.parameters[name])
+
+
+def _check_losses(losses: Mapping[str, float], step: int) -> None:
+    if not all(math.isfinite(loss) for loss in losses.values()):
+        terms = ", ".join(f"{name} = {loss:g}" for name, loss in losses.items())
+        raise NonFiniteLoss(
+            f"the loss is not finite at step {step + 1}: {terms}. Lower training.learning_rate, or the method's "
+            "coefficient of the term that grew; check backbone.dtype if it happens at the first step"
+        )
+
+
+def _check_gradient(norm: float, step: int) -> None:
+    if not math.isfinite(norm):
+        raise NonFiniteLoss(
+            f"the loss is finite at step {step + 1}, but its gradient is not (norm {norm}). Lower "
+            "training.learning_rate, or the method's coefficients; check backbone.dtype"
+        )
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names start with the prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
