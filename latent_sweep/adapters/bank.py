@@ -21,8 +21,8 @@ from latent_sweep.errors import ConfigError
 class Delta(Protocol):
     """The change that a method makes to one projection's output.
 
-    One that is the same for every row of any batch may say so by an attribute `alike` that is true: then what the rows
-    of a batch begin with is computed once for all of them.
+    A delta that is the same for every row of any batch may set `uniform = True`: a prefix that all rows of a batch
+    share is then computed once.
     """
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
@@ -53,10 +53,10 @@ class Adaptation:
     """Soft prompt, (vectors, d) for all rows or (rows, vectors, d): the embedding of token id `-1 - i` is vector i."""
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether it is the same for every row of any batch."""
-        said = getattr(self.deltas, "alike", None)
-        same = all(getattr(delta, "alike", False) for delta in self.deltas) if said is None else bool(said)
+        said = getattr(self.deltas, "uniform", None)
+        same = all(getattr(delta, "uniform", False) for delta in self.deltas) if said is None else bool(said)
         return same and (self.prompt is None or self.prompt.dim() == 2)
 
     def select(self, rows: Tensor) -> Adaptation:
@@ -242,7 +242,7 @@ class _Split:
 
     def __init__(self, deltas: Sequence[Delta], counts: Sequence[int]):
         self.deltas, self.counts = deltas, list(counts)
-        self.alike = all(getattr(delta, "alike", False) for delta in deltas)
+        self.uniform = all(getattr(delta, "uniform", False) for delta in deltas)
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
         parts = zip(self.deltas, h.split(self.counts), output.split(self.counts), strict=True)

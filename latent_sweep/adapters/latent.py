@@ -152,7 +152,7 @@ class LatentDeltas(Sequence[Delta]):
         return self.R if self.scale == 1 else self.scale * self.R
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether they are the same for every row: not with masks of dropout, which are drawn for each."""
         return self.R.dim() == 3 and not self.dropout
 
@@ -188,7 +188,7 @@ class LatentDeltas(Sequence[Delta]):
         """
         space = max((member.space for member in members), key=lambda space: space.rank)
         alike = {(member.space.sigma_side, member.space.kind) for member in members}
-        if len(alike) > 1 or not all(member.alike for member in members):
+        if len(alike) > 1 or not all(member.uniform for member in members):
             return None
         together, scale = scaled_alike([(m.R, m.scale) for m in members])
         wide = [widened(R, (0, space.rank - R.shape[-1]) * 2) for R in together]

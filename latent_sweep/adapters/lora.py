@@ -1,7 +1,7 @@
-"""The LoRA adapter: `dW = s B A` per adapted projection, and branches of it that answer together.
+"""The LoRA adapter: `dW = s B A` per adapted projection, and pairs of it that answer together.
 
 Legend: M adapted projections, n inputs of the widest; m outputs of one of them and O of all together; r rank, B rows of
-a batch, T branches, P members of a pack. One branch is a pair of float32 tensors: A_Mrn, and B_Or, whose rows are those
+a batch, T pairs, P members of a pack. One pair is a pair of float32 tensors: A_Mrn, and B_Or, whose rows are those
 of the projections' own B (m, r) one after another. Two tensors instead of 2 M make optimizer steps and packs cheap. A
 projection with fewer inputs reads the first columns of its A; the others are zero, and stay so.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import dropout
 from latent_sweep.adapters.bank import Adaptation, Delta, cast, side_by_side
 from latent_sweep.adapters.low_rank import LowRank, scaled_alike, widened
 
-Branch = tuple[Tensor, Tensor]
+LoraPair = tuple[Tensor, Tensor]
 """A_Mrn and B_Or of one adapter."""
 
 
@@ -34,7 +34,7 @@ def inputs_of(targets: Mapping[str, nn.Linear]) -> list[int]:
     return [module.in_features for module in targets.values()]
 
 
-def new_branch(targets: Mapping[str, nn.Linear], rank: int, generator: torch.Generator) -> Branch:
+def new_pair(targets: Mapping[str, nn.Linear], rank: int, generator: torch.Generator) -> LoraPair:
     """Draw A from U(-1/sqrt(n), 1/sqrt(n)), PyTorch's default for linear layers, with B = 0; on the targets' device."""
     outputs, inputs, device = outputs_of(targets), inputs_of(targets), next(iter(targets.values())).weight.device
     A = torch.rand(len(outputs), rank, max(inputs), generator=generator) * 2 - 1
@@ -60,10 +60,10 @@ class LoraDelta:
 
 
 class LoraDeltas(Sequence[Delta]):
-    """The deltas of all projections for one branch (or several, concatenated along the rank).
+    """The deltas of all projections for one pair (or several, concatenated along the rank).
 
     Args:
-        A, B: the branch, (M, r, n) and (O, r); in a pack (M, P, r, n) and (O, P, r).
+        A, B: the pair, (M, r, n) and (O, r); in a pack (M, P, r, n) and (O, P, r).
         outputs: m of every projection.
         scale: s = alpha / r.
         w: weights of the ranks in each row, (B, r).
@@ -82,7 +82,7 @@ class LoraDeltas(Sequence[Delta]):
         self.A, self.B, self.outputs, self.scale, self.w, self.counts = A, B, list(outputs), scale, w, counts
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether they are the same for every row."""
         return self.w is None and self.counts is None
 
@@ -119,7 +119,7 @@ class LoraDeltas(Sequence[Delta]):
     @staticmethod
     def beside(members: Sequence[LoraDeltas], counts: Sequence[int]) -> LoraDeltas | None:
         """Join all in one batched product, smaller ranks padded with zeros; None where rows have own weights."""
-        if not all(member.alike for member in members):
+        if not all(member.uniform for member in members):
             return None
         rank = max(member.A.shape[1] for member in members)
         together, scale = scaled_alike([(member.B, member.scale) for member in members])
@@ -130,10 +130,10 @@ class LoraDeltas(Sequence[Delta]):
 
 @dataclass(frozen=True)
 class DenseDelta:
-    """A delta folded into one matrix dW (m, n), or wider with zeros: its cost does not grow with the branches in it."""
+    """A delta folded into one matrix dW (m, n), or wider with zeros: its cost does not grow with the pairs in it."""
 
     dW: Tensor
-    alike: ClassVar[bool] = True
+    uniform: ClassVar[bool] = True
 
     def __call__(self, h: Tensor, output: Tensor) -> Tensor:
         """Add the change of inputs (B, tokens, n) to the output, (B, tokens, m)."""
@@ -144,36 +144,36 @@ class DenseDelta:
         return self
 
 
-def summed(branches: Sequence[Branch], outputs: Sequence[int], scale: float, dtype: torch.dtype) -> Sequence[Delta]:
-    """Add up frozen branches in the cheaper of two ways: concatenated along the rank, or folded into one matrix each.
+def summed(pairs: Sequence[LoraPair], outputs: Sequence[int], scale: float, dtype: torch.dtype) -> Sequence[Delta]:
+    """Add up frozen pairs in the cheaper of two ways: concatenated along the rank, or folded into one matrix each.
 
-    So a stage pays at most one product with a matrix of the projection's own shape, however many branches there are.
+    So a stage pays at most one product with a matrix of the projection's own shape, however many pairs there are.
     """
-    A = torch.cat([a for a, _ in branches], 1)
-    B = torch.cat([b for _, b in branches], 1)
+    A = torch.cat([a for a, _ in pairs], 1)
+    B = torch.cat([b for _, b in pairs], 1)
     modules, rank, n = A.shape
     if rank * (modules * n + len(B)) < n * len(B):
         return LoraDeltas(A.to(dtype), B.to(dtype), outputs, scale)
     return [DenseDelta((scale * b @ a).to(dtype)) for a, b in zip(A.unbind(0), B.split(list(outputs)), strict=True)]
 
 
-def blended(
-    branches: Sequence[Branch], weights: Tensor, outputs: Sequence[int], scale: float, dtype: torch.dtype
+def merged(
+    pairs: Sequence[LoraPair], weights: Tensor, outputs: Sequence[int], scale: float, dtype: torch.dtype
 ) -> Sequence[Delta]:
-    """Weigh branches row by row, weights (B, T): `sum_t w_t(x) s B_t A_t`. One row of weights holds for all rows.
+    """Weigh pairs row by row, weights (B, T): `sum_t w_t(x) s B_t A_t`. One row of weights holds for all rows.
 
     Branches that no row weighs play no part.
     """
-    used = [t for t in range(len(branches)) if bool(weights[:, t].any())]
+    used = [t for t in range(len(pairs)) if bool(weights[:, t].any())]
     if not used:
         return ()
-    branches = [branches[t] for t in used]
-    weights = weights[:, used].to(branches[0][0].device)
+    pairs = [pairs[t] for t in used]
+    weights = weights[:, used].to(pairs[0][0].device)
     if len(weights) == 1:
-        return summed([(A, w * B) for (A, B), w in zip(branches, weights[0], strict=True)], outputs, scale, dtype)
-    A = torch.cat([a for a, _ in branches], 1).to(dtype)
-    B = torch.cat([b for _, b in branches], 1).to(dtype)
-    ranks = torch.tensor([a.shape[1] for a, _ in branches], device=weights.device)
+        return summed([(A, w * B) for (A, B), w in zip(pairs, weights[0], strict=True)], outputs, scale, dtype)
+    A = torch.cat([a for a, _ in pairs], 1).to(dtype)
+    B = torch.cat([b for _, b in pairs], 1).to(dtype)
+    ranks = torch.tensor([a.shape[1] for a, _ in pairs], device=weights.device)
     return LoraDeltas(A, B, outputs, scale, w=torch.repeat_interleave(weights, ranks, dim=1))
 
 
@@ -191,9 +191,9 @@ class DeltaSum(Sequence["_Sum"]):
         self.terms, self.rate, self.detach = [term for term, _ in kept], rate, [cut for _, cut in kept]
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether all terms are the same for every row, and no masks of dropout are drawn for each."""
-        return not self.rate and all(Adaptation(term).alike for term in self.terms)
+        return not self.rate and all(Adaptation(term).uniform for term in self.terms)
 
     def cast(self, dtype: torch.dtype) -> DeltaSum:
         """Return the same in the type that they multiply in."""

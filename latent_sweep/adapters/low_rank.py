@@ -24,7 +24,7 @@ class LowRank:
         counts: how many rows of the batch belong to each member, where there are several.
     """
 
-    alike = True
+    uniform = True
 
     def __init__(self, right: Tensor, left: Tensor, counts: Sequence[int] | None = None):
         self.right, self.left, self.counts = right, left, counts

@@ -162,7 +162,7 @@ def read(
         reading: watches the pass; it is told how many tokens each token stands for, (sequences, tokens), of the
             prompts' side and of T5's decoder.
     """
-    batch = collate([rows], backbone, adaptation.alike)
+    batch = collate([rows], backbone, adaptation.uniform)
     told = (batch.standing_for, batch.standing_for_target)
     counts = [None if found is None else moved(found, backbone.device) for found in told]
     with reading(*counts), bank.active(adaptation), _keeping(backbone, batch.keep[:1]):
@@ -292,7 +292,7 @@ def forward(
     Args:
         drop_out: whether the backbone's own dropout acts, where it is on: if not said, where gradients are needed.
     """
-    batch = collate([rows], backbone, adaptation.alike)
+    batch = collate([rows], backbone, adaptation.uniform)
     acts = torch.is_grad_enabled() if drop_out is None else drop_out
     with bank.active(adaptation), nullcontext() if acts else backbone.dropout(0.0):
         return Outputs(rows, label_logits(backbone, batch), batch.labels, denominator)

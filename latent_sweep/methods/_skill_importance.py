@@ -26,7 +26,7 @@ from latent_sweep.methods.lora import LoraLearner, LoraSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from latent_sweep.adapters.lora import Branch
+    from latent_sweep.adapters.lora import LoraPair
 
 
 class SkillSettings(LoraSettings):
@@ -46,7 +46,7 @@ class SkillLearner(LoraLearner):
     Its snapshot holds the accumulated `scores` (F, M, K), scaled to [0, 1], beside the pair.
 
     Args:
-        branch: where the pair starts.
+        pair: where the pair starts.
         outputs: m of every projection.
         settings: of the method.
         previous: the newest snapshot; None at the first task, which leaves its pair as it was learned.
@@ -57,13 +57,13 @@ class SkillLearner(LoraLearner):
 
     def __init__(
         self,
-        branch: Branch,
+        pair: LoraPair,
         outputs: Sequence[int],
         settings: SkillSettings,
         previous: Mapping[str, Tensor] | None,
         inputs: Sequence[int] | None = None,
     ):
-        super().__init__(branch, outputs, settings)
+        super().__init__(pair, outputs, settings)
         self._previous = previous
         widest = self.A.shape[-1]
         self._wider = [widest / n for n in inputs or [widest] * len(self.A)]

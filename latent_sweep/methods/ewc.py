@@ -25,7 +25,7 @@ from latent_sweep.methods.protocol import MethodContext, TaskData
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from latent_sweep.adapters.lora import Branch
+    from latent_sweep.adapters.lora import LoraPair
 
 FISHER_BATCH = 8
 """Rows per pass of the Fisher information, or as many as learning has in one, if fewer; each needs a copy of the pair,
@@ -90,26 +90,26 @@ class Ewc(LoraMethod):
                 f"task {task.name!r} has no training rows, but EWC measures its Fisher information on them; "
                 "give it rows or leave it out of benchmark.tasks"
             )
-        branch, anchors = self.carried(task, history), self._anchors(history)
-        return EwcLearner(branch, self.outputs, self.settings, anchors, task, self.context)
+        pair, anchors = self.carried(task, history), self._anchors(history)
+        return EwcLearner(pair, self.outputs, self.settings, anchors, task, self.context)
 
-    def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[Branch, Branch]]:
+    def _anchors(self, history: Sequence[Mapping[str, Tensor]]) -> list[tuple[LoraPair, LoraPair]]:
         """Return every (F, theta*) that the new pair is held to."""
         device = self.context.backbone.device
         own = ((snapshot["fisher_A"].to(device), snapshot["fisher_B"].to(device)) for snapshot in history)
         if self.settings.fisher == "separate" or not history:
-            return list(zip(own, map(self.branch, history), strict=True))
+            return list(zip(own, map(self.pair, history), strict=True))
         A, B = next(own)
         for F_A, F_B in own:
             A, B = self.settings.gamma * A + F_A, self.settings.gamma * B + F_B
-        return [((A, B), self.branch(history[-1]))]
+        return [((A, B), self.pair(history[-1]))]
 
 
 class EwcLearner(LoraLearner):
     """Trains one pair near the anchors, and measures how firmly it must be held from now on.
 
     Args:
-        branch: where the pair starts.
+        pair: where the pair starts.
         outputs: m of every projection.
         settings: of the method.
         anchors: every (F, theta*).
@@ -121,14 +121,14 @@ class EwcLearner(LoraLearner):
 
     def __init__(
         self,
-        branch: Branch,
+        pair: LoraPair,
         outputs: Sequence[int],
         settings: EwcSettings,
-        anchors: Sequence[tuple[Branch, Branch]],
+        anchors: Sequence[tuple[LoraPair, LoraPair]],
         task: TaskData,
         context: MethodContext,
     ):
-        super().__init__(branch, outputs, settings)
+        super().__init__(pair, outputs, settings)
         self._anchors, self._task, self._context = anchors, task, context
         self._facts: dict[str, float] = {}
 
@@ -173,13 +173,13 @@ class EwcLearner(LoraLearner):
 
 
 def diagonal_fisher(
-    branch: Branch,
+    pair: LoraPair,
     outputs: Sequence[int],
     scale: float,
     rows: Sequence[Example],
     context: MethodContext,
     batch_size: int = FISHER_BATCH,
-) -> Branch:
+) -> LoraPair:
     """Average over rows the squared gradient of each row's own loss, the mean over its target tokens.
 
     Every row of a batch meets its own copy of the pair, so one backward pass gives the gradient of every row.
@@ -192,7 +192,7 @@ def diagonal_fisher(
     """
     import torch
 
-    A, B = (tensor.detach() for tensor in branch)
+    A, B = (tensor.detach() for tensor in pair)
     sums = torch.zeros_like(A), torch.zeros_like(B)
     by_length = sorted(rows, key=lambda row: len(row["prompt_ids"]))
     at_once = context.rows_in_a_pass(batch_size)
@@ -204,8 +204,8 @@ def diagonal_fisher(
 
 
 def _summed_squares(
-    branch: Branch, outputs: Sequence[int], scale: float, batch: Sequence[Example], context: MethodContext
-) -> Branch:
+    pair: LoraPair, outputs: Sequence[int], scale: float, batch: Sequence[Example], context: MethodContext
+) -> LoraPair:
     """Sum over the rows of a batch the squared gradient of each; nothing of the pass stays for the next batch's."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -214,7 +214,7 @@ def _summed_squares(
     from latent_sweep.adapters.lora import LoraDeltas
     from latent_sweep.backbones.batches import forward
 
-    own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in branch)
+    own_A, own_B = (torch.stack([tensor] * len(batch), 1).requires_grad_(True) for tensor in pair)
     adaptation = Adaptation(LoraDeltas(own_A, own_B, outputs, scale, counts=[1] * len(batch)))
     with context.bank.active(adaptation):  # through backward: checkpointing runs the forward pass again there
         found = forward(context.backbone, context.bank, batch, adaptation)

@@ -22,11 +22,11 @@ from latent_sweep.methods._gate import RELEASED_GATES, GateSettings, NewGate, ga
 from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm, try_reading
 from latent_sweep.methods.lora import (
     LATER,
-    BranchMethod,
-    BranchSettings,
     LoraLearner,
     Presets,
     Scripts,
+    TaskAdapterMethod,
+    TaskAdapterSettings,
     gain_lora_scripts,
 )
 from latent_sweep.methods.o_lora import Coefficient, OLora, OLoraPenalty, OLoraSettings
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from latent_sweep.adapters.bank import Adaptation
     from latent_sweep.adapters.gate import Gate
-    from latent_sweep.adapters.lora import Branch
+    from latent_sweep.adapters.lora import LoraPair
 
 INPUTS_ONLY = {"chunks", "mask_padding", "padding", "cross_attention_v"}
 """Settings of the memory that gates do not read."""
@@ -49,7 +49,7 @@ BATCHES = {"batch_size", "max_batches", "group_by_length"}
 """Settings of the memory that gates read only if they divide by padded lengths."""
 
 
-class GainLoraSettings(BranchSettings):
+class GainLoraSettings(TaskAdapterSettings):
     """The `method:` group of a sweep file for GainLoRA; `design`, or the weights, are None where it reads none."""
 
     name: Literal["gain_lora"] = "gain_lora"
@@ -80,7 +80,7 @@ class GainLoraSettings(BranchSettings):
         return self
 
 
-class GainLora(BranchMethod):
+class GainLora(TaskAdapterMethod):
     """dW(x) = s sum_t g_t(x) B_t A_t with a gate g_t per task that reads the prompt."""
 
     settings_class = GainLoraSettings
@@ -172,7 +172,7 @@ class GainLora(BranchMethod):
         memory = InputMemory(s.gpm, s.design, self.context, task, history) if s.design else None
         penalty = None if memory else self._o_lora().penalty(task.position, history)
         active = history if s.train_active == "sum" else ()
-        earlier = [(self.branch(snapshot), gate_of(snapshot, s.gate, table.device)) for snapshot in active]
+        earlier = [(self.pair(snapshot), gate_of(snapshot, s.gate, table.device)) for snapshot in active]
         return GainLoraLearner(self.fresh(task), self.outputs, s, gate, earlier, memory, penalty)
 
 
@@ -188,17 +188,17 @@ class GainLoraLearner(LoraLearner):
 
     def __init__(
         self,
-        branch: Branch,
+        pair: LoraPair,
         outputs: Sequence[int],
         settings: GainLoraSettings,
         gate: NewGate,
-        earlier: Sequence[tuple[Branch, Gate]],
+        earlier: Sequence[tuple[LoraPair, Gate]],
         memory: InputMemory | None = None,
         penalty: OLoraPenalty | None = None,
     ):
         import torch
 
-        super().__init__(branch, outputs, settings, train_A=memory is None)
+        super().__init__(pair, outputs, settings, train_A=memory is None)
         self._gate, self._memory, self._penalty = gate, memory, penalty
         self._detach = settings.old_branch_grad == "detach"
         self._gates = [gate for _, gate in earlier]

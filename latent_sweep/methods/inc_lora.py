@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, o_lora_scripts
+from latent_sweep.methods.lora import LoraLearner, Scripts, TaskAdapterMethod, TaskAdapterSettings, o_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class IncLoraSettings(BranchSettings):
+class IncLoraSettings(TaskAdapterSettings):
     """The `method:` group of a sweep file for IncLoRA."""
 
     name: Literal["inc_lora"] = "inc_lora"
     """Name of the method."""
 
 
-class IncLora(BranchMethod):
+class IncLora(TaskAdapterMethod):
     """dW = s sum_t B_t A_t, where only the newest pair is trained."""
 
     settings_class = IncLoraSettings

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from latent_sweep.methods._gpm import Design, GpmSettings, InputMemory, gpm_identity, released_gpm, try_reading
-from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner, Scripts, gain_lora_scripts
+from latent_sweep.methods.lora import LoraLearner, Scripts, TaskAdapterMethod, TaskAdapterSettings, gain_lora_scripts
 from latent_sweep.methods.protocol import TaskData
 from latent_sweep.settings import FROM_PRESET
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Delta
-    from latent_sweep.adapters.lora import Branch
+    from latent_sweep.adapters.lora import LoraPair
 
 
-class InfLoraSettings(BranchSettings):
+class InfLoraSettings(TaskAdapterSettings):
     """The `method:` group of a sweep file for InfLoRA."""
 
     name: Literal["inf_lora"] = "inf_lora"
@@ -38,7 +38,7 @@ class InfLoraSettings(BranchSettings):
     """The memory of earlier tasks' inputs."""
 
 
-class InfLora(BranchMethod):
+class InfLora(TaskAdapterMethod):
     """dW = s sum_t B_t A_t with A_t outside of what earlier tasks feed each projection; only B_t is trained."""
 
     settings_class = InfLoraSettings
@@ -83,13 +83,13 @@ class InfLoraLearner(LoraLearner):
 
     def __init__(
         self,
-        branch: Branch,
+        pair: LoraPair,
         outputs: Sequence[int],
         settings: InfLoraSettings,
         earlier: Sequence[Delta],
         memory: InputMemory,
     ):
-        super().__init__(branch, outputs, settings, earlier, train_A=False)
+        super().__init__(pair, outputs, settings, earlier, train_A=False)
         self._memory = memory
         self.A = memory.down_projection(self.A, self.adaptation)
 

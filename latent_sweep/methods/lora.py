@@ -1,8 +1,8 @@
 """What all methods that train LoRA pairs share: settings and their presets, pairs in snapshots, and a learner.
 
-A snapshot holds one pair, `A` (M, r, n) and `B` (O, r), whatever else its method adds; see `latent_sweep.adapters.lora`
-for the letters. `LoraMethod` serves methods that carry one pair through all tasks, `BranchMethod` those that learn a
-pair for every task.
+A snapshot holds one pair, `A` (M, r, n) and `B` (O, r), plus what its method adds; the letters are explained in
+`latent_sweep.adapters.lora`. `LoraMethod` carries one pair through all tasks, `TaskAdapterMethod` learns a new pair for
+every task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Adaptation, Delta
-    from latent_sweep.adapters.lora import Branch
+    from latent_sweep.adapters.lora import LoraPair
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class LoraSettings(MethodSettings):
         return self.alpha / self.rank
 
 
-class BranchSettings(LoraSettings):
+class TaskAdapterSettings(LoraSettings):
     """The settings that the `method:` group of a method with a pair for every task has besides."""
 
     train_active: Literal["sum", "current"] = "sum"
@@ -181,17 +181,17 @@ class LoraMethod(Method):
 
         return inputs_of(self.context.backbone.targets)
 
-    def fresh(self, task: TaskData) -> Branch:
+    def fresh(self, task: TaskData) -> LoraPair:
         """Make a new pair: A drawn, B = 0."""
-        from latent_sweep.adapters.lora import new_branch
+        from latent_sweep.adapters.lora import new_pair
 
-        return new_branch(self.context.backbone.targets, self.rank(), task.generator("start"))
+        return new_pair(self.context.backbone.targets, self.rank(), task.generator("start"))
 
-    def carried(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> Branch:
+    def carried(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraPair:
         """Return the newest snapshot's pair, or a new one at the first task."""
-        return self.branch(history[-1]) if history else self.fresh(task)
+        return self.pair(history[-1]) if history else self.fresh(task)
 
-    def branch(self, snapshot: Mapping[str, Tensor]) -> Branch:
+    def pair(self, snapshot: Mapping[str, Tensor]) -> LoraPair:
         """Return a snapshot's pair, on the backbone's device."""
         device = self.context.backbone.device
         return snapshot["A"].to(device), snapshot["B"].to(device)
@@ -204,18 +204,18 @@ class LoraMethod(Method):
     def combine(self, history: Sequence[Mapping[str, Tensor]], weights: Tensor) -> Adaptation:
         """Have each row answer with its own sum of pairs; snapshots that no row weighs play no part."""
         from latent_sweep.adapters.bank import Adaptation
-        from latent_sweep.adapters.lora import blended
+        from latent_sweep.adapters.lora import merged
 
-        branches = [self.branch(snapshot) for snapshot in history]
+        pairs = [self.pair(snapshot) for snapshot in history]
         dtype = self.context.backbone.model.dtype
-        return Adaptation(blended(branches, weights, self.outputs, self.settings.s, dtype))
+        return Adaptation(merged(pairs, weights, self.outputs, self.settings.s, dtype))
 
 
-class BranchMethod(LoraMethod):
+class TaskAdapterMethod(LoraMethod):
     """A new pair for every task, the earlier ones frozen, and active in training unless the settings say otherwise."""
 
     combinations = ADAPTER_COMBINATIONS
-    settings: BranchSettings
+    settings: TaskAdapterSettings
 
     def reads_history(self, position: int) -> bool:
         """Whether there are earlier pairs that are active in training: only they are read."""
@@ -237,8 +237,8 @@ class BranchMethod(LoraMethod):
         s = self.settings
         if not history or s.train_active == "current":
             return ()
-        branches = [self.branch(snapshot) for snapshot in history]
-        deltas = summed(branches, self.outputs, s.s, self.context.backbone.model.dtype)
+        pairs = [self.pair(snapshot) for snapshot in history]
+        deltas = summed(pairs, self.outputs, s.s, self.context.backbone.model.dtype)
         return DeltaSum([deltas], detach=[True]) if s.old_branch_grad == "detach" else deltas
 
 
@@ -246,7 +246,7 @@ class LoraLearner(Learner):
     """Trains one pair, or its B alone, beside frozen earlier ones.
 
     Args:
-        branch: where the pair starts; it is copied.
+        pair: where the pair starts; it is copied.
         outputs: m of every projection.
         settings: give scale and dropout.
         earlier: deltas that are active too.
@@ -255,13 +255,13 @@ class LoraLearner(Learner):
 
     def __init__(
         self,
-        branch: Branch,
+        pair: LoraPair,
         outputs: Sequence[int],
         settings: LoraSettings,
         earlier: Sequence[Delta] = (),
         train_A: bool = True,
     ):
-        A, B = branch
+        A, B = pair
         self.A, self.B = A.detach().clone().requires_grad_(train_A), B.detach().clone().requires_grad_(True)
         self.outputs, self.settings = outputs, settings
         self._earlier = earlier

@@ -22,7 +22,7 @@ from latent_sweep.methods.protocol import MethodContext, TaskData
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from latent_sweep.adapters.lora import Branch
+    from latent_sweep.adapters.lora import LoraPair
 
 
 class LwfSettings(LoraSettings):
@@ -57,17 +57,17 @@ class Lwf(LoraMethod):
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> LoraLearner:
         """Take the previous pair, to be trained further, with itself for a teacher."""
-        branch = self.carried(task, history)
+        pair = self.carried(task, history)
         if not history or not self.settings.alpha_kd:
-            return LoraLearner(branch, self.outputs, self.settings)
-        return LwfLearner(branch, self.outputs, self.settings, self.context)
+            return LoraLearner(pair, self.outputs, self.settings)
+        return LwfLearner(pair, self.outputs, self.settings, self.context)
 
 
 class LwfLearner(LoraLearner):
     """Trains one pair against the answers it gave before.
 
     Args:
-        branch: where the pair starts, and the teacher stays.
+        pair: where the pair starts, and the teacher stays.
         outputs: m of every projection.
         settings: of the method.
         context: where the teacher answers.
@@ -75,12 +75,12 @@ class LwfLearner(LoraLearner):
 
     settings: LwfSettings
 
-    def __init__(self, branch: Branch, outputs: Sequence[int], settings: LwfSettings, context: MethodContext):
+    def __init__(self, pair: LoraPair, outputs: Sequence[int], settings: LwfSettings, context: MethodContext):
         from latent_sweep.adapters.bank import Adaptation
         from latent_sweep.adapters.lora import LoraDeltas
 
-        super().__init__(branch, outputs, settings)
-        self._context, self._teacher = context, Adaptation(LoraDeltas(*branch, outputs, settings.s))
+        super().__init__(pair, outputs, settings)
+        self._context, self._teacher = context, Adaptation(LoraDeltas(*pair, outputs, settings.s))
 
     def loss(self, outputs: Outputs) -> dict[str, Tensor]:
         """Return the cross-entropy, and the distance to the teacher on the same rows."""

@@ -16,11 +16,11 @@ from pydantic import AfterValidator, Field
 from latent_sweep.errors import ConfigError
 from latent_sweep.methods.lora import (
     LATER,
-    BranchMethod,
-    BranchSettings,
     LoraLearner,
     Presets,
     Scripts,
+    TaskAdapterMethod,
+    TaskAdapterSettings,
     gain_lora_scripts,
     o_lora_scripts,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from latent_sweep.adapters.bank import Delta
-    from latent_sweep.adapters.lora import Branch
+    from latent_sweep.adapters.lora import LoraPair
 
 
 def _check_weights(value: Any) -> Any:
@@ -55,7 +55,7 @@ LATER_LAMBDA_2 = (0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.3, 0.0, 0.1, 0.1, 0.0, 0.1, 0.
 """The schedules that GainLoRA's later release has for Llama on SuperNI, by position in both orders."""
 
 
-class OLoraSettings(BranchSettings):
+class OLoraSettings(TaskAdapterSettings):
     """The `method:` group of a sweep file for O-LoRA; the weights are the class defaults of the released code."""
 
     name: Literal["o_lora"] = "o_lora"
@@ -71,7 +71,7 @@ class OLoraSettings(BranchSettings):
     """Entries of the overlap: absolute as in the released code, or squared as published."""
 
 
-class OLora(BranchMethod):
+class OLora(TaskAdapterMethod):
     """dW = s sum_t B_t A_t; loss = task + lambda_1 sum_i |A_i A_t^T| + lambda_2 (||A_t|| + ||B_t||)."""
 
     settings_class = OLoraSettings
@@ -120,7 +120,7 @@ class OLora(BranchMethod):
     def penalty(self, position: int, history: Sequence[Mapping[str, Tensor]]) -> OLoraPenalty:
         """The penalty that the task at this position is learned under."""
         lambda_1, lambda_2 = self.coefficients(position)
-        earlier = [self.branch(snapshot)[0] for snapshot in history] if lambda_1 else []
+        earlier = [self.pair(snapshot)[0] for snapshot in history] if lambda_1 else []
         return OLoraPenalty(earlier, self.outputs, lambda_1, lambda_2, self.settings.penalty)
 
     def begin_task(self, task: TaskData, history: Sequence[Mapping[str, Tensor]]) -> OLoraLearner:
@@ -185,13 +185,13 @@ class OLoraLearner(LoraLearner):
 
     def __init__(
         self,
-        branch: Branch,
+        pair: LoraPair,
         outputs: Sequence[int],
         settings: OLoraSettings,
         earlier: Sequence[Delta],
         penalty: OLoraPenalty,
     ):
-        super().__init__(branch, outputs, settings, earlier)
+        super().__init__(pair, outputs, settings, earlier)
         self._penalty = penalty
 
     def penalty(self) -> dict[str, Tensor]:

@@ -183,20 +183,20 @@ class _Batches:
         self.denominators = [_denominator(own, s) for own, s in zip(rows, settings, strict=True)]
         chunks = [micro_batches(own, s.micro_batch_size, engine.group) for own, s in zip(rows, settings, strict=True)]
         self.passes = list(itertools.zip_longest(*chunks, fillvalue=MicroBatch(())))
-        self._collated = {index: (self._alike(index), self._collate(index)) for index in range(len(self.passes))}
+        self._collated = {index: (self._uniform(index), self._collate(index)) for index in range(len(self.passes))}
 
-    def _alike(self, index: int) -> bool:
+    def _uniform(self, index: int) -> bool:
         parts = zip(self.trainers, self.passes[index], strict=True)
-        return all(trainer.alike for trainer, part in parts if part.rows)
+        return all(trainer.uniform for trainer, part in parts if part.rows)
 
     def _collate(self, index: int) -> Batch:
         rows = [part.rows for part in self.passes[index] if part.rows]
-        return collate(rows, self.backbone, self._alike(index))
+        return collate(rows, self.backbone, self._uniform(index))
 
     def take(self, index: int) -> Batch:
         """Return the batch of a pass and drop it; collate again if the adaptations turned out different."""
-        alike, batch = self._collated.pop(index)
-        return batch if alike == self._alike(index) else self._collate(index)
+        uniform, batch = self._collated.pop(index)
+        return batch if uniform == self._uniform(index) else self._collate(index)
 
 
 def _gradients(batches: _Batches, engine: Engine, bank: AdapterBank) -> list[dict[str, Tensor]]:
@@ -249,7 +249,7 @@ def _forward_and_back(
     running = [(t, part) for t, part in zip(trainers, parts, strict=True) if part.rows]
     adaptations = [t.learner.adaptation(part.rows) for t, part in running]
     for (trainer, _), adaptation in zip(running, adaptations, strict=True):
-        trainer.alike = adaptation.alike
+        trainer.uniform = adaptation.uniform
     batch = batches.take(index)
     # the adapters stay active during backward, where gradient checkpointing runs the forward pass again
     with bank.active(side_by_side(adaptations, batch.counts)):

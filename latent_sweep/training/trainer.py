@@ -121,7 +121,7 @@ class Trainer:
         self.seconds, self.tokens = 0.0, 0
         self.reached = False
         """Whether a gradient has arrived at the first adapted projection."""
-        self.alike = True
+        self.uniform = True
         """Whether the last adaptation was the same for all rows."""
         self._lengths = [len(row["prompt_ids"]) + len(row["target_ids"]) for row in self.rows]
         self._epochs: dict[int, list[list[int]]] = {}

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from latent_sweep.adapters.bank import Adaptation, side_by_side
 from latent_sweep.adapters.latent import LatentDelta
-from latent_sweep.adapters.lora import DeltaSum, LoraDeltas, inputs_of, new_branch, outputs_of
+from latent_sweep.adapters.lora import DeltaSum, LoraDeltas, inputs_of, new_pair, outputs_of
 from latent_sweep.backbones.batches import collate, label_logits
 from latent_sweep.backbones.generation import generate
 from latent_sweep.backbones.loading import load_backbone
@@ -61,13 +61,13 @@ def load(monkeypatch):
 
 
 def branch_of(backbone, seed, rank=3):
-    A, _ = new_branch(backbone.targets, rank, torch.Generator().manual_seed(seed))
+    A, _ = new_pair(backbone.targets, rank, torch.Generator().manual_seed(seed))
     B = 0.3 * torch.randn(sum(outputs_of(backbone.targets)), rank, generator=torch.Generator().manual_seed(seed + 1))
     return A.requires_grad_(True), B.requires_grad_(True)
 
 
-def deltas(backbone, branch, **more):
-    return LoraDeltas(*branch, outputs_of(backbone.targets), 2.0, **more)
+def deltas(backbone, pair, **more):
+    return LoraDeltas(*pair, outputs_of(backbone.targets), 2.0, **more)
 
 
 def step(backbone, bank, members, adaptations):
@@ -84,27 +84,25 @@ def step(backbone, bank, members, adaptations):
 @pytest.mark.parametrize("family", FLAT)
 def test_members_of_a_pack_are_what_they_are_alone(load, family, again, detach):
     backbone, bank = load(family, FLAT[family])
-    branches = [branch_of(backbone, 1), branch_of(backbone, 5)]
+    pairs = [branch_of(backbone, 1), branch_of(backbone, 5)]
 
-    def adaptation(branch, rate):
-        term = deltas(backbone, branch)
+    def adaptation(pair, rate):
+        term = deltas(backbone, pair)
         return Adaptation(term if detach is None else DeltaSum([term], rate))
 
     def gradients():
-        found = [leaf.grad for branch in branches for leaf in branch]
-        for branch in branches:
-            for leaf in branch:
+        found = [leaf.grad for pair in pairs for leaf in pair]
+        for pair in pairs:
+            for leaf in pair:
                 leaf.grad = None
         return found
 
     settings = TrainingSettings(learning_rate=0.1, batch_size=3, epochs=1, gradient_checkpointing=again)
     with recomputing(backbone, settings):
         # a rate of dropout, however small, is what keeps members from being joined
-        together, _ = step(backbone, bank, MEMBERS, [adaptation(b, 1e-9) for b in branches])
+        together, _ = step(backbone, bank, MEMBERS, [adaptation(b, 1e-9) for b in pairs])
         packed = gradients()
-        alone = [
-            step(backbone, bank, [rows], [adaptation(b, 0.0)])[0] for rows, b in zip(MEMBERS, branches, strict=True)
-        ]
+        alone = [step(backbone, bank, [rows], [adaptation(b, 0.0)])[0] for rows, b in zip(MEMBERS, pairs, strict=True)]
     assert_same_to_rounding(together, sum(alone), GRADIENT)
     for found, expected in zip(packed, gradients(), strict=True):
         assert_same_to_rounding(found, expected, GRADIENT)

@@ -1,4 +1,4 @@
-"""The LoRA adapter against dense matrices: one branch, several, side by side, row by row, and against peft."""
+"""The LoRA adapter against dense matrices: one pair, several, side by side, row by row, and against peft."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from helpers.tiny import bank_of, load_tiny, random_rows
 from torch import nn
 
 from latent_sweep.adapters.bank import Adaptation, AdapterBank
-from latent_sweep.adapters.lora import DeltaSum, DenseDelta, LoraDeltas, blended, new_branch, outputs_of, summed
+from latent_sweep.adapters.lora import DeltaSum, DenseDelta, LoraDeltas, merged, new_pair, outputs_of, summed
 from latent_sweep.backbones.batches import collate, label_logits
 
 OUTPUTS, N, RANK, SCALE = [16, 8, 16], 12, 3, 0.5
@@ -22,9 +22,9 @@ def random_branch(seed, rank=RANK):
     return normal(3, rank, N, seed=seed), normal(sum(OUTPUTS), rank, seed=100 + seed)
 
 
-def dense(branch, scale=SCALE):
+def dense(pair, scale=SCALE):
     """dW = s B A of every projection, in float64."""
-    A, B = (tensor.detach().double() for tensor in branch)
+    A, B = (tensor.detach().double() for tensor in pair)
     return [scale * b @ a for a, b in zip(A, B.split(OUTPUTS), strict=True)]
 
 
@@ -45,12 +45,12 @@ def assert_answers(found, h, weights):
         assert_same_to_rounding(y, expected.float(), 4 * PRODUCT)
 
 
-# --- one branch ------------------------------------------------------------------------------------------------------
+# --- one pair ------------------------------------------------------------------------------------------------------
 
 
 def test_a_branch_starts_as_a_linear_layer_does_and_changes_nothing(backbone):
-    A, B = new_branch(backbone.targets, 4, torch.Generator().manual_seed(0))
-    again, _ = new_branch(backbone.targets, 4, torch.Generator().manual_seed(0))
+    A, B = new_pair(backbone.targets, 4, torch.Generator().manual_seed(0))
+    again, _ = new_pair(backbone.targets, 4, torch.Generator().manual_seed(0))
     assert A.shape == (len(backbone.targets), 4, 32)
     assert B.shape == (sum(outputs_of(backbone.targets)), 4)
     assert torch.equal(A, again)
@@ -66,7 +66,7 @@ def test_projections_of_different_inputs_read_their_own_part_of_A(kind):
     torch.manual_seed(0)
     layers = {"q": nn.Linear(4, 2), "o": nn.Linear(7, 5), "v": nn.Linear(4, 3)}
     outputs = outputs_of(layers)
-    A, _ = new_branch(layers, 3, torch.Generator().manual_seed(0))
+    A, _ = new_pair(layers, 3, torch.Generator().manual_seed(0))
     assert not A[0, :, 4:].any() and not A[2, :, 4:].any() and A[1, :, 4:].all()
     assert float(A[0].abs().max()) <= 4**-0.5 and float(A[1].abs().max()) <= 7**-0.5
     A, B = A.requires_grad_(True), torch.randn(sum(outputs), 3, requires_grad=True)
@@ -102,17 +102,17 @@ def test_projections_of_different_inputs_read_their_own_part_of_A(kind):
 def test_the_bank_answers_like_the_changed_weights():
     torch.manual_seed(0)
     layers = {f"layer{i}": nn.Linear(N, m, bias=False) for i, m in enumerate(OUTPUTS)}
-    bank, branch, h = AdapterBank(layers), random_branch(0), normal(2, 5, N, seed=1)
-    with torch.no_grad(), bank.active(Adaptation(LoraDeltas(*branch, OUTPUTS, SCALE))):
+    bank, pair, h = AdapterBank(layers), random_branch(0), normal(2, 5, N, seed=1)
+    with torch.no_grad(), bank.active(Adaptation(LoraDeltas(*pair, OUTPUTS, SCALE))):
         found = [layer(h) for layer in layers.values()]
     weights = [layer.weight.detach().double() for layer in layers.values()]
-    assert_answers(found, h, [W + dW for W, dW in zip(weights, dense(branch), strict=True)])
+    assert_answers(found, h, [W + dW for W, dW in zip(weights, dense(pair), strict=True)])
 
 
 def test_bfloat16_inputs_get_bfloat16_answers():
-    branch, h = random_branch(0), normal(2, 5, N, seed=1)
-    exact = answers(LoraDeltas(*branch, OUTPUTS, SCALE), h)
-    for found, y in zip(answers(LoraDeltas(*branch, OUTPUTS, SCALE), h.bfloat16()), exact, strict=True):
+    pair, h = random_branch(0), normal(2, 5, N, seed=1)
+    exact = answers(LoraDeltas(*pair, OUTPUTS, SCALE), h)
+    for found, y in zip(answers(LoraDeltas(*pair, OUTPUTS, SCALE), h.bfloat16()), exact, strict=True):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.float(), y, atol=0.1, rtol=0.05)
 
@@ -121,27 +121,27 @@ def test_bfloat16_inputs_get_bfloat16_answers():
 def test_the_model_answers_like_pefts(family):
     backbone = load_tiny(family)
     bank, batch = bank_of(backbone), collate([random_rows(6)], backbone)
-    A, _ = new_branch(backbone.targets, 4, torch.Generator().manual_seed(0))
-    branch = A, 0.3 * normal(sum(outputs_of(backbone.targets)), 4)
+    A, _ = new_pair(backbone.targets, 4, torch.Generator().manual_seed(0))
+    pair = A, 0.3 * normal(sum(outputs_of(backbone.targets)), 4)
     with torch.no_grad():
         bare = label_logits(backbone, batch)
-        with bank.active(Adaptation(LoraDeltas(*branch, outputs_of(backbone.targets), 8.0 / 4))):
+        with bank.active(Adaptation(LoraDeltas(*pair, outputs_of(backbone.targets), 8.0 / 4))):
             found = label_logits(backbone, batch)
     bank.remove()
-    peft_model(backbone, branch, alpha=8.0)
+    peft_model(backbone, pair, alpha=8.0)
     with torch.no_grad():
         expected = label_logits(backbone, batch)
     assert float((expected - bare).abs().max()) > 0.1, "the adapter must matter"
     assert_same_to_rounding(found, expected, PASS)
 
 
-# --- several branches ------------------------------------------------------------------------------------------------
+# --- several pairs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("branches", "kind"), [(1, LoraDeltas), (2, LoraDeltas), (4, list), (7, list)])
-def test_the_sum_of_branches_is_exact_whichever_way_is_cheaper(branches, kind):
-    """Seven branches of rank 3 on 12 inputs would cost more one after another than one matrix of full rank."""
-    many = [random_branch(seed) for seed in range(branches)]
+@pytest.mark.parametrize(("pairs", "kind"), [(1, LoraDeltas), (2, LoraDeltas), (4, list), (7, list)])
+def test_the_sum_of_branches_is_exact_whichever_way_is_cheaper(pairs, kind):
+    """Seven pairs of rank 3 on 12 inputs would cost more one after another than one matrix of full rank."""
+    many = [random_branch(seed) for seed in range(pairs)]
     deltas = summed(many, OUTPUTS, SCALE, torch.float32)
     assert isinstance(deltas, kind)
     assert kind is LoraDeltas or all(isinstance(delta, DenseDelta) for delta in deltas)
@@ -153,7 +153,7 @@ def test_branches_of_different_ranks_blend_row_by_row():
     many = [random_branch(0, rank=1), random_branch(1, rank=3), random_branch(2, rank=2)]
     weights = torch.tensor([[1.0, 0, 0], [0, 0, 1], [0.2, 0.3, 0.5], [1, 1, 1]])
     h = normal(4, 5, N, seed=9)
-    deltas = blended(many, weights, OUTPUTS, SCALE, torch.float32)
+    deltas = merged(many, weights, OUTPUTS, SCALE, torch.float32)
     blends = [
         torch.einsum("bt,tmn->bmn", weights.double(), torch.stack(d)) for d in zip(*map(dense, many), strict=True)
     ]
@@ -166,7 +166,7 @@ def test_branches_of_different_ranks_blend_row_by_row():
 
 def test_one_row_of_weights_holds_for_every_row():
     many, h = [random_branch(seed) for seed in range(3)], normal(4, 5, N, seed=9)
-    deltas = blended(many, torch.tensor([[0.5, 0.0, 2.0]]), OUTPUTS, SCALE, torch.float32)
+    deltas = merged(many, torch.tensor([[0.5, 0.0, 2.0]]), OUTPUTS, SCALE, torch.float32)
     expected = [0.5 * first + 2 * third for first, _, third in zip(*map(dense, many), strict=True)]
     assert_answers(answers(deltas, h), h, expected)
     kept = torch.tensor([2])
@@ -178,17 +178,17 @@ def test_what_nobody_weighs_plays_no_part(rows):
     """Not even where it holds numbers that would spoil the others."""
     broken = tuple(torch.full_like(tensor, torch.nan) for tensor in random_branch(0))
     weights = torch.tensor([[0.0, 1.0]]).expand(rows, 2)
-    deltas = blended([broken, random_branch(1)], weights, OUTPUTS, SCALE, torch.float32)
+    deltas = merged([broken, random_branch(1)], weights, OUTPUTS, SCALE, torch.float32)
     h = normal(3, 5, N, seed=9)
     assert_answers(answers(deltas, h), h, dense(random_branch(1)))
-    assert blended([broken], torch.zeros(rows, 1), OUTPUTS, SCALE, torch.float32) == ()
+    assert merged([broken], torch.zeros(rows, 1), OUTPUTS, SCALE, torch.float32) == ()
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_weights_get_the_gradient_of_the_dense_formula(rows):
     many, h = [random_branch(seed) for seed in range(2)], normal(rows, 5, N, seed=9)
     weights = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
-    sum(y.square().sum() for y in answers(blended(many, weights, OUTPUTS, SCALE, torch.float32), h)).backward()
+    sum(y.square().sum() for y in answers(merged(many, weights, OUTPUTS, SCALE, torch.float32), h)).backward()
     exact = weights.detach().double().requires_grad_(True)
     dWs = [torch.einsum("bt,tmn->bmn", exact, torch.stack(d)) for d in zip(*map(dense, many), strict=True)]
     sum((h.double() @ dW.mT).square().sum() for dW in dWs).backward()
@@ -246,20 +246,20 @@ MEMBERS = [(0, 3, 0.5), (1, 1, 2.0), (2, 5, 0.25)]
 
 @pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
 def test_branches_side_by_side_answer_each_for_its_own_rows(counts):
-    branches = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
-    alone = [LoraDeltas(*branch, OUTPUTS, m[2]) for branch, m in zip(branches, MEMBERS, strict=True)]
+    pairs = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
+    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, MEMBERS, strict=True)]
     together = LoraDeltas.beside(alone, counts)
     h = normal(6, 5, N, seed=9)
-    dWs = [dense(branch, scale) for branch, (_, _, scale) in zip(branches, MEMBERS, strict=True)]
+    dWs = [dense(pair, scale) for pair, (_, _, scale) in zip(pairs, MEMBERS, strict=True)]
     owner = torch.repeat_interleave(torch.tensor(counts))
     assert_answers(answers(together, h), h, [torch.stack(of_all)[owner] for of_all in zip(*dWs, strict=True)])
 
 
 @pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 2]], ids=str)
 def test_side_by_side_every_branch_gets_its_own_gradient(counts):
-    branches = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
-    leaves = [tensor.requires_grad_(True) for branch in branches for tensor in branch]
-    alone = [LoraDeltas(*branch, OUTPUTS, m[2]) for branch, m in zip(branches, MEMBERS, strict=True)]
+    pairs = [random_branch(seed, rank) for seed, rank, _ in MEMBERS]
+    leaves = [tensor.requires_grad_(True) for pair in pairs for tensor in pair]
+    alone = [LoraDeltas(*pair, OUTPUTS, m[2]) for pair, m in zip(pairs, MEMBERS, strict=True)]
     h = normal(6, 5, N, seed=9)
     together = answers(LoraDeltas.beside(alone, counts), h)
     found = torch.autograd.grad(sum(y.square().sum() for y in together), leaves)

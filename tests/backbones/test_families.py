@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
 from latent_sweep.adapters.bank import Adaptation, side_by_side
-from latent_sweep.adapters.lora import LoraDeltas, inputs_of, new_branch, outputs_of
+from latent_sweep.adapters.lora import LoraDeltas, inputs_of, new_pair, outputs_of
 from latent_sweep.backbones import batches
 from latent_sweep.backbones.architectures import random_model
 from latent_sweep.backbones.batches import collate, label_logits, read_padded
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_pefts_lora(name, targets):
     backbone = load_backbone(settings_of(name, **({} if targets is None else {"targets": targets})))
     outputs, rows = outputs_of(backbone.targets), instructed(3)
     source = torch.Generator().manual_seed(0)
-    A, _ = new_branch(backbone.targets, 3, source)
+    A, _ = new_pair(backbone.targets, 3, source)
     B = 0.1 * torch.randn(sum(outputs), 3, generator=source)
     bank = bank_of(backbone)
 
@@ -265,7 +265,7 @@ def test_recomputed_activations_give_the_same_gradients(name):
     """Beyond a window, too."""
     backbone = load_backbone(settings_of(name))
     outputs, rows = outputs_of(backbone.targets), random_rows(3, seed=2, shortest=12, longest=20)
-    A, _ = new_branch(backbone.targets, 3, torch.Generator().manual_seed(0))
+    A, _ = new_pair(backbone.targets, 3, torch.Generator().manual_seed(0))
     B = 0.1 * torch.randn(sum(outputs), 3, generator=torch.Generator().manual_seed(1))
     bank, found = bank_of(backbone), []
     for again in (False, True):

@@ -105,7 +105,7 @@ def step(double, members, adapters, alike):
 def assert_same_step(double, members, kind, checkpointing=False):
     backbone, *_ = double
     adapters = [KINDS[kind](double, 10 * seed) for seed in range(len(members))]
-    assert all(make(*leaves).alike for leaves, make in adapters)
+    assert all(make(*leaves).uniform for leaves, make in adapters)
     losses, gradients, padded = step(double, members, adapters, alike=False)
     if checkpointing:
         backbone.model.train()
@@ -193,12 +193,12 @@ def test_adaptations_that_differ_from_row_to_row_share_nothing(double):
     outputs = outputs_of(backbone.targets)
     (A, B), of_all = lora(double)
     row_by_row = LoraDeltas(A, B, outputs, 1.0, w=torch.ones(5, LORA_RANK, dtype=torch.float64))
-    assert of_all(A, B).alike
-    assert not Adaptation(row_by_row).alike
-    assert not Adaptation(DeltaSum([of_all(A, B).deltas, row_by_row])).alike
-    assert not Adaptation(space.deltas(R)).alike
-    assert not Adaptation(prompt=normal(5, 3, 32)).alike
-    assert Adaptation().alike
+    assert of_all(A, B).uniform
+    assert not Adaptation(row_by_row).uniform
+    assert not Adaptation(DeltaSum([of_all(A, B).deltas, row_by_row])).uniform
+    assert not Adaptation(space.deltas(R)).uniform
+    assert not Adaptation(prompt=normal(5, 3, 32)).uniform
+    assert Adaptation().uniform
 
 
 def test_masks_of_dropout_are_drawn_for_every_row(double):
@@ -206,8 +206,8 @@ def test_masks_of_dropout_are_drawn_for_every_row(double):
     _, _, space = double
     (A, B), of_all = lora(double)
     (R,), _ = latent(double)
-    assert not Adaptation(space.deltas(R, dropout=0.1)).alike
-    assert not Adaptation(DeltaSum([of_all(A, B).deltas], rate=0.1)).alike
+    assert not Adaptation(space.deltas(R, dropout=0.1)).uniform
+    assert not Adaptation(DeltaSum([of_all(A, B).deltas], rate=0.1)).uniform
 
 
 def test_a_delta_from_outside_is_taken_to_differ_unless_it_says_otherwise():
@@ -218,9 +218,9 @@ def test_a_delta_from_outside_is_taken_to_differ_unless_it_says_otherwise():
         def select(self, rows):
             return self
 
-    assert not Adaptation([Mine()]).alike
-    Mine.alike = True
-    assert Adaptation([Mine()]).alike
+    assert not Adaptation([Mine()]).uniform
+    Mine.uniform = True
+    assert Adaptation([Mine()]).uniform
 
 
 def test_sharing_must_save_tokens(double, monkeypatch):

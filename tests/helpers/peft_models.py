@@ -8,9 +8,9 @@ from peft import LoraConfig, LoraModel
 from latent_sweep.adapters.lora import outputs_of
 
 
-def peft_model(backbone, branch, alpha):
+def peft_model(backbone, pair, alpha):
     """The backbone's model with peft's LoRA in its targets, holding the same A and B."""
-    A, B = branch
+    A, B = pair
     config = LoraConfig(r=A.shape[1], lora_alpha=alpha, lora_dropout=0.0, target_modules=list(backbone.targets))
     model = LoraModel(backbone.model, config, "default")
     parts = zip(backbone.targets, A, B.split(outputs_of(backbone.targets)), strict=True)

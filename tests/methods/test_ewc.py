@@ -77,9 +77,9 @@ def test_fisher_is_measured_with_the_checkpointing_of_training(backbone, bank, t
 def test_a_snapshot_is_made_as_checkpointing_says(tmp_path, monkeypatch):
     seen = []
 
-    def fisher(branch, outputs, scale, rows, context, batch_size):
+    def fisher(pair, outputs, scale, rows, context, batch_size):
         seen.append(context.backbone.model.is_activation_checkpointing)
-        return tuple(torch.ones_like(tensor) for tensor in branch)
+        return tuple(torch.ones_like(tensor) for tensor in pair)
 
     monkeypatch.setattr(ewc, "diagonal_fisher", fisher)
     for said in (True, False):

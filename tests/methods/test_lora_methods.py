@@ -10,7 +10,7 @@ from helpers.rounding import GRADIENT, PASS, assert_same_to_rounding, assert_tra
 from helpers.tiny import bank_of, checkpoint_at, learn, learns, load_tiny, random_rows, task_data
 from pydantic import ValidationError
 
-from latent_sweep.adapters.lora import DeltaSum, new_branch, outputs_of
+from latent_sweep.adapters.lora import DeltaSum, new_pair, outputs_of
 from latent_sweep.backbones.batches import collate, epoch_batches, label_logits
 from latent_sweep.backbones.registry import REGISTRY, target_shapes
 from latent_sweep.data.schema import load_benchmark
@@ -66,7 +66,7 @@ def train(backbone, bank, tmp_path):
 
 def snapshots(backbone, count, rank=4):
     """Random snapshots of earlier tasks, large enough to change what the model answers."""
-    shapes = [tensor.shape for tensor in new_branch(backbone.targets, rank, torch.Generator())]
+    shapes = [tensor.shape for tensor in new_pair(backbone.targets, rank, torch.Generator())]
     sources = [torch.Generator().manual_seed(seed) for seed in range(count)]
     return [{k: 0.2 * torch.randn(s, generator=g) for k, s in zip("AB", shapes, strict=True)} for g in sources]
 

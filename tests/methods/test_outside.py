@@ -110,10 +110,10 @@ def test_a_method_from_outside_plans_like_one_of_ours_and_is_another(place):
 
 
 NAMED = """
-from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner
+from latent_sweep.methods.lora import TaskAdapterMethod, TaskAdapterSettings, LoraLearner
 
 
-class NamedSettings(BranchSettings):
+class NamedSettings(TaskAdapterSettings):
     name: str
 
 
@@ -125,7 +125,7 @@ class NamedLearner(LoraLearner):
         return {"pull": 0.01 * self.A.square().sum()}
 
 
-class Named(BranchMethod):
+class Named(TaskAdapterMethod):
     settings_class = NamedSettings
 
     def begin_task(self, task, history):

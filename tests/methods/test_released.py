@@ -124,7 +124,7 @@ class Run:
         maps = uniform("G1", (WIDTH, d), d**-0.5), uniform("G2", (d, WIDTH), WIDTH**-0.5)
         epochs = iter([batches(task, 1), batches(task, 2)])
         with self.patch.context() as patch:
-            patch.setattr(lora_formulas, "new_branch", lambda *_: (A, B))
+            patch.setattr(lora_formulas, "new_pair", lambda *_: (A, B))
             patch.setattr(gate_formulas, "new_maps", lambda *_: maps)
             patch.setattr(torch, "rand", lambda *_, **__: (uniform(f"key{task}", (d,), 1) + 1) / 2)
             # the random direction is theirs: outside of the memory, else the projection would change it

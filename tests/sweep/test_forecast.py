@@ -307,10 +307,10 @@ def test_the_text_of_a_plan(tmp_path):
 
 
 REPLAYING = """
-from latent_sweep.methods.lora import BranchMethod, BranchSettings, LoraLearner
+from latent_sweep.methods.lora import TaskAdapterMethod, TaskAdapterSettings, LoraLearner
 
 
-class ReplayingSettings(BranchSettings):
+class ReplayingSettings(TaskAdapterSettings):
     name: str
 
 
@@ -319,7 +319,7 @@ class ReplayingLearner(LoraLearner):
         return [*rows, rows[0]]
 
 
-class Replaying(BranchMethod):
+class Replaying(TaskAdapterMethod):
     settings_class = ReplayingSettings
     replays = True
 
