@@ -1,8 +1,7 @@
-"""A benchmark that the package generates itself: eight small tasks, the same rows on every machine, no files.
+"""The built-in benchmark: eight small tasks, generated identically on every machine, without files.
 
-The tasks are made for short runs of a small model: inputs of one sentence, answers of a few tokens, and answer words
-and formats that nobody can guess, so that scores start low, rise within a few steps, and fall when adapters of
-different tasks are added up.
+The tasks suit short runs of a small model. Inputs are one sentence and answers a few tokens. Answer words and formats
+cannot be guessed, so scores start low, rise within a few steps, and fall when adapters of different tasks are summed.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ VERBS = {
 
 
 def generate(task: str, split: Literal["train", "test"]) -> list[tuple[str, str]]:
-    """The rows of a built-in task as (input, answer); no input occurs twice, in one split or in both.
+    """Return the examples of a built-in task as (input, answer); inputs are unique across both splits.
 
     Raises:
-        KeyError: There is no built-in task of that name.
+        KeyError: there is no built-in task of that name.
     """
     rows = _all_rows(task)
     return list(rows[:TRAIN_ROWS] if split == "train" else rows[TRAIN_ROWS:])

@@ -1,4 +1,4 @@
-"""One row of a task: what a record is by the names of its columns or by templates, and what is checked of it."""
+"""One example of a task: made from a record by the names of its columns or by templates, and checked."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 from latent_sweep.data.mapping import RecordReader
-from latent_sweep.data.records import Repeating, kind_of
+from latent_sweep.data.records import DuplicateKeys, json_type
 from latent_sweep.data.shapes import MESSAGES, nearest_shape, read_chat, shape_of
 from latent_sweep.errors import DataError
 from latent_sweep.security import quoted, redact
 
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -23,58 +23,57 @@ class Example:
     """One example of a task."""
 
     id: str
-    """The file's own id, or task, split and position where it has none."""
+    """The file's own id, or task, split and position."""
     input: str
     references: tuple[str, ...]
-    """Every accepted answer, at least one. Scoring with `single_first` reads the first one."""
+    """Accepted answers, at least one. Scoring with `single_first` reads the first."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Columns of its record with text that nothing reads."""
 
     @property
     def target(self) -> str:
-        """The answer to train on: one reference, chosen by a hash of the row's id, so the same in every trial."""
+        """The reference to train on, chosen by a hash of the id, so the same in every trial."""
         digest = hashlib.sha256(self.id.encode()).digest()
         return self.references[int.from_bytes(digest[:8], "big") % len(self.references)]
 
 
 def to_example(where: str, record: Any, default_id: str, reader: RecordReader | None) -> Example | None:
-    """The row that a record is; None where it is none of those that are read.
+    """Convert a record to an example; return None if the source's filter drops it.
 
     Args:
-        where: place of the record, for errors.
-        default_id: of a row that has none of its own.
-        reader: reads records as a source says; None where the task has none.
+        where: location of the record, for errors.
+        default_id: id of an example whose record has none.
+        reader: applies the task's `source`; None if it has none.
 
     Raises:
-        DataError: the record is not a row.
+        DataError: the record is malformed.
     """
-    if isinstance(record, Repeating):
+    if isinstance(record, DuplicateKeys):
         raise DataError(f"{where}: {record.fault}")
     if not isinstance(record, dict):
-        raise DataError(f"{where}: found {kind_of(record)}; expected an object with `input` and `output`.")
+        raise DataError(f"{where}: found {json_type(record)}; expected an object with `input` and `output`.")
     if reader is None:
-        return _recognised(where, record, default_id)
-    if not reader.fits(where, record):
+        return _by_columns(where, record, default_id)
+    if not reader.matches(where, record):
         return None
-    mapped = reader.mapped(where, record)
+    mapped = reader.apply_templates(where, record)
     if mapped is None:
-        return _recognised(where, reader.named(where, record), default_id)
-    return _whole_characters(where, Example(default_id, *mapped))
+        return _by_columns(where, reader.with_class_names(where, record), default_id)
+    return _encodable(where, Example(default_id, *mapped))
 
 
-def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Example:
-    """The row that a record is by the names of its columns."""
-    shape, row_id = shape_of(record), record.get("id", default_id)
-    if type(row_id) not in (str, int):
-        raise DataError(f"{where}: `id` is {kind_of(row_id)}; expected a string or a whole number.")
+def _by_columns(where: str, record: Mapping[str, Any], default_id: str) -> Example:
+    """Convert a record whose column names have a known shape."""
+    shape, example_id = shape_of(record), record.get("id", default_id)
+    if type(example_id) not in (str, int):
+        raise DataError(f"{where}: `id` is {json_type(example_id)}; expected a string or a whole number.")
     if shape is None and MESSAGES in record:
         if (chat := read_chat(record[MESSAGES])) is None:
-            found = quoted(record[MESSAGES], 60)
             raise DataError(
-                f"{where}: `{MESSAGES}` is {found}; expected a list of objects with the texts `role` (system, user or "
-                "assistant) and `content`, two or more, the last one the assistant's."
+                f"{where}: `{MESSAGES}` is {quoted(record[MESSAGES], 60)}; expected two or more objects with the texts "
+                "`role` (system, user or assistant) and `content`, the last one the assistant's."
             )
-        return _whole_characters(where, Example(str(row_id), chat[0], (chat[1],), _unread(record, (MESSAGES,))))
+        return _encodable(where, Example(str(example_id), chat[0], (chat[1],), _unread(record, (MESSAGES,))))
     if shape is None:
         missing = "` and `".join(column for column in nearest_shape(record).columns if column not in record)
         raise DataError(
@@ -83,22 +82,22 @@ def _recognised(where: str, record: Mapping[str, Any], default_id: str) -> Examp
         )
     text, answer = shape.input_of(record), record[shape.answer]
     if not isinstance(text, str):
-        raise DataError(f"{where}: `{shape.inputs[-1]}` is {kind_of(text)}; expected a string.")
+        raise DataError(f"{where}: `{shape.inputs[-1]}` is {json_type(text)}; expected a string.")
     references = answer if isinstance(answer, list) else [answer]
     if not references or not all(isinstance(reference, str) for reference in references):
         raise DataError(
-            f"{where}: `{shape.answer}` is {kind_of(answer)}: {quoted(answer, 60)}; expected a string or strings."
+            f"{where}: `{shape.answer}` is {json_type(answer)}: {quoted(answer, 60)}; expected a string or strings."
         )
-    return _whole_characters(where, Example(str(row_id), text, tuple(references), _unread(record, shape.columns)))
+    return _encodable(where, Example(str(example_id), text, tuple(references), _unread(record, shape.columns)))
 
 
 ID_COLUMN = re.compile(r"(?i)(.*[_-])?(id|idx|index|guid|uuid)")
-"""Columns that only number rows."""
+"""Names of columns that only number records."""
 
 
 def _unread(record: Mapping[str, Any], read: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the columns with text, or what holds text, that are not read and do more than number rows."""
-    return _without_numbers(
+    """Return the columns with text, or containers of text, that are neither read nor ids."""
+    return _without_ids(
         tuple(
             name
             for name, value in record.items()
@@ -107,37 +106,36 @@ def _unread(record: Mapping[str, Any], read: tuple[str, ...]) -> tuple[str, ...]
     )
 
 
-@lru_cache(maxsize=256)  # one tuple for all rows of a file
-def _without_numbers(columns: tuple[str, ...]) -> tuple[str, ...]:
+@lru_cache(maxsize=256)  # one tuple for all examples of a file
+def _without_ids(columns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(column for column in columns if not ID_COLUMN.fullmatch(column))
 
 
-def is_whole(text: str) -> bool:
-    """Whether UTF-8 can hold a text: not half of a surrogate pair."""
-    return text.isascii() or _HALF_PAIR.search(text) is None
+def is_encodable(text: str) -> bool:
+    """Return whether UTF-8 can encode a text: it holds no lone surrogate."""
+    return text.isascii() or _SURROGATE.search(text) is None
 
 
-def _whole_characters(where: str, row: Example) -> Example:
-    if not all(map(is_whole, (row.id, row.input, *row.references))):
+def _encodable(where: str, example: Example) -> Example:
+    if not all(map(is_encodable, (example.id, example.input, *example.references))):
         raise DataError(f"{where}: found half of a surrogate pair, which UTF-8 cannot hold; expected whole characters.")
-    return row
+    return example
 
 
-def is_labelled(row: Example) -> bool:
-    """Whether a row's answers hold a letter or a digit."""
-    return any(character.isalnum() for reference in row.references for character in reference)
+def is_labelled(example: Example) -> bool:
+    """Return whether any reference holds a letter or a digit."""
+    return any(character.isalnum() for reference in example.references for character in reference)
 
 
-def check_labels(where: str, row: Example, labels: tuple[str, ...]) -> None:
-    """Hold a row's answers against the labels of its task.
+def check_labels(where: str, example: Example, labels: tuple[str, ...]) -> None:
+    """Check the references of a labelled example against its task's labels.
 
     Raises:
-        DataError: one is none of them.
+        DataError: a reference is not a label.
     """
-    unknown = [reference for reference in row.references if reference not in labels]
-    if unknown and is_labelled(row):
-        known = redact(", ".join(map(repr, labels)))
+    unknown = [reference for reference in example.references if reference not in labels]
+    if unknown and is_labelled(example):
         raise DataError(
-            f"{where}: the answer {quoted(unknown[0], 60)} is none of the task's labels: {known:.200}. "
-            "Correct the row, or `labels` in the benchmark's file."
+            f"{where}: the answer {quoted(unknown[0], 60)} is none of the task's labels: "
+            f"{redact(', '.join(map(repr, labels))):.200}. Correct the row, or `labels` in the benchmark's file."
         )

@@ -1,4 +1,4 @@
-"""Faults of settings in our own words: what was found, what is expected and what to do, of what pydantic refuses."""
+"""Explain faulty settings: translate pydantic's errors into what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pydantic.fields import FieldInfo
 from latent_sweep.security import quoted, redact
 
 TRUTH = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
-"""Words that people write for a truth value, and what a file of settings has in their place."""
-
+"""Common spellings of truth values, and how YAML writes them."""
 
 Elsewhere = Callable[[str], str]
-"""Says where a setting of this name is, for whoever has written it in the wrong group; empty where there is none."""
+"""Returns where a setting of this name belongs, for keys in the wrong group; empty if unknown."""
 
 
 def validation_faults(
@@ -27,11 +26,11 @@ def validation_faults(
     """Return one line per faulty setting: its dotted path, what was found, what is expected, and what to do.
 
     Args:
-        model: the class that refused its values.
-        group: the trial's group that `model` is, as `training`: values of it can be searched.
-        elsewhere: asked about keys that `model` does not have.
+        model: the class that rejected the values.
+        group: the trial's group that `model` represents, e.g. `training`, if its values can be searched.
+        elsewhere: called for keys that `model` does not have.
     """
-    # of a type with several alternatives each has its own fault, and the shortest location has the whole value
+    # each alternative of a union reports an error of its own; the shortest location has the whole value
     faults = sorted(error.errors(include_url=False), key=lambda fault: len(fault["loc"]))
     lines: dict[str, str] = {}
     for fault in faults:
@@ -42,20 +41,20 @@ def validation_faults(
 
 
 def unknown_name(name: str, known: Collection[str], kind: str) -> str:
-    """Say that there is no such name, and which known one is close to it."""
+    """Return that a name is unknown, and suggest the closest one."""
     close = close_name(name, known)
     return f"unknown {kind} {name!r}" + (f" (did you mean {close!r}?)" if close else "")
 
 
 def close_name(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that is spelled like `name`, or begins its words with these letters, as `lr` does."""
+    """Return the name that is spelled like `name`, or whose initials it is, as `lr` for `learning_rate`."""
     close = difflib.get_close_matches(name, known, n=1)
-    initials = (one for one in known if "_" in one and "".join(word[:1] for word in one.split("_")) == name)
+    initials = (each for each in known if "_" in each and "".join(word[:1] for word in each.split("_")) == name)
     return close[0] if close else next(initials, None)
 
 
 def group_advice(content: Any, kind: type[BaseModel]) -> str:
-    """Say how to write a group of settings for whoever has written its name, or its only setting, in its place."""
+    """Suggest the mapping to write when a group was given as a bare name or as its only setting's value."""
     fields = list(kind.model_fields)
     key = "name" if "name" in fields else fields[0]
     fits = isinstance(content, str) and (key == "name" or len(fields) == 1)
@@ -65,7 +64,7 @@ def group_advice(content: Any, kind: type[BaseModel]) -> str:
 Location = tuple[int | str, ...]
 
 KEY = "[key]"
-"""Stands in pydantic's locations behind a key that is refused itself."""
+"""Follows a mapping's key in pydantic's locations if the key itself is invalid."""
 
 
 class _Setting(NamedTuple):
@@ -74,16 +73,16 @@ class _Setting(NamedTuple):
     model: type[BaseModel]
     """The class of its group."""
     annotation: Any
-    """Its type; None where the group has no such setting."""
+    """Its type; None if the group has no such setting."""
     metadata: Sequence[Any]
-    """What else its values must fulfill."""
+    """Constraints on its values."""
 
 
 def _setting(model: type[BaseModel], location: Location) -> tuple[Location, _Setting]:
-    """Follow a location as far as settings go.
+    """Resolve a location as far as it names settings.
 
     Returns:
-        The path of the setting, without the names that pydantic gives to the alternatives of a type, and the setting.
+        The path, without pydantic's names for the alternatives of a union, and the setting.
     """
     annotation: Any = model
     metadata: Sequence[Any] = ()
@@ -107,21 +106,21 @@ def _setting(model: type[BaseModel], location: Location) -> tuple[Location, _Set
 
 
 def _plain(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Take a type out of `Annotated`."""
+    """Unwrap `Annotated`."""
     while get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
-        for one in more:
-            metadata = [*metadata, *(one.metadata if isinstance(one, FieldInfo) else [one])]
+        for extra in more:
+            metadata = [*metadata, *(extra.metadata if isinstance(extra, FieldInfo) else [extra])]
     return annotation, metadata
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the alternatives of a union, or the type itself."""
+    """Return the members of a union, or the type itself."""
     return list(get_args(annotation)) if get_origin(annotation) in (Union, UnionType) else [annotation]
 
 
 def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    """The group of settings that a value of this type is, if it is one."""
+    """Return the group of settings among a type's alternatives."""
     for alternative in _alternatives(annotation):
         if isinstance(alternative, type) and issubclass(alternative, BaseModel):
             return alternative
@@ -129,8 +128,8 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _entry(annotation: Any, part: int | str) -> Any:
-    """The type of an entry of a list or mapping; None where several types could be meant, or none has entries."""
-    alternatives = [one for one in _alternatives(annotation) if one is not NoneType]
+    """Return the type of a list's or mapping's entries; None if it is ambiguous or there are none."""
+    alternatives = [each for each in _alternatives(annotation) if each is not NoneType]
     if len(alternatives) != 1:
         return None
     kind, arguments = _kind(alternatives[0]), get_args(_plain(alternatives[0], ())[0])
@@ -142,7 +141,7 @@ def _entry(annotation: Any, part: int | str) -> Any:
 
 
 def _kind(annotation: Any) -> str:
-    """Whether values of a type are a list, a mapping, or plain."""
+    """Classify a type's values: list, mapping or plain."""
     annotation, _ = _plain(annotation, ())
     origin = get_origin(annotation) or annotation
     if not isinstance(origin, type):
@@ -161,11 +160,11 @@ def _explain(fault: Any, setting: _Setting, axis: str, elsewhere: Elsewhere) -> 
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     if setting.annotation is None and fault["type"] not in ("extra_forbidden", "invalid_key"):
-        return f"found {shown(fault['input'])}; {fault['msg']}"  # of a library's own group, by another name
+        return f"found {shown(fault['input'])}; {fault['msg']}"  # a plugin's field under an alias
     if setting.annotation is None:
         name, known = str(fault["loc"][-1]), list(setting.model.model_fields)
-        if name.isdigit():  # {rate: 0,5} has a second key 5
-            return "found a number in a key's place; write decimals with a point, as in 0.5, and lists in brackets"
+        if name.isdigit():  # `{rate: 0,5}` parses as two keys, `rate` and `5`
+            return "found a number instead of a key; write decimals with a point, as in 0.5, and lists in brackets"
         if place := _inside(name, setting.model) or elsewhere(name):
             return f"unknown key {name!r}; {place}"
         return f"{unknown_name(name, known, 'key')}; there are {', '.join(known)}"
@@ -181,7 +180,7 @@ def _explain(fault: Any, setting: _Setting, axis: str, elsewhere: Elsewhere) -> 
 
 
 def _inside(name: str, model: type[BaseModel]) -> str:
-    """Say in which group inside of this one a setting of this name is; empty where in none."""
+    """Return in which subgroup a setting of this name is."""
     groups = {field: _inner_model(info.annotation) for field, info in model.model_fields.items()}
     paths = [f"{field}.{name}" for field, group in groups.items() if group is not None and name in group.model_fields]
     return f"did you mean {_joined(paths)}?" if paths else ""
@@ -194,14 +193,14 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Quote a value as a file of settings has it, as far as that differs from Python's words."""
+    """Quote a value as YAML writes it."""
     words = {None: "null (no value)", True: "true", False: "false"}
     if isinstance(value, date):
         return str(value)
     return words[value] if value is None or isinstance(value, bool) else quoted(value)
 
 
-# --- what is expected ------------------------------------------------------------------------------------------------
+# --- expected values -------------------------------------------------------------------------------------------------
 
 WORDS: Mapping[Any, str] = {
     int: "a whole number",
@@ -214,12 +213,12 @@ SEVERAL: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "text
 
 
 def _wanted(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[str]:
-    """Say what values of a type look like, one alternative after the other."""
+    """Describe the values of a type, one alternative after another."""
     annotation, metadata = _plain(annotation, metadata)
     alternatives = _alternatives(annotation)
     if len(alternatives) > 1:
-        for one in sorted(alternatives, key=lambda one: one is NoneType):
-            yield from _wanted(one, metadata)
+        for each in sorted(alternatives, key=lambda each: each is NoneType):
+            yield from _wanted(each, metadata)
     elif annotation is NoneType:
         yield "null"
     elif get_origin(annotation) is Literal:
@@ -248,25 +247,25 @@ BOUNDS: Mapping[str, str] = {"ge": "of at least", "gt": "above", "le": "at most"
 
 
 def _range(metadata: Sequence[Any]) -> str:
-    """Say what limits a number has."""
-    found = [
-        f"{words} {getattr(one, name):g}" for name, words in BOUNDS.items() for one in metadata if hasattr(one, name)
+    """Describe the bounds of a number."""
+    bounds = [
+        f"{words} {getattr(each, name):g}" for name, words in BOUNDS.items() for each in metadata if hasattr(each, name)
     ]
-    return f" {' and '.join(found)}" if found else ""
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
 def _at_least(metadata: Sequence[Any]) -> str:
-    least = [one.min_length for one in metadata if hasattr(one, "min_length")]
+    least = [each.min_length for each in metadata if hasattr(each, "min_length")]
     return ", not empty" if any(least) else ""
 
 
-# --- what to do ------------------------------------------------------------------------------------------------------
+# --- advice ----------------------------------------------------------------------------------------------------------
 
 
 def _advice(value: Any, annotation: Any, axis: str) -> str:
-    """Say what to write in the place of a common mistake; nothing where no mistake is known that looks like it."""
-    types = [_plain(one, ())[0] for one in _alternatives(annotation)]
-    lists = [one for one in types if _kind(one) == "list"]
+    """Return what to write instead, if the value looks like a common mistake."""
+    types = [_plain(each, ())[0] for each in _alternatives(annotation)]
+    lists = [each for each in types if _kind(each) == "list"]
     if (group := _inner_model(annotation)) is not None:
         return group_advice(value, group)
     if isinstance(value, (list, tuple)):
@@ -295,19 +294,19 @@ def _is_plain(value: Any) -> bool:
 
 
 def _written(value: Any) -> str:
-    """Write a plain value as a file of settings has it, without secrets."""
+    """Write a plain value as YAML, without secrets."""
     return redact(str(value).lower() if isinstance(value, bool) else str(value))[:80]
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value could be an entry of a list of this type, as far as its type says."""
+    """Return whether a value could be an entry of a list of this type."""
     entry, _ = _plain((get_args(annotation) or (Any,))[0], ())
     choices = get_args(entry) if get_origin(entry) is Literal else ()
     return value in choices or entry is Any or (entry in SEVERAL and isinstance(value, entry))
 
 
 def _number(text: str) -> str | None:
-    """The number that a text holds, as a file of settings has it."""
+    """Return the number in a text, as YAML writes it."""
     plain = text.replace("_", "")
     try:
         float(plain)

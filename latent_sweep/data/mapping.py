@@ -1,7 +1,7 @@
-"""Where a task's rows come from, if not from its folder, and how a record of any data becomes a row: strict data.
+"""A task's `source`: where its examples come from, and how a record becomes an example.
 
-A template is text with columns in braces, `"{premise}\\n{hypothesis}"`. `{answers[text][0]}` goes into a column that
-holds objects or lists; `{{` and `}}` are braces. Nothing else of Python's format language is there.
+A template is text with columns in braces, `"{premise}\\n{hypothesis}"`. `{answers[text][0]}` reads inside a column that
+holds objects or lists; `{{` and `}}` are braces. No other part of Python's format language is supported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from latent_sweep.security import quoted
 from latent_sweep.settings import NOT_IDENTITY, PathText, Settings, canonical_json
 
 SUPERNI_TEST = 100
-"""Instances that are test rows where a file does not say: the first ones, as in Super-NaturalInstructions."""
+"""Default number of test instances in a task file: the first ones, as in Super-NaturalInstructions."""
 
 
 def _paths(value: Any) -> Any:
-    """Make a list of paths of a single one."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -34,11 +33,11 @@ def _paths_or_count(value: Any) -> Any:
     paths = _paths(value)
     if isinstance(paths, (list, tuple)) and all(isinstance(path, str) for path in paths):
         return tuple(paths)
-    raise ValueError(f"found {quoted(value)}; expected a path, a list of paths or, beside `superni`, a number of rows")
+    raise ValueError(f"found {quoted(value)}; expected a path, a list of paths or, with `superni`, a number of rows")
 
 
 def _texts(value: Any) -> Any:
-    """Make a tuple of texts of a value, or of a list of values, as they are compared."""
+    """Convert a value, or a list of values, to the texts that `where` compares."""
     values = value if isinstance(value, (list, tuple)) else [value]
     if not values or not all(isinstance(entry, (str, int, float, bool)) for entry in values):
         raise ValueError(f"found {quoted(value)}; expected a value, or a list of values")
@@ -51,50 +50,50 @@ def _check_hub_name(name: str) -> str:
     return name
 
 
-_OF_TEXT = (".json", ".jsonl", ".csv", ".tsv")
-"""Endings of files whose numbers are text already."""
+_TEXT_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv")
+"""Suffixes of files in which numbers are text."""
 
 Paths = Annotated[tuple[PathText, ...], BeforeValidator(_paths), Field(strict=False)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
 
 class SplitNames(Settings):
-    """The splits of a hub data set that are read."""
+    """The splits to read of a hub data set."""
 
     train: str = Field("train", min_length=1)
-    """The split of the training rows."""
+    """The split with the training rows."""
     test: str = Field("test", min_length=1)
-    """The split of the test rows; of many data sets only `validation` has answers."""
+    """The split with the test rows; in many data sets only `validation` has answers."""
 
 
 class SourceSpec(Settings):
-    """Where the rows of a task come from, and which columns are read how; every path is relative to the file."""
+    """Where a task's rows come from, and how columns become inputs and answers; paths are relative to the file."""
 
     train: Paths = Field((), json_schema_extra=NOT_IDENTITY)
-    """Files of the training rows, one or a list: .json, .jsonl, .csv, .tsv, .parquet, .arrow or a folder that
-    `Dataset.save_to_disk` has written."""
+    """Files with the training rows, one or a list: .json, .jsonl, .csv, .tsv, .parquet, .arrow, or a folder written by
+    `Dataset.save_to_disk`."""
     test: Annotated[tuple[str, ...] | int, BeforeValidator(_paths_or_count)] = Field((), json_schema_extra=NOT_IDENTITY)
-    """Files of the test rows; beside `superni` how many rows, the first ones, are test rows (100)."""
+    """Files with the test rows; with `superni`, the number of instances, from the first, that are test rows (100)."""
     superni: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
-    """A task file of Super-NaturalInstructions: its first `Instances` are test rows, and the others training rows."""
+    """A task file of Super-NaturalInstructions; its first `Instances` are test rows, the others training rows."""
     hub: Annotated[str, AfterValidator(_check_hub_name)] | None = None
     """A data set of the hub, `org/name`."""
     config: str | None = Field(None, min_length=1)
-    """Its configuration, where it has several."""
+    """Its configuration, if it has several."""
     revision: str | None = Field(None, min_length=1)
-    """Its branch, tag or commit; a branch or tag becomes a commit when a sweep is planned."""
+    """Its branch, tag or commit; a branch or tag is resolved to a commit when the sweep is planned."""
     split: SplitNames = SplitNames()
-    """The splits that are read of it."""
+    """The splits to read."""
     input: str | None = None
-    """Template of the input over the columns; left out, rows are recognised by their columns (`shapes.py`)."""
+    """Template of the input over the columns; left out, columns are recognized by their names (`shapes.py`)."""
     output: str | None = None
-    """Template of the answer; a single column that is a list of strings gives several references."""
+    """Template of the answer; a single column that holds a list of strings gives several references."""
     names: dict[str, Annotated[tuple[str, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)
-    """Names of a column's whole numbers, from 0; columns of class labels have their own."""
+    """Names for a column's whole numbers, from 0; class label columns have their own."""
     where: dict[str, Texts] = Field(default_factory=dict)
-    """Only rows whose column has this value, or one of these; numbers are compared as they are written."""
+    """Keep only rows whose column has this value, or one of these; numbers are compared as text."""
     limit: int | None = Field(None, ge=1)
-    """At most so many rows of each split: the first ones that `where` lets through."""
+    """At most this many rows per split, from the first that `where` keeps."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> SourceSpec:
@@ -102,15 +101,15 @@ class SourceSpec(Settings):
         if len(kinds) != 1:
             found = f"found {' and '.join(f'`{kind}`' for kind in kinds)}" if kinds else "found none of them"
             raise ValueError(f"expected `train` and `test` files, or `hub`, or `superni`; {found}")
-        if self.hub is None and (beside := {"config", "revision", "split"} & self.model_fields_set):
-            raise ValueError(f"`{min(beside)}` is of a hub data set; add `hub`, or leave it out")
+        if self.hub is None and (hub_only := {"config", "revision", "split"} & self.model_fields_set):
+            raise ValueError(f"`{min(hub_only)}` belongs to a hub data set; add `hub`, or leave it out")
         if self.kind == "files" and (isinstance(self.test, int) or not self.test):
             raise ValueError("`train` names files; expected `test` to name the files of the test rows")
         if self.kind == "hub" and "test" in self.model_fields_set:
-            raise ValueError("a hub data set has `split: {train: ..., test: ...}` in the place of `test`")
+            raise ValueError("a hub data set has `split: {train: ..., test: ...}` instead of `test`")
         counted = isinstance(self.test, int) and self.test >= 1
         if self.kind == "superni" and "test" in self.model_fields_set and not counted:
-            raise ValueError("beside `superni`, `test` is a number of rows, 1 or more")
+            raise ValueError("with `superni`, `test` is a number of rows, 1 or more")
         if (self.input is None) != (self.output is None):
             raise ValueError("`input` and `output` go together; add the other one")
         for template in (self.input, self.output):
@@ -125,31 +124,31 @@ class SourceSpec(Settings):
         return self
 
     def __hash__(self) -> int:
-        """Of the content: tables by name are no part of a hash of their own."""
+        """Hash the content, since the fields with mappings are not hashable."""
         return hash(canonical_json(self.model_dump(mode="json")))
 
     @property
     def kind(self) -> Literal["files", "hub", "superni"]:
-        """Return what kind of source it is."""
+        """The kind of source."""
         return "hub" if self.hub is not None else "superni" if self.superni is not None else "files"
 
     @property
     def test_instances(self) -> int:
-        """How many rows of a `superni` file are test rows."""
+        """The number of instances in a `superni` file that are test rows."""
         return self.test if isinstance(self.test, int) else SUPERNI_TEST
 
     def decides(self) -> dict[str, Any]:
-        """What decides the rows beside the content of files; empty where that alone does."""
-        found = {name: value for name, value in self.identity().items() if value not in (None, {}, [])}
+        """Return the settings that determine the examples, besides the content of the files; may be empty."""
+        decisive = {name: value for name, value in self.identity().items() if value not in (None, {}, [])}
         if self.kind != "hub":
-            del found["split"]
+            del decisive["split"]
         named = (*self.train, *self.test) if isinstance(self.test, tuple) else ()
-        if self.kind == "hub" or not all(path.lower().endswith(_OF_TEXT) for path in named):
-            found["numbers"] = "shortest"  # of float32, as text: once they had the digits of their double
-        return found | ({"superni_test": self.test_instances} if self.kind == "superni" else {})
+        if self.kind == "hub" or not all(path.lower().endswith(_TEXT_SUFFIXES) for path in named):
+            decisive["numbers"] = "shortest"  # how float32 becomes text
+        return decisive | ({"superni_test": self.test_instances} if self.kind == "superni" else {})
 
     def columns(self) -> frozenset[str] | None:
-        """The columns that rows are made of; None where rows are recognised by their columns."""
+        """Return the columns that templates and `where` read; None if columns are recognized by name."""
         if self.input is None or self.output is None:
             return None
         read = {column for template in (self.input, self.output) for _, column, _ in _fields(template) if column}
@@ -157,10 +156,10 @@ class SourceSpec(Settings):
 
 
 class RecordReader:
-    """Makes records into inputs and references, as a source says; one for all records of a file.
+    """Applies a source to the records of one file.
 
     Args:
-        classes: names of the whole numbers of columns of class labels, as the data has them.
+        classes: class names of label columns, from the file.
     """
 
     def __init__(self, source: SourceSpec, classes: Mapping[str, tuple[str, ...]]):
@@ -168,35 +167,35 @@ class RecordReader:
         self.classes = {**classes, **source.names}
 
     @property
-    def recognises(self) -> bool:
-        """Whether rows are recognised by the names of their columns."""
+    def by_columns(self) -> bool:
+        """Whether examples are recognized by the names of their columns."""
         return self.source.input is None
 
-    def named(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Put names in the place of a record's classes.
+    def with_class_names(self, where: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace class numbers by their names.
 
         Raises:
-            DataError: a class has no name, or `names` has a column that there is none of.
+            DataError: a class has no name, or `names` lists a column that does not exist.
         """
         for column in self.source.names:
             self._value(where, record, column, ())
-        return {c: self._named(where, c, value) if c in self.classes else value for c, value in record.items()}
+        return {c: self._class_name(where, c, value) if c in self.classes else value for c, value in record.items()}
 
-    def fits(self, where: str, record: Mapping[str, Any]) -> bool:
-        """Whether a record is one of those that are read.
+    def matches(self, where: str, record: Mapping[str, Any]) -> bool:
+        """Return whether a record passes the `where` filter.
 
         Raises:
-            DataError: `where` names a column that there is none of.
+            DataError: `where` lists a column that does not exist.
         """
         return all(
             text_of(self._value(where, record, column, ())) in wanted for column, wanted in self.source.where.items()
         )
 
-    def mapped(self, where: str, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
-        """Input and references of a record; None where the source has no templates.
+    def apply_templates(self, where: str, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+        """Return input and references of a record; None if the source has no templates.
 
         Raises:
-            DataError: a template asks for a column that is not there, or holds something that is no text.
+            DataError: a template names a column that does not exist or does not hold text.
         """
         if self.source.input is None or self.source.output is None:
             return None
@@ -205,8 +204,9 @@ class RecordReader:
             value = self._value(where, record, fields[0][1], fields[0][2])
             if isinstance(value, list):
                 if not value or not all(isinstance(entry, str) for entry in value):
-                    found = quoted(value, 60)
-                    raise DataError(f"{where}: `output` is {found}; expected a string, or a list with strings.")
+                    raise DataError(
+                        f"{where}: `output` is {quoted(value, 60)}; expected a string, or a list with strings."
+                    )
                 return self._filled(where, record, self.source.input), tuple(value)
         return self._filled(where, record, self.source.input), (self._filled(where, record, self.source.output),)
 
@@ -218,12 +218,14 @@ class RecordReader:
 
     def _text(self, where: str, record: Mapping[str, Any], column: str, path: tuple[str, ...]) -> str:
         value = self._value(where, record, column, path)
-        missing = isinstance(value, float) and not math.isfinite(value)  # as pandas writes what is not there
+        missing = isinstance(value, float) and not math.isfinite(value)  # as pandas writes missing values
         if value is None or missing or isinstance(value, (list, dict, bytes)):
-            place = column + "".join(f"[{key}]" for key in path)
-            advice = "name one of its parts, as in {" + place + "[0]}" if isinstance(value, (list, dict)) else None
-            advice = advice or "expected text or a number; correct the row, or leave it out with `where`"
-            raise DataError(f"{where}: column `{place}` is {quoted(value, 60)}; {advice}.")
+            field = column + "".join(f"[{key}]" for key in path)
+            if isinstance(value, (list, dict)):
+                advice = "name one of its parts, as in {" + field + "[0]}"
+            else:
+                advice = "expected text or a number; correct the row, or leave it out with `where`"
+            raise DataError(f"{where}: column `{field}` is {quoted(value, 60)}; {advice}.")
         return text_of(value)
 
     def _value(self, where: str, record: Mapping[str, Any], column: str, path: tuple[str, ...]) -> Any:
@@ -232,11 +234,11 @@ class RecordReader:
             raise DataError(f"{where}: there is no column {quoted(column)}; found the columns {columns:.300}.")
         value = record[column]
         if column in self.classes:
-            value = self._named(where, column, value)
+            value = self._class_name(where, column, value)
         for key in path:
             try:
                 if isinstance(value, str):
-                    raise TypeError("a text has characters, which nobody means")
+                    raise TypeError("indexing a text would give a character")
                 value = value[key] if isinstance(value, dict) else value[int(key)]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise DataError(
@@ -244,10 +246,10 @@ class RecordReader:
                 ) from None
         return value
 
-    def _named(self, where: str, column: str, value: Any) -> Any:
-        """Return the name of a class; None where a row has none, as of the value -1."""
+    def _class_name(self, where: str, column: str, value: Any) -> Any:
+        """Return the name of a class; None for a missing label, written null or -1."""
         if isinstance(value, list):
-            return [self._named(where, column, entry) for entry in value]
+            return [self._class_name(where, column, entry) for entry in value]
         names = self.classes[column]
         number = int(value) if re.fullmatch(r"-?\d{1,9}", str(value)) else None
         if value is None or number == -1:
@@ -261,7 +263,7 @@ class RecordReader:
 
 
 def text_of(value: Any) -> str:
-    """A value as text: a truth value as in JSON, a number as Python writes it."""
+    """Convert a value to text: truth values as in JSON, numbers as Python writes them."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -270,24 +272,24 @@ _PART = re.compile(r"\[([^\[\]]+)\]")
 
 @lru_cache(maxsize=256)
 def _fields(template: str) -> list[tuple[str, str | None, tuple[str, ...]]]:
-    """The parts of a template: text, and the column behind it with the way into it; None at the end of the text.
+    """Split a template into (literal text, column or None, keys into the column).
 
     Raises:
-        ValueError: it is not a template.
+        ValueError: the template is malformed.
     """
-    found: list[tuple[str, str | None, tuple[str, ...]]] = []
+    fields: list[tuple[str, str | None, tuple[str, ...]]] = []
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"{quoted(template)} is no template: {error}; write {{{{ for a brace") from error
+        raise ValueError(f"{quoted(template)} is not a template: {error}; write {{{{ for a brace") from error
     for text, name, spec, conversion in parts:
         if name is None:
-            found.append((text, None, ()))
+            fields.append((text, None, ()))
             continue
         column, bracket, rest = name.partition("[")
         if spec or conversion or not column or (bracket and not re.fullmatch(f"(?:{_PART.pattern})+", bracket + rest)):
             raise ValueError(
-                f"{quoted(template)} is no template; expected columns as in {{question}} or {{answers[0]}}"
+                f"{quoted(template)} is not a template; expected columns as in {{question}} or {{answers[0]}}"
             )
-        found.append((text, column, tuple(_PART.findall(bracket + rest))))
-    return found
+        fields.append((text, column, tuple(_PART.findall(bracket + rest))))
+    return fields

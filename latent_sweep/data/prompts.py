@@ -1,23 +1,22 @@
-"""How a row becomes token ids: prompt formats, and what long prompts lose.
+"""How an example becomes token ids: prompt formats and truncation.
 
-A prompt has three parts, `head` (instruction), `input` (the row) and `cue` (what asks for the answer):
+A prompt has three parts: `head` (instruction), `input` (the example) and `cue` (asks for the answer).
 
 superni         `Definition: <instruction>`, blank line, `Now complete the following example -`, newline,
                 `Input: <input>`, newline, `Output: `
 long_sequence   `<instruction>`, newline, `<input>`, newline, `Output: `
 plain           `<instruction>`, blank line, `<input>`, newline, `Output: `
 
-Where a task has no instruction, the last two begin with the input. Test prompts may have a paraphrase in its place, or
-none at all (`benchmark.prompts.definition`), of `superni` then without `Definition:` and the blank line.
-The first two are the strings of the SAPT and GainLoRA code, the same for T5 and Llama and ending in a space; `plain`
-serves the package's own and users' benchmarks.
+Without an instruction, the last two start with the input. Test prompts may have a paraphrase instead, or none at all
+(`benchmark.prompts.definition`); `superni` then omits `Definition:` and the blank line. The first two formats are the
+strings of the SAPT and GainLoRA code, the same for T5 and Llama, and end in a space. `plain` is for the package's own
+benchmark and users' benchmarks.
 
-The default truncation, `keep_cue`, is the released code's but for the cue: that code cuts from the right, and every
-long prompt loses the words that ask for the answer. Where a task asks behind a passage, `keep_cue` loses the question,
-or its end: of T5's prompts of 512 tokens in 68 of the 100 test rows of Quoref (task002) and 185 of 1,000 of MultiRC.
-`keep_ends` keeps them. It is not the default because it departs from the published protocol in what is learned: 3,372
-training rows of the two benchmarks are cut, 2,024 of them of tasks without a question. Counts by task are in
-benchmarks/README.md.
+The default truncation, `keep_cue`, differs from the released code only in keeping the cue: that code cuts from the
+right, so a long prompt loses the words that ask for the answer. If a task asks its question after a passage, `keep_cue`
+loses the question or its end: with T5's 512 tokens in 68 of the 100 test examples of Quoref (task002) and 185 of 1,000
+of MultiRC. `keep_ends` keeps it, but departs further from the published protocol: it changes 3,372 training examples of
+the two benchmarks, 2,024 of them in tasks without a question. `latent_sweep/data/README.md` has counts by task.
 """
 
 from __future__ import annotations
@@ -40,39 +39,39 @@ if TYPE_CHECKING:
 Family = Literal["t5", "llama"]
 
 CUE = "\nOutput: "
-"""What asks for the answer in every format, unless the benchmark's file names another `cue`."""
+"""The cue of every format, unless the benchmark's file sets `cue`."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the token ids of a text."""
+    """How a family's released code surrounds and truncates token ids."""
 
     ends: bool
     """Whether prompts end with EOS."""
     keeps_eos: bool
-    """Whether a target that is too long keeps its EOS."""
+    """Whether a truncated target keeps its EOS."""
     one_space: bool
-    """Whether tokenizers make one space of a line break."""
+    """Whether tokenizers turn a line break into a space."""
     read_again: bool
-    """Whether the released code tokenizes the text of a cut prompt's tokens again."""
+    """Whether the text of a cut prompt's tokens is tokenized again."""
 
 
 FRAMES: Mapping[Family, Frame] = {
     "t5": Frame(ends=True, keeps_eos=True, one_space=True, read_again=True),
     "llama": Frame(ends=False, keeps_eos=False, one_space=False, read_again=False),
 }
-"""By the paper's two families: encoder-decoders take T5's, other models Llama's."""
+"""By the paper's two families: encoder-decoders follow T5, other models Llama."""
 
 LOST: dict[Truncation, str] = {
     "keep_cue": "the end of their input",
     "keep_ends": "the middle of their input",
     "official": "their end, the cue first",
 }
-"""What prompts lose that are too long."""
+"""What an over-long prompt loses."""
 
 
 class PromptParts(NamedTuple):
-    """The three texts of a prompt; the prompt is their concatenation."""
+    """The three texts of a prompt, which is their concatenation."""
 
     head: str
     input: str
@@ -80,7 +79,7 @@ class PromptParts(NamedTuple):
 
 
 class PromptIds(NamedTuple):
-    """The token ids of a prompt by part, special tokens included; the prompt is their concatenation."""
+    """The token ids of a prompt by part, special tokens included."""
 
     head: list[int]
     input: list[int]
@@ -90,33 +89,33 @@ class PromptIds(NamedTuple):
 def split_prompts(
     spec: BenchmarkSpec, task: TaskSpec, split: Split, settings: BenchmarkSettings, texts: Iterable[str]
 ) -> list[PromptParts]:
-    """The prompts of a split's inputs, all of them in their order: row i reads definition i mod their number."""
+    """Return the prompts of a split's inputs in order; example i reads definition i modulo their number."""
     wordings = definitions(task, split, settings)
     return [prompt_parts(spec, task, text, wordings[i % len(wordings)]) for i, text in enumerate(texts)]
 
 
 def definitions(task: TaskSpec, split: Split, settings: BenchmarkSettings) -> tuple[str | None, ...]:
-    """The definitions that the prompts of a split take in turn; None is the task's instruction, verbatim.
+    """Return the definitions that a split's prompts cycle through; None is the task's instruction, verbatim.
 
-    A task without an instruction has the same prompts whatever `benchmark.prompts.definition` says, and so have rows
-    that are held out of the training rows and scored in the place of test rows.
+    `benchmark.prompts.definition` does not apply to a task without an instruction, nor to held-out training examples
+    that are scored instead of test examples.
     """
-    wanted, of_test = settings.prompts.definition, split == "test" and settings.score_on == "test"
-    if not of_test or wanted == "verbatim" or not task.instruction.strip():
+    wanted, is_test = settings.prompts.definition, split == "test" and settings.score_on == "test"
+    if not is_test or wanted == "verbatim" or not task.instruction.strip():
         return (None,)
     return task.paraphrases if wanted == "paraphrase" else ("",)
 
 
 def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str | None = None) -> PromptParts:
-    """The prompt of the input `text` of `task`, in the benchmark's format.
+    """Return the prompt for the input `text` of `task`, in the benchmark's format.
 
     Args:
-        definition: stands in place of the task's instruction; "" leaves it out with what surrounds it.
+        definition: replaces the task's instruction; "" omits it and the text around it.
     """
     instruction = (task.instruction if definition is None else definition).strip()
     if spec.prompt == "superni":
-        told = f"Definition: {instruction}\n\n" if instruction or definition is None else ""
-        head = f"{told}Now complete the following example -\nInput: "
+        prefix = f"Definition: {instruction}\n\n" if instruction or definition is None else ""
+        head = f"{prefix}Now complete the following example -\nInput: "
     elif instruction:
         head = instruction + ("\n" if spec.prompt == "long_sequence" else "\n\n")
     else:
@@ -125,20 +124,20 @@ def prompt_parts(spec: BenchmarkSpec, task: TaskSpec, text: str, definition: str
 
 
 def bare_prompt(spec: BenchmarkSpec, text: str) -> PromptParts:
-    """The prompt of a text that has its instruction in it, or none: the benchmark's cue is all that is added."""
+    """Return the prompt for a text that contains its own instruction, or none: only the benchmark's cue is added."""
     return PromptParts("", text, cue_of(spec))
 
 
 def cue_of(spec: BenchmarkSpec, task: TaskSpec | None = None) -> str:
-    """Return what asks for the answer: the task's own cue, or the benchmark's, or `CUE`."""
+    """Return the task's own cue, or the benchmark's, or `CUE`."""
     own = spec.cue if task is None or task.cue is None else task.cue
     return CUE if own is None else own
 
 
 def in_chat(parts: PromptParts, chat: Chat) -> PromptParts:
-    """The same prompt as a user's message: the template belongs to what surrounds the input."""
+    """Return the prompt as a user's message; the template's text joins head and cue."""
     head, text, cue = parts
-    if chat.strips:  # what the message begins with, wherever it begins
+    if chat.strips:  # white space at the start of the message, whichever part starts it
         head = head.lstrip()
         text = text if head else text.lstrip()
         cue = cue if head or text else cue.lstrip()
@@ -154,7 +153,7 @@ def encode_prompt(
     bos: Literal["auto", "off"] = "auto",
     chat: Chat | None = None,
 ) -> list[int]:
-    """The token ids of a prompt, at most `max_source_length` of them; see `encode_parts`."""
+    """Return the token ids of a prompt, at most `max_source_length`; see `encode_parts`."""
     head, kept, cue = encode_parts(parts, tokenizer, family, max_source_length, truncation, bos, chat)
     return head + kept + cue
 
@@ -168,19 +167,20 @@ def encode_parts(
     bos: Literal["auto", "off"] = "auto",
     chat: Chat | None = None,
 ) -> PromptIds:
-    """The token ids of a prompt by part, at most `max_source_length` in all.
+    """Return the token ids of a prompt by part, at most `max_source_length` in all.
 
-    The whole prompt is tokenized at once, so what fits is exactly what the tokenizer makes of the string, and what
-    does not fit only loses tokens: the last ones of the input (`keep_cue`), its middle ones (`keep_ends`: as many stay
-    of its beginning as of its end, or one more), or the last ones of the prompt (`official`: of T5's prompts the text
-    that is left is tokenized again, as in the released code, and parts keep their numbers of tokens). A token that
-    reaches into the input from the head belongs to the input, one that reaches into the cue to the cue. Prompts begin
-    with BOS where the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts end with
-    EOS, Llama prompts do not. Inside a chat template they have the special tokens that it writes, and no others. Text
-    that spells a special token stays text (`text_tokens.py`).
+    The whole prompt is tokenized at once, so a prompt that fits is exactly the tokenized string. A longer one loses
+    tokens: the last ones of the input (`keep_cue`), its middle (`keep_ends`: equal parts of both ends stay, or one more
+    at the start), or the last ones of the prompt (`official`). Under `official` the remaining text of a T5 prompt is
+    tokenized again, as in the released code, and the parts keep their numbers of tokens. A token that spans head and
+    input belongs to the input, one that spans input and cue to the cue.
+
+    Prompts start with BOS if the tokenizer itself adds one and `bos` is `auto`: Llama's does, T5's has none. T5 prompts
+    end with EOS, Llama prompts do not. In a chat template they have only the template's special tokens. Text that
+    spells a special token stays text (`text_tokens.py`).
 
     Raises:
-        DataError: Head and cue leave no room for the input (not under `official`).
+        DataError: head and cue leave no room for the input (not under `official`).
     """
     parts, (ids, offsets) = _tokenized(parts, tokenizer, chat)
     input_start, input_end = len(parts.head), len(parts.head) + len(parts.input)
@@ -192,8 +192,8 @@ def encode_parts(
     last = [tokenizer.eos_token_id] if chat is None and FRAMES[family].ends else []
     room = max_source_length - len(first) - len(last)
     if len(ids) > room and truncation == "official":
-        if FRAMES[family].read_again and chat is None:  # which keeps as many tokens as with EOS, before it adds that
-            ids = _tokenized_again(ids[:max_source_length], tokenizer)
+        if FRAMES[family].read_again and chat is None:  # the released code counts the EOS, which it adds afterwards
+            ids = _retokenized(ids[:max_source_length], tokenizer)
         ids, n_both = ids[:room], n_head + len(kept)
         head, kept, cue = ids[:n_head], ids[n_head:n_both], ids[n_both:]
     elif len(ids) > room:
@@ -201,21 +201,21 @@ def encode_parts(
     return PromptIds(first + head, kept, cue + last)
 
 
-def _tokenized_again(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of the text of these tokens, as the released collator makes them of a cut prompt for T5.
+def _retokenized(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Decode and tokenize again, as the released collator does with a cut T5 prompt.
 
-    Special tokens are lost, the unknown one among them, and blanks before punctuation, as transformers 4 cleans up what
-    it decodes.
+    This loses special tokens, the unknown token among them, and blanks before punctuation, which transformers 4 cleans
+    up when it decodes.
     """
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for spaced in CLEANED_UP:
         text = text.replace(spaced, spaced.strip())
-    found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    retokenized: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return retokenized
 
 
 CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-"""What loses the blanks around it, one after another."""
+"""Strings that lose their surrounding blanks, in this order."""
 
 
 def is_cut(
@@ -226,7 +226,7 @@ def is_cut(
     bos: Literal["auto", "off"] = "auto",
     chat: Chat | None = None,
 ) -> bool:
-    """Whether a prompt has more than `max_source_length` tokens, so that `encode_parts` leaves some out."""
+    """Return whether a prompt has more than `max_source_length` tokens, so that `encode_parts` truncates it."""
     return len(encode_prompt(parts, tokenizer, family, sys.maxsize, bos=bos, chat=chat)) > max_source_length
 
 
@@ -237,9 +237,9 @@ def encode_target(
     max_target_length: int,
     chat: Chat | None = None,
 ) -> list[int]:
-    """The token ids of a target and what ends it, EOS or a chat template's end, at most `max_target_length` in all.
+    """Return the token ids of a target and its end (EOS or a chat template's), at most `max_target_length` in all.
 
-    As in the released code, a target that is too long keeps its EOS for T5 and loses it for Llama.
+    As in the released code, a truncated target keeps its EOS for T5 and loses it for Llama.
     """
     ids = tokenize(tokenizer, text).ids
     room = max_target_length - 1 if FRAMES[family].keeps_eos else max_target_length
@@ -250,7 +250,7 @@ def encode_target(
 def _tokenized(
     parts: PromptParts, tokenizer: PreTrainedTokenizerBase, chat: Chat | None
 ) -> tuple[PromptParts, TextIds]:
-    """Return a prompt's texts, inside the chat template if there is one, with their token ids."""
+    """Return a prompt's texts, in the chat template if there is one, and their token ids."""
     if chat is None:
         return parts, tokenize(tokenizer, "".join(parts))
     whole = in_chat(parts, chat)
@@ -259,15 +259,15 @@ def _tokenized(
 
 
 def _cut(ids: list[int], room: int, truncation: Truncation) -> list[int]:
-    """Return `room` tokens of an input that has more."""
-    of_the_end = room // 2 if truncation == "keep_ends" else 0
-    return ids[: room - of_the_end] + ids[len(ids) - of_the_end :]
+    """Shorten an input to `room` tokens."""
+    at_end = room // 2 if truncation == "keep_ends" else 0
+    return ids[: room - at_end] + ids[len(ids) - at_end :]
 
 
 def _input_room(room: int, max_source_length: int, parts: PromptParts) -> int:
     if room < 1:
         raise DataError(
-            f"benchmark.max_source_length: the instruction that begins with {quoted(parts.head, 40)} and the cue take "
+            f"benchmark.max_source_length: the instruction that starts with {quoted(parts.head, 40)} and the cue take "
             f"all of its {max_source_length} tokens; expected room for the input. "
             f"Raise it to {max_source_length + 1 - room} or more, or shorten the instruction."
         )

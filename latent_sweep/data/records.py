@@ -1,7 +1,8 @@
-"""Records of data files, one after the other: JSON, JSON lines, CSV, Parquet, Arrow, and folders of saved data sets.
+"""Read records from data files: JSON, JSON lines, CSV, Parquet, Arrow, and folders written by `Dataset.save_to_disk`.
 
-Files of JSON lines and CSV are streamed, those of columns read a batch at a time or memory-mapped; only a list of JSON
-is read whole. A cell of a CSV file is text as it stands there: `01` is no number and `NA` not nothing.
+JSON lines and CSV are streamed, columnar files are read in batches; only a JSON list is loaded whole. CSV cells stay
+text: `01` is not a number and `NA` is not null. CSV is read by Python's own `csv`: pyarrow's reader accepts an unclosed
+quote and reports no line numbers, and `datasets` takes a second to import, which planning would notice.
 """
 
 from __future__ import annotations
@@ -11,58 +12,58 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from latent_sweep.data.dataset_folders import file_digest
-from latent_sweep.errors import DataError, MissingData
+from latent_sweep.data.caches import file_digest
+from latent_sweep.errors import DataError, MissingData, unended
 from latent_sweep.settings import content_hash, read_regular
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 
-AT_ONCE = 1000
-"""Records of a file of columns that are taken into memory at a time."""
+BATCH = 1000
+"""Records of a columnar file held in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """What a file holds."""
+    """The records of a file, to be read once."""
 
-    each: Iterator[tuple[str, Any]]
-    """Every record with its place, `line 3`, `[2]` or `row 3`."""
+    located: Iterator[tuple[str, Any]]
+    """Each record with its location: `line 3`, `[2]` or `row 3`."""
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the whole numbers in columns of class labels."""
+    """Class names of label columns, by column."""
 
 
-class Repeating(dict[str, Any]):
-    """A JSON object with a key that appears twice: the first value would be lost without a word."""
+class DuplicateKeys(dict[str, Any]):
+    """A JSON object in which a key appears twice; plain parsing would silently drop the first value."""
 
     fault = ""
 
 
 def read_records(path: Path, columns: Collection[str] | None = None) -> Records:
-    """Open a file of records.
+    """Open a data file or a saved data set.
 
     Args:
-        columns: those that are read, of a file of columns; None reads all.
+        columns: columns to read of a columnar file; None reads all.
 
     Raises:
-        DataError: it cannot be read, or is not what its name says; also while records are taken.
+        DataError: the file is unreadable or does not match its suffix; also raised while records are iterated.
     """
     try:
         if path.is_dir():
-            return _saved(path, columns)
-        read_regular(path, 0)  # a pipe would be waited for
-        kind = path.suffix.lower()
-        if kind in (".parquet", ".arrow"):
-            return _columnar(path, columns)
+            return _read_columns(path, _saved_shards(path), columns)
+        read_regular(path, 0)  # opening a pipe would block
+        suffix = path.suffix.lower()
+        if suffix in (".parquet", ".arrow"):
+            return _read_columns(path, [path], columns)
         readers = {".jsonl": _json_lines, ".csv": _separated, ".tsv": _separated, ".json": _json_list}
-        if kind not in readers:
-            known = ", ".join(SUFFIXES)
-            raise DataError(f"{path}: expected a file of {known}, or a folder that Dataset.save_to_disk has written.")
-        return Records(readers[kind](path))
+        if suffix not in readers:
+            raise DataError(
+                f"{path}: expected a file of {', '.join(SUFFIXES)}, or a folder written by Dataset.save_to_disk."
+            )
+        return Records(readers[suffix](path))
     except FileNotFoundError as error:
         raise MissingData(f"Looked for {path}: there is no such file. Correct the task's `source`.") from error
     except OSError as error:
@@ -70,23 +71,23 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Records:
 
 
 def files_state(paths: Collection[Path]) -> tuple[tuple[str, int, int], ...]:
-    """What changes when one of these files, or a file of these folders, is written again.
+    """Return name, size and modification time of every data file, to detect rewrites.
 
     Raises:
-        MissingData: one is not there.
+        MissingData: a file is missing.
     """
     try:
-        files = [file for path in paths for file in _files(path)]
+        files = [file for path in paths for file in _data_files(path)]
         return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     except OSError as error:
         raise MissingData(f"Looked for {error.filename}: {error.strerror}. Correct the task's `source`.") from error
 
 
 def files_digest(paths: Collection[Path]) -> str:
-    """SHA-256 of a file, or of the names and digests of a folder's files, or of several of both.
+    """Return the SHA-256 of a file, or a hash over the digests of several files or of a folder's files.
 
     Raises:
-        DataError: one cannot be read.
+        DataError: a file cannot be read.
     """
     digests = [_digest(path) for path in paths]
     return digests[0] if len(digests) == 1 else content_hash(digests, length=64)
@@ -95,7 +96,7 @@ def files_digest(paths: Collection[Path]) -> str:
 def _digest(path: Path) -> str:
     try:
         if path.is_dir():
-            digests = {str(file.relative_to(path)): file_digest(file) for file in _files(path)}
+            digests = {str(file.relative_to(path)): file_digest(file) for file in _data_files(path)}
             return content_hash(digests, length=64)
         read_regular(path, 0)
         return file_digest(path)
@@ -103,14 +104,14 @@ def _digest(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
-def _files(path: Path) -> list[Path]:
-    """A file itself, or of a saved data set's folder those that are read: whoever filters it leaves caches there."""
+def _data_files(path: Path) -> list[Path]:
+    """List a file itself, or the files of a saved data set; filtering one leaves caches in its folder."""
     if not path.is_dir():
         return [path]
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        state = json.loads((path / "state.json").read_bytes())
-        return sorted({path / one["filename"] for one in state["_data_files"]} | {path / "dataset_info.json"})
-    return sorted(file for file in path.rglob("*") if file.is_file())
+    try:
+        return sorted({*_saved_shards(path), path / "dataset_info.json"})
+    except DataError:
+        return sorted(file for file in path.rglob("*") if file.is_file())
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _decoded(path: Path, content: bytes, start: int = 0) -> str:
-    """Decode UTF-8, at the beginning of a file with or without the mark of its byte order."""
+    """Decode UTF-8; the start of a file may have a byte order mark."""
     try:
         return content.decode("utf-8" if start else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -135,23 +136,22 @@ def _decoded(path: Path, content: bytes, start: int = 0) -> str:
 
 
 def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    content = read_json(path)
-    place = ""
-    if isinstance(content, Repeating):
+    content, key = read_json(path), ""
+    if isinstance(content, DuplicateKeys):
         raise DataError(f"{path}: {content.fault}")
     if isinstance(content, dict) and "Instances" in content:
-        content, place = content["Instances"], "Instances"
+        content, key = content["Instances"], "Instances"
     if not isinstance(content, list):
-        raise DataError(f"{path}: found {kind_of(content)}; expected a list of rows, or an object with `Instances`.")
+        raise DataError(f"{path}: found {json_type(content)}; expected a list of rows, or an object with `Instances`.")
     for position, record in enumerate(content):
-        yield f"{place}[{position}]", record
+        yield f"{key}[{position}]", record
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; an object with a key twice is `Repeating`.
+    """Read a JSON file; objects that repeat a key come back as `DuplicateKeys`.
 
     Raises:
-        DataError: it cannot be read, or is not JSON; the message has line and column.
+        DataError: the file is unreadable or not JSON; the message has line and column.
     """
     try:
         content = read_regular(path)
@@ -167,21 +167,21 @@ def _parse_json(path: Path, text: str, first_line: int = 1) -> Any:
         line = first_line + error.lineno - 1
         raise DataError(f"{path}, line {line}, column {error.colno}: not valid JSON: {error.msg}.") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
-        raise DataError(f"{path}: not JSON that can be read: {_said(error)}.") from error
+        raise DataError(f"{path}: not JSON that can be read: {unended(error)}.") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    repeating = Repeating(found)
-    twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-    repeating.fault = f"key {twice!r:.60} appears twice; expected each key once. Correct the file."
-    return repeating
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
+    duplicated = DuplicateKeys(result)
+    repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+    duplicated.fault = f"key {repeated!r:.60} appears twice; expected each key once. Correct the file."
+    return duplicated
 
 
-def kind_of(value: Any) -> str:
-    """What messages call a value of JSON."""
+def json_type(value: Any) -> str:
+    """Name the JSON type of a value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -190,102 +190,118 @@ def kind_of(value: Any) -> str:
 
 
 def _separated(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each row of a CSV file under the names in its first line; every cell is text.
-
-    A column without a name, as pandas writes its index, is passed over.
-    """
+    """Yield each CSV row as text cells by column name; unnamed columns, such as a pandas index, are skipped."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KiB a cell
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
-            names = next(reader, [])
-            named = [name for name in names if name]
+            header = next(reader, [])
+            named = [name for name in header if name]
             if not named or len(set(named)) < len(named):
-                told = ", ".join(map(repr, names))
-                raise DataError(f"{path}, line 1: expected a name for each column, each once; found {told:.200}.")
-            for cells in reader:
-                if cells and len(cells) != len(names):
-                    place = f"{path}, line {reader.line_num}"
-                    raise DataError(f"{place}: found {len(cells)} cells; expected {len(names)}, as in the first line.")
-                if cells:
-                    found = {name: cell for name, cell in zip(names, cells, strict=True) if name}
-                    yield f"line {reader.line_num}", found
+                names = ", ".join(map(repr, header))
+                raise DataError(f"{path}, line 1: expected a name for each column, each once; found {names:.200}.")
+            for cells in filter(None, reader):
+                if len(cells) != len(header):
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: found {len(cells)} cells; expected {len(header)}, as in the "
+                        "first line."
+                    )
+                yield f"line {reader.line_num}", {n: cell for n, cell in zip(header, cells, strict=True) if n}
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not CSV that can be read: {_said(error)}.") from error
+            raise DataError(f"{path}, line {reader.line_num}: not readable as CSV: {unended(error)}.") from error
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: is not UTF-8 near line {reader.line_num + 1}; save it in UTF-8.") from error
 
 
-# --- columns ---------------------------------------------------------------------------------------------------------
+# --- columnar files --------------------------------------------------------------------------------------------------
 
 
-def _columnar(path: Path, columns: Collection[str] | None) -> Records:
-    """Open a Parquet file, or an Arrow file, which is memory-mapped."""
+def _saved_shards(folder: Path) -> list[Path]:
+    """List the Arrow files of a folder written by `Dataset.save_to_disk`."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(str(path.parent) for path in folder.glob("*/dataset_info.json")))
+        raise DataError(f"{folder}: holds several splits; name one of them: {splits}.")
+    try:
+        return [folder / entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{folder}: not a folder written by Dataset.save_to_disk: {unended(error)}.") from error
+
+
+def _read_columns(path: Path, files: Collection[Path], columns: Collection[str] | None) -> Records:
+    """Open a file, or the shards of a saved data set; Arrow files are memory-mapped."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        if path.suffix.lower() == ".parquet":
-            file = pq.ParquetFile(path)
-            schema = file.schema_arrow
-            batches = file.iter_batches(AT_ONCE, columns=_known(schema.names, columns))
-        else:
-            mapped = pa.memory_map(str(path))
-            try:
-                reader = pa.ipc.open_stream(mapped)  # as `datasets` writes them
-                stream: Iterator[Any] = iter(reader)
-            except pa.ArrowInvalid:
-                reader = pa.ipc.open_file(mapped)
-                stream = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            schema = reader.schema
-            batches = _pieces(stream, _known(schema.names, columns))
+        opened = [(_parquet if file.suffix.lower() == ".parquet" else _arrow)(file, columns) for file in files]
     except pa.ArrowException as error:
-        raise DataError(f"{path}: is not a file of {path.suffix} that can be read: {_said(error)}.") from error
-    return Records(_taken(path, batches, schema.names), _class_names(schema))
+        raise DataError(f"{path}: not readable as {path.suffix or 'a saved data set'}: {unended(error)}.") from error
+    if not opened:
+        return Records(iter(()))
+    names = opened[0][0].names
+    if len(set(names)) < len(names):
+        raise DataError(f"{path}: two columns have the same name: {sorted(names)}; expected each name once.")
+    batches = (batch for _, of_file in opened for batch in of_file)
+    return Records(_column_records(path, batches), _class_names(opened[0][0]))
 
 
-def _pieces(batches: Iterator[Any], columns: list[str]) -> Iterator[Any]:
-    for batch in batches:
-        for start in range(0, batch.num_rows, AT_ONCE):
-            yield batch.select(columns).slice(start, AT_ONCE)
+def _parquet(file: Path, columns: Collection[str] | None) -> tuple[Any, Iterator[Any]]:
+    import pyarrow.parquet as pq
+
+    reader = pq.ParquetFile(file)
+    return reader.schema_arrow, reader.iter_batches(BATCH, columns=_selected(reader.schema_arrow.names, columns))
 
 
-def _known(names: Collection[str], columns: Collection[str] | None) -> list[str]:
-    """Return the columns to read; all of them where one is asked for that is not there, to be named in the error."""
+def _arrow(file: Path, columns: Collection[str] | None) -> tuple[Any, Iterator[Any]]:
+    import pyarrow as pa
+
+    mapped = pa.memory_map(str(file))
+    try:
+        reader = pa.ipc.open_stream(mapped)  # the format of `datasets`
+        batches: Iterator[Any] = iter(reader)
+    except pa.ArrowInvalid:
+        reader = pa.ipc.open_file(mapped)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    selected = _selected(reader.schema.names, columns)
+    slices = (
+        batch.select(selected).slice(start, BATCH) for batch in batches for start in range(0, batch.num_rows, BATCH)
+    )
+    return reader.schema, slices
+
+
+def _selected(names: Collection[str], columns: Collection[str] | None) -> list[str]:
+    """Return the columns to read: all if one is missing, so that the error can list them."""
     return [n for n in names if n in columns] if columns is not None and set(columns) <= set(names) else list(names)
 
 
-def _taken(path: Path, batches: Iterator[Any], names: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _column_records(path: Path, batches: Iterator[Any]) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
 
-    if len(set(names)) < len(names):
-        raise DataError(f"{path}: two columns have the same name: {sorted(names)}; expected each name once.")
     number = 0
     try:
         for batch in batches:
-            for record in _shortest(batch).to_pylist():
+            for record in _shortest_floats(batch).to_pylist():
                 number += 1
                 yield f"row {number}", record
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}, after row {number}: cannot be read: {_said(error)}.") from error
+        raise DataError(f"{path}, after row {number}: cannot be read: {unended(error)}.") from error
 
 
-def _shortest(batch: Any) -> Any:
-    """Give numbers of 32 bits the digits that tell them apart: as doubles 0.1 would be 0.10000000149011612."""
+def _shortest_floats(batch: Any) -> Any:
+    """Convert float32 by way of its shortest text: cast to a double, 0.1 would read 0.10000000149011612."""
     import pyarrow as pa
 
-    for place, column in enumerate(batch.schema):
+    for index, column in enumerate(batch.schema):
         if pa.types.is_float32(column.type):
-            doubles = batch.column(place).cast(pa.string()).cast(pa.float64())
-            batch = batch.set_column(place, column.name, doubles)
+            doubles = batch.column(index).cast(pa.string()).cast(pa.float64())
+            batch = batch.set_column(index, column.name, doubles)
     return batch
 
 
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Names of class labels, which `datasets` keeps in the metadata of the files that it writes."""
+    """Return the class names that `datasets` keeps in the metadata of its files."""
     try:
-        told = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = told.get("info", {}).get("features", {})
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features", {})
         return {
             name: tuple(feature["names"])
             for name, feature in features.items()
@@ -293,24 +309,3 @@ def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
         }
     except (ValueError, AttributeError, TypeError):
         return {}
-
-
-def _said(error: Exception) -> str:
-    """Return what a library says, without its full stop."""
-    return str(error).strip().rstrip(".")
-
-
-def _saved(path: Path, columns: Collection[str] | None) -> Records:
-    """Open the folder of a saved data set; its arrow files are memory-mapped."""
-    from datasets import ClassLabel, DatasetDict, load_from_disk
-
-    try:
-        dataset = load_from_disk(str(path), keep_in_memory=False)
-    except Exception as error:  # whatever a folder that is none makes of it
-        raise DataError(f"{path}: is no folder that Dataset.save_to_disk has written: {_said(error)}.") from error
-    if isinstance(dataset, DatasetDict):
-        known = ", ".join(str(path / name) for name in dataset)
-        raise DataError(f"{path}: holds several splits; name one of them: {known}.")
-    classes = {name: tuple(f.names) for name, f in dataset.features.items() if isinstance(f, ClassLabel)}
-    read = dataset.select_columns(_known(dataset.column_names, columns)).with_format("arrow")
-    return Records(_taken(path, read.iter(AT_ONCE), dataset.column_names), classes)

@@ -1,6 +1,6 @@
-"""What a benchmark is: its tasks, prompts, metrics and orders, as strict data read from YAML.
+"""Benchmark definitions: tasks, prompts, metrics and orders, as strict data read from YAML.
 
-A new benchmark is a new file: a `benchmark.yaml` beside folders `<task>/train.json` (or `.jsonl`) and `test.json`.
+A new benchmark is a new file: a `benchmark.yaml` next to folders `<task>/train.json` (or `.jsonl`) and `test.json`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Allowance = Literal[
     "unknown_characters",
     "same_prompts",
 ]
-"""What would spoil scores without a word, and may be meant: targets that hold a stop string, or are too long to be
-answered, empty answers, test inputs that are training inputs too, answers that the metric does not tell apart, that no
-model can write, test answers that no training row has, characters that the tokenizer does not know, and training
-prompts that another task has, too."""
+"""Problems that would silently spoil scores but may be intended: targets that contain a stop string or are too long to
+be answered, empty answers, test inputs that are also training inputs, answers that the metric cannot distinguish or
+that no model can write, test answers that no training row has, characters unknown to the tokenizer, and training
+prompts shared with another task."""
 
 Truncation = Literal["keep_cue", "keep_ends", "official"]
 
@@ -67,52 +67,52 @@ def _check_name(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
-"""A name that is safe in file names and in names of logged metrics."""
+"""A name that is safe in file names and metric names."""
 
 BENCHMARK_FILE = "benchmark.yaml"
 
 
 class TaskSpec(Settings):
-    """One task of a benchmark: where its data lies, what is asked and how answers are scored."""
+    """A task of a benchmark: its data, its instruction, and how answers are scored."""
 
     name: Name
     """Short name, unique in its benchmark, e.g. `task1572` or `mnli`."""
     title: str = ""
-    """Name for tables and pictures; the task's name where a file leaves it out."""
+    """Name in tables and pictures; defaults to the task's name."""
     category: str = ""
     """Kind of task, e.g. `summarization`."""
     metric: Metric
-    """How a prediction is scored: `accuracy` (exact match after normalisation), `rouge_l`, `rouge_1`, `rouge_l_char`,
-    `token_f1`, `token_f1_char`, `edit_similarity`, `bleu`, `chrf`, `sari`, `number_match`, or
-    `package.module:function` from outside."""
+    """How a prediction is scored: `accuracy` (exact match after normalization), `rouge_l`, `rouge_1`, `rouge_l_char`,
+    `token_f1`, `token_f1_char`, `edit_similarity`, `bleu`, `chrf`, `sari`, `number_match`, or a plugin,
+    `package.module:function`."""
     instruction: str = ""
-    """Text that precedes every input, the task's definition; may be empty."""
+    """Text before every input, the task's definition; may be empty."""
     paraphrases: Strings = ()
-    """The instruction in other words; read in its place by test prompts under `benchmark.prompts.definition`."""
+    """Other wordings of the instruction, used for test prompts by `benchmark.prompts.definition: paraphrase`."""
     labels: Strings | None = None
-    """Every answer that a classification task knows; in a benchmark of one's own, a row with another is a fault."""
+    """All answers of a classification task; in your own benchmark, any other answer is an error."""
     folder: PathText = ""
-    """Folder of the data below the benchmark's folder; the task's name where a file leaves it out."""
+    """Folder of the data below the benchmark's folder; defaults to the task's name."""
     allow: Annotated[tuple[Allowance, ...], Field(strict=False)] = ()
-    """What is a warning in this task and would be a fault: `stopped_targets`, `long_targets`, `empty_answers`,
-    `shared_inputs`, `alike_answers`, `unreachable_answers`, `untrained_answers`, `unknown_characters`, `same_prompts`;
-    for whoever knows of it and means it."""
+    """Problems to report as warnings instead of errors in this task: `stopped_targets`, `long_targets`,
+    `empty_answers`, `shared_inputs`, `alike_answers`, `unreachable_answers`, `untrained_answers`, `unknown_characters`,
+    `same_prompts`."""
     source: SourceSpec | None = None
-    """Where the rows come from, if not from `folder`: files of any kind, or a data set of the hub."""
+    """Where the rows come from, if not from `folder`: files of any supported kind, or a data set of the hub."""
     cue: str | None = None
-    """Text between the input and the answer; the benchmark's where a file leaves it out."""
+    """Text between input and answer; defaults to the benchmark's."""
     stop: Strings | None = None
-    """Strings at which this task's answers end; the benchmark's where a file leaves them out."""
+    """Strings at which this task's answers end; defaults to the benchmark's."""
     max_target_length: int | None = Field(None, ge=1)
-    """Longest target and answer of this task in tokens, at most the benchmark's; the limit of a sweep holds, too."""
+    """Longest target and answer of this task in tokens, at most the benchmark's; the sweep's limit also applies."""
     train_rows: int | None = Field(None, ge=1)
-    """Published number of training rows; read only where the data is not at hand."""
+    """Published number of training rows, used only if the data is missing."""
     test_rows: int | None = Field(None, ge=1)
-    """Published number of test rows; read only where the data is not at hand."""
+    """Published number of test rows, used only if the data is missing."""
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_rest(cls, content: Any) -> Any:
+    def _default_names(cls, content: Any) -> Any:
         if not isinstance(content, dict) or "name" not in content:
             return content
         return {"title": content["name"], "folder": content["name"]} | content
@@ -127,8 +127,8 @@ class TaskSpec(Settings):
         if self.metric == "accuracy" and (alike := first_equivalent(self.labels or ())):
             raise ValueError(
                 f"`labels` of task {self.name!r}: accuracy ignores case and punctuation, so "
-                f"{' and '.join(map(quoted, alike))} would count as equal; leave `labels` out if that is meant, give "
-                "numbers names by `names` in a source, or take a metric of characters, such as edit_similarity"
+                f"{' and '.join(map(quoted, alike))} would count as equal; leave `labels` out if that is intended, "
+                "name numbers by `names` in a source, or use a metric of characters, such as edit_similarity"
             )
         return self
 
@@ -136,57 +136,57 @@ class TaskSpec(Settings):
     def _check_paraphrases(self) -> TaskSpec:
         texts = [text.strip() for text in self.paraphrases]
         if texts and not self.instruction.strip():
-            raise ValueError(f"task {self.name!r} has `paraphrases` of no `instruction`; add one, or leave them out")
+            raise ValueError(f"task {self.name!r} has `paraphrases` but no `instruction`; add one, or leave them out")
         if "" in texts:
             raise ValueError(f"`paraphrases` of task {self.name!r}: found an empty one; leave it out")
         if repeated := _repeated([self.instruction.strip(), *texts]):
             raise ValueError(
-                f"`paraphrases` of task {self.name!r}: {quoted(repeated[0], 60)} stands there twice, or is the "
-                "`instruction`; name each wording once"
+                f"`paraphrases` of task {self.name!r}: {quoted(repeated[0], 60)} is listed twice, or equals the "
+                "`instruction`; list each wording once"
             )
         return self
 
 
 class BenchmarkSpec(Settings):
-    """A benchmark: its tasks, the orders they are learned in, and how prompts are written."""
+    """A benchmark: its tasks, their orders, and its prompt format."""
 
     name: Name
-    """Name of the benchmark; its folder's name where a file leaves it out."""
+    """Name of the benchmark; defaults to its folder's name."""
     version: int = Field(1, ge=1)
-    """Raised whenever a change of the file changes results."""
+    """Raise it whenever a change of the file changes results."""
     title: str = ""
-    """Name for tables and pictures; the benchmark's name where a file leaves it out."""
+    """Name in tables and pictures; defaults to the benchmark's name."""
     prompt: Literal["superni", "long_sequence", "plain"] = "plain"
-    """Format of the prompt, see `data/prompts.py`."""
+    """Format of the prompt; see `data/prompts.py`."""
     layout: Literal["cl_benchmark", "builtin", "folder"] = "folder"
-    """Where rows come from: the data folder, the package's own generator, or the folder of the benchmark's file."""
+    """Where rows come from: the data folder, the package's generator, or the folder of the benchmark's file."""
     folder: PathText = Field(".", json_schema_extra=NOT_IDENTITY)
     """Folder of the tasks: below the data folder (`cl_benchmark`) or below the benchmark's file (`folder`)."""
     stop: Strings = ()
-    """Strings at which generation ends, once some text stands before them; no target should hold one."""
+    """Strings at which generation ends, after some text; targets should not contain any."""
     cue: str | None = None
-    """Text between the input and the answer; `"\\nOutput: "` where a file leaves it out, and `""` for none."""
+    """Text between input and answer; defaults to `"\\nOutput: "`, and `""` means none."""
     max_target_length: int = Field(50, ge=1)
     """Longest target and longest answer, in tokens."""
     tasks: tuple[TaskSpec, ...] = Field(strict=False)
     """The tasks, in the order of the tables."""
     orders: dict[str, Strings] = Field(default_factory=dict)
-    """Named task sequences; the first one is the default. Left out: one order, `1`, the tasks as listed."""
+    """Named task sequences; the first is the default. Defaults to one order, `1`, with the tasks as listed."""
 
     _rows_version: int | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        """Remember how own data is read; a copy with a further task keeps what names the rows of its tasks."""
+        """Record how the user's own data is read; a copy with another task keeps it."""
         self._rows_version = versions.OWN_ROWS if self.layout == "folder" else None
 
     @property
     def rows_version(self) -> int | None:
-        """Version of how data of one's own becomes rows; None for published data."""
+        """Version of how the user's own data becomes examples; None for published data."""
         return self._rows_version
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_left_out(cls, content: Any) -> Any:
+    def _defaults(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
         filled = {"title": content["name"]} | content if "name" in content else dict(content)
@@ -233,11 +233,11 @@ def _checked_stop(stop: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class PromptSettings(Settings):
-    """The settings of how test prompts differ from those that were trained on."""
+    """The settings of how test prompts differ from training prompts."""
 
     definition: Literal["verbatim", "paraphrase", "none"] = Field("verbatim", json_schema_extra=INFERENCE_ONLY)
-    """The instruction of test prompts: as trained on, in other words, or left out. Training prompts always have it
-    verbatim. Test row i reads paraphrase i mod n of its task's n, i counted from 0 over the test rows that are read."""
+    """The instruction of test prompts: as in training, in other words, or left out. Training prompts always have it
+    verbatim. Test row i, counted from 0 over the test rows that are read, gets paraphrase i mod n of its task's n."""
 
 
 class BenchmarkSettings(Settings):
@@ -246,43 +246,43 @@ class BenchmarkSettings(Settings):
     name: PathText = Field(min_length=1)
     """`superni`, `long_sequence`, `builtin`, or the path of a benchmark's folder or YAML file."""
     order: int | str | None = None
-    """Task order: its key (`1`), or `<first task>_first`; left out, the benchmark's first order."""
+    """Task order: its key (`1`), or `<first task>_first`; defaults to the benchmark's first order."""
     tasks: Strings | None = None
     """Learn only these tasks, in the order's sequence."""
     train_per_task: int | None = Field(None, ge=1)
-    """Use at most this many training rows of each task (validation rows are taken out of them)."""
+    """Use at most this many training rows per task (validation rows are taken out of them)."""
     test_per_task: int | None = Field(None, ge=1, json_schema_extra=INFERENCE_ONLY)
-    """Score at most this many test rows of each task."""
+    """Score at most this many test rows per task."""
     subset_seed: int = Field(0, ge=0)
-    """Which rows a subset takes; apart from the trial's seed, so that all trials see the same rows."""
+    """Seed that picks the rows of a subset; separate from the trial's seed, so that all trials see the same rows."""
     data_dir: PathText | None = Field(None, min_length=1, json_schema_extra=NOT_IDENTITY)
-    """Folder that contains `CL_Benchmark`; left out, the environment variable LATENT_SWEEP_DATA."""
+    """Folder that contains `CL_Benchmark`; defaults to the environment variable LATENT_SWEEP_DATA."""
     max_source_length: int = Field(ge=8, json_schema_extra=FROM_PRESET)
-    """Longest prompt in tokens, special tokens included; left out: T5 512, Llama 1024, `smollm2-135m` 512."""
+    """Longest prompt in tokens, special tokens included; defaults: T5 512, Llama 1024, `smollm2-135m` 512."""
     max_target_length: int = Field(ge=1, json_schema_extra=FROM_PRESET)
-    """Longest target and longest answer in tokens; left out, the benchmark's own (50 in the paper)."""
+    """Longest target and longest answer in tokens; defaults to the benchmark's own (50 in the paper)."""
     truncation: Truncation = "keep_cue"
     """Long prompts lose the end of their input (`keep_cue`), its middle (`keep_ends`), so that a question at the end
-    stays, or, as in the released code, whatever comes last (`official`). That code decodes the tokens that are left of
-    a T5 prompt and tokenizes their text again, and so does `official`. The paper says nothing of it."""
+    stays, or, as in the released code, whatever comes last (`official`). For T5 that code decodes the remaining tokens
+    and tokenizes their text again; `official` does the same. The paper does not say."""
     bos: Literal["auto", "off"] = "auto"
-    """Llama prompts begin with BOS where the tokenizer adds one (`auto`), or never, as in the released code."""
+    """Start Llama prompts with BOS if the tokenizer adds one (`auto`), or never (`off`), as in the released code."""
     chat: bool = Field(False, json_schema_extra=LEFT_OUT_AT_DEFAULT)
-    """Prompts are messages of a user, inside the chat template of the backbone's tokenizer, and answers end as an
-    assistant's do. Then `bos` says nothing: templates write their own."""
+    """Write prompts as user messages in the chat template of the backbone's tokenizer, and end answers as the assistant
+    does. `bos` then has no effect: templates write their own."""
     drop_unlabelled: bool = Field(False, json_schema_extra=INFERENCE_ONLY)
-    """Leave out test rows of accuracy tasks whose answer holds no letter or digit (131 rows of MNLI)."""
+    """Leave out test rows of accuracy tasks whose answer has no letter or digit (131 rows of MNLI)."""
     references: Literal["single_first", "max_over_refs"] = Field("single_first", json_schema_extra=INFERENCE_ONLY)
-    """Score against a row's first reference, or take the best score over all of them."""
+    """Score against a row's first reference, or take the best score over all references."""
     classification_metric: Metric = Field("accuracy", json_schema_extra=INFERENCE_ONLY)
     """Metric of accuracy tasks; the released scorer uses Rouge-L for all of SuperNI."""
     prompts: PromptSettings = Field(PromptSettings(), json_schema_extra=INFERENCE_ONLY)
-    """How test prompts differ from training prompts: does a model, or a router, know more than one wording?"""
+    """How test prompts differ from training prompts, to test whether a model or router knows more than one wording."""
     validation_fraction: float = Field(0.1, gt=0, le=0.5)
-    """Share of the training rows, at most 500 rows, that is held out where model selection asks for it."""
+    """Share of the training rows, at most 500, held out when model selection needs it."""
     score_on: Literal["test", "validation"] = "test"
-    """Rows that answers are scored on: the test rows, or those that `validation_fraction` holds out of the training
-    rows, which then nothing else reads: what is chosen by its score has not seen the test rows."""
+    """Rows to score on: the test rows, or those that `validation_fraction` holds out of the training rows. Nothing else
+    then reads the held-out rows, so a selection by their score has not seen the test rows."""
 
     @field_validator("tasks")
     @classmethod
@@ -295,10 +295,10 @@ class BenchmarkSettings(Settings):
 
 
 def load_benchmark(name: str) -> BenchmarkSpec:
-    """The benchmark called `name`: a packaged one, or a user's folder or YAML file; the same object until that changes.
+    """Return a packaged benchmark, or that of a user's folder or YAML file; cached until the file changes.
 
     Raises:
-        ConfigError: There is no such benchmark, or its file is not valid; every fault is listed.
+        ConfigError: there is no such benchmark, or its file is invalid; all faults are listed.
     """
     path = _benchmark_file(name)
     return _loaded(path, state_of(path))
@@ -306,7 +306,7 @@ def load_benchmark(name: str) -> BenchmarkSpec:
 
 @lru_cache
 def _loaded(path: Path, state: FileState) -> BenchmarkSpec:
-    """The benchmark of a file in this state."""
+    """Load a benchmark; the file's state is part of the cache key."""
     spec = _parse(path)
     if spec.layout == "folder":
         tasks = tuple(_located(task, path.parent) for task in spec.tasks)
@@ -315,44 +315,44 @@ def _loaded(path: Path, state: FileState) -> BenchmarkSpec:
 
 
 def _located(task: TaskSpec, folder: Path) -> TaskSpec:
-    """The task with files of its source as whole paths, and with the commit of a hub data set."""
+    """Return a task with absolute paths in its source, and with the commit of a hub data set."""
     source = task.source
     if source is None:
         return task
 
-    def whole(paths: tuple[str, ...]) -> tuple[str, ...]:
+    def absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(str((folder / local_path(path)).resolve()) for path in paths)
 
-    update: dict[str, Any] = {"train": whole(source.train)}
+    update: dict[str, Any] = {"train": absolute(source.train)}
     if not isinstance(source.test, int):
-        update["test"] = whole(source.test)
+        update["test"] = absolute(source.test)
     if source.superni is not None:
-        (update["superni"],) = whole((source.superni,))
+        (update["superni"],) = absolute((source.superni,))
     return task.model_copy(update={"source": pinned(source.model_copy(update=update))})
 
 
 def order_key(settings: BenchmarkSettings, spec: BenchmarkSpec) -> str:
-    """The key of the order that `settings` asks for by key, by `<first task>_first`, or by leaving it out.
+    """Return the key of the order that `settings` names by key, by `<first task>_first`, or by default.
 
     Raises:
-        ConfigError: The benchmark has no such order, or several begin with that task.
+        ConfigError: the benchmark has no such order, or several start with that task.
     """
     if settings.order is None:
         return next(iter(spec.orders))
     wanted = str(settings.order)
-    found = [key for key, sequence in spec.orders.items() if wanted in (key, f"{sequence[0]}_first")]
-    if len(found) != 1:
-        known = ", ".join(f"{key} ({sequence[0]}_first)" for key, sequence in spec.orders.items())
-        problem = f"{wanted!r} fits several orders" if found else f"no order {wanted!r}"
-        raise ConfigError(f"benchmark.order: {problem}; benchmark {spec.name!r} has {known}. Use one of these keys.")
-    return found[0]
+    keys = [key for key, sequence in spec.orders.items() if wanted in (key, f"{sequence[0]}_first")]
+    if len(keys) != 1:
+        orders = ", ".join(f"{key} ({sequence[0]}_first)" for key, sequence in spec.orders.items())
+        problem = f"{wanted!r} fits several orders" if keys else f"no order {wanted!r}"
+        raise ConfigError(f"benchmark.order: {problem}; benchmark {spec.name!r} has {orders}. Use one of these keys.")
+    return keys[0]
 
 
 def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[TaskSpec, ...]:
-    """The tasks that a trial learns, in sequence: the order of `settings`, cut to its subset of tasks.
+    """Return the tasks that a trial learns, in sequence: the order of `settings`, cut to its subset of tasks.
 
     Raises:
-        ConfigError: `benchmark.order` or `benchmark.tasks` names something that the benchmark does not have.
+        ConfigError: the benchmark lacks what `benchmark.order` or `benchmark.tasks` names.
     """
     key = order_key(settings, spec)
     sequence = spec.orders[key]
@@ -365,7 +365,7 @@ def task_sequence(settings: BenchmarkSettings, spec: BenchmarkSpec) -> tuple[Tas
 
 
 def scoring_metric(settings: BenchmarkSettings, task: TaskSpec) -> Metric:
-    """The metric that scores `task`: its own, or what `benchmark.classification_metric` makes of an accuracy task."""
+    """Return the metric that scores `task`: its own, or `benchmark.classification_metric` for an accuracy task."""
     return settings.classification_metric if task.metric == "accuracy" else task.metric
 
 
@@ -375,7 +375,7 @@ def stop_of(spec: BenchmarkSpec, task: TaskSpec) -> tuple[str, ...]:
 
 
 def target_length(settings: BenchmarkSettings, task: TaskSpec) -> int:
-    """Return the longest target and answer of `task`, in tokens: the smaller of its own limit and the sweep's."""
+    """Return the longest target and answer of `task` in tokens: the smaller of its own limit and the sweep's."""
     return min(settings.max_target_length, task.max_target_length or settings.max_target_length)
 
 

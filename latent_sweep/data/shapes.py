@@ -1,4 +1,4 @@
-"""The shapes of records that are read without templates: which columns are the input, and which one is the answer."""
+"""Record shapes that need no template: which columns are the input, and which one is the answer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 MESSAGES = "messages"
-"""The column of a chat: objects with `role` and `content`, the last one the assistant's."""
+"""Column with a chat: objects with `role` and `content`, the last one the assistant's."""
 
 ROLES = {"user": "User", "assistant": "Assistant", "system": "System"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Columns that make a row.
+    """The columns of an example.
 
     Args:
-        inputs: joined by a line break; of several, those that are empty or null are left out.
-        answer: a string, or a list of strings for several references.
+        inputs: joined by line breaks; if there are several, empty and null ones are left out.
+        answer: holds a string, or a list of strings for several references.
     """
 
     inputs: tuple[str, ...]
@@ -26,11 +26,11 @@ class Shape:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return all columns that the shape reads."""
+        """All columns that the shape reads."""
         return (*self.inputs, self.answer)
 
     def input_of(self, record: Mapping[str, Any]) -> Any:
-        """Return the input of a record; a value that is no text as it is, for the error to name."""
+        """Return the input of a record; a value that is not text is returned as it is, for the error message."""
         texts = [record[column] for column in self.inputs]
         if len(texts) == 1:
             return texts[0]
@@ -48,26 +48,26 @@ SHAPES = (
     Shape(("context", "question"), "answer"),
     Shape(("question",), "answer"),
 )
-"""By precedence: the first one whose columns a record has."""
+"""In order of precedence."""
 
 
 def shape_of(record: Mapping[str, Any]) -> Shape | None:
-    """Return the shape of a record; None if it has the columns of none."""
+    """Return the first shape whose columns a record has."""
     return next((shape for shape in SHAPES if all(column in record for column in shape.columns)), None)
 
 
 def nearest_shape(record: Mapping[str, Any]) -> Shape:
-    """Return the shape that lacks the fewest columns of a record without a shape; of none, input and output."""
+    """Return the shape with the fewest columns missing from a record; input and output if it shares none."""
     plain = Shape(("input",), "output")
     near = [shape for shape in (plain, *SHAPES) if any(column in record for column in shape.columns)]
     return min(near, key=lambda shape: sum(column not in record for column in shape.columns), default=plain)
 
 
 def read_chat(messages: Any) -> tuple[str, str] | None:
-    """Return the input and the answer of a chat; None unless it is one whose last message is the assistant's.
+    """Return input and answer of a chat; None unless it is well formed and the assistant's message is last.
 
-    One message of a user is the input as it is, behind the system's message and a blank line if there is one. Of more
-    messages each is a line that begins with its role.
+    A single user message is the input, after the system's message and a blank line if there is one. Several messages
+    become lines that start with their role.
     """
     if not isinstance(messages, list) or len(messages) < 2 or not all(map(_is_message, messages)):
         return None

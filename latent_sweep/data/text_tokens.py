@@ -1,10 +1,10 @@
-"""Tokenize text as text: no row, instruction or label can write a special token by spelling its name.
+"""Tokenize text so that spelling a special token's name in an input, instruction or label never produces that token.
 
-Tokenizers turn `</s>` or `<|im_end|>` inside a text into that token. An answer that holds it could never be right,
-because decoding leaves special tokens out, and a prompt could end in its middle. `split_special_tokens` of transformers
-does not prevent it: the vocabulary of a Unigram model (T5) has the names of its special tokens as pieces, and
-normalization makes `</s>` of full-width characters. Text without such a name takes the tokenizer's own path, so its ids
-are exactly the tokenizer's. Other text is tokenized by a copy whose special tokens have names that no text holds.
+Tokenizers turn `</s>` or `<|im_end|>` inside a text into that token. An answer with it could never be right, because
+decoding drops special tokens, and a prompt could end in the middle. `split_special_tokens` of transformers does not
+help: a Unigram vocabulary (T5) has the names of its special tokens as pieces, and normalization makes `</s>` from
+full-width characters. Text without such a name takes the tokenizer's own path, so its ids are exactly the tokenizer's.
+Other text is tokenized by a copy whose special tokens have names that no text contains.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from latent_sweep.errors import ConfigError
 
 MARK = "\U0010fffe"
-"""A noncharacter of Unicode. The copy's special tokens have it before their names."""
+"""A Unicode noncharacter that prefixes the names of the copy's special tokens."""
 
 
 class TextIds(NamedTuple):
-    """The token ids of a text, and the place of each one in it: start and end, in characters."""
+    """The token ids of a text, and each token's start and end in characters."""
 
     ids: list[int]
     offsets: Sequence[tuple[int, int]]
@@ -30,12 +30,11 @@ class TextIds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpecialTokens:
-    """The special tokens of a tokenizer of the package tokenizers.
+    """The special tokens of a `tokenizers.Tokenizer`.
 
     Args:
-        tokenizer: whose special tokens they are.
         names: each token's name by its id.
-        unknown: the token of what the tokenizer does not know; None where it knows everything.
+        unknown: the unknown token; None if the tokenizer can encode every byte.
     """
 
     tokenizer: Any
@@ -44,7 +43,7 @@ class SpecialTokens:
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Return the ids that only a spelled name can put into a text: all but the unknown token."""
+        """The ids that appear in a text only if it spells their names: all but the unknown token."""
         return frozenset(self.names) - {self.unknown}
 
     @cached_property
@@ -56,21 +55,21 @@ class SpecialTokens:
         return frozenset(name[:1] for name in self.names.values())
 
     def spelled(self, text: str) -> str | None:
-        """Return the first special token whose name a text holds; None where it holds none."""
+        """Return the first special token whose name a text contains, or None."""
         if not any(beginning in text for beginning in self._beginnings):
             return None
         return next((name for name in self.names.values() if name in text), None)
 
     def in_ids(self, ids: Iterable[int]) -> list[int]:
-        """Return the special tokens in these ids, in their order, without unknown ones."""
+        """Return the special tokens among these ids, in order, without the unknown token."""
         return [token for token in ids if token in self.written]
 
     def holds_unknown_name(self, text: str) -> bool:
-        """Return whether a text spells the unknown token, which ids do not tell from unknown characters."""
+        """Return whether a text spells the unknown token; its id alone could come from an unknown character."""
         return self._unknown_name is not None and self._unknown_name in text
 
     def marked(self, text: str) -> str:
-        """Put the mark before each special token of a chat template's text, so that `literal` reads it as one."""
+        """Prefix each special token of a chat template's text with the mark, so that `literal` recognizes it."""
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         starts = [
             start for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self.names
@@ -81,10 +80,10 @@ class SpecialTokens:
 
     @cached_property
     def literal(self) -> Any:
-        """The copy of the tokenizer that reads the special tokens' names as text, and marked ones as the tokens.
+        """A copy of the tokenizer that reads special tokens' names as text and marked names as the tokens.
 
         Raises:
-            ConfigError: the copy gives a special token another id.
+            ConfigError: the copy would give a special token another id.
         """
         from tokenizers import Tokenizer
 
@@ -103,9 +102,9 @@ class SpecialTokens:
         copy = Tokenizer.from_str(json.dumps(content))
         if wrong := [name for token, name in self.names.items() if copy.token_to_id(MARK + name) != token]:
             raise ConfigError(
-                f"backbone.tokenizer: its special token {wrong[0]!r} stands in the data as text and cannot be kept "
-                "apart from the token, because ids of the tokenizer's added tokens are not consecutive; save the "
-                "tokenizer again with transformers' save_pretrained, or take that text out of the data"
+                f"backbone.tokenizer: its special token {wrong[0]!r} occurs in the data as text and cannot be told "
+                "apart from the token, because the ids of the tokenizer's added tokens are not consecutive; save the "
+                "tokenizer again with transformers' save_pretrained, or remove that text from the data"
             )
         copy.no_truncation()
         copy.no_padding()
@@ -113,7 +112,7 @@ class SpecialTokens:
 
 
 def special_tokens(tokenizer: Any) -> SpecialTokens:
-    """Return the special tokens of a tokenizer of transformers, or of what has a `backend_tokenizer` like it."""
+    """Return the special tokens of a transformers tokenizer, or of any object with its `backend_tokenizer`."""
     return _special_tokens(tokenizer.backend_tokenizer)
 
 
@@ -125,43 +124,43 @@ def _special_tokens(backend: Any) -> SpecialTokens:
 
 
 def unknown_id(backend: Any) -> int | None:
-    """Return the token that a tokenizer gives for what it does not know; None where it knows every byte."""
+    """Return a tokenizer's unknown token; None if it can encode every byte."""
     model = json.loads(backend.to_str())["model"]
     if model.get("byte_fallback") and backend.token_to_id("<0x00>") is not None:
         return None
-    if (place := model.get("unk_id")) is not None:
-        return int(place)
+    if (token := model.get("unk_id")) is not None:
+        return int(token)
     name = model.get("unk_token")
     return None if name is None else backend.token_to_id(name)
 
 
 def tokenize(tokenizer: Any, text: str, template: tuple[str, str] = ("", "")) -> TextIds:
-    """Tokenize a text as text, inside what a chat template writes before and behind it.
+    """Tokenize a text between the texts of a chat template, in which special tokens stay special.
 
-    Offsets are those of the whole text, the template's included.
+    Offsets count from the start of the template's text.
 
     Args:
-        tokenizer: of transformers, or `sweep.checks.Reader`.
-        template: the texts around it, whose special tokens are special.
+        tokenizer: a transformers tokenizer, or an object with its `backend_tokenizer` and call.
+        template: text before and after.
     """
     before, after = template
     specials = special_tokens(tokenizer)
     encoding = tokenizer(before + text + after, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    found = TextIds(encoding["input_ids"], encoding["offset_mapping"])
+    usual = TextIds(encoding["input_ids"], encoding["offset_mapping"])
     expected = specials.in_ids(_ids(tokenizer, before) + _ids(tokenizer, after)) if before or after else []
-    if specials.in_ids(found.ids) == expected and not specials.holds_unknown_name(text):
-        return found
+    if specials.in_ids(usual.ids) == expected and not specials.holds_unknown_name(text):
+        return usual
     marked = specials.marked(before), specials.marked(after)
     literal = specials.literal.encode(marked[0] + text + marked[1], add_special_tokens=False)
     begins, ends = len(marked[0]), len(marked[0]) + len(text)
 
-    def place(position: int) -> int:
-        """Return a position of the marked text in the text without marks."""
+    def unmarked(position: int) -> int:
+        """Map a position in the marked text to one in the text without marks."""
         if position <= begins:
             return min(position, len(before))
         return len(before) + min(position, ends) - begins + max(0, position - ends)
 
-    return TextIds(literal.ids, [(place(start), place(end)) for start, end in literal.offsets])
+    return TextIds(literal.ids, [(unmarked(start), unmarked(end)) for start, end in literal.offsets])
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from latent_sweep.adapters.factors import kept_factors
-from latent_sweep.data.dataset_folders import file_digest
+from latent_sweep.data.caches import file_digest
 from latent_sweep.data.schema import BenchmarkSpec, TaskSpec
 from latent_sweep.deploy.card import model_card
 from latent_sweep.deploy.content import LearnedTask, ModelContent, Origin, Records

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from latent_sweep.data.examples import is_whole
+from latent_sweep.data.examples import is_encodable
 from latent_sweep.data.loaders import WHOLE_PROMPT
 from latent_sweep.data.prompts import bare_prompt, encode_parts, prompt_parts
 from latent_sweep.data.schema import TaskSpec, stop_of, target_length
@@ -176,7 +176,7 @@ class ContinualModel:
         if isinstance(texts, str):
             raise ConfigError("answer: found one text; expected a list of texts, e.g. [text]")
         for place, text in enumerate(texts):
-            if not isinstance(text, str) or not is_whole(text):
+            if not isinstance(text, str) or not is_encodable(text):
                 found = quoted(text, 60)
                 raise DataError(f"answer: text {place} (0-based) is {found}; expected a text of whole characters")
         position = self._position(task)

@@ -1,10 +1,9 @@
-"""Chat templates: a prompt inside one is what the template itself makes of it as a message."""
+"""Chat templates: a prompt equals what the template itself renders for it as a message."""
 
 import json
 
 import pytest
 import torch
-from datasets import load_from_disk
 from helpers.chats import chatting_tokenizer
 from helpers.sweeps import sweep_folder, tiny, write
 
@@ -14,6 +13,7 @@ from latent_sweep.backbones.tokenizers import byte_tokenizer
 from latent_sweep.cli.main import main
 from latent_sweep.data.chat import FIXED_DATE, chat_of
 from latent_sweep.data.prompts import PromptParts, encode_parts, encode_prompt, encode_target, is_cut
+from latent_sweep.data.tokenized import TokenizedExamples
 from latent_sweep.errors import ConfigError, DataError
 
 CHATML = (
@@ -66,7 +66,7 @@ def tokenizer_with(template):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_stands_around_a_message_is_what_the_template_writes(name):
+def test_the_texts_around_a_message_are_the_templates(name):
     tokenizer = tokenizer_with(TEMPLATES[name])
     chat = chat_of(tokenizer)
     message = "Is this good?\n\nThe soup {{ was }} cold."
@@ -79,7 +79,7 @@ def test_what_stands_around_a_message_is_what_the_template_writes(name):
     assert chat.strips == (name in ("llama2", "llama3", "gemma"))
 
 
-def test_what_changes_a_prompt_changes_the_digest():
+def test_the_digest_follows_the_rendered_prompt():
     digests = {chat_of(tokenizer_with(template)).digest for template in TEMPLATES.values()}
     assert len(digests) == len(TEMPLATES)
     spaced = tokenizer_with(CHATML.replace("message['content']", "message['content'] | trim"))
@@ -88,18 +88,18 @@ def test_what_changes_a_prompt_changes_the_digest():
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
-        (None, "has no chat template"),
+        (None, "no chat template"),
         (CHATML + "{{ strftime_now('%d %b %Y') }}", "today's date"),
         ("{{ raise_exception('a system prompt comes first') }}", "a system prompt comes first"),
-        ("{{ messages[0]['content'] * 2 }}", "2 times; expected once"),
-        ("{{ 'no message' }}", "0 times; expected once"),
-        ("{% nonsense %}", "does not take one message"),
+        ("{{ messages[0]['content'] * 2 }}", " 2 times"),
+        ("{{ 'no message' }}", " 0 times"),
+        ("{% nonsense %}", "tiny|nonsense"),
     ],
 )
-def test_a_template_that_cannot_serve_is_refused(template, said):
-    with pytest.raises(ConfigError, match=f"benchmark.chat: .*{said}"):
+def test_unusable_templates_are_refused(template, message):
+    with pytest.raises(ConfigError, match=f"benchmark.chat: .*{message}"):
         chat_of(tokenizer_with(template))
 
 
@@ -108,8 +108,8 @@ OPTIONS = {"tokenize": False, "date_string": FIXED_DATE, "enable_thinking": Fals
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_prompt_is_the_users_message(name, family):
-    """Whatever white space it begins or ends with; its last space goes, as the answer is no longer beside the cue."""
+def test_a_prompt_equals_the_rendered_user_message(name, family):
+    """With any white space at its ends; the cue loses its last space, since the answer no longer follows it."""
     tokenizer = tokenizer_with(TEMPLATES[name])
     chat = chat_of(tokenizer)
     for head, text in (("Sort.\n\n", "grün 🙂"), ("", " a line\n"), ("", "\n\n"), ("Sort.\n", "")):
@@ -137,13 +137,13 @@ def test_only_the_input_of_a_message_is_cut():
         found = encode_parts(parts, tokenizer, "llama", around + 8, truncation, chat=chat)
         assert (found.head, found.cue) == (whole.head, whole.cue)
         assert tokenizer.decode(found.input) == kept
-    with pytest.raises(DataError, match="expected room for the input"):
+    with pytest.raises(DataError, match="benchmark.max_source_length"):
         encode_parts(parts, tokenizer, "llama", around, chat=chat)
 
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory):
-    """A tiny backbone's tokenizer with a chat template, and the folder that it lies in."""
+    """A folder, and the chat tokenizer for a tiny backbone in it."""
     folder = tmp_path_factory.mktemp("chat")
     return folder, chatting_tokenizer(folder / "tokenizer")
 
@@ -157,13 +157,13 @@ def sweep(folder, **changes):
     )
 
 
-def test_a_sweep_learns_and_answers_in_chats(chatting, tmp_path, capsys):
+def test_a_sweep_trains_and_answers_in_chats(chatting, tmp_path, capsys):
     folder, tokenizer = chatting
     path = write(tmp_path, sweep(folder))
     assert main(["plan", path]) == 0
-    assert "trials count tokens before they learn" in capsys.readouterr().out
     assert main(["run", path, "--local"]) == 0
-    caches = [load_from_disk(str(found.parent)) for found in (tmp_path / "runs" / "tokens").glob("*/state.json")]
+    folders = [path for path in (tmp_path / "runs" / "tokens").iterdir() if path.is_dir()]
+    caches = [TokenizedExamples(folder) for folder in folders]
     assert len(caches) == 4
     for row in (row for cache in caches for row in cache):
         written = tokenizer.decode(row["prompt_ids"])
@@ -176,11 +176,13 @@ def test_a_sweep_learns_and_answers_in_chats(chatting, tmp_path, capsys):
         for line in found.read_text().splitlines()
     ]
     assert len(answers) == 24 and any(answers)
-    assert json.loads((trial.path / "result.json").read_text())["metrics"]["AP"] > 0, "so it ends its answers itself"
+    assert json.loads((trial.path / "result.json").read_text())["metrics"]["AP"] > 0, (
+        "answers end with the template's token"
+    )
 
 
-def test_answers_end_where_a_turn_does(chatting):
-    """As transformers' own generation does, when told of the token."""
+def test_answers_end_at_the_turn_token(chatting):
+    """As in transformers' own generation with that eos_token_id."""
     from latent_sweep.adapters.bank import AdapterBank
     from latent_sweep.backbones.generation import generate
     from latent_sweep.methods import method_class
@@ -206,7 +208,7 @@ def test_answers_end_where_a_turn_does(chatting):
     assert len(found[0]) <= 4 < 12
 
 
-def test_what_has_no_template_is_refused_before_anything_is_learned(tmp_path, capsys):
+def test_a_missing_template_is_refused_before_training(tmp_path, capsys):
     assert main(["run", write(tmp_path, tiny(trial__benchmark__chat=True, search=None)), "--local"]) == 1
     assert "benchmark.chat: the tokenizer" in capsys.readouterr().out
     assert not list((tmp_path / "runs").glob("snapshots/*.safetensors"))
@@ -214,13 +216,13 @@ def test_what_has_no_template_is_refused_before_anything_is_learned(tmp_path, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lfpt5", "lwf", "gain_lora", "joint_lora"])
-def test_methods_that_read_prompts_read_chats(chatting, tmp_path, method):
+def test_methods_that_read_prompts_work_in_chats(chatting, tmp_path, method):
     folder, _ = chatting
     content = sweep(folder, trial__method={"name": method}, trial__training__learning_rate=0.01)
     assert main(["run", write(tmp_path, content), "--local"]) == 0
 
 
-def test_a_chat_is_another_training(chatting, tmp_path, capsys):
+def test_chat_changes_every_identity(chatting, tmp_path, capsys):
     folder, _ = chatting
     content = sweep(folder)
     ids = []

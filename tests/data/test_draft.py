@@ -1,4 +1,4 @@
-"""`benchmark init`: the file that it writes from data of every layout, and that the file reads the data."""
+"""`benchmark init`: it drafts a valid file from data of every supported layout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from latent_sweep.errors import ConfigError
 
 
 def written(folder: Path, capsys: Any, *options: str) -> tuple[BenchmarkSpec, dict[str, TaskSpec], str]:
-    """The benchmark that the command writes, as it is read, and its text."""
+    """Run the command; return the benchmark, its tasks by name, and the file's text."""
     assert main(["benchmark", "init", str(folder), *options]) == 0, capsys.readouterr().err
     path = options[1] if options else str(folder / "benchmark.yaml")
-    assert f"next: latent-sweep benchmark check {path}" in capsys.readouterr().out
+    assert f"benchmark check {path}" in capsys.readouterr().out
     spec = load_benchmark(path)
     settings = BenchmarkSettings(name=path, max_source_length=512, max_target_length=50)
     for task in spec.tasks:
@@ -60,7 +60,7 @@ def test_trace(tmp_path: Path, capsys: Any) -> None:
     assert found["FOMC"].labels == ("A", "B", "C")
     assert {task.source for task in spec.tasks} == {None}
     assert spec.stop == ()
-    assert "# No `stop` string: targets of MeetingBank have line breaks" in text
+    assert "MeetingBank" in text.partition("tasks:")[0]
     assert spec.max_target_length == tokens_about("The council met 20 times.\nThen it voted.") + 8
     assert "# 24 training and 24 test rows; inputs of 3 / 3 / 3 words" in text
 
@@ -85,11 +85,11 @@ def test_task_files_of_super_natural_instructions(tmp_path: Path, capsys: Any) -
     assert [source.test_instances for source in sources if source] == [100, 6]
     assert (spec.prompt, found["task7_a"].instruction, found["task7_a"].metric) == ("superni", "Do it.", "rouge_l")
     assert "# 150 training and 100 test rows" in text
-    assert "# a fifth of 30 instances are test rows; usual are the first 100" in text
+    assert "a fifth of 30 instances" in text
 
 
 def test_pairs_of_files_with_definitions_are_one_task_each(tmp_path: Path, capsys: Any) -> None:
-    """A file of test rows is no task file of Super-NaturalInstructions, of which most would be trained on."""
+    """A file of test rows is not cut like a task file of Super-NaturalInstructions."""
     for split, count in (("train", 30), ("test", 8)):
         instances = [
             {"id": f"{split}-{i}", "input": f"{split} {i}", "output": [f"an answer, {i}"]} for i in range(count)
@@ -102,7 +102,7 @@ def test_pairs_of_files_with_definitions_are_one_task_each(tmp_path: Path, capsy
     assert "# 30 training and 8 test rows" in text and "Not used" not in text
 
 
-def test_labels_that_accuracy_does_not_tell_apart_are_none(tmp_path: Path, capsys: Any) -> None:
+def test_labels_that_accuracy_cannot_tell_apart_are_not_listed(tmp_path: Path, capsys: Any) -> None:
     for split in ("train", "test"):
         put(tmp_path / "mood" / f"{split}.json", rows(24, lambda i: str(i % 3 - 1)))
         put(tmp_path / "tongue" / f"{split}.json", rows(24, lambda i: ("C++", "C#")[i % 2]))
@@ -114,18 +114,15 @@ def test_labels_that_accuracy_does_not_tell_apart_are_none(tmp_path: Path, capsy
         "yes": ("accuracy", None),
     }
     assert main(["benchmark", "check", str(tmp_path)]) == 1  # both files have the same rows
-    assert (
-        "task tongue: accuracy gives 1 to one answer where the reference is another: 12 of 24"
-        in capsys.readouterr().out
-    )
+    assert "task tongue: " in capsys.readouterr().out
     (tmp_path / "own.yaml").write_text(
         "max_target_length: 4\ntasks: [{name: mood, metric: accuracy, labels: ['-1', '0', '1']}]"
     )
-    with pytest.raises(ConfigError, match="so '-1' and '1' would count as equal"):
+    with pytest.raises(ConfigError, match="'-1' and '1'"):
         load_benchmark(str(tmp_path / "own.yaml"))
 
 
-def test_free_answers_that_rouge_does_not_read_are_scored_by_character(tmp_path: Path, capsys: Any) -> None:
+def test_answers_without_latin_words_are_scored_by_character(tmp_path: Path, capsys: Any) -> None:
     for split in ("train", "test"):
         put(tmp_path / "news" / f"{split}.json", rows(24, lambda i: f"\u7b2c{i}\u7c7b\u65b0\u95fb\u62a5\u9053"))
         put(tmp_path / "town" / f"{split}.json", rows(24, lambda i: f"Z\u00fcrich, house number {i}"))
@@ -142,7 +139,7 @@ def test_the_folder_above_has_its_own_name(tmp_path: Path, monkeypatch: Any, cap
     assert load_benchmark("../benchmark.yaml").name == "mine"
 
 
-def test_columns_beside_those_that_are_known_are_read_or_told(tmp_path: Path, capsys: Any) -> None:
+def test_additional_columns_are_read_or_remarked(tmp_path: Path, capsys: Any) -> None:
     def row(i: int, **more: Any) -> dict[str, Any]:
         return {"idx": i, "input": f"in {i}", "output": f"the answer is {i}", **more}
 
@@ -154,18 +151,18 @@ def test_columns_beside_those_that_are_known_are_read_or_told(tmp_path: Path, ca
     _, found, text = written(tmp_path, capsys)
     told = {name: task.source and task.source.input for name, task in found.items()}
     assert told == {"alpaca": None, "other": None, "qnli": "{question}\n{sentence}"}
-    assert "# not read: the columns source; " in text
-    assert "# `input` is guessed from the columns question, sentence" in text
+    assert "not read: the columns source;" in text
+    assert "guessed from the columns question, sentence" in text
 
 
-def test_names_that_are_taken_have_numbers_that_are_not(tmp_path: Path, capsys: Any) -> None:
+def test_repeated_names_are_numbered(tmp_path: Path, capsys: Any) -> None:
     for folder in ("a/x", "b/x", "c/x-2"):
         for split in ("train", "test"):
             put(tmp_path / folder / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
     assert set(written(tmp_path, capsys)[1]) == {"x", "x-2", "x-2-2"}
 
 
-def test_a_folder_whose_name_files_may_not_have_gives_another_name(tmp_path: Path, capsys: Any) -> None:
+def test_unsafe_folder_names_are_replaced(tmp_path: Path, capsys: Any) -> None:
     for split in ("train", "test"):
         put(tmp_path / "my data" / "x" / f"{split}.json", rows(24, lambda i: f"the answer is {i}"))
     assert written(tmp_path / "my data", capsys)[0].name == "my_data"
@@ -203,21 +200,20 @@ def test_files_with_columns_of_any_name(tmp_path: Path, capsys: Any) -> None:
     assert found["glue"].labels == found["saved"].labels == ("bad", "good")
     assert sources["glue"] is not None and len(sources["glue"].train) == 2
     assert found["nli"].labels == ("0", "1")
-    assert "test rows are those of `validation`: those of `test` have no answers" in text
-    assert "test rows are those of `dev`: no file is called test" in text
-    assert "# Not used, since no file of train or of test belongs to it: lonely_train.csv" in text
+    assert "test rows are those of `validation`" in text and "test rows are those of `dev`" in text
+    assert text.splitlines()[-1].endswith("lonely_train.csv")
     assert spec.stop == ("\n",)
 
 
-def test_nothing_is_replaced_or_made_of_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_existing_files_stay_and_missing_data_is_refused(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "benchmark.yaml").write_text("mine")
     assert main(["benchmark", "init", str(tmp_path)]) == 2
-    assert "is there already; remove it, or name another file by --output" in capsys.readouterr().err
+    assert str(tmp_path / "benchmark.yaml") in capsys.readouterr().err
     assert (tmp_path / "benchmark.yaml").read_text() == "mine"
-    for folder, said in ((tmp_path, "found no task; expected folders with"), (tmp_path / "absent", "found nothing")):
-        with pytest.raises(ConfigError, match=said):
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=str(folder)):
             draft_benchmark(folder, tmp_path / "other.yaml")
     (tmp_path / "a_train.csv").write_text("number\n1\n")
     (tmp_path / "a_test.csv").write_text("number\n1\n")
-    with pytest.raises(ConfigError, match="found the columns 'number'; none of them can be told for the answer"):
+    with pytest.raises(ConfigError, match="'number'"):
         draft_benchmark(tmp_path, tmp_path / "other.yaml")

@@ -1,4 +1,4 @@
-"""Values that settings refuse, in the words of the package."""
+"""Invalid settings are reported in the package's words, not pydantic's."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Packages that are found through PYTHONPATH, as after `pip install --target`, and not in a `site-packages` folder."""
+"""A sweep runs with packages on PYTHONPATH, as after `pip install --target`, outside any `site-packages` folder."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Records of known shapes are rows without templates, and what a task says of its own prompts and answers holds."""
+"""Records of known shapes need no templates; a task's own cue, stop strings and limits apply."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def message(role: str, content: str) -> dict[str, str]:
         ),
     ],
 )
-def test_a_record_of_a_known_shape_is_a_row(record: dict[str, Any], text: str, answer: str) -> None:
+def test_a_record_of_a_known_shape_becomes_an_example(record: dict[str, Any], text: str, answer: str) -> None:
     row = to_example("file", record, "default", None)
     assert row == Example(record.get("id", "default"), text, (answer,))
     assert row.unread == ()
 
 
-def test_columns_that_are_not_read_are_kept_by_name() -> None:
+def test_unread_columns_are_listed() -> None:
     record = {"question": "q", "answer": "b", "hint": "h", "question_id": "7", "options": ["x"], "level": 3, "no": ""}
     row = to_example("file", record, "default", None)
     assert row is not None
@@ -73,7 +73,7 @@ def test_a_record_of_no_shape_is_refused(record: dict[str, Any]) -> None:
         to_example("file", record, "default", None)
 
 
-# --- what a task says of its own prompts and answers -----------------------------------------------------------------
+# --- a task's own cue, stop strings and limits -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_the_rows_of_a_task_have_its_cue_and_limit(own: Path, tmp_path: Path) ->
     assert [len(of["target_ids"][0]) for of in rows] == [1, 3]
 
 
-def test_answers_of_a_task_end_where_it_says(own: Path, runs: Any) -> None:
+def test_a_tasks_own_length_limit_applies(own: Path, runs: Any) -> None:
     def longest(**of_task: Any) -> list[int]:
         change_benchmark(own, **of_task)
         packs = runs.packs(trial__benchmark={"name": str(own)}, trial__router={"components": 1}, search={})
@@ -125,7 +125,7 @@ def test_answers_of_a_task_end_where_it_says(own: Path, runs: Any) -> None:
 @pytest.mark.parametrize(
     "changes", [{"task_max_target_length": 5}, {"task_stop": [""]}, {"task_stop": ["x", "x"]}, {"task_cue": 3}]
 )
-def test_what_a_task_cannot_ask_for_is_refused(own: Path, changes: dict[str, Any]) -> None:
+def test_invalid_task_settings_are_refused(own: Path, changes: dict[str, Any]) -> None:
     change_benchmark(own, **changes)
     with pytest.raises(ConfigError):
         load_benchmark(str(own))

@@ -1,4 +1,4 @@
-"""Text that spells a special token stays text, with every kind of tokenizer, and all other text has the ids it had."""
+"""Text that spells a special token stays text with every kind of tokenizer; other text keeps its ids."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def both(request: Any) -> tuple[Any, Reader]:
-    """A tokenizer of transformers, and the plan's reader with the same one of the package tokenizers."""
+    """A transformers tokenizer, and the plan's reader around the same `tokenizers.Tokenizer`."""
     make, names = KINDS[request.param]
     return PreTrainedTokenizerFast(tokenizer_object=make(), **names), Reader("llama", make())
 
@@ -164,7 +164,7 @@ def test_a_tokenizer_that_knows_every_byte_has_no_unknown_token() -> None:
 @pytest.mark.skipif("LATENT_SWEEP_DATA" not in os.environ, reason="the public data is not at hand")
 @pytest.mark.parametrize("name", ["superni", "long_sequence"])
 def test_no_published_row_spells_a_special_token(name: str) -> None:
-    """So their ids, and what is named by them, are what they were."""
+    """So their ids are the tokenizer's own."""
     spec = load_benchmark(name)
     settings = BenchmarkSettings(name=name, max_source_length=512, max_target_length=50)
     known = [byte_tokenizer(), *(PreTrainedTokenizerFast(tokenizer_object=make()) for make, _ in KINDS.values())]
