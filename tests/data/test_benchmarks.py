@@ -125,7 +125,7 @@ def test_a_benchmark_is_cached_until_its_file_changes(tmp_path: Path) -> None:
     after = load_benchmark(str(own))
     assert (before.stop, after.stop) == ((), ("a",))
     (own / "benchmark.yaml").unlink()
-    with pytest.raises(ConfigError, match="benchmark.yaml"):
+    with pytest.raises(ConfigError, match=r"benchmark.yaml"):
         load_benchmark(str(own))
 
 
@@ -346,7 +346,7 @@ def test_two_orders_with_the_same_first_task_need_a_key(tmp_path: Path) -> None:
     tasks = [{"name": name, "metric": "accuracy"} for name in "abc"]
     content = {"tasks": tasks, "orders": {"1": ["a", "b", "c"], "2": ["a", "c", "b"]}}
     (tmp_path / "benchmark.yaml").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="benchmark.order: 'a_first'"):
+    with pytest.raises(ConfigError, match=r"benchmark.order: 'a_first'"):
         order_key(settings_of(tmp_path, order="a_first"), load_benchmark(str(tmp_path)))
 
 
@@ -438,7 +438,7 @@ def test_missing_data_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     own = user_benchmark(tmp_path / "own")
     (tmp_path / "own" / "colour" / "test.jsonl").unlink()
-    with pytest.raises(DataError, match="test.json"):
+    with pytest.raises(DataError, match=r"test.json"):
         count_examples(own, own.tasks[0], "test", settings_of(tmp_path))
 
 
@@ -608,7 +608,7 @@ def test_builtin_rows_never_change_by_accident() -> None:
 def test_a_builtin_task_of_another_name_is_refused() -> None:
     spec = load_benchmark("builtin")
     task = TaskSpec(name="moods", metric="accuracy")
-    with pytest.raises(DataError, match="'moods'.*mood, "):
+    with pytest.raises(DataError, match=r"'moods'.*mood, "):
         load_examples(spec, task, "train", settings_of())
 
 

@@ -137,7 +137,7 @@ def test_only_the_input_of_a_message_is_cut():
         found = encode_parts(parts, tokenizer, "llama", around + 8, truncation, chat=chat)
         assert (found.head, found.cue) == (whole.head, whole.cue)
         assert tokenizer.decode(found.input) == kept
-    with pytest.raises(DataError, match="benchmark.max_source_length"):
+    with pytest.raises(DataError, match=r"benchmark.max_source_length"):
         encode_parts(parts, tokenizer, "llama", around, chat=chat)
 
 

@@ -85,7 +85,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> No
     only_a = {"train": name, "test": name, "where": {"origin": "a", "label": ["no", "yes"]}, **MAPPED}
     assert [row.id for row in read(tmp_path, only_a)] == ["nli-train-0", "nli-train-2"]
     assert [row.id for row in read(tmp_path, only_a | {"limit": 1})] == ["nli-train-0"]
-    with pytest.raises(DataError, match="'premisse'.*'premise', 'hypothesis', '"):
+    with pytest.raises(DataError, match=r"'premisse'.*'premise', 'hypothesis', '"):
         read(tmp_path, {"train": name, "test": name, **MAPPED, "input": "{premisse}"})
 
 
@@ -116,10 +116,10 @@ def test_class_labels_are_replaced_by_their_names(tmp_path: Path) -> None:
         source = {"train": name, "test": name, "input": "{text}", "output": "{label}"}
         found = read(tmp_path, source | {"where": {"label": ["red", "blue"]}})
         assert [row.references for row in found] == [("blue",), ("red",)]
-        with pytest.raises(DataError, match="row 3: column `label`.*None"):
+        with pytest.raises(DataError, match=r"row 3: column `label`.*None"):
             read(tmp_path, source)
     write(tmp_path / "a.json", [{"text": "a", "label": 2}])
-    with pytest.raises(DataError, match="column `label` .*2.* 0 to 1"):
+    with pytest.raises(DataError, match=r"column `label` .*2.* 0 to 1"):
         read(tmp_path, {"train": "a.json", "test": "a.json", **MAPPED, "input": "{text}"})
 
 
@@ -132,7 +132,7 @@ def test_missing_values_are_refused(tmp_path: Path, value: float | None) -> None
 
 def test_names_for_a_missing_column_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "rows.json", [{"input": "a", "output": "0"}])
-    with pytest.raises(DataError, match="'Output'.*'input', 'output'"):
+    with pytest.raises(DataError, match=r"'Output'.*'input', 'output'"):
         read(tmp_path, {"train": "rows.json", "test": "rows.json", "names": {"Output": ["no", "yes"]}})
 
 
